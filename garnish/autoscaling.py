@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from garnish.client import Client
 from garnish.config import ServiceFile, load_service_file
 from garnish.errors import FrontDoorError, GarnishError
@@ -131,13 +133,8 @@ def picture_of(client: Client, nodes_each: dict[str, int]) -> Picture:
 
 def _load(load: pool_routes.Load, each: int) -> Load:
     """Converts the gateway's load so that demand and backlog count in units of `each` nodes."""
-    return Load(
-        open_requests=load.open_requests,
-        queue_wait=load.queue_wait,
-        demand=load.demand / each,
-        backlog=load.backlog / each,
-        attainment=load.attainment,
-    )
+    of_all = msgspec.convert(load, Load, from_attributes=True)
+    return msgspec.structs.replace(of_all, demand=of_all.demand / each, backlog=of_all.backlog / each)
 
 
 def _pools(service: ServiceFile, file: Path, state: Path) -> list[Scaled]:

@@ -53,15 +53,11 @@ class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
         """Resolves a path that the file names: a relative one begins at the file's folder, and `~` is expanded."""
         return self.file.absolute().parent / Path(written).expanduser()
 
-    def adapter_folder(self, name: str) -> Path:
-        """The directory of a declared function's adapter; one on the Hub is fetched. Raises GarnishError."""
-        written = self.functions[name].adapter
-        use = f"functions.{name}.adapter: {{}}"
-        return local_folder(written, use) if is_hub_place(written) else self.path(written)
-
     def adapter_files(self, name: str) -> AdapterFiles:
-        """The files of a declared function's adapter. Raises GarnishError with one line that says what is wrong."""
-        return adapter_files(self.adapter_folder(name), f"functions.{name}.adapter: {{}}")
+        """The files of a declared function's adapter; one on the Hub is fetched. Raises GarnishError with one line that
+        says what is wrong."""
+        written, use = self.functions[name].adapter, f"functions.{name}.adapter: {{}}"
+        return adapter_files(local_folder(written, use) if is_hub_place(written) else self.path(written), use)
 
 
 def load_service_file(file: Path, environment: Mapping[str, str] | None = None) -> ServiceFile:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ import msgspec
 from adapters.keys import parse_key
 from adapters.tenants import Tenants
 from garnish.errors import StartError
+from infra.text import write_whole
 
 FILE_NAME = "credentials.toml"
 
@@ -56,12 +55,7 @@ def write_credentials(file: Path, credentials: Credentials) -> None:
         if getattr(credentials, name)
     ]
     lines += ["", "[keys]", *(f"{json.dumps(tenant)} = {json.dumps(key)}" for tenant, key in credentials.keys.items())]
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".credentials-")  # mkstemp makes it 0600
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write("\n".join(lines) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+    write_whole(file, "\n".join(lines) + "\n")
 
 
 def read_operator_keys(file: Path) -> OperatorKeys:

@@ -31,7 +31,7 @@ def drain(client: Client, nodes: Iterable[str], seconds: float, tell: Callable[[
         for node in sorted(set(nodes) & set(known)):
             if known[node].record["state"] != "draining":
                 drained.append(node)  # before the answer, which may not come
-            if _told(client, node, True):
+            if set_draining(client, node, True):
                 waiting.append(node)
         drained = [node for node in drained if node in waiting]
         _wait(client, waiting, seconds, tell)
@@ -52,8 +52,8 @@ def _wait(client: Client, waiting: list[str], seconds: float, tell: Callable[[st
         time.sleep(POLL_SECONDS)
 
 
-def _told(client: Client, node: str, drain: bool) -> bool:
-    """Whether there is such a node. Raises GarnishError."""
+def set_draining(client: Client, node: str, drain: bool) -> bool:
+    """Returns whether there is such a node: it may have died, or never come up. Raises GarnishError."""
     try:
         client.ask(drain_call(node, drain), NodeItem)
     except GarnishError as error:
@@ -68,7 +68,7 @@ def undrain(client: Client, nodes: Iterable[str]) -> None:
     a worse one to tell."""
     try:
         for node in nodes:
-            _told(client, node, False)
+            set_draining(client, node, False)
     except GarnishError:
         return
 

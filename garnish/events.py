@@ -8,19 +8,21 @@ from urllib.parse import quote
 from garnish.protocol import Call, Prompt, invoke_call
 
 
-def submit_call(name: str, prompt: Prompt, options: dict[str, Any]) -> Call:
-    """The reply is gateway.events.messages.EventReply. `options`: those of an invoke, `on_success`, `on_failure` and
-    `idempotency_key`."""
-    stated = dict(options)
-    key = stated.pop("idempotency_key", None)
-    call = invoke_call(name, prompt, False, {**stated, "background": True})
+def submit_call(name: str, prompt: Prompt, **options: Any) -> Call:
+    """Call a function without waiting for it; the reply's `id` is what the other methods want.
+
+    `options` are those of `invoke`, `on_success` and `on_failure` ({"webhook": URL} or {"function": NAME}), and
+    `idempotency_key`: the same key with the same call gives the same event.
+    """
+    key = options.pop("idempotency_key", None)
+    call = invoke_call(name, prompt, False, {**options, "background": True})
     if key is not None:
         call.headers["idempotency-key"] = key
     return call
 
 
 def event_call(event_id: str) -> Call:
-    """The reply is EventReply; so is that of `cancel_call` and `redrive_call`."""
+    """Its state, attempts and, once it has succeeded, its result."""
     return Call(method="GET", url=f"/invocations/{quote(event_id, safe='')}")
 
 
@@ -29,21 +31,25 @@ def cancel_call(event_id: str) -> Call:
 
 
 def redrive_call(event_id: str) -> Call:
+    """Queue a dead letter again."""
     return Call(method="POST", url=f"/dead-letters/{quote(event_id, safe='')}/redrive")
 
 
-def redrive_all_call(function: str | None) -> Call:
-    """The reply is RedriveReply."""
+def redrive_all_call(function: str | None = None) -> Call:
+    """Queue up to 500 dead letters again; `more` says whether there may be others."""
     return Call(method="POST", url="/dead-letters/redrive", params=_stated(function=function))
 
 
-def events_call(function: str | None, state: str | None, limit: int, after: str | None) -> Call:
-    """The reply is EventList; so is that of `dead_letters_call`."""
+def events_call(
+    function: str | None = None, state: str | None = None, limit: int = 20, after: str | None = None
+) -> Call:
+    """A page of the tenant's asynchronous calls; `next` of the reply is `after` of the next page."""
     params = _stated(function=function, state=state, limit=str(limit), after=after)
     return Call(method="GET", url="/invocations", params=params)
 
 
-def dead_letters_call(function: str | None, limit: int, after: str | None) -> Call:
+def dead_letters_call(function: str | None = None, limit: int = 20, after: str | None = None) -> Call:
+    """A page of the calls that failed for good."""
     return Call(method="GET", url="/dead-letters", params=_stated(function=function, limit=str(limit), after=after))
 
 

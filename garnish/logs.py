@@ -14,7 +14,7 @@ import msgspec
 from cluster.logs import readable, wants_colour
 from cluster.printable import printable
 from garnish.errors import FrontDoorError
-from garnish.up.logs import log_of
+from garnish.up.logs import log_of, parse_entry
 from gateway.calls.trace_log import CALL, Call
 
 DIGEST_LETTERS = 16
@@ -56,11 +56,8 @@ def last_lines(state: Path, name: str, count: int) -> list[str]:
 
 def for_people(line: str) -> str:
     """Returns a JSON line as it is read on this process's standard output; anything else without control characters."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return printable(line)
-    return readable(entry, wants_colour(sys.stdout)) if isinstance(entry, dict) else printable(line)
+    entry = parse_entry(line)
+    return printable(line) if entry is None else readable(entry, wants_colour(sys.stdout))
 
 
 def trace_lines(state: Path) -> Iterator[TraceLine]:

@@ -22,7 +22,7 @@ from infra.autoscale.sizes import SetSize, in_force, read_sizes
 from infra.instances import gpus_of
 from infra.local.processes import service_directory
 from infra.memory_need import check_fits, need_of
-from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, S3State, Stack, sharing_nodes
+from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, Stack, sharing_nodes
 from node_agent.config import default_adapter_memory, pass_memory
 
 PROGRAM = (sys.executable, "-P", "-m", "garnish.pool_node")
@@ -105,21 +105,10 @@ def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
     if service.registry is None or not service.registry.startswith("s3://"):
         raise ServiceFileError(service.file, None, "registry", "nodes in AWS need a registry on S3, s3://bucket/prefix")
     return AwsHost(
-        region=aws.region,
-        vpc_id=aws.vpc_id,
-        subnet_ids=tuple(aws.subnet_ids),
-        gateway_security_group_id=aws.gateway_security_group_id,
+        **msgspec.structs.asdict(aws),
         gateway_url=service.infra.gateway_url,
-        secret_parameter=aws.secret_parameter,
-        secret_kms_key_arn=aws.secret_kms_key_arn,
-        package=aws.package,
-        image_parameter=aws.image_parameter,
-        model_source=aws.model_source,
         node_file=node_file(service, state),
-        devices=None if service.node.devices == "all" else tuple(service.node.devices),
-        volume_gib=aws.volume_gib,
-        target_group_arns=tuple(aws.target_group_arns),
-        tags=tuple(sorted(aws.tags.items())),
+        devices=None if service.node.devices == "all" else service.node.devices,
     )
 
 
@@ -186,7 +175,7 @@ def _revision(service: ServiceFile) -> str:
     return hashlib.sha256(msgspec.json.encode(read)).hexdigest()[:16]
 
 
-def _s3_state(service: ServiceFile) -> S3State | None:
+def _s3_state(service: ServiceFile) -> S3Place | None:
     written = service.infra.state or ""
     if not written.startswith("s3://"):
         if "://" in written:
@@ -194,8 +183,7 @@ def _s3_state(service: ServiceFile) -> S3State | None:
                 service.file, None, "infra.state", "expected a directory's path or s3://bucket/prefix"
             )
         return None
-    place = _s3_place(service, "infra.state", written)
-    return S3State(place.bucket, place.prefix)
+    return _s3_place(service, "infra.state", written)
 
 
 def _s3_place(service: ServiceFile, field: str, url: str) -> S3Place:

@@ -16,7 +16,7 @@ from garnish.connection import Connection
 from garnish.errors import GarnishError
 from garnish.hub import local_folder
 from gateway.api import schema
-from gateway.residency.messages import WARM_SECONDS
+from gateway.residency.messages import WARM_SECONDS, Tier
 
 SOURCE = "s3://"
 """How an adapter's place begins that is no directory of ours."""
@@ -125,7 +125,8 @@ def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool
         raise GarnishError("invalid_request", f"{adapter} can't be read: {error.strerror}") from None
 
 
-def functions_call(limit: int, after: str | None) -> Call:
+def functions_call(limit: int = 100, after: str | None = None) -> Call:
+    """A page of the tenant's functions; `next` of the reply is `after` of the next page."""
     return Call(method="GET", url="/functions", params={"limit": str(limit), **({"after": after} if after else {})})
 
 
@@ -134,14 +135,17 @@ def function_call(name: str) -> Call:
 
 
 def versions_call(name: str) -> Call:
+    """The manifests of all versions of a function."""
     return Call(method="GET", url=f"/functions/{quote(name, safe='')}/versions")
 
 
 def tenant_call(tenant: str) -> Call:
+    """Its SLO, limits, weight and keys; needs an admin key."""
     return Call(method="GET", url=f"/tenants/{quote(tenant, safe='')}")
 
 
 def put_tenant_call(tenant: str, settings: dict[str, Any]) -> Call:
+    """Make a tenant, or give it these settings; needs an admin key."""
     return Call(method="PUT", url=f"/tenants/{quote(tenant, safe='')}", json=settings)
 
 
@@ -154,10 +158,18 @@ def delete_version_call(name: str, version: int) -> Call:
 
 
 def alias_call(name: str, alias: str) -> Call:
+    """Where an alias points, and where it pointed before."""
     return Call(method="GET", url=_alias_url(name, alias))
 
 
-def set_alias_call(name: str, alias: str, target: AliasTarget, if_match: int | None, warm: bool = False) -> Call:
+def set_alias_call(
+    name: str, alias: str, target: AliasTarget, if_match: int | None = None, *, warm: bool = False
+) -> Call:
+    """Point an alias to a version, or to several: `{3: 0.9, 4: 0.1}`.
+
+    `if_match`, here and below: the `generation` of a reply; `precondition_failed` when the function has changed.
+    `warm`, here and below: a node has it before calls come; the reply's `warnings` say when that took too long.
+    """
     if isinstance(target, int):
         body: dict[str, Any] = {"version": target}
     else:
@@ -172,7 +184,8 @@ def set_alias_call(name: str, alias: str, target: AliasTarget, if_match: int | N
     )
 
 
-def rollback_call(name: str, alias: str, if_match: int | None, warm: bool = False) -> Call:
+def rollback_call(name: str, alias: str = "latest", if_match: int | None = None, *, warm: bool = False) -> Call:
+    """Point an alias to what it pointed to before; again: one further back."""
     return Call(
         method="POST",
         url=f"/functions/{quote(name, safe='')}/rollback",
@@ -183,12 +196,15 @@ def rollback_call(name: str, alias: str, if_match: int | None, warm: bool = Fals
     )
 
 
-def warm_call(name: str, version: str | None, tier: str, copies: int) -> Call:
+def warm_call(name: str, version: str | None = None, *, tier: Tier = "device", copies: int = 1) -> Call:
+    """Bring what calls of the function would run (or a version, or an alias's) to its nodes now. Loads may still go on
+    when it returns: the reply says where each is, and the same call again where it is then."""
     body = {"tier": tier, "copies": copies, **({} if version is None else {"version": version})}
     return Call(method="POST", url=f"/functions/{quote(name, safe='')}/warm", json=body)
 
 
 def forecast_call(name: str) -> Call:
+    """Whether calls of the function are expected soon, and which nodes are asked to have it ready."""
     return Call(method="GET", url=f"/functions/{quote(name, safe='')}/forecast")
 
 
@@ -197,7 +213,8 @@ def _flags(**flags: bool) -> dict[str, str]:
     return {name: "true" for name, value in flags.items() if value}
 
 
-def policy_call(name: str, policy: Mapping[str, Any], if_match: int | None) -> Call:
+def policy_call(name: str, policy: Mapping[str, Any], if_match: int | None = None) -> Call:
+    """Change the stated fields of a function's policy; None takes one back."""
     url = f"/functions/{quote(name, safe='')}"
     return Call(method="PATCH", url=url, json=dict(policy), headers=_condition(if_match))
 
@@ -210,7 +227,13 @@ def _condition(generation: int | None) -> dict[str, str]:
     return {} if generation is None else {"if-match": f'"{generation}"'}
 
 
-def usage_call(tenant: str | None, start: str | None, end: str | None, group_by: Sequence[str] | None) -> Call:
+def usage_call(
+    tenant: str | None = None, start: str | None = None, end: str | None = None, group_by: Sequence[str] | None = None
+) -> Call:
+    """Sums of what was used from `start` to `end` (ISO 8601 or Unix time; by default the last 24 hours).
+
+    `group_by`: of tenant, function, version, hour. With an admin key `tenant` says whose; None: of all.
+    """
     stated = {"tenant": tenant, "from": start, "to": end, "group_by": None if group_by is None else ",".join(group_by)}
     return Call(method="GET", url="/usage", params={name: value for name, value in stated.items() if value is not None})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from garnish.pool_status import PoolStatus, Seen, is_instance, pool_statuses, si
 from gateway.routes.nodes import NodeItem
 from infra.autoscale.sizes import forget_sizes
 from infra.changes import REASONS, Change
-from infra.errors import InfraError, StalePlan, StateLocked, Unchanged
+from infra.errors import InfraError, StalePlan, StateLocked, Unchanged, raised_as
 from infra.local.processes import NodeKey, running_nodes, service_directory, stop
 from infra.stack import Stack, pool_of
 from infra.terraform import Event, find_program, missing_credentials
@@ -259,22 +259,14 @@ def render_to(file: Path, state: Path, out: Path) -> list[Path]:
     return sorted(path for path in out.rglob("*") if path.is_file() and path.suffix in (".tf", ".json", ".tftpl"))
 
 
-@contextmanager
-def told() -> Iterator[None]:
+def told() -> AbstractContextManager[None]:
     """Failures of `infra` as those that the command line shows in one line."""
-    try:
-        yield
-    except InfraError as error:
-        raise FrontDoorError(str(error)) from error
+    return raised_as(FrontDoorError, InfraError)
 
 
-@contextmanager
-def unchanged() -> Iterator[None]:
+def unchanged() -> AbstractContextManager[None]:
     """Failures before anything was changed."""
-    try:
-        yield
-    except (FrontDoorError, InfraError) as error:
-        raise Unchanged(str(error)) from error
+    return raised_as(Unchanged, FrontDoorError, InfraError)
 
 
 @contextmanager
@@ -289,13 +281,6 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
-
-
-def changes_shown(changes: tuple[Change, ...]) -> list[list[str]]:
-    return [
-        [change.action, change.pool or "-", change.resource, change.reason, "yes" if change.cost else "-"]
-        for change in changes
-    ]
 
 
 def _progress(event: dict[str, Any], tell: Tell) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -17,6 +17,7 @@ from garnish.adapter_folder import AdapterFiles
 from garnish.client import Client
 from garnish.config import ServiceFile, tenant_names, tenant_of
 from garnish.errors import GarnishError
+from garnish.service_file import Function
 from gateway.routes.deploy import DeployReply
 
 
@@ -101,8 +102,7 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
     functions = []
     for name, function in service.functions.items():
         tenant, files = tenant_of(service, function), service.adapter_files(name)
-        wanted = _Wanted(tenant, name, function.alias or "latest", function.policy(), files)
-        functions.append(_plan_function(connect, wanted, tenant in new))
+        functions.append(_plan_function(connect, name, function, files, tenant=tenant, new_tenant=tenant in new))
     return Plan(tenants, functions)
 
 
@@ -161,18 +161,10 @@ def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantSte
     return TenantStep(name, "change", changed, {**now, **stated})
 
 
-class _Wanted(NamedTuple):
-    """A function as the file declares it."""
-
-    tenant: str
-    name: str
-    alias: str
-    policy: dict[str, Any]
-    files: AdapterFiles
-
-
-def _plan_function(connect: Connect, wanted: _Wanted, new_tenant: bool) -> FunctionStep:
-    tenant, name, alias, policy, files = wanted
+def _plan_function(
+    connect: Connect, name: str, function: Function, files: AdapterFiles, *, tenant: str, new_tenant: bool
+) -> FunctionStep:
+    alias, policy = function.alias or "latest", function.policy()
     hashes = _sha256(files.config), _sha256(files.weights)
     version: int | None = None
     points_to: int | dict[str, float] | None = None

@@ -11,10 +11,10 @@ from adapters.functions import SUPPORTED_POLICY, Policy, Provisioned
 from adapters.slo import Slo, Weight
 from adapters.tenants import Limits
 from gateway.usage.prices import Prices
+from infra.stack import Aws, Text
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]
-Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 
 
 class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,22 +113,6 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 WHEEL_URL = r"s3://[a-z0-9][a-z0-9.-]+/[A-Za-z0-9._/+-]+\.whl"
 """Of `infra.aws.package`; the module aws_pool checks the same."""
-
-
-class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    region: Text
-    vpc_id: Text
-    subnet_ids: Annotated[list[Text], Meta(min_length=1)]
-    gateway_security_group_id: Text
-    secret_parameter: Text
-    secret_kms_key_arn: Text | None = None
-    package: Text
-    image_parameter: Text
-    model_source: Text
-    registry_bucket: Literal["existing", "managed"] = "existing"
-    volume_gib: Annotated[int, Meta(ge=30, le=16_384)] = 100
-    target_group_arns: list[Text] = []
-    tags: dict[str, Text] = {}
 
 
 class Infra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,6 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,6 +24,10 @@ SERVICE_STOP_SECONDS = MAX_TIMEOUT + 10.0
 DISK_CACHE_BYTES = 10 << 30
 MAX_RUN_DIRECTORY = 90
 """Bytes; Linux allows 107 for the socket, its name included."""
+
+AS_STATED = ("device", "runner", "lora_kernel", "dtype", "cold_start", "eviction", "prefetch", "prefetch_waste")
+BY_DEVICE = ("adapter_memory", "host_memory", "kv_memory", "max_rows", "max_cold", "chunk_tokens")
+"""Settings that the engine has under the same names, and chooses by its device where they are None."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -95,6 +98,7 @@ def gateway_config(
     shutdown_seconds: float | None = None,
 ) -> GatewayConfig:
     """`host` and `port` of the command line win over the file. Raises ServiceFileError."""
+    bounds = {"hold_seconds": service.gateway.hold, "shutdown_seconds": shutdown_seconds}
     config = GatewayConfig(
         model_dir=str(base.directory),
         base_id=base.id,
@@ -112,11 +116,8 @@ def gateway_config(
         webhook_hosts=tuple(service.gateway.webhook_hosts or ()),
         policy=service.gateway.policy,
         prices=service.prices,
+        **{name: seconds for name, seconds in bounds.items() if seconds is not None},
     )
-    if service.gateway.hold is not None:
-        config = msgspec.structs.replace(config, hold_seconds=service.gateway.hold)
-    if shutdown_seconds is not None:
-        config = msgspec.structs.replace(config, shutdown_seconds=shutdown_seconds)
     try:
         check_config(config)
     except ConfigError as error:
@@ -167,30 +168,21 @@ def run_directory(state: Path, node_id: str) -> Path:
 
 def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, host_nodes: int) -> EngineConfig:
     node = service.node
-    by_device = ("adapter_memory", "host_memory", "kv_memory", "max_rows", "max_cold", "chunk_tokens")
-    sizes: dict[str, Any] = {name: value for name in by_device if (value := getattr(node, name)) is not None}
+    known = {name: getattr(node, name) for name in (*AS_STATED, *BY_DEVICE)}
     link, store = node.simulate.link, node.simulate.store
     return EngineConfig(
         model_dir=str(base.directory),
         base_id=base.id,
         registry=registry_of(service, state),
-        device=node.device,
         devices=None if node.devices == "all" else tuple(node.devices),
-        runner=node.runner,
-        lora_kernel=node.lora_kernel,
-        dtype=node.dtype,
         host_nodes=host_nodes,
-        cold_start=node.cold_start,
-        eviction=node.eviction,
-        prefetch=node.prefetch,
-        prefetch_waste=node.prefetch_waste,
         cpu_workers=None if node.cpu_workers == "auto" else node.cpu_workers,
         profile=str(state / "profiles" / f"{node_id}.json"),
         load_link=LinkConfig(bandwidth=link) if link is not None else None,
         store_link=LinkConfig(bandwidth=store) if store is not None else None,
         worker_repeats=node.simulate.worker_repeats,
         disk_cache=_disk_cache(service, state, node_id),
-        **sizes,
+        **{name: value for name, value in known.items() if value is not None},
     )
 
 

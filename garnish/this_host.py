@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from garnish.config import load_service_file
-from garnish.drain import GONE, gpu_fault, known_nodes, open_requests
-from garnish.errors import FrontDoorError, GarnishError
+from garnish.drain import gpu_fault, known_nodes, open_requests, set_draining
+from garnish.errors import FrontDoorError
 from garnish.node_pools import infra_directory, stack_of
-from garnish.operate import admin_client, drain_call
+from garnish.operate import admin_client
 from garnish.provision import Provision, unchanged
-from gateway.routes.nodes import NodeItem
-from infra.errors import InfraError
+from infra.errors import InfraError, raised_as
 from infra.local.processes import NodeKey, running_nodes
 from infra.stack import Stack, node_ids
 
@@ -58,11 +57,7 @@ class ThisHost:
 
     def drain(self, node: str, wanted: bool) -> None:
         with _told(), admin_client(self._state) as client:
-            try:
-                client.ask(drain_call(node, wanted), NodeItem)
-            except GarnishError as error:
-                if error.type not in GONE:  # it has died, or never came up
-                    raise
+            set_draining(client, node, wanted)
 
     def apply(self) -> None:
         with unchanged():
@@ -70,10 +65,6 @@ class ThisHost:
         provision.resize(lambda _text: None)
 
 
-@contextmanager
-def _told() -> Iterator[None]:
+def _told() -> AbstractContextManager[None]:
     """Failures of the front door as the driver tells them."""
-    try:
-        yield
-    except FrontDoorError as error:
-        raise InfraError(str(error)) from error
+    return raised_as(InfraError, FrontDoorError)

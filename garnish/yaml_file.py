@@ -38,11 +38,7 @@ class Document:
         known = path
         while known and known not in self._lines:
             known = known[:-1]
-        return ServiceFileError(self.file, self._lines.get(known), dotted(path), problem)
-
-
-def dotted(path: FieldPath) -> str:
-    return ".".join(path)
+        return ServiceFileError(self.file, self._lines.get(known), ".".join(path), problem)
 
 
 def read_yaml(file: Path, environment: Mapping[str, str] | None = None) -> Document:
@@ -139,4 +135,4 @@ class _Reader:
             raise self._error(node, path, f"the environment variable {name} is not set") from None
 
     def _error(self, node: Node, path: FieldPath, problem: str) -> ServiceFileError:
-        return ServiceFileError(self._file, node.start_mark.line + 1, dotted(path), problem)
+        return ServiceFileError(self._file, node.start_mark.line + 1, ".".join(path), problem)

@@ -18,7 +18,6 @@ PROVIDER = {"aws": {"source": "hashicorp/aws", "version": ">= 6.0, < 7.0"}}
 class AwsParts(msgspec.Struct, frozen=True):
     modules: dict[str, Block] = {}
     providers: Block = {}
-    required_providers: Block = {}
 
 
 def aws_parts(stack: Stack) -> AwsParts:
@@ -31,9 +30,9 @@ def aws_parts(stack: Stack) -> AwsParts:
     modules = {module_name(pool.name): _pool(stack, pool, stack.aws, stack.registry) for pool in stack.aws_pools}
     if stack.registry.managed:
         modules["registry"] = {"source": "./modules/aws_registry", "bucket": literal(stack.registry.bucket)}
-    tags = {"garnish:service": stack.service, **dict(stack.aws.tags)}
+    tags = {"garnish:service": stack.service, **dict(sorted(stack.aws.tags.items()))}
     provider = {"region": literal(stack.aws.region), "default_tags": {"tags": literal(tags)}}
-    return AwsParts(modules, {"aws": provider}, PROVIDER)
+    return AwsParts(modules, {"aws": provider})
 
 
 def _pool(stack: Stack, pool: Pool, host: AwsHost, registry: RegistryBucket) -> Block:
@@ -60,7 +59,7 @@ def _pool(stack: Stack, pool: Pool, host: AwsHost, registry: RegistryBucket) -> 
         "node_file": host.node_file,
         "volume_gib": host.volume_gib,
         "target_group_arns": host.target_group_arns,
-        "tags": dict(host.tags) or None,
+        "tags": dict(sorted(host.tags.items())) or None,
     }
-    stated = {name: value for name, value in settings.items() if value not in (None, ())}
+    stated = {name: value for name, value in settings.items() if value not in (None, [])}
     return {"source": "./modules/aws_pool", **literal(stated)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InfraError(Exception):
     """Something that the operator must know or mend; nothing was left half-told."""
@@ -39,3 +42,12 @@ class TerraformFailed(InfraError):
 
 class Interrupted(InfraError):
     """Ctrl-C: terraform has saved its state and ended."""
+
+
+@contextmanager
+def raised_as(kind: type[Exception], *caught: type[Exception]) -> Iterator[None]:
+    """Raises failures of the kinds `caught` as one of `kind` with the same text."""
+    try:
+        yield
+    except caught as error:
+        raise kind(str(error)) from error

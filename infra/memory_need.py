@@ -42,11 +42,14 @@ def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_me
     """`config` is the base model's config.json; `dtype` as the file has it. Raises InfraError for an unknown dtype, or
     a model that is not Llama-like."""
     _check_config(config)
-    item = ITEM_BYTES.get(dtype_of(config, dtype))
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    item = ITEM_BYTES.get(dtype)
     if item is None:
-        raise InfraError(f"base_model: its dtype {dtype_of(config, dtype)!r} is none of {', '.join(ITEM_BYTES)}")
-    kv = kv_memory if kv_memory is not None else least_kv_tokens(config) * kv_bytes_per_token(config, item)
-    return Need(weights=parameters(config) * item, adapters=adapter_memory, kv=kv)
+        raise InfraError(f"base_model: its dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}")
+    if kv_memory is None:
+        kv_memory = min(MIN_KV_TOKENS, int(config["max_position_embeddings"])) * kv_bytes_per_token(config, item)
+    return Need(weights=parameters(config) * item, adapters=adapter_memory, kv=kv_memory)
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
@@ -57,16 +60,6 @@ def _check_config(config: Mapping[str, Any]) -> None:
             f"base_model: what a node needs can't be told from its config.json: expected whole numbers above 0, as a "
             f"Llama-like model has them, for {', '.join(wrong)}"
         )
-
-
-def dtype_of(config: Mapping[str, Any], dtype: str) -> str:
-    if dtype != "auto":
-        return dtype
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
-
-
-def least_kv_tokens(config: Mapping[str, Any]) -> int:
-    return min(MIN_KV_TOKENS, int(config["max_position_embeddings"]))
 
 
 def parameters(config: Mapping[str, Any]) -> int:

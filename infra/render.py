@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from infra.aws_modules import aws_parts
+from infra.aws_modules import PROVIDER, aws_parts
 from infra.errors import InfraError
-from infra.stack import Pool, S3State, Stack, check_stack, module_name, sharing_nodes
+from infra.stack import Pool, Stack, check_stack, module_name, sharing_nodes
 from infra.text import literal, write_whole
 
 MODULES = Path(__file__).with_name("modules")
@@ -29,10 +29,9 @@ def render(stack: Stack) -> Block:
     modules = {module_name(pool.name): _local_module(stack, pool) for pool in stack.local_pools}
     modules |= parts.modules
     terraform: Block = {"required_version": REQUIRED_VERSION, "backend": _backend(stack)}
-    if parts.providers:
-        terraform["required_providers"] = parts.required_providers
     root: Block = {"//": NOTE, "terraform": terraform}
     if parts.providers:
+        terraform["required_providers"] = PROVIDER
         root["provider"] = parts.providers
     if modules:
         root["module"] = {name: modules[name] for name in sorted(modules)}
@@ -90,27 +89,22 @@ def _local_module(stack: Stack, pool: Pool) -> Block:
 
 
 def _pool_output(pool: Pool) -> Block:
-    module = module_name(pool.name)
+    made = "nodes" if pool.backend == "local" else "autoscaling_group"
     return {
         "backend": pool.backend,
         "min": pool.min,
         "desired": pool.desired,
         "max": pool.max,
-        **({"nodes": f"${{module.{module}.nodes}}"} if pool.backend == "local" else {}),
-        **({"autoscaling_group": f"${{module.{module}.autoscaling_group}}"} if pool.backend == "aws" else {}),
+        made: f"${{module.{module_name(pool.name)}.{made}}}",
     }
 
 
 def _backend(stack: Stack) -> Block:
+    """Where the state lies; for S3, region and credentials come from the environment, as for every tool of AWS."""
     if stack.state is None:
         return {"local": {"path": STATE_FILE}}
-    return {"s3": _s3_backend(stack.state, stack.service)}
-
-
-def _s3_backend(state: S3State, service: str) -> Block:
-    """Region and credentials come from the environment, as for every tool of AWS."""
-    key = "/".join(part for part in (state.prefix, service, STATE_FILE) if part)
-    return {"bucket": state.bucket, "key": key, "encrypt": True, "use_lockfile": True}
+    key = "/".join(part for part in (stack.state.prefix, stack.service, STATE_FILE) if part)
+    return {"s3": {"bucket": stack.state.bucket, "key": key, "encrypt": True, "use_lockfile": True}}
 
 
 def _write_modules(target: Path, names: set[str]) -> None:

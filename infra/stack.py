@@ -1,19 +1,24 @@
-"""What a service wants of its node pools: the input of `render`, free of serverless.yml's own form."""
+"""What a service wants of its node pools: the input of `render`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from adapters.names import NAME_RULE, is_name
+from adapters.s3_url import S3Place
 from infra.errors import InfraError
 
 MAX_LOCAL_NODES = 64
 """Processes on one host; more would only wait for each other."""
 UP_POOL = "node"
 """`garnish up` calls its nodes node-1, node-2 ...: a pool of that name would take their ids."""
+
+
+Text = Annotated[str, Meta(min_length=1, max_length=1000)]
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,29 +46,35 @@ class LocalHost(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of all that a running node has read at its start: another one means that nodes are replaced."""
 
 
-class AwsHost(msgspec.Struct, frozen=True, kw_only=True):
-    """What the `aws` backend needs to know of the account. Secrets are named, never held."""
-
-    region: str
-    vpc_id: str
-    subnet_ids: tuple[str, ...]
-    gateway_security_group_id: str
-    gateway_url: str
-    secret_parameter: str
+class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    # The section `infra.aws` of serverless.yml. A docstring would stand in that file's JSON Schema.
+    region: Text
+    vpc_id: Text
+    subnet_ids: Annotated[list[Text], Meta(min_length=1)]
+    gateway_security_group_id: Text
+    secret_parameter: Text
     """Name of the SSM SecureString parameter that holds the cluster secret."""
-    secret_kms_key_arn: str | None = None
-    package: str
+    secret_kms_key_arn: Text | None = None
+    package: Text
     """What pip installs: the s3:// address of a wheel."""
-    image_parameter: str
-    model_source: str
+    image_parameter: Text
+    model_source: Text
     """The base model: an s3:// address, copied to the instance's own disk before the node starts."""
+    registry_bucket: Literal["existing", "managed"] = "existing"
+    volume_gib: Annotated[int, Meta(ge=30, le=16_384)] = 100
+    target_group_arns: list[Text] = []
+    tags: dict[str, Text] = {}
+
+
+class AwsHost(Aws, frozen=True, kw_only=True):
+    """What the `aws` backend needs to know: the account, and what its instances are told. Secrets are named, never
+    held."""
+
+    gateway_url: str
     node_file: str
     """The service file of a node, as JSON text: the keys that a node reads, without tenants and functions."""
-    devices: tuple[int, ...] | None = None
+    devices: Sequence[int] | None = None
     """GPUs of an instance that get a node; None: all."""
-    volume_gib: int = 100
-    tags: tuple[tuple[str, str], ...] = ()
-    target_group_arns: tuple[str, ...] = ()
 
 
 class RegistryBucket(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,18 +85,13 @@ class RegistryBucket(msgspec.Struct, frozen=True, kw_only=True):
     managed: bool = False
 
 
-class S3State(msgspec.Struct, frozen=True):
-    bucket: str
-    prefix: str
-
-
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
     service: str
     pools: tuple[Pool, ...]
     local: LocalHost
     aws: AwsHost | None = None
     registry: RegistryBucket | None = None
-    state: S3State | None = None
+    state: S3Place | None = None
     """None: Terraform's state lies beside the root module."""
 
     @property

@@ -21,8 +21,10 @@ def literal(value: Any) -> Any:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Whole or not at all: a reader never sees half a file. Raises OSError."""
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    """Whole or not at all, and for its owner alone: a reader never sees half a file. Raises OSError."""
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # mkstemp makes it 0600
     with os.fdopen(descriptor, "w") as stream:
         stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
     os.replace(temporary, file)

@@ -6,28 +6,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, Output, State
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
     from infra.autoscale.rounds import Decided
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(autoscale)
-
-
 def autoscale(
+    output: Output,
     file: File = DEFAULT_FILE,
     state: State = DEFAULT_STATE,
     once: Annotated[bool, typer.Option("--once", help="One round; it makes no pool smaller.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Keep the node pools as large as their load asks, within their bounds, until Ctrl-C."""
     from garnish.autoscaling import autoscale as scale
-    from garnish.screen import Screen
 
-    screen, shown = Screen(as_json), dict[str, tuple[object, ...]]()
+    screen, shown = output.screen(), dict[str, tuple[object, ...]]()
     with screen:
         well = scale(file, state, lambda decided: _show(decided, screen, shown, every=once), once=once)
     raise typer.Exit(0 if well else 1)

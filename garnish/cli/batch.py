@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+from garnish.cli.options import Output, TenantService, commands
 
 if TYPE_CHECKING:
     from garnish.client import Client
@@ -19,42 +18,26 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 1.0
 
-commands = typer.Typer(name="batch", help="Run many calls of one file in spare capacity.", no_args_is_help=True)
-
-
-class Endpoint(StrEnum):
-    completions = "/v1/completions"
-    chat = "/v1/chat/completions"
-    invoke = "/invoke"
-
-
+Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/invoke"]
 BatchId = Annotated[str, typer.Argument(help="The batch's id, batch_...")]
 Watch = Annotated[bool, typer.Option("--watch", help="Wait for its end.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.add_typer(commands)
-
-
-@commands.command()
 def submit(
+    service: TenantService,
+    output: Output,
     file: Annotated[Path, typer.Argument(help="JSON lines: custom_id, method, url and body of each call.")],
-    endpoint: Annotated[Endpoint, typer.Option("--endpoint", help="What the calls' url is.")] = Endpoint.completions,
+    endpoint: Annotated[Endpoint, typer.Option("--endpoint", help="What the calls' url is.")] = "/v1/completions",
     watch_it: Watch = False,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
 ) -> None:
     """Upload a file of calls and have it run."""
     from garnish.batches import create_call, upload_call
-    from garnish.screen import Screen
     from gateway.batches.messages import Batch, FileObject
 
-    with Screen(as_json) as screen, open_client(url, state, tenant) as client:
+    with output.screen() as screen, service.client(service.tenant) as client:
         with upload_call(file) as call:
             uploaded = client.ask(call, FileObject)
-        batch = client.ask(create_call(uploaded.id, endpoint.value), Batch)
+        batch = client.ask(create_call(uploaded.id, endpoint), Batch)
         screen.line(batch.id)
         if watch_it:
             batch = _followed(client, screen, batch)
@@ -62,39 +45,31 @@ def submit(
     _check(batch)
 
 
-@commands.command()
-def watch(
-    batch_id: BatchId, url: Url = None, state: State = DEFAULT_STATE, tenant: Tenant = None, as_json: AsJson = False
-) -> None:
+def watch(service: TenantService, output: Output, batch_id: BatchId) -> None:
     """Follow a batch to its end."""
     from garnish.batches import batch_call
-    from garnish.screen import Screen
     from gateway.batches.messages import Batch
 
-    with Screen(as_json) as screen, open_client(url, state, tenant) as client:
+    with output.screen() as screen, service.client(service.tenant) as client:
         batch = _followed(client, screen, client.ask(batch_call(batch_id), Batch))
         screen.result(batch)
     _check(batch)
 
 
-@commands.command()
 def get(
+    service: TenantService,
+    output: Output,
     batch_id: BatchId,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the answers go (default: shown).")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="The calls that failed, not the answers.")] = False,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
 ) -> None:
     """Fetch the answers of a batch that has ended, or the calls that failed; with --json only the batch itself."""
     from garnish.batches import batch_call, content_call
     from garnish.errors import GarnishError
-    from garnish.screen import Screen
     from gateway.batches.messages import ENDED, Batch
 
-    screen = Screen(as_json)
-    with open_client(url, state, tenant) as client:
+    screen = output.screen()
+    with service.client(service.tenant) as client:
         batch = client.ask(batch_call(batch_id), Batch)
         screen.result(batch)
         file_id = batch.error_file_id if errors else batch.output_file_id
@@ -104,7 +79,7 @@ def get(
             screen.note("it has none")
         elif out is not None:
             _save(client.download(content_call(file_id)), out)
-        elif not as_json:
+        elif not screen.as_json:
             screen.pieces(client.download(content_call(file_id)))
 
 
@@ -148,3 +123,11 @@ def _check(batch: Batch) -> None:
 
     if batch.status in ("failed", "expired", "cancelled"):
         raise GarnishError("conflict", f"the batch has not run to its end: it is {batch.status}")
+
+
+group = commands(
+    {"submit": submit, "watch": watch, "get": get},
+    name="batch",
+    help="Run many calls of one file in spare capacity.",
+    no_args_is_help=True,
+)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State, Tenant, Url, open_client
+from garnish.cli.options import DEFAULT_FILE, File, Output, TenantService
 from garnish.table import Column
 
 if TYPE_CHECKING:
@@ -26,11 +26,9 @@ PROMPT_WIDTH = 32
 """Characters of a prompt in the table."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(compare)
-
-
 def compare(
+    service: TenantService,
+    output: Output,
     name: Annotated[str, typer.Argument(help="NAME, NAME:ALIAS or NAME:VERSION.")],
     peft: Annotated[bool, typer.Option("--peft", help="With transformers and PEFT alone, on this host.")] = False,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="A file with a prompt per line.")] = None,
@@ -42,10 +40,6 @@ def compare(
         Path | None, typer.Option("--adapter", help="The folder that was deployed (default: from the registry).")
     ] = None,
     file: File = DEFAULT_FILE,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
 ) -> None:
     """Ask a function and PEFT alone the same prompts, greedily, and compare every token. Exit code 1: they differ.
 
@@ -54,7 +48,6 @@ def compare(
     """
     from garnish.compare_calls import Wanted, check_installed, run_comparison
     from garnish.config import load_service_file
-    from garnish.screen import Screen
 
     if not peft:
         raise typer.BadParameter("expected --peft: what to compare with")
@@ -65,11 +58,11 @@ def compare(
         chat=chat,
         max_tokens=max_tokens,
         adapter=adapter,
-        state=state,
+        state=service.state,
     )
-    service = load_service_file(file)
-    with Screen(as_json) as screen, open_client(url, state, tenant) as client:
-        found = run_comparison(wanted, service, client, screen.progress)
+    declared = load_service_file(file)
+    with output.screen() as screen, service.client(service.tenant) as client:
+        found = run_comparison(wanted, declared, client, screen.progress)
         screen.end_progress()
         show(found, screen)
         screen.result(found)

@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
+from garnish.cli.options import Output, TableOutput, TenantService, commands
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
     from gateway.events.messages import EventReply
 
 
-class EventState(StrEnum):
-    queued = "queued"
-    running = "running"
-    succeeded = "succeeded"
-    failed = "failed"
-    cancelled = "cancelled"
-    expired = "expired"
-
-
+EventState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 Id = Annotated[str, typer.Argument(help="As `garnish invoke --async` has printed it.")]
 Function = Annotated[str | None, typer.Option("--function", help="Those of this function alone.")]
 
-events = typer.Typer(help="Asynchronous calls: list, get, cancel, redrive.", no_args_is_help=True)
 
-
-def register(app: typer.Typer) -> None:
-    app.add_typer(events, name="events")
-
-
-@events.command("list")
 def list_events(
+    service: TenantService,
+    output: TableOutput,
     function: Function = None,
     in_state: Annotated[EventState | None, typer.Option("--in", help="Those in this state alone.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=100)] = 20,
     after: Annotated[str | None, typer.Option("--after", help="`next` of the page before.")] = None,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
 ) -> None:
     """List asynchronous calls, those that run or wait first."""
-    from garnish.screen import Screen
     from garnish.table import Column
+    from garnish.text import shown_time
 
-    screen = Screen(as_json, header=not no_header)
-    with open_client(url, state, tenant) as client:
-        page = client.events(function, in_state.value if in_state else None, limit, after)
+    screen = output.screen()
+    with service.client(service.tenant) as client:
+        page = client.events(function, in_state, limit, after)
     columns = [
         Column("ID", least=28),
         Column("FUNCTION", least=10),
@@ -66,7 +46,7 @@ def list_events(
             item.id,
             item.function,
             item.state,
-            _time(item.created),
+            shown_time(item.created),
             str(len(item.attempts)),
             item.error.type if item.error else "-",
         ]
@@ -78,53 +58,30 @@ def list_events(
     screen.result(page)
 
 
-@events.command("get")
-def get_event(
-    event_id: Id,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
-) -> None:
+def get_event(service: TenantService, output: Output, event_id: Id) -> None:
     """Show a call's state, attempts and result."""
-    from garnish.screen import Screen
-
-    with open_client(url, state, tenant) as client:
-        _show(Screen(as_json), client.event(event_id))
+    with service.client(service.tenant) as client:
+        _show(output.screen(), client.event(event_id))
 
 
-@events.command("cancel")
-def cancel_event(
-    event_id: Id,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
-) -> None:
+def cancel_event(service: TenantService, output: Output, event_id: Id) -> None:
     """Cancel a call that has not ended."""
-    from garnish.screen import Screen
-
-    with open_client(url, state, tenant) as client:
-        _show(Screen(as_json), client.cancel(event_id))
+    with service.client(service.tenant) as client:
+        _show(output.screen(), client.cancel(event_id))
 
 
-@events.command("redrive")
 def redrive_events(
+    service: TenantService,
+    output: Output,
     event_id: Annotated[str | None, typer.Argument(help="A failed call; without it --all.")] = None,
     redrive_all: Annotated[bool, typer.Option("--all", help="All that failed, up to 500.")] = False,
     function: Function = None,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
 ) -> None:
     """Queue calls again that failed for good."""
-    from garnish.screen import Screen
-
     if (event_id is None) != redrive_all or (event_id is not None and function is not None):
         raise typer.BadParameter("expected an id, or --all, which --function may narrow")
-    screen = Screen(as_json)
-    with open_client(url, state, tenant) as client:
+    screen = output.screen()
+    with service.client(service.tenant) as client:
         if event_id is not None:
             return _show(screen, client.redrive(event_id))
         reply = client.redrive_all(function)
@@ -146,5 +103,9 @@ def _show(screen: Screen, event: EventReply) -> None:
     screen.result(event)
 
 
-def _time(unix: float) -> str:
-    return datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+group = commands(
+    {"list": list_events, "get": get_event, "cancel": cancel_event, "redrive": redrive_events},
+    name="events",
+    help="Asynchronous calls: list, get, cancel, redrive.",
+    no_args_is_help=True,
+)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
+from garnish.cli.options import TableOutput, TenantService
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
@@ -30,28 +30,15 @@ TERMS = {
 """Columns of times in milliseconds, and in which order a narrow terminal leaves them out (highest first; 0: never)."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(explain)
-
-
-def explain(
-    request_id: RequestId,
-    admin: Admin = False,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
-) -> None:
+def explain(service: TenantService, output: TableOutput, request_id: RequestId, admin: Admin = False) -> None:
     """Show how a call was placed: the nodes that could have served it, what was forecast of each, the choice."""
     from garnish.operate import explain_call
-    from garnish.screen import Screen
     from gateway.calls.explanations import ExplainReply
 
-    if admin and tenant is not None:
+    if admin and service.tenant is not None:
         raise typer.BadParameter("expected --tenant or --admin, not both")
-    screen = Screen(as_json, header=not no_header)
-    with open_client(url, state, tenant, admin=admin) as client:
+    screen = output.screen()
+    with service.client(service.tenant, admin=admin) as client:
         told = client.ask(explain_call(request_id), ExplainReply)
     screen.line(f"{told.id} ({told.tenant}/{told.function}), request {told.request_id}")
     for placement in told.placements:

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, Warm, open_client
+from garnish.cli.options import Output, TableOutput, TenantService, Warm
 
 if TYPE_CHECKING:
     from garnish.client import Client
     from garnish.screen import Screen
     from gateway.residency.messages import ForecastReply
-    from gateway.routes.deploy import DeployReply
     from gateway.routes.functions import FunctionReply
 
 Name = Annotated[str, typer.Argument(help="The function's name.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(deploy)
-    app.command("list")(list_functions)
-    app.command()(describe)
-    app.command()(delete)
-
-
 def deploy(
+    service: TenantService,
+    output: Output,
     name: Annotated[str | None, typer.Argument(help="The function's name.")] = None,
     path: Annotated[
         str | None, typer.Argument(help="The PEFT adapter's directory, hf:org/name, or an allowed s3://bucket/prefix.")
@@ -36,64 +30,39 @@ def deploy(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only validate; with -f: only show the plan.")] = False,
     warm: Warm = False,
     yes: Annotated[bool, typer.Option("--yes", help="With -f: carry out the plan without asking.")] = False,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
 ) -> None:
     """Deploy an adapter as a function, or with -f reconcile tenants and functions with a service file."""
     from garnish.cli.reconcile import deploy_file
-    from garnish.screen import Screen
+    from garnish.sizes import shown_bytes
 
     if (file is None) == (name is None or path is None) or (
         file is not None and (name, alias, warm) != (None, None, False)
     ):
         raise typer.BadParameter("expected NAME PATH, or -f FILE")
-    with Screen(as_json) as screen:
+    with output.screen() as screen:
         if file is not None:
-            deploy_file(file, url, state, screen, dry_run=dry_run, yes=yes)
+            deploy_file(file, service, screen, dry_run=dry_run, yes=yes)
             return
         assert name is not None
         assert path is not None
-        screen.result(_deploy_one(_Wanted(name, path, alias, tenant, warm), dry_run, url, state, screen))
+        screen.progress(f"deploying {name}")
+        with service.client(service.tenant) as client:
+            reply = client.deploy(name, path, alias, dry_run, warm=warm)
+        screen.end_progress()
+        outcome = "valid" if dry_run else f"version {reply.version}"
+        screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {shown_bytes(reply.bytes)}")
+        for warning in reply.warnings:
+            screen.note(f"warning: {warning}")
+        screen.result(reply)
 
 
-class _Wanted(NamedTuple):
-    name: str
-    adapter: str | Path
-    alias: str | None
-    tenant: str | None
-    warm: bool
-
-
-def _deploy_one(wanted: _Wanted, dry_run: bool, url: str | None, state: Path, screen: Screen) -> DeployReply:
-    from garnish.sizes import shown_bytes
-
-    screen.progress(f"deploying {wanted.name}")
-    with open_client(url, state, wanted.tenant) as client:
-        reply = client.deploy(wanted.name, wanted.adapter, wanted.alias, dry_run, warm=wanted.warm)
-    screen.end_progress()
-    outcome = "valid" if dry_run else f"version {reply.version}"
-    screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {shown_bytes(reply.bytes)}")
-    for warning in reply.warnings:
-        screen.note(f"warning: {warning}")
-    return reply
-
-
-def list_functions(
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
-) -> None:
+def list_functions(service: TenantService, output: TableOutput) -> None:
     """List the tenant's functions."""
-    from garnish.screen import Screen
     from garnish.sizes import shown_bytes
     from garnish.table import Column
 
-    screen = Screen(as_json, header=not no_header)
-    with open_client(url, state, tenant) as client:
+    screen = output.screen()
+    with service.client(service.tenant) as client:
         page = client.functions()
         items = list(page.functions)
         while page.next is not None:
@@ -126,21 +95,12 @@ def list_functions(
     screen.result({"functions": items, "next": None})
 
 
-def describe(
-    name: Name,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
-) -> None:
+def describe(service: TenantService, output: TableOutput, name: Name) -> None:
     """Show one function: aliases, versions, where it is resident."""
     import msgspec
 
-    from garnish.screen import Screen
-
-    screen = Screen(as_json, header=not no_header)
-    with open_client(url, state, tenant) as client:
+    screen = output.screen()
+    with service.client(service.tenant) as client:
         found, forecast = client.function(name), _forecast(client, name)
     screen.line(f"name: {found.name}")
     screen.line(f"generation: {found.generation}")
@@ -210,23 +170,19 @@ def _show_versions(found: FunctionReply, screen: Screen) -> None:
 
 
 def delete(
+    service: TenantService,
+    output: Output,
     name: Annotated[str, typer.Argument(help="The function's name, or NAME:VERSION.")],
     version: Annotated[int | None, typer.Option("--version", help="Delete only this version.", min=1)] = None,
     force: Annotated[bool, typer.Option("--force", help="Cancel running calls.")] = False,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
 ) -> None:
     """Delete a function with all its versions, or one version that no alias points to."""
-    from garnish.screen import Screen
-
     name, version = _version_in(name, version)
     if version is not None and force:
         raise typer.BadParameter("--force is for a whole function")
     deleted = name if version is None else f"{name}:{version}"
-    screen = Screen(as_json)
-    with open_client(url, state, tenant) as client:
+    screen = output.screen()
+    with service.client(service.tenant) as client:
         if version is None:
             client.delete(name, force)
         else:

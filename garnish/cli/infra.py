@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, NoHeader, State
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, Output, State, TableOutput, ask, commands
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
@@ -20,24 +19,16 @@ CHANGES = 2
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
-def register(app: typer.Typer) -> None:
-    group = typer.Typer(no_args_is_help=True, help="Node pools of the service file: plan, apply, destroy, show.")
-    for command in (render, plan, apply, destroy, show):
-        group.command()(command)
-    app.add_typer(group, name="infra")
-
-
 def render(
+    output: Output,
     out: Annotated[Path, typer.Option("--out", help="Directory for the root module and what it uses.")],
     file: File = DEFAULT_FILE,
     state: State = DEFAULT_STATE,
-    as_json: AsJson = False,
 ) -> None:
     """Write the Terraform files, for those who run Terraform themselves."""
     from garnish.provision import render_to
-    from garnish.screen import Screen
 
-    screen = Screen(as_json)
+    screen = output.screen()
     files = render_to(file, state, out)
     for path in files:
         screen.line(str(path))
@@ -45,19 +36,17 @@ def render(
 
 
 def plan(
+    output: TableOutput,
     file: File = DEFAULT_FILE,
     state: State = DEFAULT_STATE,
     detailed: Annotated[
         bool, typer.Option("--detailed-exitcode", help="Exit with 0 when there is nothing to do, with 2 for changes.")
     ] = False,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
 ) -> None:
     """Show what would be made, changed and destroyed, and save that plan."""
     from garnish.provision import Provision
-    from garnish.screen import Screen
 
-    with Screen(as_json, header=not no_header) as screen:
+    with output.screen() as screen:
         provision = Provision(file, state)
         note = provision.plan(screen.progress)
         screen.end_progress()
@@ -71,24 +60,17 @@ def plan(
         raise typer.Exit(CHANGES)
 
 
-def apply(
-    file: File = DEFAULT_FILE,
-    state: State = DEFAULT_STATE,
-    yes: Yes = False,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
-) -> None:
+def apply(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, yes: Yes = False) -> None:
     """Carry out exactly the saved plan."""
     from garnish.provision import Provision
-    from garnish.screen import Screen
 
-    with Screen(as_json, header=not no_header) as screen:
+    with output.screen() as screen:
 
         def confirm(note: PlanNote) -> None:
             screen.end_progress()
             _show(note, screen)
             if note.changes:
-                _ask(f"carry out {len(note.changes)} changes?", screen, yes)
+                _confirm(f"carry out {len(note.changes)} changes?", screen, yes)
 
         note = Provision(file, state).apply(confirm, screen.progress)
         screen.end_progress()
@@ -97,23 +79,21 @@ def apply(
 
 
 def destroy(
+    output: TableOutput,
     file: File = DEFAULT_FILE,
     state: State = DEFAULT_STATE,
     yes: Yes = False,
     force: Annotated[bool, typer.Option("--force", help="Even if the gateway can't drain the nodes first.")] = False,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
 ) -> None:
     """Drain all nodes of the pools and destroy everything that was made for them."""
     from garnish.provision import Provision
-    from garnish.screen import Screen
 
-    with Screen(as_json, header=not no_header) as screen:
+    with output.screen() as screen:
 
         def confirm(note: PlanNote) -> None:
             screen.end_progress()
             _show(note, screen)
-            _ask(f"destroy all {len(note.changes)}?", screen, yes)
+            _confirm(f"destroy all {len(note.changes)}?", screen, yes)
 
         note = Provision(file, state).destroy(confirm, screen.progress, force=force)
         screen.end_progress()
@@ -121,15 +101,12 @@ def destroy(
         screen.result(_result(note))
 
 
-def show(
-    file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, no_header: NoHeader = False, as_json: AsJson = False
-) -> None:
+def show(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE) -> None:
     """Show the pools: what is desired, what lives, and where the two differ."""
     from garnish.provision import Provision
-    from garnish.screen import Screen
     from garnish.table import Column
 
-    with Screen(as_json, header=not no_header) as screen:
+    with output.screen() as screen:
         pools = Provision(file, state).show()
         rows = [
             [
@@ -153,7 +130,6 @@ def show(
 
 
 def _show(note: PlanNote, screen: Screen) -> None:
-    from garnish.provision import changes_shown
     from garnish.table import Column
 
     columns = [
@@ -163,7 +139,10 @@ def _show(note: PlanNote, screen: Screen) -> None:
         Column("REASON", least=16),
         Column("COSTS MONEY", least=11),
     ]
-    rows = changes_shown(note.changes)
+    rows = [
+        [change.action, change.pool or "-", change.resource, change.reason, "yes" if change.cost else "-"]
+        for change in note.changes
+    ]
     if rows:
         screen.table(columns, rows)
     screen.line(_summary(note))
@@ -182,13 +161,14 @@ def _result(note: PlanNote) -> dict[str, object]:
     return {"changes": note.changes, "made_for": note.made_for, "destroy": note.destroy}
 
 
-def _ask(question: str, screen: Screen, yes: bool) -> None:
-    """Raises FrontDoorError when there is nobody to ask, Exit when the answer is no."""
-    from garnish.errors import FrontDoorError
+def _confirm(question: str, screen: Screen, yes: bool) -> None:
+    if not yes:
+        ask(question, screen, f"{question} Nobody can be asked: say --yes")
 
-    if yes:
-        return
-    if screen.as_json or not sys.stdin.isatty():
-        raise FrontDoorError(f"{question} Nobody can be asked: say --yes")
-    if not typer.confirm(question, err=True):
-        raise typer.Exit(1)
+
+group = commands(
+    {"render": render, "plan": plan, "apply": apply, "destroy": destroy, "show": show},
+    name="infra",
+    help="Node pools of the service file: plan, apply, destroy, show.",
+    no_args_is_help=True,
+)

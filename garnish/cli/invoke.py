@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+from garnish.cli.options import Output, TenantService
 
 if TYPE_CHECKING:
     from garnish.client import Client
@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from gateway.api.schema import ColdStartTiming, DoneEvent, InvokeReply
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(invoke)
-
-
 def invoke(
+    service: TenantService,
+    output: Output,
     name: Annotated[str, typer.Argument(help="NAME, NAME:ALIAS or NAME:VERSION.")],
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     stream: Annotated[bool, typer.Option("--stream", help="Print tokens as they come.")] = False,
@@ -34,14 +32,8 @@ def invoke(
     seed: Annotated[int | None, typer.Option("--seed")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="May be given several times.")] = None,
     timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds.")] = None,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
 ) -> None:
     """Call a function with a prompt."""
-    from garnish.screen import Screen
-
     text = sys.stdin.read() if prompt == "-" else prompt
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -54,10 +46,10 @@ def invoke(
         "timeout": timeout,
     }
     sent = [{"role": "user", "content": text}] if chat else text
-    screen = Screen(as_json)
+    screen = output.screen()
     if later and (stream or timing):
         raise typer.BadParameter("--async has neither a stream nor a timing to show")
-    with open_client(url, state, tenant) as client:
+    with service.client(service.tenant) as client:
         if later:
             return _submitted(client, screen, name, sent, options)
         reply = (_streamed if stream else _whole)(client, screen, name, sent, options)

@@ -7,23 +7,15 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, State
+from garnish.cli.options import DEFAULT_STATE, Output, State
 
 Process = Annotated[str | None, typer.Argument(help="gateway, or a node's id (default: all).")]
 Lines = Annotated[int, typer.Option("-n", "--lines", min=1, max=1_000_000, help="The last lines of each.")]
 AsTrace = Annotated[bool, typer.Option("--trace", help="The calls that ended well, as a trace for `garnish simulate`.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(logs)
-
-
 def logs(
-    process: Process = None,
-    lines: Lines = 50,
-    trace: AsTrace = False,
-    state: State = DEFAULT_STATE,
-    as_json: AsJson = False,
+    output: Output, process: Process = None, lines: Lines = 50, trace: AsTrace = False, state: State = DEFAULT_STATE
 ) -> None:
     """Show the logs under the state directory, or export a trace of all calls that they hold.
 
@@ -33,14 +25,13 @@ def logs(
     """
     from cluster.logs import wants_text
     from garnish.logs import for_people, last_lines, log_names, trace_lines
-    from garnish.screen import Screen
 
-    screen = Screen(as_json)
+    screen = output.screen()
     if trace:
         if process is not None:
             raise typer.BadParameter("--trace is made of the gateway's log: name no process")
         found = list(trace_lines(state))
-        if as_json:
+        if screen.as_json:
             screen.result(found)
         else:
             for request in found:

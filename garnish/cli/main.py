@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated
-
-import typer
 
 from cluster.printable import printable
 from garnish.cli import (
@@ -30,48 +27,52 @@ from garnish.cli import (
     warm,
     webhook_secrets,
 )
+from garnish.cli.options import Output, commands
 from garnish.errors import FrontDoorError
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 
-app = typer.Typer(
+
+def version(output: Output) -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    screen = output.screen()
+    screen.line(f"garnish {installed('garnish')}")
+    screen.result({"version": installed("garnish")})
+
+
+app = commands(
+    {
+        "up": serve.up,
+        "gateway": serve.gateway,
+        "node": serve.node,
+        "deploy": functions.deploy,
+        "list": functions.list_functions,
+        "describe": functions.describe,
+        "delete": functions.delete,
+        "alias": versions.alias,
+        "rollback": versions.rollback,
+        "policy": policy.policy,
+        "warm": warm.warm,
+        "invoke": invoke.invoke,
+        "explain": explain.explain,
+        "compare": compare.compare,
+        "profile": profile.profile,
+        "usage": usage.usage,
+        "logs": logs.logs,
+        "simulate": simulate.simulate,
+        "autoscale": autoscale.autoscale,
+        "version": version,
+    },
     name="garnish",
     help="Serve LoRA adapters of one base model as if each were a serverless function.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-serve.register(app)
-functions.register(app)
-versions.register(app)
-policy.register(app)
-warm.register(app)
-invoke.register(app)
-events.register(app)
-webhook_secrets.register(app)
-batch.register(app)
-nodes.register(app)
-explain.register(app)
-compare.register(app)
-profile.register(app)
-usage.register(app)
-logs.register(app)
-registry.register(app)
-simulate.register(app)
-infra.register(app)
-autoscale.register(app)
-
-
-@app.command()
-def version(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Print the version."""
-    from importlib.metadata import version as installed
-
-    from garnish.screen import Screen
-
-    screen = Screen(as_json)
-    screen.line(f"garnish {installed('garnish')}")
-    screen.result({"version": installed("garnish")})
+for group in (events, webhook_secrets, batch, nodes, registry, infra):
+    app.add_typer(group.group)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
+from garnish.cli.options import Output, Service, TableOutput, TenantService, commands, flat
+
+if TYPE_CHECKING:
+    from garnish.screen import Screen
 
 Node = Annotated[str, typer.Argument(help="The node's id.")]
 Function = Annotated[
@@ -18,43 +20,22 @@ Function = Annotated[
 Digest = Annotated[str | None, typer.Option("--digest", help="A version's digest, instead of a function.")]
 
 
-def register(app: typer.Typer) -> None:
-    nodes = typer.Typer(help="The nodes: list them, see their adapters, drain them.", invoke_without_command=True)
-    nodes.callback()(list_unless_told)
-    nodes.command("list")(list_nodes)
-    nodes.command()(adapters)
-    nodes.command()(prefetch)
-    nodes.command()(evict)
-    nodes.command()(drain)
-    nodes.command()(undrain)
-    app.add_typer(nodes, name="nodes")
-
-
-def list_unless_told(
-    context: typer.Context,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
-) -> None:
+def list_unless_told(service: Service, output: TableOutput, context: typer.Context) -> None:
     """The nodes: list them, see their adapters, drain them."""
     if context.invoked_subcommand is None:
-        list_nodes(url, state, no_header, as_json)
-    elif url is not None or state != DEFAULT_STATE or no_header or as_json:
+        list_nodes(service, output)
+    elif (service, output) != (Service(), TableOutput()):
         raise typer.BadParameter("options come after the subcommand")
 
 
-def list_nodes(
-    url: Url = None, state: State = DEFAULT_STATE, no_header: NoHeader = False, as_json: AsJson = False
-) -> None:
+def list_nodes(service: Service, output: TableOutput) -> None:
     """List the nodes as the scheduler sees them; --json says more, such as why a node has no CPU workers."""
     from garnish.operate import nodes_call
-    from garnish.screen import Screen
     from garnish.table import Column
     from gateway.routes.nodes import NodeList
 
-    screen = Screen(as_json, header=not no_header)
-    with open_client(url, state, admin=True) as client:
+    screen = output.screen()
+    with service.client(admin=True) as client:
         found = client.ask(nodes_call(), NodeList)
     shown = ("id", "state", "running", "queued", "kv_blocks_free", "url", "error")
     rows = [[str(node.record.get(field, "")) for field in shown] for node in found.nodes]
@@ -112,22 +93,15 @@ def observed_over_forecast(record: Mapping[str, Any]) -> str:
     return "no model" if measuring is None else f"measuring, {measuring:.0%}"
 
 
-def adapters(
-    node: Node,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
-) -> None:
+def adapters(service: Service, output: TableOutput, node: Node) -> None:
     """List a node's adapters: where they are, and how far those have come that are loading."""
     from garnish.operate import node_adapters_call
-    from garnish.screen import Screen
     from garnish.sizes import shown_bytes
     from garnish.table import Column
     from gateway.routes.nodes import NodeAdapters
 
-    screen = Screen(as_json, header=not no_header)
-    with open_client(url, state, admin=True) as client:
+    screen = output.screen()
+    with service.client(admin=True) as client:
         found = client.ask(node_adapters_call(node), NodeAdapters)
     rows = [
         [
@@ -166,84 +140,75 @@ def _progress(layers: Sequence[str] | None) -> str:
 
 
 def prefetch(
-    node: Node,
-    function: Function = None,
-    digest: Digest = None,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
+    service: TenantService, output: Output, node: Node, function: Function = None, digest: Digest = None
 ) -> None:
     """Bring an adapter to a node's device, or to its host memory if the device is in use."""
-    _move("prefetch", node, function, digest, url, state, tenant, as_json)
+    _move("prefetch", node, function, digest, service, output.screen())
 
 
-def evict(
-    node: Node,
-    function: Function = None,
-    digest: Digest = None,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
-) -> None:
+def evict(service: TenantService, output: Output, node: Node, function: Function = None, digest: Digest = None) -> None:
     """Take an adapter off a node: device, host memory and disk. Refused while it is in use."""
-    _move("evict", node, function, digest, url, state, tenant, as_json)
+    _move("evict", node, function, digest, service, output.screen())
 
 
 def _move(
-    action: str,
-    node: str,
-    function: str | None,
-    digest: str | None,
-    url: str | None,
-    state: Path,
-    tenant: str | None,
-    as_json: bool,
+    action: str, node: str, function: str | None, digest: str | None, service: TenantService, screen: Screen
 ) -> None:
     from garnish.operate import move_call
-    from garnish.screen import Screen
     from gateway.routes.nodes import MovedReply
 
     if (function is None) == (digest is None):
         raise typer.BadParameter("expected a function, or --digest")
-    screen = Screen(as_json)
-    with open_client(url, state, tenant or _first_tenant(function, url, state), admin=True) as client:
+    with service.client(service.tenant or _first_tenant(function, service), admin=True) as client:
         moved = client.ask(move_call(node, action, function, digest), MovedReply)
     where = f"now {moved.tier}" if moved.tier is not None else "still loading"
     screen.line(f"{moved.digest} on {moved.node}: {where}")
     screen.result(moved)
 
 
-def _first_tenant(function: str | None, url: str | None, state: Path) -> str | None:
+def _first_tenant(function: str | None, service: Service) -> str | None:
     """Returns the tenant that a `function` named without one belongs to: the first tenant in the state's credentials.
     Returns None when no function is named, a URL is given, or the state has no credentials."""
     from garnish.credentials import FILE_NAME, read_credentials
 
-    if function is None or url is not None or "GARNISH_URL" in os.environ:
+    if function is None or service.url is not None or "GARNISH_URL" in os.environ:
         return None
-    known = read_credentials(state / FILE_NAME)
+    known = read_credentials(service.state / FILE_NAME)
     return known.tenant if known is not None else None
 
 
-def drain(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+def drain(service: Service, output: Output, node: Node) -> None:
     """Give a node no new requests; those that run on it end."""
-    _set_draining(node, True, url, state, as_json)
+    _set_draining(node, True, service, output.screen())
 
 
-def undrain(node: Node, url: Url = None, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+def undrain(service: Service, output: Output, node: Node) -> None:
     """Give a node requests again."""
-    _set_draining(node, False, url, state, as_json)
+    _set_draining(node, False, service, output.screen())
 
 
-def _set_draining(node: str, wanted: bool, url: str | None, state: Path, as_json: bool) -> None:
+def _set_draining(node: str, wanted: bool, service: Service, screen: Screen) -> None:
     from garnish.operate import drain_call
-    from garnish.screen import Screen
     from gateway.routes.nodes import NodeItem
 
-    screen = Screen(as_json)
-    with open_client(url, state, admin=True) as client:
+    with service.client(admin=True) as client:
         found = client.ask(drain_call(node, wanted), NodeItem)
     open_requests = found.record["running"] + found.record["queued"]
     screen.line(f"{node}: {found.record['state']}, {open_requests} requests open")
     screen.result(found)
+
+
+group = commands(
+    {
+        "list": list_nodes,
+        "adapters": adapters,
+        "prefetch": prefetch,
+        "evict": evict,
+        "drain": drain,
+        "undrain": undrain,
+    },
+    name="nodes",
+    help="The nodes: list them, see their adapters, drain them.",
+    invoke_without_command=True,
+    callback=flat(list_unless_told),
+)

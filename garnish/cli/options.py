@@ -1,15 +1,21 @@
-"""Options that several commands share."""
+"""Options that several commands share, alone or as groups, and how commands become those of Typer."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from garnish.client import Client
+    from garnish.screen import Screen
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NoHeader = Annotated[bool, typer.Option("--no-header", help="Leave out the table's header line.")]
@@ -25,11 +31,88 @@ Tenant = Annotated[str | None, typer.Option("--tenant", help="Act for this tenan
 DEFAULT_FILE = Path("serverless.yml")
 DEFAULT_STATE = Path(".garnish")
 
+Command = Callable[..., None]
 
-def open_client(url: str | None, state: Path, tenant: str | None = None, *, admin: bool = False) -> Client:
-    """A client with the key that belongs to the service, or with its admin key. No option takes a key: it would show in
-    the process list."""
-    from garnish.client import Client
-    from garnish.connection import find_connection
 
-    return Client(connection=find_connection(url, None, os.environ, state=state, tenant=tenant, admin=admin))
+@dataclass(frozen=True)
+class Service:
+    """Which service is asked. No option takes a key: it would show in the process list."""
+
+    url: Url = None
+    state: State = DEFAULT_STATE
+
+    def client(self, tenant: str | None = None, *, admin: bool = False) -> Client:
+        """A client for the tenant, with the key that belongs to the service, or with its admin key."""
+        from garnish.client import Client
+        from garnish.connection import find_connection
+
+        connection = find_connection(self.url, None, os.environ, state=self.state, tenant=tenant, admin=admin)
+        return Client(connection=connection)
+
+
+@dataclass(frozen=True)
+class TenantService(Service):
+    """Which service is asked, and for which of its tenants."""
+
+    tenant: Tenant = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """How a command shows its outcome."""
+
+    as_json: AsJson = False
+
+    def screen(self) -> Screen:
+        from garnish.screen import Screen
+
+        return Screen(self.as_json)
+
+
+@dataclass(frozen=True)
+class TableOutput:
+    """How a command shows its outcome, which has a table."""
+
+    no_header: NoHeader = False
+    as_json: AsJson = False
+
+    def screen(self) -> Screen:
+        from garnish.screen import Screen
+
+        return Screen(self.as_json, header=not self.no_header)
+
+
+def ask(question: str, screen: Screen, nobody: str) -> None:
+    """Raises FrontDoorError, with the text `nobody`, when there is nobody to ask, and Exit when the answer is no."""
+    from garnish.errors import FrontDoorError
+
+    if screen.as_json or not sys.stdin.isatty():
+        raise FrontDoorError(nobody)
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(1)
+
+
+def commands(members: Mapping[str, Command], **settings: Any) -> typer.Typer:
+    """Returns the commands of these names as one of Typer's applications, which has the `settings`."""
+    made = typer.Typer(**settings)
+    for name, command in members.items():
+        made.command(name)(flat(command))
+    return made
+
+
+def flat(command: Command) -> Command:
+    """Returns the command as Typer knows commands: the options of its groups, which are dataclasses, are parameters of
+    their own, behind the others."""
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    groups = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+    own = [each for each in parameters if each.name not in groups]
+    options = [each for kind in groups.values() for each in inspect.signature(kind, eval_str=True).parameters.values()]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
+
+    run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    return run

@@ -6,37 +6,29 @@ from typing import Annotated, Any
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, State, Tenant, Url, open_client
+from garnish.cli.options import Output, TenantService
 
 DURATIONS = ("timeout", "max_age", "idle_ttl")
 
 IfMatch = Annotated[int | None, typer.Option("--if-match", help="Only at this generation of the function.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(policy)
-
-
 def policy(
+    service: TenantService,
+    output: Output,
     name: Annotated[str, typer.Argument(help="The function's name.")],
     fields: Annotated[
         list[str] | None,
         typer.Argument(metavar="[FIELD=VALUE]...", help="JSON, or durations such as 15m; FIELD= takes it back."),
     ] = None,
     if_match: IfMatch = None,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
 ) -> None:
     """Show a function's policy, or change it: `garnish policy summarize max_concurrency=8 idle_ttl=15m warm=`."""
     import msgspec
 
-    from garnish.screen import Screen
-
     changes = dict(_field(text) for text in fields or ())
-    screen = Screen(as_json)
-    with open_client(url, state, tenant) as client:
+    screen = output.screen()
+    with service.client(service.tenant) as client:
         found = client.set_policy(name, changes, if_match) if changes else client.function(name)
     for field, value in found.policy.items():
         screen.line(f"{field}: {msgspec.json.encode(value).decode()}")

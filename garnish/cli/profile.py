@@ -7,23 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, HostNodes, State
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, HostNodes, Output, State
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
     from node_agent.config import EngineConfig
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(profile)
-
-
 def profile(
+    output: Output,
     file: File = DEFAULT_FILE,
     state: State = DEFAULT_STATE,
     node_id: Annotated[str, typer.Option("--node-id", help="The node whose profile it becomes.")] = "node-1",
     host_nodes: HostNodes = None,
-    as_json: AsJson = False,
 ) -> None:
     """Measure this host for the scheduler and the cold-start planner, while it serves nothing. Takes minutes.
 
@@ -32,7 +28,6 @@ def profile(
     """
     from garnish.config import load_service_file
     from garnish.node_pools import host_nodes_of
-    from garnish.screen import Screen
     from garnish.settings import node_config, resolve_base
 
     service = load_service_file(file)
@@ -44,7 +39,7 @@ def profile(
         gateway_url="http://127.0.0.1",
         host_nodes=host_nodes or host_nodes_of(service, node_id),
     ).engine
-    with Screen(as_json) as screen:
+    with output.screen() as screen:
         found = _measure(config, screen)
         screen.end_progress()
         screen.result(found)

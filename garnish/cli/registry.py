@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, State
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, Output, State, commands
 
 if TYPE_CHECKING:
     from adapters.store import ObjectStore
@@ -19,25 +19,17 @@ MAX_SHOWN = 1000
 """Entries that the JSON result lists; there may be as many as a bucket has objects."""
 
 
-def register(app: typer.Typer) -> None:
-    group = typer.Typer(no_args_is_help=True, help="Look after the registry's store.")
-    group.command()(gc)
-    group.command()(verify)
-    app.add_typer(group, name="registry")
-
-
 def gc(
+    output: Output,
     file: File = DEFAULT_FILE,
     state: State = DEFAULT_STATE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Remove what no function lists and is 24 hours old. It may run beside the service and its deploys."""
     import msgspec
 
     from adapters.collect import collect
     from adapters.store import ObjectInfo
-    from garnish.screen import Screen
     from garnish.sizes import shown_bytes
 
     removed: list[str] = []
@@ -47,7 +39,7 @@ def gc(
         if len(removed) < MAX_SHOWN:
             removed.append(info.key)
 
-    with Screen(as_json) as screen:
+    with output.screen() as screen:
         store = _store(file, state, writes=not dry_run)
         screen.progress("reading what the functions list")
         done = _told(lambda: collect(store, dry_run=dry_run, tell=tell))
@@ -59,13 +51,12 @@ def gc(
         screen.result({**msgspec.to_builtins(done), "objects": removed})
 
 
-def verify(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, as_json: AsJson = False) -> None:
+def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE) -> None:
     """Read and hash again all that functions list, and name what is missing or changed. Exit code 1 if anything is."""
     import msgspec
 
     from adapters.verify import Damage
     from adapters.verify import verify as verify_store
-    from garnish.screen import Screen
 
     damages: list[Damage] = []
 
@@ -74,7 +65,7 @@ def verify(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, as_json: AsJ
         if len(damages) < MAX_SHOWN:
             damages.append(damage)
 
-    with Screen(as_json) as screen:
+    with output.screen() as screen:
         store = _store(file, state, writes=False)
         screen.progress("reading every listed version")
         done = _told(lambda: verify_store(store, tell=tell))
@@ -107,3 +98,8 @@ def _told(work: Callable[[], T]) -> T:
         return work()
     except AdapterError as error:
         raise FrontDoorError(f"registry: {error}") from error
+
+
+group = commands(
+    {"gc": gc, "verify": verify}, name="registry", help="Look after the registry's store.", no_args_is_help=True
+)

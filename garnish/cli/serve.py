@@ -8,19 +8,14 @@ from typing import Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, AsJson, File, HostNodes, State
+from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, HostNodes, Output, State
 
 Host = Annotated[str | None, typer.Option("--host", help="Listen here instead of the file's gateway.host.")]
 Port = Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Instead of the file's gateway.port.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(up)
-    app.command()(gateway)
-    app.command()(node)
-
-
 def up(
+    output: Output,
     file: File = DEFAULT_FILE,
     state: State = DEFAULT_STATE,
     host: Host = None,
@@ -28,15 +23,13 @@ def up(
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, max=64, help="Nodes on this host (default: one per GPU, or one).")
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Serve on this host until Ctrl-C: a gateway, its nodes and the functions of the service file."""
-    from garnish.screen import Screen
     from garnish.up.prepare import UpOptions
     from garnish.up.run import up as serve_all
 
     options = UpOptions(file=file, state=state, host=host, port=port, nodes=nodes)
-    raise typer.Exit(serve_all(options, Screen(as_json)))
+    raise typer.Exit(serve_all(options, output.screen()))
 
 
 def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host = None, port: Port = None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from garnish.cli.options import AsJson, NoHeader
+from garnish.cli.options import TableOutput
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
@@ -37,11 +37,8 @@ Functions = Annotated[
 Ranks = Annotated[str, typer.Option("--ranks", help="Of functions, where the trace tells none.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(simulate)
-
-
 def simulate(
+    output: TableOutput,
     trace: Trace,
     nodes: Nodes = 8,
     policy: Policy = None,
@@ -55,21 +52,18 @@ def simulate(
     seconds: Seconds = None,
     functions: Functions = None,
     ranks: Ranks = "8,16,32,64",
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
 ) -> None:
     """Run a trace through simulated nodes: SLO attainment, TTFT and time per token, cold starts, utilisation.
 
     Placement is the gateway's own code; nodes are timed by a profile's performance model. The same seed gives the same
     result.
     """
-    from garnish.screen import Screen
     from garnish.simulation.run import make_plan
     from garnish.simulation.traces.laws import Laws
 
     laws = Laws(seed, _ranks(ranks), functions=functions, rate=rate, seconds=seconds)
     bounds = _bounds(sweep) if sweep is not None else None
-    with Screen(as_json, header=not no_header) as screen:
+    with output.screen() as screen:
         screen.progress(f"reading {trace}")
         plan = make_plan(trace, laws, profile, slo, policy, seed)
         found = plan.sweep(*bounds, attain, screen.progress) if bounds else plan.run(nodes, screen.progress)

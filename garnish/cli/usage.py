@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
+from garnish.cli.options import TableOutput, TenantService
 
 if TYPE_CHECKING:
     from gateway.routes.usage import UsageSums
@@ -31,32 +31,24 @@ GroupBy = Annotated[str, typer.Option("--group-by", help="Of tenant, function, v
 All = Annotated[bool, typer.Option("--all-tenants", help="Of every tenant, with the admin key of the state.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(usage)
-
-
 def usage(
+    service: TenantService,
+    output: TableOutput,
     start: Start = None,
     end: End = None,
     group_by: GroupBy = "function",
     all_tenants: All = False,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
 ) -> None:
     """Show what was used, in whole hours."""
-    from garnish.screen import Screen
     from garnish.table import Column
 
-    if all_tenants and tenant is not None:
+    if all_tenants and service.tenant is not None:
         raise typer.BadParameter("expected --tenant or --all-tenants, not both")
     groups = [group for group in GROUPS if group in group_by.split(",")]
     if unknown := set(filter(None, group_by.split(","))) - set(GROUPS):
         raise typer.BadParameter(f"--group-by: {min(unknown)!r} is none of {', '.join(GROUPS)}")
-    screen = Screen(as_json, header=not no_header)
-    with open_client(url, state, tenant, admin=all_tenants) as client:
+    screen = output.screen()
+    with service.client(service.tenant, admin=all_tenants) as client:
         told = client.usage(start=start, end=end, group_by=groups)
     rows = [[*(_shown(getattr(row, group)) for group in groups), *(_numbers(row))] for row in told.rows]
     rows.append([*["total", *("" for _ in groups[1:])], *_numbers(told.total)])

@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from garnish.cli.functions import Name, pointed
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, Warm, open_client
+from garnish.cli.options import Output, TableOutput, TenantService, Warm
 
 if TYPE_CHECKING:
     from garnish.screen import Screen
-    from gateway.routes.aliases import AliasReply
+    from gateway.routes.aliases import AliasPast, AliasReply
 
 IfMatch = Annotated[
     int | None, typer.Option("--if-match", help="Only if the function is still at this generation (of `describe`).")
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(alias)
-    app.command()(rollback)
-
-
 def alias(
+    service: TenantService,
+    output: TableOutput,
     name: Name,
     alias: Annotated[str, typer.Argument(help="The alias, such as prod.")],
     target: Annotated[
@@ -32,18 +29,11 @@ def alias(
     ] = None,
     if_match: IfMatch = None,
     warm: Warm = False,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
 ) -> None:
     """Point an alias to a version, or split its calls between some; without TARGET, show it."""
-    from garnish.screen import Screen
-
     wanted = parse_target(target) if target else None
-    screen = Screen(as_json, header=not no_header)
-    with open_client(url, state, tenant) as client:
+    screen = output.screen()
+    with service.client(service.tenant) as client:
         reply = (
             client.alias(name, alias) if wanted is None else client.set_alias(name, alias, wanted, if_match, warm=warm)
         )
@@ -51,20 +41,16 @@ def alias(
 
 
 def rollback(
+    service: TenantService,
+    output: Output,
     name: Name,
     alias: Annotated[str, typer.Option("--alias", help="The alias to roll back.")] = "latest",
     if_match: IfMatch = None,
     warm: Warm = False,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    as_json: AsJson = False,
 ) -> None:
     """Point an alias to what it pointed to before; again: one further back."""
-    from garnish.screen import Screen
-
-    screen = Screen(as_json)
-    with open_client(url, state, tenant) as client:
+    screen = output.screen()
+    with service.client(service.tenant) as client:
         reply = client.roll_back(name, alias, if_match, warm=warm)
     _show(screen, reply, with_history=False)
 
@@ -90,17 +76,14 @@ def _show(screen: Screen, reply: AliasReply, *, with_history: bool) -> None:
     from garnish.table import Column
     from garnish.text import shown_time
 
-    target = reply.weights if reply.version is None else reply.version
-    screen.line(f"{reply.function}:{reply.alias} -> {pointed(target)}")
+    screen.line(f"{reply.function}:{reply.alias} -> {_target(reply)}")
     for warning in reply.warnings:
         screen.note(f"warning: {warning}")
     if with_history and reply.history:
-        rows = [
-            [
-                pointed(past.weights if past.version is None else past.version),
-                shown_time(past.since),
-            ]
-            for past in reply.history
-        ]
+        rows = [[_target(past), shown_time(past.since)] for past in reply.history]
         screen.table([Column("BEFORE", least=20), Column("SINCE")], rows)
     screen.result(reply)
+
+
+def _target(place: AliasReply | AliasPast) -> str:
+    return pointed(place.weights if place.version is None else place.version)

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from garnish.cli.options import DEFAULT_STATE, AsJson, NoHeader, State, Tenant, Url, open_client
-
-
-class WarmTier(StrEnum):
-    device = "device"
-    host = "host"
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(warm)
+from garnish.cli.options import TableOutput, TenantService
 
 
 def warm(
+    service: TenantService,
+    output: TableOutput,
     name: Annotated[str, typer.Argument(help="The function, or NAME:ALIAS, or NAME:VERSION.")],
-    tier: Annotated[WarmTier, typer.Option("--tier", help="Which memory of the nodes.")] = WarmTier.device,
+    tier: Annotated[Literal["device", "host"], typer.Option("--tier", help="Which memory of the nodes.")] = "device",
     copies: Annotated[int, typer.Option("--copies", help="On how many nodes.", min=1, max=16)] = 1,
-    url: Url = None,
-    state: State = DEFAULT_STATE,
-    tenant: Tenant = None,
-    no_header: NoHeader = False,
-    as_json: AsJson = False,
 ) -> None:
     """Bring what calls of a function would run to its nodes now, and keep it wanted there for 5 minutes."""
-    from garnish.screen import Screen
     from garnish.table import Column
 
     function, _, version = name.partition(":")
-    screen = Screen(as_json, header=not no_header)
-    with open_client(url, state, tenant) as client:
-        reply = client.warm(function, version or None, tier=tier.value, copies=copies)
+    screen = output.screen()
+    with service.client(service.tenant) as client:
+        reply = client.warm(function, version or None, tier=tier, copies=copies)
     rows = [[str(place.version), place.node, place.tier, place.error or "-"] for place in reply.places]
     columns = [Column("VERSION", number=True), Column("NODE", least=12), Column("TIER"), Column("ERROR", least=16)]
     screen.table(columns, rows)

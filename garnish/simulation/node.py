@@ -18,7 +18,7 @@ from garnish.simulation.profile import NodeProfile
 from garnish.simulation.rank_mix import RANK_TERM, RankMix
 from garnish.simulation.waiting import WaitingQueue
 
-Arrived = Callable[[Job, float], None]
+Arrived = Callable[[Job], None]
 Pace = Callable[[], float]
 """By how much longer than the profile's model says the pass that begins now takes: the model errs, and passes vary."""
 
@@ -111,7 +111,7 @@ class SimulatedNode:
         self.queued_tokens -= job.left
         self._promise(job, -1)
         job.moves += 1
-        arrived(job, now)
+        arrived(job)
 
     # --- what it tells
 
@@ -293,7 +293,7 @@ class SimulatedNode:
                 self.decoding.remove(job.digest, job.rank)
             self._leave(job)
             job.finish_step, job.moves = 0, job.moves + 1
-            arrived(job, now)
+            arrived(job)
 
 
 def _squares(job: Job, length: int) -> int:

@@ -11,7 +11,6 @@ from functools import partial
 from heapq import heappop, heappush
 from math import inf
 from time import thread_time
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from cluster.node_table import Demand
 from garnish.simulation.columns import BASE, SimulatedTable
 from garnish.simulation.job import Job
 from garnish.simulation.node import Pace, SimulatedNode
+from garnish.simulation.oracle import Oracle
 from garnish.simulation.profile import NodeProfile
 from gateway.scheduling.lengths import ResponseLengths
 from gateway.scheduling.moves import Migrates, Movable
@@ -34,13 +34,6 @@ MakePolicy = Callable[[Callable[[], float]], Policy]
 
 class StuckError(RuntimeError):
     """Requests are left that no event will end: an error in the simulator."""
-
-
-@runtime_checkable
-class SeesNodes(Protocol):
-    """A policy that only a simulation can have: it looks into the nodes."""
-
-    def attach(self, nodes: Sequence[SimulatedNode], jobs: Sequence[Job]) -> None: ...
 
 
 class Simulator:
@@ -67,7 +60,7 @@ class Simulator:
         self._order = 0
         self._woken = [inf] * nodes
         self._record_due = [inf] * nodes
-        if isinstance(self.policy, SeesNodes):
+        if isinstance(self.policy, Oracle):
             self.policy.attach(self.nodes, jobs)
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
@@ -181,12 +174,9 @@ class Simulator:
         loads = {node.index: len(node.running) + len(node.queue) - len(node.leaving) for node in self.nodes}
         for move in policy.moves(loads, [movable for node in self.nodes for movable in _movables(node, self.now)]):
             job = self.jobs[int(move.id)]
-            self.nodes[job.node].move(job, self.now, partial(self._arrived, move.row))
+            self.nodes[job.node].move(job, self.now, partial(self._submit, node=self.nodes[move.row]))
         for node in self.nodes:
             self._touched(node)
-
-    def _arrived(self, row: int, job: Job, _now: float) -> None:
-        self._submit(job, self.nodes[row])
 
     def _ended(self, job: Job) -> None:
         self._left -= 1

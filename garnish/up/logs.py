@@ -108,7 +108,7 @@ class _Problems:
 def _read(lines: list[str]) -> _Problems:
     problems = _Problems()
     for line in lines:
-        entry = _parse(line)
+        entry = parse_entry(line)
         if entry is None:
             if line.strip():
                 problems.note(UNKNOWN, line.strip())
@@ -124,10 +124,11 @@ def _read(lines: list[str]) -> _Problems:
 
 
 def _entries(log: Path) -> Iterator[dict[str, Any]]:
-    return (entry for entry in map(_parse, _tail(log)) if entry is not None)
+    return (entry for entry in map(parse_entry, _tail(log)) if entry is not None)
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def parse_entry(line: str) -> dict[str, Any] | None:
+    """Returns the record in a line of a log; None for a line that is no JSON object."""
     try:
         entry = json.loads(line)
     except ValueError:

@@ -13,6 +13,7 @@ import msgspec
 
 from infra.errors import InfraError
 from infra.local.proc import NODE_TAG, STATE_TAG, Process, identify, is_alive, read_stat, tagged
+from infra.text import write_whole
 
 POLL_SECONDS = 0.05
 KILL_SECONDS = 10.0
@@ -58,10 +59,7 @@ def remember(key: NodeKey, pid: int) -> Process | None:
     if process is None:
         return None
     key.pid_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = key.pid_file.with_suffix(".new")
-    temporary.write_bytes(msgspec.json.encode(process))
-    temporary.chmod(0o600)
-    temporary.replace(key.pid_file)
+    write_whole(key.pid_file, msgspec.json.encode(process).decode())
     return process
 
 

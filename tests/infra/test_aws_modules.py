@@ -35,7 +35,7 @@ def aws_stack(**registry: Any) -> Stack:
     host = AwsHost(
         region="eu-central-1",
         vpc_id="vpc-1",
-        subnet_ids=("subnet-1", "subnet-2"),
+        subnet_ids=["subnet-1", "subnet-2"],
         gateway_security_group_id="sg-1",
         gateway_url="http://gateway.internal:8080",
         secret_parameter="/garnish/demo/secret",
@@ -43,7 +43,7 @@ def aws_stack(**registry: Any) -> Stack:
         image_parameter="/acme/images/gpu",
         model_source="s3://acme-models/llama-8b",
         node_file='{"note": "${not} a template"}',
-        tags=(("team", "support"),),
+        tags={"team": "support"},
     )
     pools = (pool("l40s", backend="aws", instance_type="g6e.12xlarge"), pool("here"))
     where = RegistryBucket(bucket="acme-adapters", prefix="prod", **registry)

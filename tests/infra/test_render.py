@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stacks import needs_terraform, pool, stack
 
+from adapters.s3_url import S3Place
 from infra.errors import InfraError
 from infra.render import MODULES, ROOT_FILE, render, text_of, write_root
-from infra.stack import S3State
 from infra.terraform import environment, find_program
 from infra.text import literal
 
@@ -42,7 +42,7 @@ def test_no_pools_at_all() -> None:
 
 def test_state_lies_beside_the_root_module_or_locked_on_s3() -> None:
     assert render(stack())["terraform"]["backend"] == {"local": {"path": "terraform.tfstate"}}
-    far = render(msgspec.structs.replace(stack(), state=S3State("acme", "tf/prod")))
+    far = render(msgspec.structs.replace(stack(), state=S3Place("acme", "tf/prod")))
     assert far["terraform"]["backend"] == {
         "s3": {"bucket": "acme", "key": "tf/prod/demo/terraform.tfstate", "encrypt": True, "use_lockfile": True}
     }

@@ -18,9 +18,10 @@ import msgspec
 import pytest
 from stacks import needs_terraform, pool, stack
 
+from adapters.s3_url import S3Place
 from infra.errors import StalePlan, StateElsewhere, StateLocked, TerraformFailed
 from infra.render import render
-from infra.stack import Pool, S3State, Stack
+from infra.stack import Pool, Stack
 from infra.terraform import Event, environment, find_program
 from infra.workspace import PLAN_FILE, Workspace, digest_of, local_nodes, outputs
 
@@ -327,7 +328,7 @@ def on_s3(place: Place, bucket: str, desired: int) -> Stack:
         "use_path_style": True, "skip_credentials_validation": True, "skip_requesting_account_id": True,
         "skip_region_validation": True, "skip_metadata_api_check": True, "skip_s3_checksum": True,
     }  # fmt: skip
-    made = msgspec.structs.replace(place.stack(pool(desired=desired)), state=S3State(bucket, "garnish"))
+    made = msgspec.structs.replace(place.stack(pool(desired=desired)), state=S3Place(bucket, "garnish"))
     backend = {**render(made)["terraform"]["backend"]["s3"], **override}
     text = json.dumps({"terraform": {"backend": {"s3": backend}}})
     (place.workspace.directory / "moto_override.tf.json").write_text(text)

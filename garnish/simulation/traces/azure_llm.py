@@ -8,10 +8,9 @@ from datetime import UTC, datetime
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.traces.build import Singles
 from garnish.simulation.traces.laws import Laws
-from garnish.simulation.traces.lines import Cell, Line, cells
+from garnish.simulation.traces.lines import MOST_TOKENS, Cell, Line, cells
 
 NAMES = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
-MOST_TOKENS = 10_000_000
 
 
 def is_azure_llm(header: str) -> bool:

@@ -14,6 +14,8 @@ from garnish.simulation.traces.errors import TraceError
 
 MAX_LINE = 1 << 20
 """Characters: a day's counts of one function take a few thousand."""
+MOST_TOKENS = 10_000_000
+"""Of a prompt or an answer."""
 
 T = TypeVar("T", int, float)
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.traces.build import Singles
 from garnish.simulation.traces.laws import Laws
-from garnish.simulation.traces.lines import Line, field, fields
+from garnish.simulation.traces.lines import MOST_TOKENS, Line, field, fields
 
-MOST_TOKENS = 10_000_000
 MOST_TIME = 1e13
 
 

@@ -15,9 +15,8 @@ import msgspec
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.traces.build import MAX_REQUESTS
 from garnish.simulation.traces.laws import Laws
-from garnish.simulation.traces.lines import Line, column_of, field, fields
+from garnish.simulation.traces.lines import MOST_TOKENS, Line, column_of, field, fields
 
-MOST_TOKENS = 10_000_000
 NAMES = frozenset(TraceRequest.__struct_fields__)
 
 
@@ -47,16 +46,13 @@ def _request(line: Line, names: dict[str, str]) -> TraceRequest:
     for name in ("tenant", "function"):
         if not isinstance(found.get(name, ""), str):
             raise line.error(column_of(line, name), f"{name}: expected text")
+    function, tenant = found.get("function", ""), found.get("tenant", "")
     return TraceRequest(
         at=field(line, found, "at", 0, 1e10),
-        function=_once(names, found.get("function", "")),
+        function=names.setdefault(function, function),
         rank=int(field(line, found, "rank", 0, 1 << 16)),
         prompt_tokens=int(field(line, found, "prompt_tokens", 1, MOST_TOKENS)),
         output_tokens=int(field(line, found, "output_tokens", 1, MOST_TOKENS)),
-        tenant=_once(names, found.get("tenant", "")),
+        tenant=names.setdefault(tenant, tenant),
         bytes=int(field(line, found, "bytes", 0, 1 << 50)) if "bytes" in found else 0,
     )
-
-
-def _once(names: dict[str, str], name: str) -> str:
-    return names.setdefault(name, name)
