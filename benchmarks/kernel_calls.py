@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -40,12 +41,7 @@ def lora_calls(dtype: torch.dtype) -> Iterator[Call]:
     width = HEADS * HEAD_DIM
     case = draw_case([8, 16], [(0, 1), (1, 1)], width, (width, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM), dtype)
     for name, operation in LORA.items():
-        yield (
-            name,
-            lambda operation=operation: operation(  # type: ignore[misc]
-                case.fresh(), case.x, case.seg_start, case.seg_slot, case.view, case.xa, case.max_rank
-            ),
-        )
+        yield name, partial(operation, case.call())
 
 
 def layer_calls(dtype: torch.dtype, tokens: int = 2) -> Iterator[Call]:

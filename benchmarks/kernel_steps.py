@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -151,9 +152,7 @@ def adapter_parts(shape: Shape, rows: int, groups: tuple[str, ...]) -> Iterator[
         activations = rows * (d_in + 2 * sum(widths)) * ITEM + 2 * 4 * rows * len(widths) * RANK
         yield (
             f"mbgmv {group}",
-            lambda case=small: mbgmv(  # type: ignore[misc]
-                case.ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa, 1
-            ),
+            partial(mbgmv, small.call(small.ys, max_rank=1)),
             weights + activations,
         )
 

@@ -12,7 +12,7 @@ from kernels.bgmv import bgmv
 from kernels.launch import Launch, launch_for
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
-from kernels.view import MAX_PROJECTIONS, GroupView
+from kernels.view import MAX_PROJECTIONS, GroupView, LoraCall
 from node_agent.adapter_memory.table import AdapterTable
 from node_agent.runner.lora import AdaptedGroups, Weights, table_views
 from node_agent.types import GROUPS, LoraBatch
@@ -62,7 +62,7 @@ class TritonLora:
             operation, scratch, how = self.decode_kernel, self.decode_scratch, self.decode
         else:
             operation, scratch, how = sgmv, self.prefill_scratch, self.prefill
-        operation(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank, how)
+        operation(LoraCall(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank), how)
 
     def _warm(self, base: BaseModel, pool: torch.Tensor) -> None:
         """Triton compiles at a kernel's first launch: here, on a base token, and not while a request waits."""

@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -42,11 +43,8 @@ def lora_calls(rng: random.Random, tokens: int, segments: int) -> Iterator[Calla
     largest = rng.randint(0, CASE.max_rank)
     for operation in (bgmv, mbgmv, sgmv):
         ys = [y[:tokens] for y in CASE.fresh()]
-        yield (
-            lambda operation=operation, ys=ys: operation(  # type: ignore[misc]
-                ys, CASE.x[:tokens], start, slot, CASE.view, CASE.xa, largest
-            )
-        )
+        call = CASE.call(ys, x=CASE.x[:tokens], seg_start=start, seg_slot=slot, max_rank=largest)
+        yield partial(operation, call)
 
 
 def layer_calls(rng: random.Random, tokens: int, rows: int) -> Iterator[Callable[[], None]]:
