@@ -53,30 +53,28 @@ def layer_calls(dtype: torch.dtype, tokens: int = 2) -> Iterator[Call]:
     qkv = torch.zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
     rotary = Rotary(*torch.zeros(2, 8, HEAD_DIM // 2, dtype=dtype).unbind())
     norms = torch.zeros(HEAD_DIM, dtype=dtype), torch.zeros(HEAD_DIM, dtype=dtype)
-    cache, at = empty_cache(dtype), torch.zeros(tokens, dtype=torch.int64)
+    at = torch.zeros(tokens, dtype=torch.int64)
     for name, given in (("", None), (", head norms", norms)):
-        heads = Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, None, given, 1e-5)
+        cache = empty_cache(Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, None, given, 1e-5), dtype)
         yield (
             f"rotate_and_store{name}",
-            lambda heads=heads: operations.rotate_and_store(  # type: ignore[misc]
-                qkv, rotary, cache, heads, positions=at, slots=at
-            ),
+            partial(operations.rotate_and_store, qkv, rotary, cache, positions=at, slots=at),
         )
 
 
 def attention_calls(dtype: torch.dtype, name: str, window: int | None, tokens: int = 2) -> Iterator[Call]:
-    operations, heads, cache = TritonOperations(), Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, window), empty_cache(dtype)
+    operations, cache = TritonOperations(), empty_cache(Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, window), dtype)
     q, out = torch.zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype), torch.zeros(tokens, HEADS * HEAD_DIM)
     scratch, out = torch.zeros(MOST_SPLITS, tokens, HEADS, HEAD_DIM + 2), out.to(dtype)
     context, table = torch.ones(tokens, dtype=torch.int32), torch.zeros(tokens, 4, dtype=torch.int32)
     starts = torch.arange(tokens + 1, dtype=torch.int32)
     yield (
         f"decode_attention{name}",
-        lambda: operations.decode_attention(q, cache, Rows(context, table), heads, out=out, scratch=scratch),
+        lambda: operations.decode_attention(q, cache, Rows(context, table), out=out, scratch=scratch),
     )
     yield (
         f"prefill_attention{name}",
-        lambda: operations.prefill_attention(q, cache, Rows(context, table, starts), heads, out=out),
+        lambda: operations.prefill_attention(q, cache, Rows(context, table, starts), out=out),
     )
 
 
@@ -87,6 +85,6 @@ def handoff_calls(dtype: torch.dtype) -> Iterator[Call]:
     yield "wait_for_workers", lambda: kernels.wait(lines, lines, 1 << 40, word, word)
 
 
-def empty_cache(dtype: torch.dtype) -> PagedCache:
+def empty_cache(heads: Heads, dtype: torch.dtype) -> PagedCache:
     shape = (4 * BLOCK_TOKENS, KV_HEADS, HEAD_DIM)
-    return PagedCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), BLOCK_TOKENS)
+    return PagedCache(heads, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), BLOCK_TOKENS)

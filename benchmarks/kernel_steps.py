@@ -125,7 +125,7 @@ def attention_parts(shape: Shape, rows: int) -> Iterator[Part]:
     operations, dim = TritonOperations(), shape.head_dim
     heads = Heads(shape.heads, shape.kv_heads, dim, dim**-0.5)
     keys, values = (without_memory(rows * CONTEXT, shape.kv_heads, dim) for _ in range(2))
-    cache, qkv = PagedCache(keys, values, BLOCK_TOKENS), without_memory(rows, sum(shape.qkv))
+    cache, qkv = PagedCache(heads, keys, values, BLOCK_TOKENS), without_memory(rows, sum(shape.qkv))
     rotary = Rotary(without_memory(CONTEXT, dim // 2), without_memory(CONTEXT, dim // 2))
     at = without_memory(rows, dtype=torch.int64)
     table = without_memory(rows, CONTEXT // BLOCK_TOKENS, dtype=torch.int32)
@@ -133,12 +133,12 @@ def attention_parts(shape: Shape, rows: int) -> Iterator[Part]:
     out, scratch = without_memory(rows, shape.qkv[0]), decode_scratch(rows, heads, CONTEXT, qkv.device)
     yield (
         "rotate_and_store",
-        lambda: operations.rotate_and_store(qkv, rotary, cache, heads, positions=at, slots=at),
+        lambda: operations.rotate_and_store(qkv, rotary, cache, positions=at, slots=at),
         2 * size(qkv),
     )
     yield (
         "decode_attention",
-        lambda: operations.decode_attention(qkv, cache, sequences, heads, out=out, scratch=scratch),
+        lambda: operations.decode_attention(qkv, cache, sequences, out=out, scratch=scratch),
         size(keys, values, table) + 2 * size(out) + (2 * size(scratch) if scratch.shape[0] > 1 else 0),
     )
 

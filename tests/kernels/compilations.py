@@ -51,7 +51,7 @@ def layer_calls(rng: random.Random, tokens: int, rows: int) -> Iterator[Callable
     operations, dtype = TritonOperations(), torch.bfloat16
     x, qkv = torch.zeros(tokens, WIDTH, dtype=dtype), torch.zeros(tokens + rows, 256, dtype=dtype)
     gate_up = torch.zeros(tokens, 2 * INNER, dtype=dtype)
-    cache = PagedCache(*torch.zeros(2, 64, 2, 32, dtype=dtype).unbind(), 16)
+    cache = PagedCache(HEADS, *torch.zeros(2, 64, 2, 32, dtype=dtype).unbind(), 16)
     at = upload(rng, torch.zeros(tokens + rows, dtype=torch.int64))
     table = upload(rng, torch.zeros(rows, rng.randint(1, 40), dtype=torch.int32))
     context = upload(rng, torch.ones(rows, dtype=torch.int32))
@@ -64,11 +64,9 @@ def layer_calls(rng: random.Random, tokens: int, rows: int) -> Iterator[Callable
     yield lambda: operations.add_rms_norm(x, x.new_ones(WIDTH), 1e-5, out=torch.empty_like(x), residual=None)
     yield lambda: operations.add_rms_norm(x, x.new_ones(WIDTH), 1e-5, out=torch.empty_like(x), residual=x.clone())
     yield lambda: operations.silu_mul(gate_up, out=x.new_empty(tokens, INNER))
-    yield lambda: operations.rotate_and_store(qkv, rotary, cache, HEADS, positions=at, slots=at)
-    yield lambda: operations.decode_attention(
-        qkv[:rows], cache, Rows(context, table), HEADS, out=out[:rows], scratch=scratch
-    )
-    yield lambda: operations.prefill_attention(qkv[rows:], cache, Rows(context, table, starts), HEADS, out=out[rows:])
+    yield lambda: operations.rotate_and_store(qkv, rotary, cache, positions=at, slots=at)
+    yield lambda: operations.decode_attention(qkv[:rows], cache, Rows(context, table), out=out[:rows], scratch=scratch)
+    yield lambda: operations.prefill_attention(qkv[rows:], cache, Rows(context, table, starts), out=out[rows:])
 
 
 def handoff_calls(rng: random.Random, tokens: int) -> Iterator[Callable[[], None]]:

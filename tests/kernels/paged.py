@@ -104,7 +104,7 @@ def make_sequences(
     q = torch.randn(int(starts[-1]) + surplus, (heads.heads + 2 * heads.kv_heads) * heads.head_dim).to(dtype)
     context_len = torch.tensor(contexts, dtype=torch.int32)
     rows = Rows(context_len.to(device), table.to(device), starts.to(device))
-    kept = PagedCache(cache[0].contiguous().to(device), cache[1].contiguous().to(device), block_tokens)
+    kept = PagedCache(heads, cache[0].contiguous().to(device), cache[1].contiguous().to(device), block_tokens)
     return Sequences(heads, kept, rows, contexts, queries, offset, q.to(device))
 
 

@@ -123,10 +123,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     return stand_in
 
 
-def layers(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, block: int = 16) -> list[tuple[Heads, PagedCache]]:
+def layers(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, block: int = 16) -> list[PagedCache]:
     """One layer without a window and one with."""
-    cache = PagedCache(*torch.zeros(2, 4 * block, 1, head_dim, dtype=dtype).unbind(), block)
-    return [(Heads(8, 1, head_dim, head_dim**-0.5, window), cache) for window in (None, 9)]
+    keys, values = torch.zeros(2, 4 * block, 1, head_dim, dtype=dtype).unbind()
+    return [PagedCache(Heads(8, 1, head_dim, head_dim**-0.5, window), keys, values, block) for window in (None, 9)]
 
 
 @pytest.mark.parametrize("kind", [FlashInfer, FlashAttention])
@@ -141,11 +141,11 @@ def test_a_faster_library_computes_what_our_kernel_does(install: Install, kind: 
         drawn = make_sequences([1, 16, 17, 90], [1] * 4, Heads(16, 2, 64, 0.2, window), dtype)
         out, scratch = drawn.out, torch.empty(2, 4, 16, 66)
         rows = Rows(drawn.rows.context_len, drawn.rows.block_table)
-        chosen(drawn.q, drawn.cache, rows, drawn.heads, out=out, scratch=scratch)
+        chosen(drawn.q, drawn.cache, rows, out=out, scratch=scratch)
         check(out, drawn)
         padded = Rows(torch.tensor([1, 16, 0, 90], dtype=torch.int32), rows.block_table)
         again = drawn.out
-        chosen(drawn.q, drawn.cache, padded, drawn.heads, out=again, scratch=scratch)
+        chosen(drawn.q, drawn.cache, padded, out=again, scratch=scratch)
         assert torch.equal(again[[0, 1, 3]], out[[0, 1, 3]])
     assert library.calls == 6
 
