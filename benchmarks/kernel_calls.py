@@ -13,6 +13,7 @@ from kernels.bgmv import bgmv
 from kernels.decoder import Heads
 from kernels.gpu_ops import MOST_SPLITS, PagedCache, Rotary, Rows
 from kernels.gpu_triton import TritonOperations
+from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
@@ -81,8 +82,8 @@ def attention_calls(dtype: torch.dtype, name: str, window: int | None, tokens: i
 def handoff_calls(dtype: torch.dtype) -> Iterator[Call]:
     kernels, x, lines = TritonKernels(), torch.zeros(2, 4096, dtype=dtype), torch.zeros(2, 8, dtype=torch.int64)
     word = torch.zeros(1, dtype=torch.int32)
-    yield "copy_and_signal", lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, lines, lines, word)
-    yield "wait_for_workers", lambda: kernels.wait(lines, lines, 1 << 40, word, word)
+    yield "copy_and_signal", lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, Signal(lines, lines, word))
+    yield "wait_for_workers", lambda: kernels.wait(Signal(lines, lines, word), 1 << 40, word)
 
 
 def empty_cache(heads: Heads, dtype: torch.dtype) -> PagedCache:

@@ -19,6 +19,7 @@ from kernels.bgmv import bgmv
 from kernels.decoder import Heads
 from kernels.gpu_ops import PagedCache, Rotary, Rows, decode_scratch
 from kernels.gpu_triton import TritonOperations
+from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
@@ -75,8 +76,8 @@ def handoff_calls(rng: random.Random, tokens: int) -> Iterator[Callable[[], None
     x, word = torch.zeros(tokens, WIDTH, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
     lines, poisoned = torch.zeros(5, workers, 8, dtype=torch.int64)[at], torch.zeros(8, dtype=torch.int32)
     mine = poisoned[slot : slot + 1]
-    yield lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, lines, lines, mine)
-    yield lambda: kernels.wait(lines, lines, 1 << 40, mine, word)
+    yield lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, Signal(lines, lines, mine))
+    yield lambda: kernels.wait(Signal(lines, lines, mine), 1 << 40, word)
 
 
 def keys_of(calls: Iterator[Callable[[], None]]) -> set[tuple[str, str]]:
