@@ -26,10 +26,11 @@ from node_agent.runner.cuda_blocks import (
     views,
 )
 from node_agent.runner.cuda_layers import Attended, Decoder
-from node_agent.runner.cuda_lora import CAPTURED_RANK, EveryGroup, OpenAdd
+from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
 from node_agent.runner.cuda_output import download
 from node_agent.runner.cuda_sampler import sample
 from node_agent.runner.cuda_stream import Stream, Work
+from node_agent.runner.lora import GroupLora
 from node_agent.runner.projections import Current
 from node_agent.runner.score_rules import ScoreEdits
 from node_agent.types import LoraBatch, StepBatch
@@ -112,7 +113,7 @@ class Bucket:
         for name in ("slots", "fed", "seg_slot", "token_slot"):
             getattr(host.fields, name).fill_(-1)
         self.stream.upload(self._device, host.block, host.block.shape[0])
-        adds = EveryGroup(open_add(lora_batch(self.fields, CAPTURED_RANK), True))
+        adds = GroupLora(open_add(lora_batch(self.fields, CAPTURED_RANK), True))
         self._bodies = {
             adapted: self.stream.capture(self._body(adds if adapted else None)) for adapted in (False, True)
         }
@@ -140,7 +141,7 @@ class Bucket:
         host = self._hosts[self._turn]
         return host.out, download(self.stream, self._out_spec, host.out_block, self._out_device, everything)
 
-    def _body(self, lora: EveryGroup | None) -> Callable[[], None]:
+    def _body(self, lora: GroupLora | None) -> Callable[[], None]:
         def body() -> None:
             fields, decoder = self.fields, self._decoder
             rows = Rows(fields.context_len, expand_blocks(fields, self.shape.table_width))

@@ -47,11 +47,9 @@ def interprets_triton() -> bool:
 def choose_lora(store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int) -> LoraCode:
     """Returns the code that adds LoRA to passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens.
     `kernel`: what `kernel_of` returned."""
-    table, pool, base = store.table, store.pool.data, store.base
     if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton
 
-        tokens = max(max_rows, chunk_tokens)
-        return LoraCode(kernel, TritonLora(table, pool, base, store.weights, max_rows, tokens, kernel=kernel).start)
-    compiled = compiled_lora(table, pool, base)
+        return LoraCode(kernel, TritonLora(store, max_rows, max(max_rows, chunk_tokens), kernel=kernel).start)
+    compiled = compiled_lora(store.table, store.pool.data, store.base)
     return LoraCode(kernel, lambda batch, _: SegmentedLora(batch, store.weights, compiled))
