@@ -24,7 +24,6 @@ from node_agent.runner.cuda_layers import Attended
 from node_agent.runner.cuda_lora import SentLora
 from node_agent.runner.cuda_output import CudaOutput, download
 from node_agent.runner.cuda_sampler import (
-    EditFields,
     edit_spec,
     fill_edits,
     pack_scores,
@@ -162,6 +161,6 @@ def send_edits(stream: Stream, ways: SamplingBatch, vocab: int) -> ScoreEdits | 
     spec = edit_spec(edits)
     size = size_of(spec)
     host, device = stream.host(size), stream.empty(size)
-    fill_edits(EditFields(**views(spec, host)), edits, vocab)
+    fill_edits(ScoreEdits(**views(spec, host)), edits, vocab)
     stream.upload(device, host, size)
-    return EditFields(**views(spec, device)).edits()
+    return ScoreEdits(**views(spec, device))

@@ -16,7 +16,7 @@ from node_agent.runner import cuda_lora
 from node_agent.runner.cuda_blocks import fill_lora, lora_spec, size_of, views
 from node_agent.runner.cuda_lora import CAPTURED_RANK, CudaLora, OpenAdd, open_add
 from node_agent.runner.cuda_runner import CudaRunner, open_runner
-from node_agent.runner.cuda_stream import CpuStream
+from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.lora import GroupLora, table_views
 from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.runner.triton_lora import TritonLora
@@ -91,7 +91,7 @@ def test_one_capture_serves_any_batch(
 def test_a_part_of_another_lora_sends_itself(world: World, make_store: Callable[..., AdapterStore]) -> None:
     """Once, and only where its adapter adapts something."""
 
-    class Counting(CpuStream):
+    class Counting(Stream):
         uploads = 0
 
         def upload(self, device: torch.Tensor, host: torch.Tensor, size: int) -> None:
@@ -126,7 +126,7 @@ def test_steps_that_can_not_be_captured_are_named(
     def fail(_: object, work: Callable[[], None]) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(CpuStream, "capture", fail)
+    monkeypatch.setattr(Stream, "capture", fail)
     with pytest.raises(
         RuntimeError, match=r"steps of 2 rows: operation not.*; set node.runner: transformers, or fewer"
     ):
