@@ -13,7 +13,7 @@ import torch
 from adapters.peft_config import MAX_RANK
 from kernels.view import add_group
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.runner.cuda_blocks import StepFields, fill_lora, lora_batch, lora_spec, size_of, views
+from node_agent.runner.cuda_blocks import LORA_FIELDS, StepFields, lora_batch, send
 from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.lora import AdaptedGroups, Add, GroupLora, compiled_lora, table_views
 from node_agent.runner.lora_choice import CPU_KERNEL
@@ -60,12 +60,7 @@ class CudaLora:
 
     def send(self, batch: LoraBatch, decodes: bool) -> Add:
         """Enqueues the batch's copy to the device."""
-        spec = lora_spec(batch.token_slot.shape[0], batch.seg_slot.shape[0])
-        size = size_of(spec)
-        host, device = self._stream.host(size), self._stream.empty(size)
-        fill_lora(views(spec, host), batch)
-        self._stream.upload(device, host, size)
-        sent = views(spec, device)
+        sent = send(self._stream, {name: getattr(batch, name) for name in LORA_FIELDS})
         on_device = LoraBatch(**sent, leases=[], bounds=[], max_rank=batch.max_rank, empty=False)
         return self.open_add(on_device, decodes)
 

@@ -73,25 +73,16 @@ def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, out: OutFields, part: sli
 # --- score rules
 
 
-def edit_spec(edits: dict[int, ScoreEdits]) -> Spec:
-    """The fields of one ScoreEdits for all these rows: its indices are into their scores, one row behind the other."""
-    i64, f32 = torch.int64, torch.float32
-    never, biased, penalised = (
-        (sum(getattr(edit, name).shape[0] for edit in edits.values()),) for name in ("never", "biased", "penalised")
-    )
-    return {
-        "never": (i64, never), "biased": (i64, biased), "penalised": (i64, penalised), "bias": (f32, biased),
-        "repetition": (f32, penalised), "frequency": (f32, penalised), "presence": (f32, penalised),
-    }  # fmt: skip
-
-
-def fill_edits(fields: ScoreEdits, edits: dict[int, ScoreEdits], vocab: int) -> None:
-    """Writes the edits of rows by index into a block on the host, one row's behind the other's."""
-    for name in ("never", "biased", "penalised"):
-        places = [getattr(edit, name) + row * vocab for row, edit in edits.items()]
-        getattr(fields, name).copy_(torch.cat(places))
-    for name in ("bias", "repetition", "frequency", "presence"):
-        getattr(fields, name).copy_(torch.cat([getattr(edit, name) for edit in edits.values()]))
+def join_edits(edits: dict[int, ScoreEdits], vocab: int) -> dict[str, torch.Tensor]:
+    """Returns the fields of one ScoreEdits for all these rows, whose scores lie one row behind the other."""
+    places = {
+        name: torch.cat([getattr(edit, name) + row * vocab for row, edit in edits.items()])
+        for name in ("never", "biased", "penalised")
+    }
+    return places | {
+        name: torch.cat([getattr(edit, name) for edit in edits.values()])
+        for name in ("bias", "repetition", "frequency", "presence")
+    }
 
 
 # --- log probabilities of prompts
