@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ Operators = dict[torch.dtype, Any]
 """The operator per dtype of the weights."""
 
 
-def load_operators(cache: Path | None = None) -> Operators:
+def load_operators() -> Operators:
     """Compiled first, if need be: see `build`. Raises CompileError. One call per process is enough."""
-    library = load_library(cache)
+    library = load_library()
     operators = {dtype: getattr(library, name) for dtype, name in DTYPES.items()}
     for operator in operators.values():
         operator.argtypes, operator.restype = (ctypes.c_void_p,), None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -43,11 +42,11 @@ class _Pass(ctypes.Structure):
 class DecoderOperators:
     """The operators for one dtype, fp32 or bf16. Raises CompileError, or KernelArgumentError for another dtype."""
 
-    def __init__(self, dtype: torch.dtype, cache: Path | None = None) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in SUFFIX:
             raise KernelArgumentError(f"the compiled operators take fp32 and bf16, not {dtype}")
         self.dtype = dtype
-        library, pointer, count = load_library(cache), ctypes.c_void_p, ctypes.c_int64
+        library, pointer, count = load_library(), ctypes.c_void_p, ctypes.c_int64
         self.attention = getattr(library, f"attention_{SUFFIX[dtype]}")
         self.attention.argtypes = (pointer, pointer, pointer, pointer)
         self._rms_norm = getattr(library, f"rms_norm_{SUFFIX[dtype]}")
@@ -129,10 +128,7 @@ class AttentionPass:
             ("block_table", block_table, torch.int32, tuple(block_table.shape)),
             ("contexts", contexts, torch.int32, (block_table.shape[0],)),
         ):
-            if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-                raise KernelArgumentError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; contiguous {dtype} {shape} is needed"
-                )
+            _check(name, tensor, dtype, shape)
         if rows > min(tokens, block_table.shape[0], len(context_lens)):
             raise KernelArgumentError(f"{rows} decode rows of {tokens} tokens and {block_table.shape[0]} block tables")
         pieces = sum(-(-context // PIECE) for context in context_lens[:rows])
@@ -161,9 +157,12 @@ class PagedAttention:
     ) -> None:
         shape = (keys.shape[0], heads.kv_heads, heads.head_dim)
         weights = heads.norms or ()
-        for tensor, wanted in ((keys, shape), (values, shape), *((w, (heads.head_dim,)) for w in weights)):
-            if tensor.dtype is not operators.dtype or tuple(tensor.shape) != wanted or not tensor.is_contiguous():
-                raise KernelArgumentError(f"{tensor.dtype} {tuple(tensor.shape)}; {operators.dtype} {wanted} is needed")
+        for name, tensor, wanted in (
+            ("keys", keys, shape),
+            ("values", values, shape),
+            *(("a head norm", weight, (heads.head_dim,)) for weight in weights),
+        ):
+            _check(name, tensor, operators.dtype, wanted)
         if not heads.covered:
             raise KernelArgumentError(
                 f"{heads.heads} heads of {heads.head_dim} over {heads.kv_heads} can't be computed"
@@ -187,11 +186,14 @@ class PagedAttention:
         """
         if pass_.dtype is not self._dtype or pass_.head_dim != self.heads.head_dim:
             raise KernelArgumentError(f"the pass is of {pass_.dtype} and heads of {pass_.head_dim}, the layer is not")
-        if qkv.dtype is not self._dtype or qkv.shape != (pass_.tokens, self.width) or not qkv.is_contiguous():
-            wanted = (pass_.tokens, self.width)
-            raise KernelArgumentError(
-                f"qkv is {qkv.dtype} {tuple(qkv.shape)}; contiguous {self._dtype} {wanted} is needed"
-            )
+        _check("qkv", qkv, self._dtype, (pass_.tokens, self.width))
         out = qkv.new_empty(pass_.tokens, self.heads.heads * self.heads.head_dim)
         self._run(self._address, pass_.address, qkv.data_ptr(), out.data_ptr())
         return out
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise KernelArgumentError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; contiguous {dtype} {shape} is needed"
+        )
