@@ -15,7 +15,7 @@ from torch import nn
 from adapters.model_families import FAMILIES
 from kernels.build import CompileError
 from kernels.decoder import SUFFIX, AttentionPass, DecoderOperators, Heads, PagedAttention
-from node_agent.runner.attention import AttentionPlan, attend_chunk
+from node_agent.runner.attention import AttentionPlan, attend_chunks
 from node_agent.runner.projections import FusedProjection
 from node_agent.types import GROUPS, StepBatch
 
@@ -86,8 +86,7 @@ class CompiledAttention(nn.Module):
             width = heads.heads * heads.head_dim
             query = qkv[:, :width].view(1, -1, heads.heads, heads.head_dim).transpose(1, 2)
             done = out.view(-1, heads.heads, heads.head_dim)
-            for i, chunk in enumerate(plan.chunks):
-                attend_chunk(plan, i, chunk, query, self.keys, self.values, done, heads.scaling, heads.window)
+            attend_chunks(plan, query, self.keys, self.values, done, heads.scaling, heads.window)
         return self.o.product(out).unsqueeze(0), None
 
 
