@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import WrongResult
-from kernels.decoder import Heads
-from kernels.gpu_ops import LEAST_PIECE, LayerOperations, PagedCache, Rotary, Rows, decode_scratch, layer_operations
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import LEAST_PIECE, LayerOperations, Rotary, Rows, decode_scratch, layer_operations
 from kernels.gpu_reference import TorchOperations
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from benchmarks.kernel_cases import draw_case
 from kernels.bgmv import bgmv
-from kernels.decoder import Heads
-from kernels.gpu_ops import MOST_SPLITS, PagedCache, Rotary, Rows
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import MOST_SPLITS, Rotary, Rows
 from kernels.gpu_triton import TritonOperations
 from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels

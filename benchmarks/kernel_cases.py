@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from kernels.view import GroupView, LoraCall, add_group, group_view
+from kernels.reference import add_group
+from kernels.view import GroupView, LoraCall, group_view
 
 POPULARITY = ("distinct", "uniform", "zipf", "identical", "skewed")
 

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.kernel_cases import draw_case
 from benchmarks.kernel_recorder import recorded
 from benchmarks.report import ROOT, arguments, publish, report
-from kernels.decoder import Heads
-from kernels.gpu_ops import PagedCache, Rotary, Rows, decode_scratch
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import Rotary, Rows, decode_scratch
 from kernels.gpu_triton import TritonOperations
 from kernels.mbgmv import mbgmv
 from node_agent.runner.cuda_layers import Attended, Decoder

@@ -102,6 +102,19 @@ class Heads:
         return self.head_dim % 2 == 0 and self.head_dim <= MAX_HEAD and self.heads % self.kv_heads == 0
 
 
+@dataclass(frozen=True)
+class PagedCache:
+    """What one layer's heads are like, and their keys and values [slots, kv_heads, head_dim], contiguous.
+
+    Position p of row r lies in slot block_table[r, p // block_tokens] * block_tokens + p % block_tokens.
+    """
+
+    heads: Heads
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_tokens: int
+
+
 class AttentionPass:
     """A pass as every layer's attention sees it; holds what the operator reads.
 
@@ -146,15 +159,10 @@ class AttentionPass:
 
 
 class PagedAttention:
-    """One layer's rotary embedding, cache writes and decode attention.
+    """One layer's rotary embedding, cache writes and decode attention. Raises KernelArgumentError."""
 
-    keys, values [slots, kv_heads, head_dim]; position p of row r lies in slot block_table[r, p // block_tokens] *
-    block_tokens + p % block_tokens. Raises KernelArgumentError.
-    """
-
-    def __init__(
-        self, operators: DecoderOperators, heads: Heads, keys: torch.Tensor, values: torch.Tensor, block_tokens: int
-    ) -> None:
+    def __init__(self, operators: DecoderOperators, cache: PagedCache) -> None:
+        heads, keys, values = cache.heads, cache.keys, cache.values
         shape = (keys.shape[0], heads.kv_heads, heads.head_dim)
         weights = heads.norms or ()
         for name, tensor, wanted in (
@@ -168,12 +176,12 @@ class PagedAttention:
                 f"{heads.heads} heads of {heads.head_dim} over {heads.kv_heads} can't be computed"
             )
         self._run, self._dtype, self.heads = operators.attention, operators.dtype, heads
-        self._held = (keys, values, heads.norms)
+        self._held = cache
         self.width = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
         q_norm, k_norm = (w.data_ptr() for w in heads.norms) if heads.norms else (None, None)
         self._struct = _Layer(
             *(keys.data_ptr(), values.data_ptr(), q_norm, k_norm),
-            *(heads.heads, heads.kv_heads, heads.head_dim, block_tokens, heads.window or 0),
+            *(heads.heads, heads.kv_heads, heads.head_dim, cache.block_tokens, heads.window or 0),
             *(heads.scaling, heads.norm_eps),
         )
         self._address = ctypes.addressof(self._struct)

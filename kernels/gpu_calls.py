@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.decoder import MAX_HEAD
-from kernels.gpu_ops import MOST_SPLITS, PagedCache, Rotary, Rows
+from kernels.decoder import MAX_HEAD, PagedCache
+from kernels.gpu_ops import MOST_SPLITS, Rotary, Rows
 from kernels.view import WEIGHT_DTYPES, KernelArgumentError
 
 

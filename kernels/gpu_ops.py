@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.decoder import Heads
+from kernels.decoder import Heads, PagedCache
 
 LEAST_PIECE = 128
 """Context positions; a split of decode attention has no fewer, or what it leaves behind costs more than it brings."""
@@ -34,16 +34,6 @@ class Rotary:
 
     cos: torch.Tensor
     sin: torch.Tensor
-
-
-@dataclass(frozen=True)
-class PagedCache:
-    """What one layer's heads are like, and their keys and values [slots, kv_heads, head_dim], contiguous."""
-
-    heads: Heads
-    keys: torch.Tensor
-    values: torch.Tensor
-    block_tokens: int
 
 
 @dataclass(frozen=True)

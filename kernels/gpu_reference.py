@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.decoder import PagedCache
 from kernels.gpu_calls import check_decode, check_norm, check_prefill, check_rotation, check_silu
-from kernels.gpu_ops import PagedCache, Rotary, Rows
+from kernels.gpu_ops import Rotary, Rows
 
 
 class TorchOperations:

@@ -8,8 +8,9 @@ import torch
 import triton
 
 from kernels import gpu_attention, gpu_layer
+from kernels.decoder import PagedCache
 from kernels.gpu_calls import check_decode, check_norm, check_prefill, check_rotation, check_silu
-from kernels.gpu_ops import LEAST_PIECE, MOST_SPLITS, PagedCache, Rotary, Rows
+from kernels.gpu_ops import LEAST_PIECE, MOST_SPLITS, Rotary, Rows
 
 LOG2_E = math.log2(math.e)
 SILU_BLOCK = 1024

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.reference import ROW_ALIGN, add_lora
-
+ROW_ALIGN = 64
+"""Bytes; the unit of `row_offset`."""
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_PROJECTIONS = 3
 """q, k and v share their input; no group is larger."""
@@ -128,9 +128,3 @@ def check_call(call: LoraCall, splits: int) -> None:
         raise KernelArgumentError(
             f"the batch's largest rank is {call.max_rank}; the scratch xa has room for {xa.shape[3]}"
         )
-
-
-def add_group(ys: Sequence[torch.Tensor], x: torch.Tensor, token_slot: torch.Tensor, view: GroupView) -> None:
-    """The reference of every group operation: `add_lora` for each projection. token_slot i32[T], -1 = base."""
-    for p, y in enumerate(ys):
-        add_lora(y, x, token_slot, view.pool, view.rank[:, p], view.scale[:, p], view.first[:, p], view.row_offset)

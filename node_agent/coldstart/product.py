@@ -12,8 +12,7 @@ from adapters.base_model import PROJECTIONS
 from kernels.build import CompileError
 from kernels.compiled import CompiledGroup, Operators, Segments, load_operators
 from kernels.level import multiplies_bf16
-from kernels.reference import ROW_ALIGN
-from kernels.view import group_view
+from kernels.view import ROW_ALIGN, group_view
 from node_agent.adapter_memory.host_map import HostView
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, Layout

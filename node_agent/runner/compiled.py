@@ -14,7 +14,7 @@ from torch import nn
 
 from adapters.model_families import FAMILIES
 from kernels.build import CompileError
-from kernels.decoder import SUFFIX, AttentionPass, DecoderOperators, Heads, PagedAttention
+from kernels.decoder import SUFFIX, AttentionPass, DecoderOperators, Heads, PagedAttention, PagedCache
 from node_agent.runner.attention import AttentionPlan, attend_chunks
 from node_agent.runner.projections import FusedProjection
 from node_agent.types import GROUPS, StepBatch
@@ -60,25 +60,17 @@ class CompiledAttention(nn.Module):
     """Projections, rotary embedding, the cache and decode attention; prompt chunks by torch's attention."""
 
     def __init__(
-        self,
-        qkv: FusedProjection,
-        o: FusedProjection,
-        heads: Heads,
-        operators: DecoderOperators,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        block: int,
+        self, qkv: FusedProjection, o: FusedProjection, cache: PagedCache, operators: DecoderOperators
     ) -> None:
         super().__init__()
         self.qkv, self.o = qkv, o
-        self.heads, self.keys, self.values = heads, keys, values
-        self.paged = PagedAttention(operators, heads, keys, values, block)
+        self.cache, self.paged = cache, PagedAttention(operators, cache)
 
     def forward(
         self, hidden_states: torch.Tensor, garnish_plan: AttentionPlan, **_: object
     ) -> tuple[torch.Tensor, None]:
         """[1, T, d] -> [1, T, d]"""
-        plan, heads = garnish_plan, self.heads
+        plan, heads = garnish_plan, self.cache.heads
         assert plan.compiled is not None
         qkv = self.qkv.product(hidden_states[0])
         out = self.paged(qkv, plan.compiled)
@@ -86,7 +78,7 @@ class CompiledAttention(nn.Module):
             width = heads.heads * heads.head_dim
             query = qkv[:, :width].view(1, -1, heads.heads, heads.head_dim).transpose(1, 2)
             done = out.view(-1, heads.heads, heads.head_dim)
-            attend_chunks(plan, query, self.keys, self.values, done, heads.scaling, heads.window)
+            attend_chunks(plan, query, self.cache.keys, self.cache.values, done, heads.scaling, heads.window)
         return self.o.product(out).unsqueeze(0), None
 
 
@@ -106,8 +98,8 @@ def compile_layers(
         found = layer_heads(layer, layer.get_submodule(attention_path), config, *layer_keys.shape[1:])
         if found.covered:
             heads = found
-            attention = CompiledAttention(qkv, o, heads, operators, layer_keys, layer_values, block_tokens)
-            layer.set_submodule(attention_path, attention)
+            cache = PagedCache(heads, layer_keys, layer_values, block_tokens)
+            layer.set_submodule(attention_path, CompiledAttention(qkv, o, cache, operators))
     model.model.norm = CompiledNorm(model.model.norm, operators)
     return heads
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from adapters.model_families import FAMILIES
-from kernels.gpu_ops import LayerOperations, PagedCache, Rotary, Rows, decode_scratch, layer_operations
+from kernels.decoder import PagedCache
+from kernels.gpu_ops import LayerOperations, Rotary, Rows, decode_scratch, layer_operations
 from node_agent.runner.compiled import layer_heads
 from node_agent.runner.projections import FusedProjection
 from node_agent.runner.transformers_runner import TransformersRunner

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from adapters.peft_config import MAX_RANK
-from kernels.view import add_group
+from kernels.reference import add_group
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.runner.cuda_blocks import LORA_FIELDS, StepFields, lora_batch, send
 from node_agent.runner.cuda_stream import Stream

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from kernels.decoder import Heads
+from kernels.decoder import Heads, PagedCache
 from kernels.gpu_calls import check_decode
-from kernels.gpu_ops import LayerOperations, PagedCache, Rows, decode_scratch
+from kernels.gpu_ops import LayerOperations, Rows, decode_scratch
 from node_agent.device import device_seconds
 from node_agent.runner.cuda_stream import Stream
 

@@ -16,8 +16,8 @@ from benchmarks.kernel_cases import draw_case
 from benchmarks.kernel_recorder import recorded
 from benchmarks.kernel_steps import ADAPTED, SHAPES, step_row
 from kernels.bgmv import bgmv
-from kernels.decoder import Heads
-from kernels.gpu_ops import PagedCache, Rotary, Rows, decode_scratch
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import Rotary, Rows, decode_scratch
 from kernels.gpu_triton import TritonOperations
 from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from kernels.decoder import Heads
-from kernels.gpu_ops import PagedCache, Rows
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import Rows
 
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Of a value, for one rounding that falls the other way"""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kernels.decoder import Heads
-from kernels.gpu_ops import LayerOperations, PagedCache, Rotary
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import LayerOperations, Rotary
 from kernels.gpu_reference import TorchOperations
 from kernels.gpu_triton import TritonOperations
 from kernels.view import KernelArgumentError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adapters.base_model import BaseModel
-from kernels.view import add_group
+from kernels.reference import add_group
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.runner import cuda_lora
 from node_agent.runner.cuda_blocks import fill_lora, lora_spec, size_of, views

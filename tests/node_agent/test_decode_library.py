@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kernels.decoder import Heads
-from kernels.gpu_ops import PagedCache, Rows
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import Rows
 from kernels.gpu_reference import TorchOperations
 from node_agent.engine.setup import find_runner
 from node_agent.runner import decode_library
