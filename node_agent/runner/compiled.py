@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from adapters.model_families import FAMILIES
-from kernels.build import CompileError
+from kernels.build import unless_uncompiled
 from kernels.decoder import SUFFIX, AttentionPass, DecoderOperators, Heads, PagedAttention, PagedCache
 from node_agent.runner.attention import AttentionPlan, attend_chunks
 from node_agent.runner.projections import FusedProjection
@@ -26,11 +26,8 @@ def decoder_operators(device: torch.device, dtype: torch.dtype) -> DecoderOperat
     """None where they can't be used; why is logged."""
     if device.type != "cpu" or dtype not in SUFFIX:
         return None
-    try:
-        return DecoderOperators(dtype)
-    except CompileError as error:
-        log.warning("the base runs without compiled operators, more slowly", extra={"reason": str(error)})
-        return None
+    warning = "the base runs without compiled operators, more slowly"
+    return unless_uncompiled(lambda: DecoderOperators(dtype), log, warning)
 
 
 class CompiledNorm(nn.Module):

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from adapters.base_model import BaseModel
-from kernels.build import CompileError
+from kernels.build import unless_uncompiled
 from kernels.compiled import DTYPES, CompiledGroup, Segments, load_operators
 from kernels.grouped import add_pieces
 from kernels.view import GroupView, group_view
@@ -112,11 +112,8 @@ def compiled_lora(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> C
     """None where the operator can't be used; why is logged."""
     if pool.device.type != "cpu" or pool.dtype not in DTYPES:
         return None
-    try:
-        return CompiledLora(table, pool, base)
-    except CompileError as error:
-        log.warning("LoRA runs without the compiled operator, more slowly", extra={"reason": str(error)})
-        return None
+    warning = "LoRA runs without the compiled operator, more slowly"
+    return unless_uncompiled(lambda: CompiledLora(table, pool, base), log, warning)
 
 
 class SegmentedLora(GroupLora):
