@@ -78,14 +78,7 @@ def build_engine(
         queue_limit=config.queue_limit,
         prefetch_waste=config.prefetch_waste if config.prefetch == "auto" else None,
     )
-    lora = choose_lora(
-        runner,
-        store,
-        kernel,
-        max_rows=limits.max_rows,
-        chunk_tokens=limits.chunk_tokens,
-        max_context=limits.max_context,
-    )
+    lora = choose_lora(limits, runner, store, kernel)
     starts, eos_ids = ColdStarts(store, base, WAYS[config.cold_start]), end_token_ids(Path(config.model_dir))
     engine = Engine(limits, runner, store, starts, eos_ids, lora, on_change)
     warm_up(engine)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.limits import Limits
 from node_agent.runner.lora import SegmentedLora, compiled_lora
 from node_agent.types import LoraBatch, ModelRunner, PassLora, SendingRunner
 
@@ -44,14 +45,14 @@ def interprets_triton() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def choose_lora(
-    runner: ModelRunner, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
-) -> LoraCode:
-    """Returns the code that adds LoRA to passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens: the
-    runner's own, where it sends batches to the device itself. Called once, before the first adapter is loaded.
-    `kernel`: what `kernel_of` returned."""
+def choose_lora(limits: Limits, runner: ModelRunner, store: AdapterStore, kernel: str) -> LoraCode:
+    """Returns the code that adds LoRA to passes within the limits: the runner's own, where it sends batches to the
+    device itself. Called once, before the first adapter is loaded. `kernel`: what `kernel_of` returned."""
+    max_rows, chunk_tokens = limits.max_rows, limits.chunk_tokens
     if isinstance(runner, SendingRunner):
-        start = runner.serve(store, kernel, max_rows=max_rows, chunk_tokens=chunk_tokens, max_context=max_context)
+        start = runner.serve(
+            store, kernel, max_rows=max_rows, chunk_tokens=chunk_tokens, max_context=limits.max_context
+        )
         return LoraCode(kernel, start)
     if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton
