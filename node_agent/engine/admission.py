@@ -170,7 +170,7 @@ class Admission:
         assert taken is not None
         request.blocks = taken
         self.free_rows -= 1
-        self.reserves.entered(request, need)
+        self.reserves.count(request, 1)
         queue.take(request)
         self.admitted.append(request)
 
@@ -215,7 +215,7 @@ class Admission:
         for victim in victims:
             if victim in self._running:  # it has not given up its place for adapter memory already
                 self._running.remove(victim)
-                self.reserves.left(victim, len(victim.blocks))
+                self.reserves.count(victim, -1)
                 self.free_rows += 1
                 self._preempt(victim)
 
