@@ -334,6 +334,7 @@ class RequestRegistry:
             accepts=NEWEST_VERSION,
             gpu=gpu.facts if gpu is not None else None,
             gpu_load=gpu.load if gpu is not None else None,
+            best_effort=sum(entry.slo_class == "best_effort" for entry in self._in_flight.values()),
             **{name: getattr(stats, name) for name in OF_STATS},
             **self._facts_of_engine(),
         )
