@@ -60,7 +60,7 @@ def error_of(name: str, case: Case, how: Launch) -> float:
     scratch, results = scratch_for(case, how), []
     for _ in range(2):
         ys = case.fresh()
-        OPERATIONS[name](ys, case.x, case.seg_start, case.seg_slot, case.view, scratch, case.max_rank, how)
+        OPERATIONS[name](case.call(ys, xa=scratch), how)
         results.append(ys)
         scratch.fill_(torch.inf)
     same = all(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_check import WrongResult
-from kernels.decoder import Heads
-from kernels.gpu_ops import LEAST_PIECE, LayerOperations, PagedCache, Rotary, Rows, decode_scratch, layer_operations
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import LEAST_PIECE, LayerOperations, Rotary, Rows, decode_scratch, layer_operations
 from kernels.gpu_reference import TorchOperations
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -99,8 +99,8 @@ def _run(
         return [out, t["residual"]]
 
     def rotate(t: Given) -> list[torch.Tensor]:
-        rotary, cache = Rotary(t["cos"], t["sin"]), PagedCache(t["keys"], t["values"], BLOCK)
-        layer.rotate_and_store(t["qkv"], rotary, cache, how, positions=t["positions"], slots=t["slots"])
+        rotary, cache = Rotary(t["cos"], t["sin"]), PagedCache(how, t["keys"], t["values"], BLOCK)
+        layer.rotate_and_store(t["qkv"], rotary, cache, positions=t["positions"], slots=t["slots"])
         return [t["qkv"], t["keys"], t["values"]]
 
     def silu(t: Given) -> list[torch.Tensor]:
@@ -111,13 +111,13 @@ def _run(
     def decode(t: Given) -> list[torch.Tensor]:
         out = torch.zeros(ROWS, t["x"].shape[1], dtype=dtype, device=device)
         scratch = decode_scratch(ROWS, how, LONGEST, device)
-        cache, rows = PagedCache(t["keys"], t["values"], BLOCK), Rows(t["contexts"], t["table"])
-        layer.decode_attention(t["qkv"][:ROWS], cache, rows, how, out=out, scratch=scratch)
+        cache, rows = PagedCache(how, t["keys"], t["values"], BLOCK), Rows(t["contexts"], t["table"])
+        layer.decode_attention(t["qkv"][:ROWS], cache, rows, out=out, scratch=scratch)
         return [out]
 
     def prefill(t: Given) -> list[torch.Tensor]:
-        out, cache = torch.zeros_like(t["x"]), PagedCache(t["keys"], t["values"], BLOCK)
-        layer.prefill_attention(t["qkv"], cache, Rows(t["contexts"], t["table"], t["starts"]), how, out=out)
+        out, cache = torch.zeros_like(t["x"]), PagedCache(how, t["keys"], t["values"], BLOCK)
+        layer.prefill_attention(t["qkv"], cache, Rows(t["contexts"], t["table"], t["starts"]), out=out)
         return [out]
 
     calls: dict[str, Callable[[Given], list[torch.Tensor]]] = {

@@ -61,9 +61,8 @@ def measure_shape(shape: Shape, seed: int) -> list[dict[str, Any]]:
     case = shape.case(torch.bfloat16, "cuda", seed)
     runs: dict[str, Callable[[], object]] = {}
     for name in ("mbgmv", "bgmv", "sgmv") if shape.operation == "decode" else ("sgmv",):
-        how, ys = launch_for(name, case.x.device), case.fresh()
-        given = (ys, case.x, case.seg_start, case.seg_slot, case.view, scratch_for(case, how), case.max_rank, how)
-        runs[name] = partial(OPERATIONS[name], *given)
+        how = launch_for(name, case.x.device)
+        runs[name] = partial(OPERATIONS[name], case.call(xa=scratch_for(case, how)), how)
     runs["torch"] = _torch_products(shape)
     skipped = _add_peers(runs, case)
     least = floor(shape, 2)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.reference import ROW_ALIGN, add_lora
+from kernels.reference import add_group
+from kernels.view import ROW_ALIGN, GroupView
 from node_agent.adapter_memory.host_map import HostMap, HostView
 from node_agent.adapter_memory.layout import row_units
 from node_agent.adapter_memory.table import AdapterTable, TableShape
@@ -30,13 +31,11 @@ class HostCase:
 
     def expected(self, x: torch.Tensor, slot: int, layer: int, group: str) -> list[torch.Tensor]:
         """float64 [T, d_out] per projection of the group, zeros where it is not adapted."""
-        pool, table, found = self.weights.pool, self.weights.table, []
-        for p in GROUPS[group]:
-            y = torch.zeros(x.shape[0], self.widths[p][1], dtype=torch.float64)
-            which = torch.full((x.shape[0],), slot, dtype=torch.int32)
-            views = table.rank[:, layer, p], table.scale[:, layer, p], table.first[:, layer, p]
-            add_lora(y, x, which, pool, *views, table.row_offset)
-            found.append(y)
+        table, members = self.weights.table, list(GROUPS[group])
+        views = table.rank[:, layer, members], table.scale[:, layer, members], table.first[:, layer, members]
+        found = [torch.zeros(x.shape[0], self.widths[p][1], dtype=torch.float64) for p in members]
+        which = torch.full((x.shape[0],), slot, dtype=torch.int32)
+        add_group(found, x, which, GroupView(self.weights.pool, *views, table.row_offset))
         return found
 
     def close(self) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import triton.language as tl
 
 from benchmarks.kernel_cases import draw_case
 from kernels.bgmv import bgmv
-from kernels.decoder import Heads
-from kernels.gpu_ops import MOST_SPLITS, PagedCache, Rotary, Rows
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import MOST_SPLITS, Rotary, Rows
 from kernels.gpu_triton import TritonOperations
+from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
@@ -40,12 +42,7 @@ def lora_calls(dtype: torch.dtype) -> Iterator[Call]:
     width = HEADS * HEAD_DIM
     case = draw_case([8, 16], [(0, 1), (1, 1)], width, (width, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM), dtype)
     for name, operation in LORA.items():
-        yield (
-            name,
-            lambda operation=operation: operation(  # type: ignore[misc]
-                case.fresh(), case.x, case.seg_start, case.seg_slot, case.view, case.xa, case.max_rank
-            ),
-        )
+        yield name, partial(operation, case.call())
 
 
 def layer_calls(dtype: torch.dtype, tokens: int = 2) -> Iterator[Call]:
@@ -57,40 +54,38 @@ def layer_calls(dtype: torch.dtype, tokens: int = 2) -> Iterator[Call]:
     qkv = torch.zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
     rotary = Rotary(*torch.zeros(2, 8, HEAD_DIM // 2, dtype=dtype).unbind())
     norms = torch.zeros(HEAD_DIM, dtype=dtype), torch.zeros(HEAD_DIM, dtype=dtype)
-    cache, at = empty_cache(dtype), torch.zeros(tokens, dtype=torch.int64)
+    at = torch.zeros(tokens, dtype=torch.int64)
     for name, given in (("", None), (", head norms", norms)):
-        heads = Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, None, given, 1e-5)
+        cache = empty_cache(Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, None, given, 1e-5), dtype)
         yield (
             f"rotate_and_store{name}",
-            lambda heads=heads: operations.rotate_and_store(  # type: ignore[misc]
-                qkv, rotary, cache, heads, positions=at, slots=at
-            ),
+            partial(operations.rotate_and_store, qkv, rotary, cache, positions=at, slots=at),
         )
 
 
 def attention_calls(dtype: torch.dtype, name: str, window: int | None, tokens: int = 2) -> Iterator[Call]:
-    operations, heads, cache = TritonOperations(), Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, window), empty_cache(dtype)
+    operations, cache = TritonOperations(), empty_cache(Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, window), dtype)
     q, out = torch.zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype), torch.zeros(tokens, HEADS * HEAD_DIM)
     scratch, out = torch.zeros(MOST_SPLITS, tokens, HEADS, HEAD_DIM + 2), out.to(dtype)
     context, table = torch.ones(tokens, dtype=torch.int32), torch.zeros(tokens, 4, dtype=torch.int32)
     starts = torch.arange(tokens + 1, dtype=torch.int32)
     yield (
         f"decode_attention{name}",
-        lambda: operations.decode_attention(q, cache, Rows(context, table), heads, out=out, scratch=scratch),
+        lambda: operations.decode_attention(q, cache, Rows(context, table), out=out, scratch=scratch),
     )
     yield (
         f"prefill_attention{name}",
-        lambda: operations.prefill_attention(q, cache, Rows(context, table, starts), heads, out=out),
+        lambda: operations.prefill_attention(q, cache, Rows(context, table, starts), out=out),
     )
 
 
 def handoff_calls(dtype: torch.dtype) -> Iterator[Call]:
     kernels, x, lines = TritonKernels(), torch.zeros(2, 4096, dtype=dtype), torch.zeros(2, 8, dtype=torch.int64)
     word = torch.zeros(1, dtype=torch.int32)
-    yield "copy_and_signal", lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, lines, lines, word)
-    yield "wait_for_workers", lambda: kernels.wait(lines, lines, 1 << 40, word, word)
+    yield "copy_and_signal", lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, Signal(lines, lines, word))
+    yield "wait_for_workers", lambda: kernels.wait(Signal(lines, lines, word), 1 << 40, word)
 
 
-def empty_cache(dtype: torch.dtype) -> PagedCache:
+def empty_cache(heads: Heads, dtype: torch.dtype) -> PagedCache:
     shape = (4 * BLOCK_TOKENS, KV_HEADS, HEAD_DIM)
-    return PagedCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), BLOCK_TOKENS)
+    return PagedCache(heads, torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), BLOCK_TOKENS)

@@ -7,11 +7,13 @@ nothing may be written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from kernels.view import GroupView, add_group, group_view
+from kernels.reference import add_group
+from kernels.view import GroupView, LoraCall, group_view
 
 POPULARITY = ("distinct", "uniform", "zipf", "identical", "skewed")
 
@@ -33,6 +35,12 @@ class Case:
     @property
     def max_rank(self) -> int:
         return max(self.ranks)
+
+    def call(self, ys: list[torch.Tensor] | None = None, **others: Any) -> LoraCall:
+        """Returns the call on these outputs (None: fresh ones), with other values of what `others` names."""
+        outputs = self.fresh() if ys is None else ys
+        call = LoraCall(outputs, self.x, self.seg_start, self.seg_slot, self.view, self.xa, self.max_rank)
+        return replace(call, **others)
 
     def expected(self) -> list[torch.Tensor]:
         """float64 results by the reference."""

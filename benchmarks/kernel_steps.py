@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,8 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.kernel_cases import draw_case
 from benchmarks.kernel_recorder import recorded
 from benchmarks.report import ROOT, arguments, publish, report
-from kernels.decoder import Heads
-from kernels.gpu_ops import PagedCache, Rotary, Rows, decode_scratch
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import Rotary, Rows, decode_scratch
 from kernels.gpu_triton import TritonOperations
 from kernels.mbgmv import mbgmv
 from node_agent.runner.cuda_layers import Attended, Decoder
@@ -124,7 +125,7 @@ def attention_parts(shape: Shape, rows: int) -> Iterator[Part]:
     operations, dim = TritonOperations(), shape.head_dim
     heads = Heads(shape.heads, shape.kv_heads, dim, dim**-0.5)
     keys, values = (without_memory(rows * CONTEXT, shape.kv_heads, dim) for _ in range(2))
-    cache, qkv = PagedCache(keys, values, BLOCK_TOKENS), without_memory(rows, sum(shape.qkv))
+    cache, qkv = PagedCache(heads, keys, values, BLOCK_TOKENS), without_memory(rows, sum(shape.qkv))
     rotary = Rotary(without_memory(CONTEXT, dim // 2), without_memory(CONTEXT, dim // 2))
     at = without_memory(rows, dtype=torch.int64)
     table = without_memory(rows, CONTEXT // BLOCK_TOKENS, dtype=torch.int32)
@@ -132,12 +133,12 @@ def attention_parts(shape: Shape, rows: int) -> Iterator[Part]:
     out, scratch = without_memory(rows, shape.qkv[0]), decode_scratch(rows, heads, CONTEXT, qkv.device)
     yield (
         "rotate_and_store",
-        lambda: operations.rotate_and_store(qkv, rotary, cache, heads, positions=at, slots=at),
+        lambda: operations.rotate_and_store(qkv, rotary, cache, positions=at, slots=at),
         2 * size(qkv),
     )
     yield (
         "decode_attention",
-        lambda: operations.decode_attention(qkv, cache, sequences, heads, out=out, scratch=scratch),
+        lambda: operations.decode_attention(qkv, cache, sequences, out=out, scratch=scratch),
         size(keys, values, table) + 2 * size(out) + (2 * size(scratch) if scratch.shape[0] > 1 else 0),
     )
 
@@ -151,9 +152,7 @@ def adapter_parts(shape: Shape, rows: int, groups: tuple[str, ...]) -> Iterator[
         activations = rows * (d_in + 2 * sum(widths)) * ITEM + 2 * 4 * rows * len(widths) * RANK
         yield (
             f"mbgmv {group}",
-            lambda case=small: mbgmv(  # type: ignore[misc]
-                case.ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa, 1
-            ),
+            partial(mbgmv, small.call(small.ys, max_rank=1)),
             weights + activations,
         )
 

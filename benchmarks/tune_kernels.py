@@ -63,10 +63,7 @@ def time_launch(operation: str, how: Launch, cases: Sequence[Case], measure: Mea
     """Seconds per case; None when a result is wrong or the GPU can't run it."""
     run, times = OPERATIONS[operation], []
     for case in cases:
-        ys, scratch = case.fresh(), scratch_for(case, how)
-        call = partial(
-            run, ys, case.x, case.seg_start, case.seg_slot, case.view, scratch, max_rank=case.max_rank, how=how
-        )
+        call = partial(run, case.call(xa=scratch_for(case, how)), how=how)
         try:
             if not error_of(operation, case, how) <= TOLERANCE[case.x.dtype]:
                 return None

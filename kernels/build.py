@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeVar
 
 import torch  # noqa: F401 - loads the OpenMP whose functions the library lacks
 
@@ -28,9 +31,20 @@ COMPILERS = ("g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "--param=avoid-fma-max-bits=0", "-fPIC", "-fopenmp")
 COMPILE_LIMIT_S = 120
 
+Made = TypeVar("Made")
+
 
 class CompileError(RuntimeError):
     """The operators can't be had here; says why. The torch path does the same work."""
+
+
+def unless_uncompiled(make: Callable[[], Made], log: logging.Logger, warning: str) -> Made | None:
+    """Returns what is made of the compiled operators; None where they can't be had, and the log warns and says why."""
+    try:
+        return make()
+    except CompileError as error:
+        log.warning(warning, extra={"reason": str(error)})
+        return None
 
 
 def load_library(cache: Path | None = None) -> ctypes.CDLL:

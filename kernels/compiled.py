@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kernels.build import load_library
-from kernels.view import GroupView, KernelArgumentError
+from kernels.view import MAX_PROJECTIONS, GroupView, KernelArgumentError
 
 DTYPES = {torch.float32: "grouped_lora_f32", torch.bfloat16: "grouped_lora_bf16"}
 
@@ -18,9 +17,9 @@ Operators = dict[torch.dtype, Any]
 """The operator per dtype of the weights."""
 
 
-def load_operators(cache: Path | None = None) -> Operators:
+def load_operators() -> Operators:
     """Compiled first, if need be: see `build`. Raises CompileError. One call per process is enough."""
-    library = load_library(cache)
+    library = load_library()
     operators = {dtype: getattr(library, name) for dtype, name in DTYPES.items()}
     for operator in operators.values():
         operator.argtypes, operator.restype = (ctypes.c_void_p,), None
@@ -52,14 +51,7 @@ class Segments:
     """The segments of a pass, checked once for all its projection groups, and the scratch of their arithmetic."""
 
     def __init__(
-        self,
-        seg_start: torch.Tensor,
-        seg_slot: torch.Tensor,
-        tokens: int,
-        max_rank: int,
-        widest: int,
-        threads: int,
-        projections: int = 3,
+        self, seg_start: torch.Tensor, seg_slot: torch.Tensor, tokens: int, max_rank: int, widest: int, threads: int
     ) -> None:
         """
         seg_start   i32[S + 1]: first token of each segment, and the end of the last
@@ -68,7 +60,6 @@ class Segments:
         max_rank    the largest rank of the batch's adapters
         widest      the largest d_in of the groups
         threads     at most so many; the result's bits depend neither on them nor on the other segments
-        projections the most of a group
 
         Both tensors are read at each `CompiledGroup.add`. Raises KernelArgumentError.
         """
@@ -76,15 +67,15 @@ class Segments:
         for name, tensor, length in (("seg_start", seg_start, count + 1), ("seg_slot", seg_slot, count)):
             if tensor.shape != (length,) or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
                 raise KernelArgumentError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; i32[{length}] is needed")
-        self.tokens, self.widest, self.projections = tokens, widest, projections
-        self.scratch = torch.empty(tokens * (projections * max_rank + widest))
+        self.tokens, self.widest = tokens, widest
+        self.scratch = torch.empty(tokens * (MAX_PROJECTIONS * max_rank + widest))
         self._tensors = seg_start, seg_slot
         at = self.scratch.data_ptr()
         self._shared = _Segments(
             start=seg_start.data_ptr(),
             slot=seg_slot.data_ptr(),
             xa=at,
-            wide=at + tokens * projections * max_rank * self.scratch.element_size(),
+            wide=at + tokens * MAX_PROJECTIONS * max_rank * self.scratch.element_size(),
             count=count,
             capacity=max_rank,
             threads=threads,
@@ -128,7 +119,7 @@ class CompiledGroup:
         call, tokens, dtype = self._call, segments.tokens, self._dtype
         if x.shape != (tokens, self.d_in) or x.dtype is not dtype or x.stride(1) != 1:
             raise KernelArgumentError(f"x is {x.dtype} {tuple(x.shape)}; {dtype} [{tokens}, {self.d_in}] is needed")
-        if self.d_in > segments.widest or len(self.d_outs) > segments.projections:
+        if self.d_in > segments.widest:
             raise KernelArgumentError(f"the segments' scratch is for widths up to {segments.widest}, not {self.d_in}")
         for p, (y, width) in enumerate(zip(ys, self.d_outs, strict=True)):
             if y.shape != (tokens, width) or y.dtype is not dtype or y.stride(1) != 1:

@@ -5,15 +5,12 @@ A segment's weights come from memory once per launch; tokens above a tile read t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 
 from kernels.launch import UNALIGNED, Launch, launch_pair
 from kernels.tiles import choose_output, expand_tile, shrink_tile, store_xa
-from kernels.view import GroupView
+from kernels.view import LoraCall
 
 
 @triton.jit
@@ -93,17 +90,7 @@ def decode_expand(
         )  # fmt: skip
 
 
-def launch_decode(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    seg_start: torch.Tensor,
-    seg_slot: torch.Tensor,
-    view: GroupView,
-    xa: torch.Tensor,
-    max_rank: int,
-    padded: bool,
-    how: Launch,
-) -> None:
+def launch_decode(call: LoraCall, padded: bool, how: Launch) -> None:
     """Two launches. Grids depend on shapes alone. `padded`: to the batch's largest rank; else each adapter's own."""
-    pair, segments, units = (decode_shrink, decode_expand), seg_slot.shape[0], view.pool.shape[0] // view.unit
-    launch_pair(pair, segments, ys, x, seg_start, seg_slot, view, xa, max_rank, how, pool_units=units, PADDED=padded)
+    units = call.view.pool.shape[0] // call.view.unit
+    launch_pair((decode_shrink, decode_expand), call.seg_slot.shape[0], call, how, pool_units=units, PADDED=padded)

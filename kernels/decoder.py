@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -43,11 +42,11 @@ class _Pass(ctypes.Structure):
 class DecoderOperators:
     """The operators for one dtype, fp32 or bf16. Raises CompileError, or KernelArgumentError for another dtype."""
 
-    def __init__(self, dtype: torch.dtype, cache: Path | None = None) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in SUFFIX:
             raise KernelArgumentError(f"the compiled operators take fp32 and bf16, not {dtype}")
         self.dtype = dtype
-        library, pointer, count = load_library(cache), ctypes.c_void_p, ctypes.c_int64
+        library, pointer, count = load_library(), ctypes.c_void_p, ctypes.c_int64
         self.attention = getattr(library, f"attention_{SUFFIX[dtype]}")
         self.attention.argtypes = (pointer, pointer, pointer, pointer)
         self._rms_norm = getattr(library, f"rms_norm_{SUFFIX[dtype]}")
@@ -103,6 +102,19 @@ class Heads:
         return self.head_dim % 2 == 0 and self.head_dim <= MAX_HEAD and self.heads % self.kv_heads == 0
 
 
+@dataclass(frozen=True)
+class PagedCache:
+    """What one layer's heads are like, and their keys and values [slots, kv_heads, head_dim], contiguous.
+
+    Position p of row r lies in slot block_table[r, p // block_tokens] * block_tokens + p % block_tokens.
+    """
+
+    heads: Heads
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_tokens: int
+
+
 class AttentionPass:
     """A pass as every layer's attention sees it; holds what the operator reads.
 
@@ -129,10 +141,7 @@ class AttentionPass:
             ("block_table", block_table, torch.int32, tuple(block_table.shape)),
             ("contexts", contexts, torch.int32, (block_table.shape[0],)),
         ):
-            if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-                raise KernelArgumentError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; contiguous {dtype} {shape} is needed"
-                )
+            _check(name, tensor, dtype, shape)
         if rows > min(tokens, block_table.shape[0], len(context_lens)):
             raise KernelArgumentError(f"{rows} decode rows of {tokens} tokens and {block_table.shape[0]} block tables")
         pieces = sum(-(-context // PIECE) for context in context_lens[:rows])
@@ -150,31 +159,29 @@ class AttentionPass:
 
 
 class PagedAttention:
-    """One layer's rotary embedding, cache writes and decode attention.
+    """One layer's rotary embedding, cache writes and decode attention. Raises KernelArgumentError."""
 
-    keys, values [slots, kv_heads, head_dim]; position p of row r lies in slot block_table[r, p // block_tokens] *
-    block_tokens + p % block_tokens. Raises KernelArgumentError.
-    """
-
-    def __init__(
-        self, operators: DecoderOperators, heads: Heads, keys: torch.Tensor, values: torch.Tensor, block_tokens: int
-    ) -> None:
+    def __init__(self, operators: DecoderOperators, cache: PagedCache) -> None:
+        heads, keys, values = cache.heads, cache.keys, cache.values
         shape = (keys.shape[0], heads.kv_heads, heads.head_dim)
         weights = heads.norms or ()
-        for tensor, wanted in ((keys, shape), (values, shape), *((w, (heads.head_dim,)) for w in weights)):
-            if tensor.dtype is not operators.dtype or tuple(tensor.shape) != wanted or not tensor.is_contiguous():
-                raise KernelArgumentError(f"{tensor.dtype} {tuple(tensor.shape)}; {operators.dtype} {wanted} is needed")
+        for name, tensor, wanted in (
+            ("keys", keys, shape),
+            ("values", values, shape),
+            *(("a head norm", weight, (heads.head_dim,)) for weight in weights),
+        ):
+            _check(name, tensor, operators.dtype, wanted)
         if not heads.covered:
             raise KernelArgumentError(
                 f"{heads.heads} heads of {heads.head_dim} over {heads.kv_heads} can't be computed"
             )
         self._run, self._dtype, self.heads = operators.attention, operators.dtype, heads
-        self._held = (keys, values, heads.norms)
+        self._held = cache
         self.width = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
         q_norm, k_norm = (w.data_ptr() for w in heads.norms) if heads.norms else (None, None)
         self._struct = _Layer(
             *(keys.data_ptr(), values.data_ptr(), q_norm, k_norm),
-            *(heads.heads, heads.kv_heads, heads.head_dim, block_tokens, heads.window or 0),
+            *(heads.heads, heads.kv_heads, heads.head_dim, cache.block_tokens, heads.window or 0),
             *(heads.scaling, heads.norm_eps),
         )
         self._address = ctypes.addressof(self._struct)
@@ -187,11 +194,14 @@ class PagedAttention:
         """
         if pass_.dtype is not self._dtype or pass_.head_dim != self.heads.head_dim:
             raise KernelArgumentError(f"the pass is of {pass_.dtype} and heads of {pass_.head_dim}, the layer is not")
-        if qkv.dtype is not self._dtype or qkv.shape != (pass_.tokens, self.width) or not qkv.is_contiguous():
-            wanted = (pass_.tokens, self.width)
-            raise KernelArgumentError(
-                f"qkv is {qkv.dtype} {tuple(qkv.shape)}; contiguous {self._dtype} {wanted} is needed"
-            )
+        _check("qkv", qkv, self._dtype, (pass_.tokens, self.width))
         out = qkv.new_empty(pass_.tokens, self.heads.heads * self.heads.head_dim)
         self._run(self._address, pass_.address, qkv.data_ptr(), out.data_ptr())
         return out
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise KernelArgumentError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; contiguous {dtype} {shape} is needed"
+        )

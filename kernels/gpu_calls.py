@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.decoder import MAX_HEAD, Heads
-from kernels.gpu_ops import MOST_SPLITS, PagedCache, Rotary, Rows
+from kernels.decoder import MAX_HEAD, PagedCache
+from kernels.gpu_ops import MOST_SPLITS, Rotary, Rows
 from kernels.view import WEIGHT_DTYPES, KernelArgumentError
 
 
@@ -23,10 +23,11 @@ def check_silu(gate_up: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def check_rotation(
-    qkv: torch.Tensor, rotary: Rotary, cache: PagedCache, heads: Heads, positions: torch.Tensor, slots: torch.Tensor
+    qkv: torch.Tensor, rotary: Rotary, cache: PagedCache, positions: torch.Tensor, slots: torch.Tensor
 ) -> None:
+    heads = cache.heads
     _check_rows("qkv", qkv, None, (heads.heads + 2 * heads.kv_heads) * heads.head_dim)
-    _check_cache(qkv, cache, heads)
+    _check_cache(qkv, cache)
     for name, tensor in (("positions", positions), ("slots", slots)):
         _check(name, tensor, qkv, torch.int64, (qkv.shape[0],))
     table = (rotary.cos.shape[0], heads.head_dim // 2)
@@ -36,34 +37,32 @@ def check_rotation(
         _check("a head norm", tensor, qkv, qkv.dtype, (heads.head_dim,))
 
 
-def check_decode(
-    q: torch.Tensor, cache: PagedCache, rows: Rows, heads: Heads, out: torch.Tensor, scratch: torch.Tensor
-) -> None:
+def check_decode(q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.Tensor, scratch: torch.Tensor) -> None:
     if rows.query_start is not None:
         raise KernelArgumentError("decode rows have one token each: query_start must be None")
     count = rows.context_len.shape[0]
-    _check_attention(q, cache, rows, heads, out)
+    _check_attention(q, cache, rows, out)
     if q.shape[0] != count:
         raise KernelArgumentError(f"q has {q.shape[0]} rows; context_len has {count}")
     splits = scratch.shape[0]
     if not 1 <= splits <= MOST_SPLITS:
         raise KernelArgumentError(f"the scratch is for {splits} splits; 1 to {MOST_SPLITS} can be added up")
-    _check("scratch", scratch, q, torch.float32, (splits, count, heads.heads, heads.head_dim + 2))
+    _check("scratch", scratch, q, torch.float32, (splits, count, cache.heads.heads, cache.heads.head_dim + 2))
 
 
-def check_prefill(q: torch.Tensor, cache: PagedCache, rows: Rows, heads: Heads, out: torch.Tensor) -> None:
+def check_prefill(q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.Tensor) -> None:
     if rows.query_start is None:
         raise KernelArgumentError("query_start must say which tokens are whose")
     _check("query_start", rows.query_start, q, torch.int32, (rows.context_len.shape[0] + 1,))
-    _check_attention(q, cache, rows, heads, out)
+    _check_attention(q, cache, rows, out)
 
 
-def _check_attention(q: torch.Tensor, cache: PagedCache, rows: Rows, heads: Heads, out: torch.Tensor) -> None:
-    width = heads.heads * heads.head_dim
+def _check_attention(q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.Tensor) -> None:
+    width = cache.heads.heads * cache.heads.head_dim
     if q.dim() != 2 or q.shape[1] < width:
         raise KernelArgumentError(f"q must be [T, >= {width}], not {tuple(q.shape)}")
     _check_rows("q", q, q.shape[0], q.shape[1])
-    _check_cache(q, cache, heads)
+    _check_cache(q, cache)
     _check("out", out, q, q.dtype, (q.shape[0], width))
     count = rows.context_len.shape[0]
     _check("context_len", rows.context_len, q, torch.int32, (count,))
@@ -74,7 +73,8 @@ def _check_attention(q: torch.Tensor, cache: PagedCache, rows: Rows, heads: Head
         raise KernelArgumentError(f"block_table has {table.shape[0]} rows; context_len has {count}")
 
 
-def _check_cache(like: torch.Tensor, cache: PagedCache, heads: Heads) -> None:
+def _check_cache(like: torch.Tensor, cache: PagedCache) -> None:
+    heads = cache.heads
     if not heads.covered:
         raise KernelArgumentError(
             f"{heads.heads} heads of {heads.head_dim} over {heads.kv_heads} can't be computed: widths must be even and "

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.decoder import Heads
+from kernels.decoder import Heads, PagedCache
 
 LEAST_PIECE = 128
 """Context positions; a split of decode attention has no fewer, or what it leaves behind costs more than it brings."""
@@ -34,15 +34,6 @@ class Rotary:
 
     cos: torch.Tensor
     sin: torch.Tensor
-
-
-@dataclass(frozen=True)
-class PagedCache:
-    """One layer's keys and values [slots, kv_heads, head_dim], contiguous."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    block_tokens: int
 
 
 @dataclass(frozen=True)
@@ -79,17 +70,10 @@ class LayerOperations(Protocol):
         """
 
     def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        cache: PagedCache,
-        heads: Heads,
-        *,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
+        self, qkv: torch.Tensor, rotary: Rotary, cache: PagedCache, *, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Rotates q in place, writes rotated k and v into the cache. Heads of q and k are normed before, if `heads` has
-        norms (Qwen3).
+        """Rotates q in place, writes rotated k and v into the cache. Heads of q and k are normed before, if the
+        cache's heads have norms (Qwen3).
 
         qkv       [T, (heads + 2 * kv_heads) * head_dim], rows of stride 1; the columns of k and v stay as they are
         positions i64[T]
@@ -103,14 +87,7 @@ class LayerOperations(Protocol):
         stride 1; out [T, width], contiguous. One launch."""
 
     def decode_attention(
-        self,
-        q: torch.Tensor,
-        cache: PagedCache,
-        rows: Rows,
-        heads: Heads,
-        *,
-        out: torch.Tensor,
-        scratch: torch.Tensor,
+        self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor, scratch: torch.Tensor
     ) -> None:
         """Attention of one token per row over its context, which is read where it lies.
 
@@ -123,9 +100,7 @@ class LayerOperations(Protocol):
         two; the same batch and scratch sizes give the same bits, whatever the neighbours.
         """
 
-    def prefill_attention(
-        self, q: torch.Tensor, cache: PagedCache, rows: Rows, heads: Heads, *, out: torch.Tensor
-    ) -> None:
+    def prefill_attention(self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor) -> None:
         """Causal attention of each row's chunk of tokens over the row's context up to each token.
 
         q       [T, >= heads * head_dim], as in `decode_attention`; the chunk's keys and values are in the cache already

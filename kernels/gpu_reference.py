@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.decoder import Heads
+from kernels.decoder import PagedCache
 from kernels.gpu_calls import check_decode, check_norm, check_prefill, check_rotation, check_silu
-from kernels.gpu_ops import PagedCache, Rotary, Rows
+from kernels.gpu_ops import Rotary, Rows
 
 
 class TorchOperations:
@@ -24,16 +24,10 @@ class TorchOperations:
         out.copy_(_norm(x, weight, eps))
 
     def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        cache: PagedCache,
-        heads: Heads,
-        *,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
+        self, qkv: torch.Tensor, rotary: Rotary, cache: PagedCache, *, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        check_rotation(qkv, rotary, cache, heads, positions, slots)
+        check_rotation(qkv, rotary, cache, positions, slots)
+        heads = cache.heads
         h, kv, dim = heads.heads, heads.kv_heads, heads.head_dim
         q, k, v = qkv.view(qkv.shape[0], h + 2 * kv, dim).split([h, kv, kv], dim=1)  # type: ignore[no-untyped-call]
         new_q, new_k = (q, k) if heads.norms is None else (
@@ -53,24 +47,16 @@ class TorchOperations:
         torch.mul(torch.nn.functional.silu(gate), up, out=out)
 
     def decode_attention(
-        self,
-        q: torch.Tensor,
-        cache: PagedCache,
-        rows: Rows,
-        heads: Heads,
-        *,
-        out: torch.Tensor,
-        scratch: torch.Tensor,
+        self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor, scratch: torch.Tensor
     ) -> None:
-        check_decode(q, cache, rows, heads, out, scratch)
+        check_decode(q, cache, rows, out, scratch)
         start = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-        self.prefill_attention(q, cache, Rows(rows.context_len, rows.block_table, start), heads, out=out)
+        self.prefill_attention(q, cache, Rows(rows.context_len, rows.block_table, start), out=out)
 
-    def prefill_attention(
-        self, q: torch.Tensor, cache: PagedCache, rows: Rows, heads: Heads, *, out: torch.Tensor
-    ) -> None:
-        check_prefill(q, cache, rows, heads, out)
+    def prefill_attention(self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor) -> None:
+        check_prefill(q, cache, rows, out)
         assert rows.query_start is not None
+        heads = cache.heads
         tokens, kv, dim = q.shape[0], heads.kv_heads, heads.head_dim
         wide = q[:, : heads.heads * dim].view(tokens, kv, heads.heads // kv, dim).float()
         token = torch.arange(tokens, device=q.device)

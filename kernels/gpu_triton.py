@@ -8,9 +8,9 @@ import torch
 import triton
 
 from kernels import gpu_attention, gpu_layer
-from kernels.decoder import Heads
+from kernels.decoder import PagedCache
 from kernels.gpu_calls import check_decode, check_norm, check_prefill, check_rotation, check_silu
-from kernels.gpu_ops import LEAST_PIECE, MOST_SPLITS, PagedCache, Rotary, Rows
+from kernels.gpu_ops import LEAST_PIECE, MOST_SPLITS, Rotary, Rows
 
 LOG2_E = math.log2(math.e)
 SILU_BLOCK = 1024
@@ -38,16 +38,10 @@ class TritonOperations:
             )  # fmt: skip
 
     def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-        cache: PagedCache,
-        heads: Heads,
-        *,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
+        self, qkv: torch.Tensor, rotary: Rotary, cache: PagedCache, *, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        check_rotation(qkv, rotary, cache, heads, positions, slots)
+        check_rotation(qkv, rotary, cache, positions, slots)
+        heads = cache.heads
         half, per = heads.head_dim // 2, HEADS_PER_PROGRAM
         q_norm, k_norm = heads.norms or (qkv, qkv)
         if qkv.shape[0]:
@@ -66,16 +60,10 @@ class TritonOperations:
             )
 
     def decode_attention(
-        self,
-        q: torch.Tensor,
-        cache: PagedCache,
-        rows: Rows,
-        heads: Heads,
-        *,
-        out: torch.Tensor,
-        scratch: torch.Tensor,
+        self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor, scratch: torch.Tensor
     ) -> None:
-        check_decode(q, cache, rows, heads, out, scratch)
+        check_decode(q, cache, rows, out, scratch)
+        heads = cache.heads
         count, splits, group = q.shape[0], scratch.shape[0], heads.heads // heads.kv_heads
         if not count:
             return
@@ -91,11 +79,9 @@ class TritonOperations:
                 scratch, rows.context_len, out, splits, MOST=MOST_SPLITS, **shared
             )
 
-    def prefill_attention(
-        self, q: torch.Tensor, cache: PagedCache, rows: Rows, heads: Heads, *, out: torch.Tensor
-    ) -> None:
-        check_prefill(q, cache, rows, heads, out)
-        tokens, count = q.shape[0], rows.context_len.shape[0]
+    def prefill_attention(self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor) -> None:
+        check_prefill(q, cache, rows, out)
+        heads, tokens, count = cache.heads, q.shape[0], rows.context_len.shape[0]
         if not tokens or not count:
             return
         width, tile = attention_tile(heads.head_dim, q.dtype)

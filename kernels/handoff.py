@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import time
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -71,8 +70,8 @@ class Flags(Protocol):
 class CompiledFlags:
     """handoff.cpp, called without the interpreter's lock. Raises CompileError."""
 
-    def __init__(self, cache: Path | None = None) -> None:
-        library = load_library(cache)
+    def __init__(self) -> None:
+        library = load_library()
         word, count, span = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
         self.post, self.wait, self._next = library.handoff_post, library.handoff_wait, library.handoff_next
         self.post.argtypes, self.post.restype = (word, ctypes.c_uint64), None

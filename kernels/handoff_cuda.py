@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kernels.build import CompileError
+from kernels.handoff_device import Signal
 
 SOURCE, HEADER = "handoff.cu", "handoff_order.h"
 THREADS = 256
@@ -59,33 +60,18 @@ class CudaKernels:
         names = (b"copy_and_signal", b"wait_for_workers")
         self._functions = {name: _checked(driver.cuModuleGetFunction(self._module, name)) for name in names}
 
-    def copy_and_signal(
-        self,
-        x: torch.Tensor,
-        target: torch.Tensor,
-        ticket: torch.Tensor,
-        command_flags: torch.Tensor,
-        values: torch.Tensor,
-        poisoned: torch.Tensor,
-    ) -> None:
+    def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, signal: Signal) -> None:
         blocks = max(1, min(MOST_BLOCKS, -(-x.nbytes // (VECTOR * THREADS))))
         arguments = (
-            _address(x), ctypes.c_longlong(x.nbytes), _address(target), _address(ticket), _address(command_flags),
-            _address(values), ctypes.c_int(len(values)), _address(poisoned),
+            _address(x), ctypes.c_longlong(x.nbytes), _address(target), _address(ticket), _address(signal.flags),
+            _address(signal.values), ctypes.c_int(len(signal.values)), _address(signal.poisoned),
         )  # fmt: skip
         self._launch(b"copy_and_signal", blocks, THREADS, arguments)
 
-    def wait(
-        self,
-        done_flags: torch.Tensor,
-        values: torch.Tensor,
-        timeout_ns: int,
-        poisoned: torch.Tensor,
-        failed: torch.Tensor,
-    ) -> None:
-        limit = ctypes.c_ulonglong(timeout_ns)
-        arguments = (_address(done_flags), _address(values), limit, _address(poisoned), _address(failed))
-        self._launch(b"wait_for_workers", len(values), 1, arguments)
+    def wait(self, signal: Signal, timeout_ns: int, failed: torch.Tensor) -> None:
+        flags, values, poisoned = map(_address, signal)
+        arguments = (flags, values, ctypes.c_ulonglong(timeout_ns), poisoned, _address(failed))
+        self._launch(b"wait_for_workers", len(signal.values), 1, arguments)
 
     def _launch(self, name: bytes, blocks: int, threads: int, arguments: tuple[Argument, ...]) -> None:
         # The driver copies the arguments before it returns.

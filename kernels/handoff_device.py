@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 log = logging.getLogger(__name__)
 
 
+class Signal(NamedTuple):
+    """What the device signals to W workers, or awaits of them. Flags and values lie a cache line apart, in registered
+    host memory: i64[W, 8], of which column 0 counts."""
+
+    flags: torch.Tensor
+    values: torch.Tensor
+    """what the flags become; 0: nothing is signalled, or awaited"""
+    poisoned: torch.Tensor
+    """i32[1] on the device: set in a pass that has failed"""
+
+
 class StreamKernels(Protocol):
-    """Both are enqueued on the current stream and return at once. W workers; flags and values lie a cache line apart,
-    in registered host memory: i64[W, 8], of which column 0 counts."""
+    """Both are enqueued on the current stream and return at once."""
 
-    def copy_and_signal(
-        self,
-        x: torch.Tensor,
-        target: torch.Tensor,
-        ticket: torch.Tensor,
-        command_flags: torch.Tensor,
-        values: torch.Tensor,
-        poisoned: torch.Tensor,
-    ) -> None:
-        """target = x, then command_flags[w] = values[w] for every worker w whose value is not 0; nothing where
-        poisoned i32[1] is set. x contiguous on the device, target of its shape in registered host memory; ticket
-        i32[1] on the device, 0 before and after."""
+    def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, signal: Signal) -> None:
+        """target = x, then flags[w] = values[w] for every worker w whose value is not 0; nothing where `poisoned` is
+        set. x contiguous on the device, target of its shape in registered host memory; ticket i32[1] on the device, 0
+        before and after."""
 
-    def wait(
-        self,
-        done_flags: torch.Tensor,
-        values: torch.Tensor,
-        timeout_ns: int,
-        poisoned: torch.Tensor,
-        failed: torch.Tensor,
-    ) -> None:
-        """Later work on the stream begins when every done flag is its value, or after timeout_ns: then poisoned i32[1]
-        on the device and failed i32[1] in registered host memory become 1. Value 0, or poisoned already: no wait."""
+    def wait(self, signal: Signal, timeout_ns: int, failed: torch.Tensor) -> None:
+        """Later work on the stream begins when every flag is its value, or after timeout_ns: then `poisoned` becomes 1,
+        and so does failed i32[1] in registered host memory. Value 0, or poisoned already: no wait."""
 
 
 def stream_kernels(device: torch.device) -> StreamKernels:

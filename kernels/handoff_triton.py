@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from kernels.handoff import LINE
+from kernels.handoff_device import Signal
 
 WORDS = tl.constexpr(LINE // 8)
 BLOCK = 1024
@@ -66,27 +67,14 @@ def wait_for_workers(done_flags, values, timeout_ns, poisoned, failed):
 class TritonKernels:
     """StreamKernels. Also runs in Triton's interpreter, where the "stream" is the caller."""
 
-    def copy_and_signal(
-        self,
-        x: torch.Tensor,
-        target: torch.Tensor,
-        ticket: torch.Tensor,
-        command_flags: torch.Tensor,
-        values: torch.Tensor,
-        poisoned: torch.Tensor,
-    ) -> None:
+    def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, signal: Signal) -> None:
+        flags, values, poisoned = signal
         workers = len(values)
         lanes = triton.next_power_of_2(workers)
         copy_and_signal[(triton.cdiv(x.numel(), BLOCK),)](
-            x, x.numel(), target, ticket, command_flags, values, workers, poisoned, BLOCK=BLOCK, LANES=lanes
+            x, x.numel(), target, ticket, flags, values, workers, poisoned, BLOCK=BLOCK, LANES=lanes
         )
 
-    def wait(
-        self,
-        done_flags: torch.Tensor,
-        values: torch.Tensor,
-        timeout_ns: int,
-        poisoned: torch.Tensor,
-        failed: torch.Tensor,
-    ) -> None:
-        wait_for_workers[(len(values),)](done_flags, values, timeout_ns, poisoned, failed)
+    def wait(self, signal: Signal, timeout_ns: int, failed: torch.Tensor) -> None:
+        flags, values, poisoned = signal
+        wait_for_workers[(len(values),)](flags, values, timeout_ns, poisoned, failed)

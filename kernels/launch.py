@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from kernels.view import MAX_PROJECTIONS, GroupView, check_call
+from kernels.view import MAX_PROJECTIONS, LoraCall, check_call
 
 TABLE = files(__package__) / "launch_table.json"
 DEFAULT = "default"
@@ -91,38 +91,25 @@ def column_blocks(widths: Sequence[int], block: int) -> int:
     return sum(-(-width // block) for width in widths)
 
 
-def launch_pair(
-    pair: tuple[Any, Any],
-    tiles: int,
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    seg_start: torch.Tensor,
-    seg_slot: torch.Tensor,
-    view: GroupView,
-    xa: torch.Tensor,
-    max_rank: int,
-    how: Launch,
-    **own: int,
-) -> None:
+def launch_pair(pair: tuple[Any, Any], tiles: int, call: LoraCall, how: Launch, **own: int) -> None:
     """A shrink and an expand of `tiles` programs each per slice; `own` are the arguments that this pair alone has.
-
-    The other arguments are those of the operations (`mbgmv`). Raises KernelArgumentError before anything is launched.
-    """
-    check_call(ys, x, seg_start, seg_slot, view, xa, max_rank, how.splits)
-    if not seg_slot.shape[0] or not x.shape[0]:
+    Raises KernelArgumentError before anything is launched."""
+    check_call(call, how.splits)
+    ys, x, view, segments = call.ys, call.x, call.view, (call.seg_start, call.seg_slot)
+    if not call.seg_slot.shape[0] or not x.shape[0]:
         return
     shrink, expand = pair
     widths, absent = [y.shape[1] for y in ys], MAX_PROJECTIONS - len(ys)
     # a group of fewer outputs leaves the others empty: width 0, no program
     outputs = (*ys, *[ys[0]] * absent, *(y.stride(0) for y in ys), *[0] * absent, *widths, *[0] * absent)
-    table_stride, scratch_sizes = view.rank.stride(0), xa.shape[1:]
+    table_stride, scratch_sizes = view.rank.stride(0), call.xa.shape[1:]
     shared = {"UNIT": view.unit, "SPLITS": how.splits, "BT": how.tokens, "BR": how.ranks,
               "num_warps": how.warps, "num_stages": how.stages, **own}  # fmt: skip
     shrink[(tiles, view.projections * how.rank_programs, how.splits)](
-        x, x.stride(0), xa, seg_start, seg_slot, view.pool, view.rank, view.first, view.row_offset, table_stride,
+        x, x.stride(0), call.xa, *segments, view.pool, view.rank, view.first, view.row_offset, table_stride,
         *scratch_sizes, x.shape[1], RANK_PROGRAMS=how.rank_programs, BK=how.shrink_width, **shared,
     )  # fmt: skip
     expand[(tiles, column_blocks(widths, how.expand_width))](
-        xa, *outputs, seg_start, seg_slot, view.pool, view.rank, view.scale, view.first, view.row_offset, table_stride,
+        call.xa, *outputs, *segments, view.pool, view.rank, view.scale, view.first, view.row_offset, table_stride,
         *scratch_sizes, BN=how.expand_width, **shared,
     )  # fmt: skip

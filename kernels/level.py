@@ -25,8 +25,6 @@ _FLAGS = {
 }
 """What /proc/cpuinfo must list for a level, beside what the lower ones need."""
 
-_ONEDNN = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE_BF16", "amx": "AVX512_CORE_AMX"}
-
 
 def host_level() -> str:
     """Returns the highest level that the processor has, whatever the switch says."""
@@ -70,14 +68,6 @@ def multiplies_bf16() -> bool:
 def levels_up_to(level: str) -> tuple[str, ...]:
     """Returns all levels from the lowest to this one; none for `other`."""
     return LEVELS[: LEVELS.index(level) + 1] if level in LEVELS else ()
-
-
-def level_environment(level: str) -> dict[str, str]:
-    """Returns the environment variables that hold a new process to a level: our operators, torch, oneDNN and MKL."""
-    variables = {SWITCH: level, "ONEDNN_MAX_CPU_ISA": _ONEDNN[level]}
-    if level == "avx2":
-        variables |= {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-    return variables
 
 
 def compiler_flags(level: str) -> tuple[str, ...]:

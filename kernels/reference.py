@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-ROW_ALIGN = 64
-"""Bytes; the unit of `row_offset`."""
+from kernels.view import ROW_ALIGN, GroupView
 
 
 def lora_rows(pool: torch.Tensor, offsets: torch.Tensor, width: int) -> torch.Tensor:
@@ -15,32 +16,22 @@ def lora_rows(pool: torch.Tensor, offsets: torch.Tensor, width: int) -> torch.Te
     return pool[index]
 
 
-def add_lora(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    token_slot: torch.Tensor,
-    pool: torch.Tensor,
-    rank: torch.Tensor,
-    scale: torch.Tensor,
-    first: torch.Tensor,
-    row_offset: torch.Tensor,
-) -> None:
-    """y[t] += scale[s] * (x[t] @ A_s^T) @ B_s^T with s = token_slot[t]; rows with s < 0 or rank 0 stay as they are.
+def add_group(ys: Sequence[torch.Tensor], x: torch.Tensor, token_slot: torch.Tensor, view: GroupView) -> None:
+    """ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp with s = token_slot[t] for each projection p of the group; rows
+    with s < 0 or rank 0 stay as they are.
 
-    y          [T, d_out], in place
+    ys         P tensors [T, d_out of p], in place
     x          [T, d_in]
     token_slot i32[T]
-    pool       flat, the weights' dtype
-    rank       i32[slots], scale f32[slots], first i32[slots, 2]: one layer's and projection's view of the AdapterTable
-    row_offset i32[rows]
     """
-    for slot in torch.unique(token_slot).tolist():
-        if slot < 0 or not int(rank[slot]):
-            continue
-        r = int(rank[slot])
-        a_first, b_first = first[slot].tolist()
-        a = lora_rows(pool, row_offset[a_first : a_first + r], x.shape[1])
-        b = lora_rows(pool, row_offset[b_first : b_first + r], y.shape[1])
-        rows = token_slot == slot
-        added = scale[slot].double() * (x[rows].double() @ a.double().T) @ b.double()
-        y[rows] = (y[rows].double() + added).to(y.dtype)
+    for p, y in enumerate(ys):
+        for slot in torch.unique(token_slot).tolist():
+            if slot < 0 or not int(view.rank[slot, p]):
+                continue
+            r = int(view.rank[slot, p])
+            a_first, b_first = view.first[slot, p].tolist()
+            a = lora_rows(view.pool, view.row_offset[a_first : a_first + r], x.shape[1])
+            b = lora_rows(view.pool, view.row_offset[b_first : b_first + r], y.shape[1])
+            rows = token_slot == slot
+            added = view.scale[slot, p].double() * (x[rows].double() @ a.double().T) @ b.double()
+            y[rows] = (y[rows].double() + added).to(y.dtype)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 
 from kernels.launch import UNALIGNED, Launch, launch_for, launch_pair
 from kernels.tiles import choose_output, expand_tile, find_tile, shrink_tile, store_xa
-from kernels.view import GroupView
+from kernels.view import LoraCall
 
 
 @triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=UNALIGNED)
@@ -69,33 +66,15 @@ def sgmv_expand(
     )  # fmt: skip
 
 
-def sgmv(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    seg_start: torch.Tensor,
-    seg_slot: torch.Tensor,
-    view: GroupView,
-    xa: torch.Tensor,
-    max_rank: int,
-    how: Launch | None = None,
-) -> None:
+def sgmv(call: LoraCall, how: Launch | None = None) -> None:
     """ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and its slot s, fp32 accumulation.
-
-    ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not touched
-    x         [T, d_in], rows of stride 1
-    seg_start i32[S + 1]: first token of each segment, and the end of the last; segments may be empty
-    seg_slot  i32[S], -1 = base
-    view      the group's part of the AdapterTable; its dtype (fp32, fp16, bf16) is that of x and ys
-    xa        f32[>= splits, >= P, >= T, capacity], scratch, in place
-    max_rank  the batch's largest rank, or a bound on it, as the host knows it: at most the scratch's capacity
-    how       tile sizes; None: those of this device
+    `how`: tile sizes; None: those of this device.
 
     xA is rounded to the weights' dtype before the second product, as tensor cores want it. Two launches of as many
     tiles as T tokens in S segments can have at most; no allocation, no host synchronisation; the same batch gives
     the same bits. Raises KernelArgumentError before anything is launched.
     """
-    how = how or launch_for("sgmv", x.device)
-    segments = seg_slot.shape[0]
-    tiles = -(-x.shape[0] // how.tokens) + segments
-    pair = (sgmv_shrink, sgmv_expand)
-    launch_pair(pair, tiles, ys, x, seg_start, seg_slot, view, xa, max_rank, how, segments=segments)
+    how = how or launch_for("sgmv", call.x.device)
+    segments = call.seg_slot.shape[0]
+    tiles = -(-call.x.shape[0] // how.tokens) + segments
+    launch_pair((sgmv_shrink, sgmv_expand), tiles, call, how, segments=segments)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.reference import ROW_ALIGN, add_lora
-
+ROW_ALIGN = 64
+"""Bytes; the unit of `row_offset`."""
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_PROJECTIONS = 3
 """q, k and v share their input; no group is larger."""
@@ -75,21 +75,35 @@ def group_view(
     return GroupView(pool, rank[where], scale[where], first[where], row_offset)
 
 
-def check_call(
-    ys: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    seg_start: torch.Tensor,
-    seg_slot: torch.Tensor,
-    view: GroupView,
-    xa: torch.Tensor,
-    max_rank: int,
-    splits: int,
-) -> None:
+@dataclass
+class LoraCall:
+    """What an operation adds adapters to, and which tokens are whose. Its tensors are read, and its outputs changed, on
+    the device.
+
+    ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not touched
+    x         [T, d_in], rows of stride 1
+    seg_start i32[S + 1]: first token of each segment, and the end of the last; segments may be empty
+    seg_slot  i32[S], -1 = base
+    view      the group's part of the AdapterTable; its dtype (fp32, fp16, bf16) is that of x and ys
+    xa        f32[>= splits, >= P, >= T, capacity], scratch, in place
+    max_rank  the batch's largest rank, or a bound on it, as the host knows it: at most the scratch's capacity
+    """
+
+    ys: Sequence[torch.Tensor]
+    x: torch.Tensor
+    seg_start: torch.Tensor
+    seg_slot: torch.Tensor
+    view: GroupView
+    xa: torch.Tensor
+    max_rank: int
+
+
+def check_call(call: LoraCall, splits: int) -> None:
     """Everything about a call that can be seen without reading a device. Raises KernelArgumentError."""
-    device, tokens = view.pool.device, x.shape[0]
-    if len(ys) != view.projections:
-        raise KernelArgumentError(f"{len(ys)} outputs for {view.projections} projections")
-    for name, tensor in (("x", x), *((f"ys[{i}]", y) for i, y in enumerate(ys))):
+    view, xa, device, tokens = call.view, call.xa, call.view.pool.device, call.x.shape[0]
+    if len(call.ys) != view.projections:
+        raise KernelArgumentError(f"{len(call.ys)} outputs for {view.projections} projections")
+    for name, tensor in (("x", call.x), *((f"ys[{i}]", y) for i, y in enumerate(call.ys))):
         if tensor.dtype is not view.pool.dtype or tensor.device != device:
             raise KernelArgumentError(
                 f"{name} is {tensor.dtype} on {tensor.device}, weights {view.pool.dtype}, {device}"
@@ -98,8 +112,8 @@ def check_call(
             raise KernelArgumentError(
                 f"{name} must be [{tokens}, width] with rows of stride 1, not {tuple(tensor.shape)}"
             )
-    segments = seg_slot.shape[0]
-    for name, tensor, size in (("seg_start", seg_start, segments + 1), ("seg_slot", seg_slot, segments)):
+    segments = call.seg_slot.shape[0]
+    for name, tensor, size in (("seg_start", call.seg_start, segments + 1), ("seg_slot", call.seg_slot, segments)):
         if tensor.dtype is not torch.int32 or tensor.device != device or tensor.shape != (size,):
             raise KernelArgumentError(f"{name} must be i32[{size}] on {device}")
         if not tensor.is_contiguous():
@@ -108,13 +122,9 @@ def check_call(
         raise KernelArgumentError(f"the scratch xa must be contiguous f32[splits, P, T, capacity] on {device}")
     if xa.shape[0] < splits or xa.shape[1] < view.projections or xa.shape[2] < tokens:
         raise KernelArgumentError(
-            f"xa is {tuple(xa.shape)}; at least [{splits}, {view.projections}, {tokens}, {max_rank}] is needed"
+            f"xa is {tuple(xa.shape)}; at least [{splits}, {view.projections}, {tokens}, {call.max_rank}] is needed"
         )
-    if not 0 <= max_rank <= xa.shape[3]:
-        raise KernelArgumentError(f"the batch's largest rank is {max_rank}; the scratch xa has room for {xa.shape[3]}")
-
-
-def add_group(ys: Sequence[torch.Tensor], x: torch.Tensor, token_slot: torch.Tensor, view: GroupView) -> None:
-    """The reference of every group operation: `add_lora` for each projection. token_slot i32[T], -1 = base."""
-    for p, y in enumerate(ys):
-        add_lora(y, x, token_slot, view.pool, view.rank[:, p], view.scale[:, p], view.first[:, p], view.row_offset)
+    if not 0 <= call.max_rank <= xa.shape[3]:
+        raise KernelArgumentError(
+            f"the batch's largest rank is {call.max_rank}; the scratch xa has room for {xa.shape[3]}"
+        )

@@ -1,15 +1,18 @@
-"""How a child process of the supervisor begins: it dies with its parent and reads its settings from standard input."""
+"""How a child process begins: it dies with its parent, reads its settings from standard input, and may report on
+standard output."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
 from cluster.lifeline import die_with_parent
 
-__all__ = ["die_with_parent", "read_config"]
+__all__ = ["die_with_parent", "read_config", "take_output"]
 
 Config = TypeVar("Config")
 
@@ -17,3 +20,15 @@ Config = TypeVar("Config")
 def read_config(kind: type[Config]) -> Config:
     """The settings that the supervisor wrote on standard input. Raises msgspec.DecodeError when they are not `kind`."""
     return msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
+
+
+def take_output() -> Callable[[msgspec.Struct], None]:
+    """Takes standard output for messages alone; whatever a library prints goes to standard error from here on. Returns
+    what writes a message as one line of JSON."""
+    report = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def write(message: msgspec.Struct) -> None:
+        report.write(msgspec.json.encode(message) + b"\n")
+
+    return write

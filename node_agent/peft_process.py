@@ -6,7 +6,6 @@ Loaded, then a PeftAnswer per prompt, or Failed.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -14,14 +13,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from adapters.errors import AdapterError
 from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from adapters.peft_format import read_peft
 from adapters.tensor_names import with_plain_names
 from cluster.text import end_token_ids
-from node_agent.child import die_with_parent, read_config
+from node_agent.child import die_with_parent, read_config, take_output
 from node_agent.collector import settle, stop_collecting
 from node_agent.peft_types import Failed, Loaded, PeftAnswer, PeftJob, PeftPrompt, Position
 
@@ -136,13 +133,8 @@ def _position(row: torch.Tensor, token: int, top: list[int]) -> Position:
 def main() -> int:
     job = read_config(PeftJob)
     die_with_parent(job.parent)
-    report = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    tell = take_output()
     warnings.simplefilter("ignore")
-
-    def tell(message: msgspec.Struct) -> None:
-        report.write(msgspec.json.encode(message) + b"\n")
-
     begun = time.perf_counter()
     stop_collecting()
     try:

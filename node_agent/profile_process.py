@@ -6,7 +6,6 @@ line: steps as they begin, then both.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from adapters.errors import StoreUnavailable
 from cluster.logs import set_up_logging
 from cluster.performance_file import PerformanceProfile, write_performance
 from cluster.performance_fit import BadFit, BadSample
-from node_agent.child import die_with_parent, read_config
+from node_agent.child import die_with_parent, read_config, take_output
 from node_agent.coldstart.profile import Profile, write_profile
 from node_agent.config import ProfileProcessConfig
 
@@ -41,11 +40,7 @@ def main() -> int:
     die_with_parent(settings.parent)
     config = settings.engine
     set_up_logging("profile")
-    report = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints goes to the log
-
-    def tell(message: msgspec.Struct) -> None:
-        report.write(msgspec.json.encode(message) + b"\n")
+    tell = take_output()
 
     from node_agent.coldstart.measure import LONG, measure
     from node_agent.coldstart.profile import ProfileError, check

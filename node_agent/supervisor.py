@@ -172,7 +172,10 @@ class Child:
     def _start(self, now: float) -> None:
         # Its own process group: Ctrl-C reaches this process alone, which then stops both in order.
         command = [sys.executable, "-m", self._module]
-        with self._opened_output() as output:
+        opened: contextlib.AbstractContextManager[IO[bytes] | None] = (
+            contextlib.nullcontext() if self._output is None else self._output.open("ab")
+        )
+        with opened as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -186,14 +189,6 @@ class Child:
         with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it died at once: reap says so
             stream.write(self._config)
         log.info("child started", extra={"child": self.name, "pid": process.pid})
-
-    @contextlib.contextmanager
-    def _opened_output(self) -> Iterator[IO[bytes] | None]:
-        if self._output is None:
-            yield None
-        else:
-            with self._output.open("ab") as stream:
-                yield stream
 
 
 class Signals:

@@ -15,23 +15,13 @@ import torch
 
 from node_agent.device import Event
 from node_agent.runner.products import Products
-from node_agent.runner.score_rules import ScoreEdits
+from node_agent.runner.score_rules import ScoreRules
 
 if TYPE_CHECKING:
     from node_agent.adapter_memory.store import AdapterStore
 
 GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}
 """Projection groups that share their input, as indices into adapters.base_model.PROJECTIONS."""
-
-
-class Rules(Protocol):
-    """A request's own changes of its scores (node_agent.runner.score_rules)."""
-
-    def apply(self, scores: torch.Tensor) -> None:
-        """Changes one row f32[V] in place."""
-
-    def edits(self) -> ScoreEdits:
-        """Returns what `apply` does now."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,7 @@ class SamplingBatch:
     uniform: list[float]
     logprobs: list[int]
     """-1: none; k: the chosen token's and the k largest"""
-    rules: dict[int, Rules] = field(default_factory=dict)
+    rules: dict[int, ScoreRules] = field(default_factory=dict)
     """by row, for those whose scores are changed before a token is chosen"""
 
 

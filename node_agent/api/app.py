@@ -72,11 +72,11 @@ def create_app(config: NodeConfig, engine_socket: Path, registry: RequestRegistr
         return Response(msgspec.msgpack.encode(registry.all_news()), media_type="application/msgpack")
 
     async def drain(_request: Request) -> Response:
-        registry.set_draining(True)
+        registry.draining = True
         return Response(status_code=204)
 
     async def undrain(_request: Request) -> Response:
-        registry.set_draining(False)
+        registry.draining = False
         return Response(status_code=204)
 
     routes = [
@@ -150,7 +150,7 @@ class _Server(uvicorn.Server):
         self._registry = registry
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._registry.set_draining(True)
+        self._registry.draining = True
         await asyncio.sleep(NOTICE_SECONDS)
         await super().shutdown(sockets)
 

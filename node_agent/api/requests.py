@@ -8,12 +8,13 @@ import secrets
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from cluster.errors import ServiceError
 from cluster.messages import NEWEST_VERSION, GenerateRequest
-from cluster.news import News, NodeRecord, Resident, StrictRoom, rank_sums, whole
+from cluster.news import News, NodeRecord, StrictRoom, rank_sums, whole
 from cluster.queue_shares import QueueShares, room_for_others
 from cluster.received import Received
 from cluster.residency import WantedResidency
@@ -50,18 +51,22 @@ SILENT_S = 2.0
 FAILED_S = 5.0
 """Then those that it has fail, as if it had ended."""
 
-_NONE: list[Resident] = []
+NO_STATS = Stats(
+    running=0, queued=0, kv_blocks_free=0, adapter_bytes_free=0, batch_ranks=[], batch_contexts=[], residents=[]
+)
+"""Of an engine that has sent none."""
+OF_READY = {*Ready.__struct_fields__} & {*NodeRecord.__struct_fields__}
+"""Fields of a record that the engine's first message has."""
+OF_STATS = {*Stats.__struct_fields__} & {*NodeRecord.__struct_fields__} - {
+    "running", "queued", "prompt_tokens_left", "strict"
+}  # fmt: skip
+"""Fields of a record that are the engine's last snapshot's; in the others this process's own requests count, too."""
 
 log = logging.getLogger(__name__)
 
 
-class Ended(Exception):
+class Ended(ServiceError):
     """Nothing more will come from the engine about this request."""
-
-    def __init__(self, type: str, message: str) -> None:
-        super().__init__(message)
-        self.type = type
-        self.message = message
 
 
 class InFlight:
@@ -128,7 +133,7 @@ class RequestRegistry:
         self._queue_shares = QueueShares()
         self._received = Received()
         self._log = ResidencyLog()
-        self._stats: Stats | None = None
+        self._stats = NO_STATS
         self._error = "the engine is starting"
         self._stands_still = ""
         """what is said of an engine that is ready, but whose heartbeat has stopped"""
@@ -136,6 +141,7 @@ class RequestRegistry:
         self._questions = Questions()
         self.ready: Ready | None = None
         self.draining = False
+        """While it is, new requests are refused and running ones go on."""
         self.url = ""
 
     def attach(self, link: EngineLink) -> None:
@@ -239,7 +245,7 @@ class RequestRegistry:
                 self._questions.answered(event)
 
     def engine_gone(self, reason: str) -> None:
-        self.ready, self._stats, self._error, self._stands_still = None, None, reason, ""
+        self.ready, self._stats, self._error, self._stands_still = None, NO_STATS, reason, ""
         self._fail_all()
 
     def engine_silent(self, seconds: float) -> None:
@@ -281,10 +287,6 @@ class RequestRegistry:
         if isinstance(event, Finished):
             self._remove(entry)
 
-    def set_draining(self, draining: bool) -> None:
-        """While draining, new requests are refused and running ones go on."""
-        self.draining = draining
-
     # -- what the node tells --------------------------------------------------------------------------------------
 
     @property
@@ -308,9 +310,9 @@ class RequestRegistry:
         """The node as it is now; each has a higher `seq`."""
         self._seq += 1
         ready, stats, queued = self.ready, self._stats, self.queued
-        performance = stats.performance if stats else None
         on_gpu = ready is not None and ready.device.startswith("cuda")  # else it measured no link
-        gpu = self._gpu.look(performance.to_device.bandwidth if on_gpu and performance is not None else None)
+        measured = stats.performance.to_device.bandwidth if on_gpu and stats.performance is not None else None
+        gpu = self._gpu.look(measured)
         waiting = [entry for entry in self._in_flight.values() if not entry.pictured]
         return NodeRecord(
             id=self._config.node_id,
@@ -318,50 +320,34 @@ class RequestRegistry:
             seq=self._seq,
             url=self.url,
             state=self.state,
-            base=ready.base if ready else "",
             base_id=self._config.engine.base_id,
-            max_context=ready.max_context if ready else 0,
             running=len(self._in_flight) - queued,
             queued=queued,
             queue_limit=self._config.engine.queue_limit,
-            kv_blocks_free=stats.kv_blocks_free if stats else 0,
-            kv_blocks=ready.kv_blocks if ready else 0,
-            block_tokens=ready.block_tokens if ready else self._config.engine.block_tokens,
-            max_rows=ready.max_rows if ready else 0,
-            contexts=sum(stats.batch_contexts) if stats else 0,
-            **rank_sums(stats.running_ranks() if stats else [], [entry.rank for entry in waiting]),
-            prompt_tokens_left=sum(entry.prompt_tokens for entry in waiting)
-            + (stats.prompt_tokens_left if stats else 0),
-            loading_bytes=stats.loading_bytes if stats else 0,
-            performance=performance,
-            forecast_ratio=stats.forecast_ratio if stats else None,
-            measuring=stats.measuring if stats else None,
-            adapter_bytes_free=stats.adapter_bytes_free if stats else 0,
-            adapter_bytes=ready.adapter_bytes if ready else 0,
-            host_bytes=ready.host_bytes if ready else 0,
-            largest_adapter=ready.largest_adapter if ready else 0,
-            adapter_itemsize=ready.adapter_itemsize if ready else 0,
-            tightest_tpot=stats.tightest_tpot if stats else None,
+            contexts=sum(stats.batch_contexts),
+            **rank_sums(stats.running_ranks(), [entry.rank for entry in waiting]),
+            prompt_tokens_left=sum(entry.prompt_tokens for entry in waiting) + stats.prompt_tokens_left,
             strict=self._strict_room(waiting),
             received=self._received,
-            prefetches=stats.prefetches if stats else 0,
-            prefetch_useful_bytes=stats.prefetch_useful_bytes if stats else 0,
-            prefetch_late_bytes=stats.prefetch_late_bytes if stats else 0,
-            prefetch_wasted_bytes=stats.prefetch_wasted_bytes if stats else 0,
-            device=ready.device if ready else "",
             error=self.error,
             pool=self._config.pool,
             accepts=NEWEST_VERSION,
-            cpu_workers=ready.cpu_workers if ready else None,
-            cpu_workers_reason=ready.cpu_workers_reason if ready else "",
             gpu=gpu.facts if gpu is not None else None,
             gpu_load=gpu.load if gpu is not None else None,
             best_effort=sum(entry.slo_class == "best_effort" for entry in self._in_flight.values()),
+            **{name: getattr(stats, name) for name in OF_STATS},
+            **self._facts_of_engine(),
         )
+
+    def _facts_of_engine(self) -> dict[str, Any]:
+        """Returns the fields of a record that the engine's first message has, as they are without an engine, too."""
+        if self.ready is None:
+            return {"base": "", "max_context": 0, "kv_blocks": 0, "block_tokens": self._config.engine.block_tokens}
+        return {name: getattr(self.ready, name) for name in OF_READY}
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:
         """`waiting`: not in the engine's last picture."""
-        room = self._stats.strict if self._stats else None
+        room = self._stats.strict
         if room is None:
             return None
         prompts = room.prompt_tokens + sum(entry.prompt_tokens for entry in waiting if entry.slo_class == "strict")
@@ -371,9 +357,8 @@ class RequestRegistry:
     def news(self, known: int) -> News:
         """Returns what the gateway is to be told. `known`: the number of the last change that it has taken in, or
         WHOLE."""
-        return self._log.news(self.record(), self._stats.residents if self._stats else _NONE, known)
+        return self._log.news(self.record(), self._stats.residents, known)
 
     def all_news(self) -> News:
         """Returns all that there is to tell of this node, for a reader that knows nothing of it yet."""
-        record = self.record()
-        return whole(record, self._stats.residents if self._stats else _NONE, self._log.at)
+        return whole(self.record(), self._stats.residents, self._log.at)

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from adapters.base_model import PROJECTIONS
-from kernels.build import CompileError
-from kernels.compiled import CompiledGroup, Operators, Segments, load_operators
+from kernels.build import unless_uncompiled
+from kernels.compiled import CompiledGroup, Segments, load_operators
 from kernels.level import multiplies_bf16
-from kernels.reference import ROW_ALIGN
-from kernels.view import group_view
+from kernels.view import ROW_ALIGN, group_view
 from node_agent.adapter_memory.host_map import HostView
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, Layout
@@ -40,7 +39,8 @@ class Product:
         table = host.table
         self._rank, self._scale = table.rank.numpy(), table.scale.numpy()
         self._first, self._row_offset = table.first.numpy(), table.row_offset.numpy()
-        self._operators = _operators() if compiled else None
+        warning = "a CPU worker runs without the compiled operator, more slowly"
+        self._operators = unless_uncompiled(load_operators, log, warning) if compiled else None
         self.multiplied = host.pool.dtype if multiplies_bf16() else torch.float32
         """in what torch's products are computed. Slices of a node have few lengths, so that oneDNN has those in bf16
         prepared; without instructions for it they take many times as long as in fp32 (docs/design/cold-start.md)."""
@@ -136,11 +136,3 @@ class Product:
             for low, end in contiguous_runs(offsets, units)
         ]
         return runs[0] if len(runs) == 1 else torch.cat(runs or [self._elements.new_empty(0, width)])
-
-
-def _operators() -> Operators | None:
-    try:
-        return load_operators()
-    except CompileError as error:
-        log.warning("a CPU worker runs without the compiled operator, more slowly", extra={"reason": str(error)})
-        return None

@@ -25,7 +25,7 @@ from itertools import pairwise
 import torch
 
 from kernels.handoff import SEQUENCE_BITS
-from kernels.handoff_device import StreamKernels
+from kernels.handoff_device import Signal, StreamKernels
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.adapter_memory.pinned import Pinned
 from node_agent.coldstart.handoffs import WAIT_LIMIT_S, Part
@@ -224,14 +224,15 @@ class StreamPass:
         self.handoffs.append(parts)
         flags, commands, _ = pool.lines[at]
         target = pool.memory.x(self.slot, tokens, x.shape[1])
-        pool.kernels.copy_and_signal(x.contiguous(), target, pool.ticket, flags, commands, self._poisoned)
+        signal = Signal(flags, commands, self._poisoned)
+        pool.kernels.copy_and_signal(x.contiguous(), target, pool.ticket, signal)
         return StreamHandoff(self, at, tokens, () if group is None else pool.memory.group_widths[code][1])
 
     def wait(self, at: int) -> None:
         """Enqueue the wait for the workers of command `at`."""
         pool = self.pool
         _, commands, done = pool.lines[at]
-        pool.kernels.wait(done, commands, pool.wait_ns, self._poisoned, pool.failed[self.slot])
+        pool.kernels.wait(Signal(done, commands, self._poisoned), pool.wait_ns, pool.failed[self.slot])
         self.awaited += 1
 
     @property

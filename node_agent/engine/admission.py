@@ -111,7 +111,7 @@ class Admission:
                     self._passed = True
                     self._by_light = not self.reserves.light(request.tenant) and self._light_wait(queue)
             elif self._by_light and self.reserves.light(request.tenant):
-                self._try_light(request, queue)
+                self._try(request, queue, self.reserves.most_blocks)  # of what is kept for light tenants
             if self._passed and not queue.strict and not self._by_light:
                 break
         return True
@@ -134,14 +134,10 @@ class Admission:
             return True
         return any(map(self.reserves.may_claim, queue))
 
-    def _try_light(self, request: Request, queue: WaitingQueue) -> None:
-        """Admit it if what is kept for the likes of it does, or what it may claim."""
-        self._try(request, queue, self.reserves.most_blocks)
-
     def _try(self, request: Request, queue: WaitingQueue, most_blocks: float = math.inf) -> bool:
         """False: it waits for rows or blocks. Of free ones it may have no more than `most_blocks`."""
         need, kept = self._need(request), self.reserves.kept_from(request)
-        if need <= most_blocks and self._fits(need, kept):
+        if need <= most_blocks and self.free_rows > kept.rows and self.blocks.free >= need + kept.blocks:
             self._enter(request, need, queue)
             return True
         if not self.reserves.may_claim(request):
@@ -157,9 +153,6 @@ class Admission:
 
     def _need(self, request: Request) -> int:
         return self.blocks.blocks_for(request.prompt_len + request.max_tokens)
-
-    def _fits(self, need: int, kept: Room) -> bool:
-        return self.free_rows > kept.rows and self.blocks.free >= need + kept.blocks
 
     def _enter(self, request: Request, need: int, queue: WaitingQueue, victims: Sequence[Request] = ()) -> None:
         """Admit or refuse it, or leave it in the queue when its adapter can't come in yet."""
@@ -177,7 +170,7 @@ class Admission:
         assert taken is not None
         request.blocks = taken
         self.free_rows -= 1
-        self.reserves.entered(request, need)
+        self.reserves.count(request, 1)
         queue.take(request)
         self.admitted.append(request)
 
@@ -222,7 +215,7 @@ class Admission:
         for victim in victims:
             if victim in self._running:  # it has not given up its place for adapter memory already
                 self._running.remove(victim)
-                self.reserves.left(victim, len(victim.blocks))
+                self.reserves.count(victim, -1)
                 self.free_rows += 1
                 self._preempt(victim)
 

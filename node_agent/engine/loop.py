@@ -12,7 +12,7 @@ from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.cores import move_threads
-from node_agent.device import EventWatch
+from node_agent.device import Event, EventWatch
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.endings import end_of, expired, finished
@@ -246,17 +246,21 @@ class Engine:
 
     def _preempt(self, request: Request) -> None:
         """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt."""
-        after = self.overlap.drop(request)
-        if request.lease is not None:
-            self.store.release(request.lease, after, served=bool(request.first_token))
-            request.lease = None
-        self.blocks.release(request.blocks, after)
-        request.blocks, request.computed, request.wants_whole, request.pauses = [], 0, False, 0
+        self._free(request, self.overlap.drop(request))
+        request.computed, request.wants_whole, request.pauses = 0, False, 0
         request.preemptions += 1
         del self.running[request.id]
         if request.adapter is not None:
             self.store.announce(request.adapter)
         self.queue.add(request)
+
+    def _free(self, request: Request, after: list[Event]) -> None:
+        """Its lease and its blocks are free once these events have ended."""
+        if request.lease is not None:
+            self.store.release(request.lease, after, served=bool(request.first_token))
+            request.lease = None
+        self.blocks.release(request.blocks, after)
+        request.blocks = []
 
     def _retract(self, request: Request) -> None:
         if request.adapter is not None:
@@ -383,12 +387,7 @@ class Engine:
     ) -> None:
         """Free all that the request holds, then say how it ended."""
         self._is_loaded(request)  # what came since the last look belongs to what is said
-        after = [*self.cold.drop(request), *self.overlap.drop(request)]
-        if request.lease is not None:
-            self.store.release(request.lease, after, served=bool(request.first_token))
-            request.lease = None
-        self.blocks.release(request.blocks, after)
-        request.blocks = []
+        self._free(request, [*self.cold.drop(request), *self.overlap.drop(request)])
         if self.running.get(request.id) is request:
             del self.running[request.id]
         elif self.queue.get(request.id) is request:

@@ -79,13 +79,10 @@ class Orders:
             text = f"the adapter needs {outcome.need} bytes of adapter memory; this node has {outcome.have}"
             return self._end(each, "too_large", text)
         if isinstance(outcome, LoadFailed):
-            return self._fail(each, outcome.reason)
+            digest = each.order.adapter.digest
+            log.warning("a prefetch failed", extra={"digest": digest, "reason": outcome.reason})
+            return self._end(each, "unavailable", f"adapter {digest[:12]} could not be loaded on this node")
         return self._end(each)
-
-    def _fail(self, each: _Underway, reason: str) -> bool:
-        digest = each.order.adapter.digest
-        log.warning("a prefetch failed", extra={"digest": digest, "reason": reason})
-        return self._end(each, "unavailable", f"adapter {digest[:12]} could not be loaded on this node")
 
     def _end(self, each: _Underway, error_type: str = "", error: str = "") -> bool:
         tier = tier_of(self._store, each.order.adapter.digest)

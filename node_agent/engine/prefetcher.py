@@ -217,8 +217,7 @@ class Prefetcher:
 
     def _judge(self, now: float) -> None:
         for digest, brought in list(self._brought.items()):
-            host = self._store.hosts.get(digest)
-            is_here = self._store.on_device(digest) or (host is not None and host.complete)
+            is_here = self._store.on_device(digest) or self._is_staged(digest)
             if is_here and (digest in self._wants or now - brought.at < UNUSED_S):
                 continue
             del self._brought[digest]

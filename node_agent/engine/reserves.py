@@ -112,7 +112,7 @@ class Reserves:
         self._strict_rows = self._strict_blocks = 0
         self._others = 0
         for request in running:
-            self.entered(request, len(request.blocks))
+            self.count(request, 1)
 
     def light(self, tenant: str) -> bool:
         """Whether a waiting tenant may take what is kept for such: it has nothing in the batch, or it has no other
@@ -142,13 +142,6 @@ class Reserves:
         """Returns digests of adapters that best effort does not evict (`Callers`)."""
         return self._callers.awaited_adapters(self._now, most_bytes)
 
-    def entered(self, request: Request, blocks: int) -> None:
-        """The request has a place now, with so many blocks."""
-        self._count(request, blocks, 1)
-
-    def left(self, request: Request, blocks: int) -> None:
-        self._count(request, blocks, -1)
-
     def for_strict(self) -> Room:
         """Kept for strict requests, and not taken by them yet."""
         if not self._callers.strict(self._now):
@@ -172,10 +165,11 @@ class Reserves:
         found = (tenant for tenant in lately if tenant not in waiting or self.light(tenant))
         return sum(1 for _ in islice(found, self._rows))
 
-    def _count(self, request: Request, blocks: int, by: int) -> None:
+    def count(self, request: Request, by: int) -> None:
+        """The request has got its place and its blocks (1), or gives them up (-1)."""
         self._tenants[request.tenant] = self._tenants.get(request.tenant, 0) + by
         if request.slo_class == "strict":
             self._strict_rows += by
-            self._strict_blocks += by * blocks
+            self._strict_blocks += by * len(request.blocks)
         else:
             self._others += by

@@ -22,12 +22,11 @@ from node_agent.cores import core_share
 from node_agent.device import DTYPES, pick_device
 from node_agent.engine.limits import Limits
 from node_agent.engine.loop import Engine
-from node_agent.engine.open_lora import open_lora
 from node_agent.engine.reserves import Callers
 from node_agent.engine.sizes import kv_blocks, with_sizes
 from node_agent.gpu.numa import home_node, memory_near
 from node_agent.ipc import Finished
-from node_agent.runner.lora_choice import kernel_of
+from node_agent.runner.lora_choice import choose_lora, kernel_of
 from node_agent.types import OpenRunner, RunnerSettings
 
 SMALL_MODEL = 8 << 20
@@ -79,7 +78,7 @@ def build_engine(
         queue_limit=config.queue_limit,
         prefetch_waste=config.prefetch_waste if config.prefetch == "auto" else None,
     )
-    lora = open_lora(limits, runner, store, kernel)
+    lora = choose_lora(limits, runner, store, kernel)
     starts, eos_ids = ColdStarts(store, base, WAYS[config.cold_start]), end_token_ids(Path(config.model_dir))
     engine = Engine(limits, runner, store, starts, eos_ids, lora, on_change)
     warm_up(engine)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from msgspec.structs import replace
 
@@ -17,30 +15,19 @@ CPU_KV_PART = 4
 """Keys and values have one part in so many of a host's free memory: others use it, too."""
 
 
-@dataclass(frozen=True)
-class PassSizes:
-    """Bounds of passes, as EngineConfig has them."""
-
-    max_rows: int
-    max_cold: int
-    chunk_tokens: int
-
-
-BY_DEVICE = {"cpu": PassSizes(32, 2, 512), "cuda": PassSizes(256, 4, 2048)}
-"""A GPU reads the base model's weights once for 256 rows as for one, and 2,048 tokens of prompts keep it busy; on a CPU
-a pass of that size would hold up everybody else's next token."""
+BY_DEVICE = {
+    "cpu": {"max_rows": 32, "max_cold": 2, "chunk_tokens": 512},
+    "cuda": {"max_rows": 256, "max_cold": 4, "chunk_tokens": 2048},
+}
+"""Bounds of passes, as EngineConfig has them. A GPU reads the base model's weights once for 256 rows as for one, and
+2,048 tokens of prompts keep it busy; on a CPU a pass of that size would hold up everybody else's next token."""
 
 
 def with_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:
     """Returns the settings with a number in the place of each 0 that stands for "by the device"."""
-    by_device = BY_DEVICE[device.type]
-    return replace(
-        config,
-        adapter_memory=config.adapter_memory or default_adapter_memory(gpu_memory(device)),
-        max_rows=config.max_rows or by_device.max_rows,
-        max_cold=config.max_cold or by_device.max_cold,
-        chunk_tokens=config.chunk_tokens or by_device.chunk_tokens,
-    )
+    adapter_memory = config.adapter_memory or default_adapter_memory(gpu_memory(device))
+    bounds = {name: getattr(config, name) or size for name, size in BY_DEVICE[device.type].items()}
+    return replace(config, adapter_memory=adapter_memory, **bounds)
 
 
 def kv_blocks(config: EngineConfig, base: BaseModel, device: torch.device, dtype: torch.dtype) -> int:

@@ -56,14 +56,18 @@ def list_gpus(seconds: float = LONGEST_LIST_S) -> list[Gpu]:
     return found
 
 
-def expected_link(uuid: str) -> float | None:
-    """Returns the bytes per second that the PCIe link to a GPU carries; None for a node without one (`uuid` is empty),
-    and where NVML does not say."""
+def find_gpu(uuid: str) -> Gpu | None:
+    """Returns the GPU; None for a node without one (`uuid` is empty), and where NVML does not say."""
     try:
-        links = [gpu.link for gpu in list_gpus() if gpu.uuid == uuid] if uuid else []
+        return next((gpu for gpu in list_gpus() if gpu.uuid == uuid), None) if uuid else None
     except NvmlProblem:
         return None
-    return (links[0] or None) if links else None
+
+
+def expected_link(uuid: str) -> float | None:
+    """Returns the bytes per second that the PCIe link to a GPU carries; None where that is not known."""
+    gpu = find_gpu(uuid)
+    return (gpu.link or None) if gpu is not None else None
 
 
 def usable_gpus(gpus: Sequence[Gpu], devices: Sequence[int] | None, environment: Mapping[str, str]) -> list[Gpu]:

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from node_agent.gpu.devices import list_gpus
-from node_agent.gpu.nvml import NvmlProblem
+from node_agent.gpu.devices import find_gpu
 from node_agent.gpu.topology import SYS, numa_node_of, parse_cpulist
 
 LIBRARY = "libnuma.so.1"
@@ -21,11 +20,8 @@ LIBRARY = "libnuma.so.1"
 def home_node(uuid: str, allowed: Collection[int], sys: Path = SYS) -> int | None:
     """Returns the NUMA node of the GPU; that of the first `allowed` core for a node without one (`uuid` is empty), and
     where the GPU's is not known. Returns None where the host does not say."""
-    try:
-        buses = [gpu.bus for gpu in list_gpus() if gpu.uuid == uuid] if uuid else []
-    except NvmlProblem:
-        buses = []
-    node = numa_node_of(buses[0], sys) if buses else None
+    gpu = find_gpu(uuid)
+    node = numa_node_of(gpu.bus, sys) if gpu is not None else None
     return node if node is not None else _node_of(min(allowed), sys)
 
 

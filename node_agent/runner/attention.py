@@ -139,15 +139,12 @@ def paged_attention(
         mask = _cached(plan, (i, sliding_window), partial(_decode_mask, bucket, sliding_window))
         done = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         out.index_copy_(0, bucket.rows, done.reshape(b, heads, head_dim))
-    for i, chunk in enumerate(plan.chunks):
-        attend_chunk(plan, i, chunk, query, keys, values, out, scaling, sliding_window)
+    attend_chunks(plan, query, keys, values, out, scaling, sliding_window)
     return out.unsqueeze(0), None
 
 
-def attend_chunk(
+def attend_chunks(
     plan: AttentionPlan,
-    i: int,
-    chunk: Chunk,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -155,17 +152,21 @@ def attend_chunk(
     scaling: float,
     window: int | None,
 ) -> None:
+    """Attention of the plan's chunks into `out` [T, H, D]; query [1, H, T, D], one layer's keys and values."""
     kv_heads, head_dim = keys.shape[1], keys.shape[2]
     group = query.shape[1] // kv_heads
-    length = chunk.end - chunk.start
-    whole = length == chunk.context and (window is None or chunk.context <= window)
-    mask = None if whole else _cached(plan, (-1 - i, window), partial(_chunk_mask, chunk, window))
     dtype = torch.float32 if plan.wide else keys.dtype
-    k = keys.index_select(0, chunk.slots).to(dtype).permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
-    v = values.index_select(0, chunk.slots).to(dtype).permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
-    q = query[0, :, chunk.start : chunk.end].to(dtype).reshape(kv_heads, group, length, head_dim)
-    done = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scaling)
-    out[chunk.start : chunk.end] = done.reshape(kv_heads * group, length, head_dim).transpose(0, 1)
+    for i, chunk in enumerate(plan.chunks):
+        length = chunk.end - chunk.start
+        whole = length == chunk.context and (window is None or chunk.context <= window)
+        mask = None if whole else _cached(plan, (-1 - i, window), partial(_chunk_mask, chunk, window))
+        k, v = (
+            cached.index_select(0, chunk.slots).to(dtype).permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
+            for cached in (keys, values)
+        )
+        q = query[0, :, chunk.start : chunk.end].to(dtype).reshape(kv_heads, group, length, head_dim)
+        done = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scaling)
+        out[chunk.start : chunk.end] = done.reshape(kv_heads * group, length, head_dim).transpose(0, 1)
 
 
 def _cached(

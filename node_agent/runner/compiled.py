@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from adapters.model_families import FAMILIES
-from kernels.build import CompileError
-from kernels.decoder import SUFFIX, AttentionPass, DecoderOperators, Heads, PagedAttention
-from node_agent.runner.attention import AttentionPlan, attend_chunk
+from kernels.build import unless_uncompiled
+from kernels.decoder import SUFFIX, AttentionPass, DecoderOperators, Heads, PagedAttention, PagedCache
+from node_agent.runner.attention import AttentionPlan, attend_chunks
 from node_agent.runner.projections import FusedProjection
 from node_agent.types import GROUPS, StepBatch
 
@@ -26,11 +26,8 @@ def decoder_operators(device: torch.device, dtype: torch.dtype) -> DecoderOperat
     """None where they can't be used; why is logged."""
     if device.type != "cpu" or dtype not in SUFFIX:
         return None
-    try:
-        return DecoderOperators(dtype)
-    except CompileError as error:
-        log.warning("the base runs without compiled operators, more slowly", extra={"reason": str(error)})
-        return None
+    warning = "the base runs without compiled operators, more slowly"
+    return unless_uncompiled(lambda: DecoderOperators(dtype), log, warning)
 
 
 class CompiledNorm(nn.Module):
@@ -60,25 +57,17 @@ class CompiledAttention(nn.Module):
     """Projections, rotary embedding, the cache and decode attention; prompt chunks by torch's attention."""
 
     def __init__(
-        self,
-        qkv: FusedProjection,
-        o: FusedProjection,
-        heads: Heads,
-        operators: DecoderOperators,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        block: int,
+        self, qkv: FusedProjection, o: FusedProjection, cache: PagedCache, operators: DecoderOperators
     ) -> None:
         super().__init__()
         self.qkv, self.o = qkv, o
-        self.heads, self.keys, self.values = heads, keys, values
-        self.paged = PagedAttention(operators, heads, keys, values, block)
+        self.cache, self.paged = cache, PagedAttention(operators, cache)
 
     def forward(
         self, hidden_states: torch.Tensor, garnish_plan: AttentionPlan, **_: object
     ) -> tuple[torch.Tensor, None]:
         """[1, T, d] -> [1, T, d]"""
-        plan, heads = garnish_plan, self.heads
+        plan, heads = garnish_plan, self.cache.heads
         assert plan.compiled is not None
         qkv = self.qkv.product(hidden_states[0])
         out = self.paged(qkv, plan.compiled)
@@ -86,8 +75,7 @@ class CompiledAttention(nn.Module):
             width = heads.heads * heads.head_dim
             query = qkv[:, :width].view(1, -1, heads.heads, heads.head_dim).transpose(1, 2)
             done = out.view(-1, heads.heads, heads.head_dim)
-            for i, chunk in enumerate(plan.chunks):
-                attend_chunk(plan, i, chunk, query, self.keys, self.values, done, heads.scaling, heads.window)
+            attend_chunks(plan, query, self.cache.keys, self.cache.values, done, heads.scaling, heads.window)
         return self.o.product(out).unsqueeze(0), None
 
 
@@ -107,8 +95,8 @@ def compile_layers(
         found = layer_heads(layer, layer.get_submodule(attention_path), config, *layer_keys.shape[1:])
         if found.covered:
             heads = found
-            attention = CompiledAttention(qkv, o, heads, operators, layer_keys, layer_values, block_tokens)
-            layer.set_submodule(attention_path, attention)
+            cache = PagedCache(heads, layer_keys, layer_values, block_tokens)
+            layer.set_submodule(attention_path, CompiledAttention(qkv, o, cache, operators))
     model.model.norm = CompiledNorm(model.model.norm, operators)
     return heads
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from node_agent.runner.cuda_stream import Stream
 from node_agent.types import LoraBatch, StepBatch
 
 ALIGN = 16
@@ -76,8 +77,7 @@ def step_spec(tokens: int, rows: int, blocks: int, scored: int = 0) -> Spec:
         "score_targets": (i64, (scored,)),
         "top_k": (i64, (rows,)), "uniform": (f64, (rows,)), "top_p": (f64, (rows,)), "min_p": (f64, (rows,)),
         "temperature": (f32, (rows,)), "query_start": (i32, (rows + 1,)), "context_len": (i32, (rows,)),
-        "block_start": (i32, (rows,)), "seg_start": (i32, (rows + 1,)), "seg_slot": (i32, (rows,)),
-        "token_slot": (i32, (tokens,)), "blocks": (i32, (blocks,)),
+        "block_start": (i32, (rows,)), **lora_spec(tokens, rows), "blocks": (i32, (blocks,)),
     }  # fmt: skip
 
 
@@ -131,6 +131,17 @@ def views(spec: Spec, block: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
+def send(stream: Stream, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Enqueues the copy of tensors of the host to the device, as one block. Returns them as they are there."""
+    spec = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    size = size_of(spec)
+    host, device = stream.host(size), stream.empty(size)
+    for name, field in views(spec, host).items():
+        field.copy_(tensors[name])
+    stream.upload(device, host, size)
+    return views(spec, device)
+
+
 def fill(fields: StepFields, batch: StepBatch, lora: LoraBatch | None, block_tokens: int) -> int:
     """Writes a batch into a block on the host, and padding behind it. Returns how many KV blocks it has: more of
     `blocks` need not be copied."""
@@ -147,7 +158,9 @@ def fill(fields: StepFields, batch: StepBatch, lora: LoraBatch | None, block_tok
     if batch.scoring is not None:
         fields.score_rows.copy_(batch.scoring.rows)
         fields.score_targets.copy_(batch.scoring.targets)
-    _fill_sampling(fields, batch)
+    for name in ("top_k", "uniform", "top_p", "min_p", "temperature"):
+        field = getattr(fields, name)
+        _put(field, torch.tensor(getattr(batch.sampling, name), dtype=field.dtype), 0)
     fill_lora({name: getattr(fields, name) for name in LORA_FIELDS}, lora)
     counts = np.asarray([-(-context // block_tokens) for context in batch.context_lens], dtype=np.int32)
     table = batch.block_table.numpy()
@@ -182,18 +195,6 @@ def fill_lora(fields: Mapping[str, torch.Tensor], lora: LoraBatch | None) -> Non
 def lora_batch(fields: StepFields, max_rank: int) -> LoraBatch:
     """The LoraBatch of a block on the device. Who reads it needs neither leases nor bounds."""
     return LoraBatch(fields.seg_start, fields.seg_slot, fields.token_slot, [], [], max_rank, empty=False)
-
-
-def _fill_sampling(fields: StepFields, batch: StepBatch) -> None:
-    ways = batch.sampling
-    for field, values in (
-        (fields.top_k, ways.top_k),
-        (fields.uniform, ways.uniform),
-        (fields.top_p, ways.top_p),
-        (fields.min_p, ways.min_p),
-        (fields.temperature, ways.temperature),
-    ):
-        _put(field, torch.tensor(values, dtype=field.dtype), 0)
 
 
 def _put(field: torch.Tensor, values: torch.Tensor, padding: int) -> None:

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cluster.messages import Sampling
+from node_agent.engine.batch import Row, build_step
+from node_agent.engine.request import Request
 from node_agent.runner.cuda_pass import LayeredPass
 from node_agent.runner.transformers_runner import TransformersRunner
-from node_agent.types import SamplingBatch, StepBatch
+from node_agent.types import StepBatch
 
 if TYPE_CHECKING:
     from node_agent.runner.cuda_decode import Bucket
@@ -72,26 +75,10 @@ def compare(wanted: torch.Tensor, found: torch.Tensor) -> str | None:
 
 def step(begin: int, end: int, block_tokens: int, device: torch.device) -> StepBatch:
     """One greedy row, of which the tokens [begin, end) are computed; one that is computed alone decodes."""
-    length = end - begin
-    places, blocks = torch.arange(begin, end), torch.arange(1, -(-end // block_tokens) + 1, dtype=torch.int32)
-    slots = blocks.long()[places // block_tokens] * block_tokens + places % block_tokens
-    return StepBatch(
-        token_ids=(places + 1).to(device),
-        positions=places.to(device),
-        query_start=torch.tensor([0, length], dtype=torch.int32, device=device),
-        context_len=torch.tensor([end], dtype=torch.int32, device=device),
-        block_table=blocks[None].to(device),
-        slot_mapping=slots.to(device),
-        logit_rows=torch.tensor([length - 1], device=device),
-        sampling=SamplingBatch([0.0], [1.0], [0], [0.0], [0.0], [-1]),
-        n_decode=1 if begin else 0,
-        n_tokens=length,
-        n_rows=1,
-        max_query=length,
-        max_context=end,
-        query_lens=[length],
-        context_lens=[end],
-    )
+    tokens, blocks = list(range(1, end + 1)), list(range(1, -(-end // block_tokens) + 1))
+    request = Request("check", "", tokens, 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True, blocks=blocks)
+    request.computed = begin
+    return build_step([Row(request, end - begin)], int(begin > 0), block_tokens, device)
 
 
 def _length(block_tokens: int, num_blocks: int) -> int:

@@ -6,8 +6,8 @@ Rows that a step does not fill are padding: they have no context, and write noth
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,10 +26,11 @@ from node_agent.runner.cuda_blocks import (
     views,
 )
 from node_agent.runner.cuda_layers import Attended, Decoder
-from node_agent.runner.cuda_lora import CAPTURED_RANK, EveryGroup, OpenAdd
+from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
 from node_agent.runner.cuda_output import download
 from node_agent.runner.cuda_sampler import sample
 from node_agent.runner.cuda_stream import Stream, Work
+from node_agent.runner.lora import GroupLora
 from node_agent.runner.projections import Current
 from node_agent.runner.score_rules import ScoreEdits
 from node_agent.types import LoraBatch, StepBatch
@@ -112,11 +113,11 @@ class Bucket:
         for name in ("slots", "fed", "seg_slot", "token_slot"):
             getattr(host.fields, name).fill_(-1)
         self.stream.upload(self._device, host.block, host.block.shape[0])
-        adds = EveryGroup(open_add(lora_batch(self.fields, CAPTURED_RANK), True))
-        self._bodies = {
-            adapted: self.stream.capture(self._body(adds if adapted else None)) for adapted in (False, True)
-        }
-        self._samplers = {everything: self.stream.capture(self._sampler(everything)) for everything in (False, True)}
+        adds = GroupLora(open_add(lora_batch(self.fields, CAPTURED_RANK), True))
+        for adapted in (False, True):
+            self._bodies[adapted] = self.stream.capture(partial(self._compute_logits, adds if adapted else None))
+        for everything in (False, True):
+            self._samplers[everything] = self.stream.capture(partial(self._sample, everything, None))
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, lora: LoraBatch | None) -> None:
@@ -136,26 +137,20 @@ class Bucket:
         if edits is None:
             self._samplers[everything]()
         else:  # as many as the requests' rules have, so it can't be captured
-            self.stream.enqueue(lambda: self._sample(everything, edits))
+            self.stream.enqueue(partial(self._sample, everything, edits))
         host = self._hosts[self._turn]
         return host.out, download(self.stream, self._out_spec, host.out_block, self._out_device, everything)
 
-    def _body(self, lora: EveryGroup | None) -> Callable[[], None]:
-        def body() -> None:
-            fields, decoder = self.fields, self._decoder
-            rows = Rows(fields.context_len, expand_blocks(fields, self.shape.table_width))
-            attended = Attended(fields.positions, fields.slots, rows, None, self._scratch)
-            before = self._last.tokens.index_select(0, fields.fed.clamp(min=0))
-            walk = decoder.begin(torch.where(fields.fed >= 0, before, fields.token_ids))
-            self._current.lora = lora
-            decoder.advance(walk, decoder.layers, attended)
-            self._current.lora = None
-            self._last.logits[: self.rows].copy_(decoder.logits(walk, None))
-
-        return body
-
-    def _sampler(self, everything: bool) -> Callable[[], None]:
-        return lambda: self._sample(everything, None)
+    def _compute_logits(self, lora: GroupLora | None) -> None:
+        fields, decoder = self.fields, self._decoder
+        rows = Rows(fields.context_len, expand_blocks(fields, self.shape.table_width))
+        attended = Attended(fields.positions, fields.slots, rows, None, self._scratch)
+        before = self._last.tokens.index_select(0, fields.fed.clamp(min=0))
+        walk = decoder.begin(torch.where(fields.fed >= 0, before, fields.token_ids))
+        self._current.lora = lora
+        decoder.advance(walk, decoder.layers, attended)
+        self._current.lora = None
+        self._last.logits[: self.rows].copy_(decoder.logits(walk, None))
 
     def _sample(self, everything: bool, edits: ScoreEdits | None) -> None:
         sample(self._last.logits[: self.rows], self.fields, edits, self._out, everything)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from adapters.model_families import FAMILIES
-from kernels.decoder import Heads
-from kernels.gpu_ops import LayerOperations, PagedCache, Rotary, Rows, decode_scratch, layer_operations
+from kernels.decoder import PagedCache
+from kernels.gpu_ops import LayerOperations, Rotary, Rows, decode_scratch, layer_operations
 from node_agent.runner.compiled import layer_heads
 from node_agent.runner.projections import FusedProjection
 from node_agent.runner.transformers_runner import TransformersRunner
@@ -35,7 +35,6 @@ class Layer:
 
     attention_norm: Norm
     qkv: FusedProjection
-    heads: Heads
     cache: PagedCache
     o: FusedProjection
     mlp_norm: Norm
@@ -88,7 +87,7 @@ class Decoder:
 
     def attended_scratch(self, rows: int, max_context: int) -> torch.Tensor:
         """Returns the scratch for attention of so many decode rows."""
-        return decode_scratch(rows, self.layers[0].heads, max_context, self.norm.weight.device)
+        return decode_scratch(rows, self.layers[0].cache.heads, max_context, self.norm.weight.device)
 
     def begin(self, token_ids: torch.Tensor) -> Walk:
         """token_ids i64[T]"""
@@ -126,16 +125,16 @@ class Decoder:
         return out
 
     def _attention(self, layer: Layer, qkv: torch.Tensor, attended: Attended) -> torch.Tensor:
-        heads, cache, operations = layer.heads, layer.cache, self.operations
-        operations.rotate_and_store(qkv, self.rotary, cache, heads, positions=attended.positions, slots=attended.slots)
-        out = qkv.new_empty(qkv.shape[0], heads.heads * heads.head_dim)
+        cache, operations = layer.cache, self.operations
+        operations.rotate_and_store(qkv, self.rotary, cache, positions=attended.positions, slots=attended.slots)
+        out = qkv.new_empty(qkv.shape[0], cache.heads.heads * cache.heads.head_dim)
         if attended.decode is not None:
             assert attended.scratch is not None
             rows = attended.decode.context_len.shape[0]
             attend = self.decode_attention or operations.decode_attention
-            attend(qkv[:rows], cache, attended.decode, heads, out=out[:rows], scratch=attended.scratch)
+            attend(qkv[:rows], cache, attended.decode, out=out[:rows], scratch=attended.scratch)
         if attended.chunks is not None:
-            operations.prefill_attention(qkv, cache, attended.chunks, heads, out=out)
+            operations.prefill_attention(qkv, cache, attended.chunks, out=out)
         return out
 
 
@@ -150,7 +149,7 @@ def _layer(model: TransformersRunner, layer: Any, shape: tuple[int, ...], block_
         raise ValueError(f"node.runner: cuda can't compute {shape_text}; use transformers")
     keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
     before, after = (_norm(layer.get_submodule(path)) for path in family.layer_norms)
-    return Layer(before, qkv, heads, PagedCache(keys, values, block_tokens), o, after, gate_up, down)
+    return Layer(before, qkv, PagedCache(heads, keys, values, block_tokens), o, after, gate_up, down)
 
 
 def _norm(module: Any) -> Norm:

@@ -7,50 +7,27 @@ of 0 end their programs at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from adapters.peft_config import MAX_RANK
-from kernels.view import add_group
+from kernels.reference import add_group
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.runner.cuda_blocks import StepFields, fill_lora, lora_batch, lora_spec, size_of, views
+from node_agent.runner.cuda_blocks import LORA_FIELDS, StepFields, lora_batch, send
 from node_agent.runner.cuda_stream import Stream
-from node_agent.runner.lora import AdaptedGroups, compiled_lora, table_views
+from node_agent.runner.lora import AdaptedGroups, Add, GroupLora, compiled_lora, table_views
 from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.types import LoraBatch
-
-if TYPE_CHECKING:
-    from node_agent.runner.triton_lora import TritonLora
 
 CAPTURED_RANK = MAX_RANK
 """The bound on ranks in a captured pass, which serves any adapters: scratch has room for it, and nothing is padded to
 it."""
 
-Add = Callable[[int, str, Sequence[torch.Tensor], torch.Tensor], None]
-"""(layer, group, ys, x): adds the adapters' part to ys[p] [T, d_out] in place, x [T, d_in]"""
 OpenAdd = Callable[[LoraBatch, bool], Add]
 """(a LoraBatch on the device, whether every row has one token) -> Add; the batch's tensors are read at each call"""
 
 
-class EveryGroup:
-    """A PassLora that adds in every group, for a pass that is captured."""
-
-    def __init__(self, add: Add) -> None:
-        self._add = add
-        self._x: torch.Tensor | None = None
-
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:  # noqa: ARG002 - part of the signature
-        self._x = x
-        return True
-
-    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
-        assert self._x is not None
-        self._add(layer, group, ys, self._x)
-        self._x = None
-
-
-class SentLora:
+class SentLora(GroupLora):
     """The PassLora of a batch that was made in host memory.
 
     The runner sends it with the pass's batch and says so by `place`. Where it is a part of another PassLora (some rows'
@@ -58,27 +35,17 @@ class SentLora:
     """
 
     def __init__(self, lora: CudaLora, batch: LoraBatch, decodes: bool) -> None:
+        super().__init__(None, AdaptedGroups(lora.weights, batch))
         self.batch, self._lora, self._decodes = batch, lora, decodes
-        self._add: Add | None = None
-        self._adapted = AdaptedGroups(lora.weights, batch)
-        self._x: torch.Tensor | None = None
 
     def place(self, fields: StepFields) -> None:
         """The batch lies there on the device when the pass runs."""
         self._add = self._lora.open_add(lora_batch(fields, self.batch.max_rank), self._decodes)
 
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
-        if not self._adapted.has(layer, group):
-            return False
-        self._x = x
-        return True
-
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
-        assert self._x is not None
         if self._add is None:
             self._add = self._lora.send(self.batch, self._decodes)
-        self._add(layer, group, ys, self._x)
-        self._x = None
+        super().finish(layer, group, ys)
 
 
 class CudaLora:
@@ -93,12 +60,7 @@ class CudaLora:
 
     def send(self, batch: LoraBatch, decodes: bool) -> Add:
         """Enqueues the batch's copy to the device."""
-        spec = lora_spec(batch.token_slot.shape[0], batch.seg_slot.shape[0])
-        size = size_of(spec)
-        host, device = self._stream.host(size), self._stream.empty(size)
-        fill_lora(views(spec, host), batch)
-        self._stream.upload(device, host, size)
-        sent = views(spec, device)
+        sent = send(self._stream, {name: getattr(batch, name) for name in LORA_FIELDS})
         on_device = LoraBatch(**sent, leases=[], bounds=[], max_rank=batch.max_rank, empty=False)
         return self.open_add(on_device, decodes)
 
@@ -109,7 +71,7 @@ def open_add(store: AdapterStore, kernel: str, max_rows: int, max_tokens: int) -
     if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton
 
-        return triton_add(TritonLora(table, pool, base, store.weights, max_rows, max_tokens, kernel=kernel))
+        return TritonLora(store, max_rows, max_tokens, kernel=kernel).open_add
     compiled = compiled_lora(table, pool, base)
     if compiled is not None:
 
@@ -120,9 +82,3 @@ def open_add(store: AdapterStore, kernel: str, max_rows: int, max_tokens: int) -
         return open_compiled
     groups = table_views(table, pool, base)
     return lambda batch, _: lambda layer, group, ys, x: add_group(ys, x, batch.token_slot, groups[layer][group])
-
-
-def triton_add(triton: TritonLora) -> OpenAdd:
-    return lambda batch, decodes: (
-        lambda layer, group, ys, x: triton.add(triton.groups[layer][group], ys, x, batch, decodes)
-    )

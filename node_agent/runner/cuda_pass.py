@@ -15,6 +15,7 @@ from node_agent.runner.cuda_blocks import (
     expand_blocks,
     fill,
     out_spec,
+    send,
     size_of,
     step_spec,
     views,
@@ -24,9 +25,7 @@ from node_agent.runner.cuda_layers import Attended
 from node_agent.runner.cuda_lora import SentLora
 from node_agent.runner.cuda_output import CudaOutput, download
 from node_agent.runner.cuda_sampler import (
-    EditFields,
-    edit_spec,
-    fill_edits,
+    join_edits,
     pack_scores,
     sample,
     score_spec,
@@ -158,10 +157,4 @@ def send_edits(stream: Stream, ways: SamplingBatch, vocab: int) -> ScoreEdits | 
     """Enqueues what the rows' rules make of their scores. None where no row has rules."""
     if not ways.rules:
         return None
-    edits = {row: rules.edits() for row, rules in ways.rules.items()}
-    spec = edit_spec(edits)
-    size = size_of(spec)
-    host, device = stream.host(size), stream.empty(size)
-    fill_edits(EditFields(**views(spec, host)), edits, vocab)
-    stream.upload(device, host, size)
-    return EditFields(**views(spec, device)).edits()
+    return ScoreEdits(**send(stream, join_edits({row: rules.edits() for row, rules in ways.rules.items()}, vocab)))

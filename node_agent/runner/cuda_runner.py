@@ -51,8 +51,8 @@ class CudaRunner:
         self.vocab: int = model.model.config.vocab_size
         self.current, self.stream = model.current, stream
         self.decoder = Decoder(model, block_tokens, num_blocks)
-        layers = [(layer.heads, layer.cache) for layer in self.decoder.layers]
-        self.decoder.decode_attention = choose_decode_attention(self.decoder.operations, layers, stream)
+        caches = [layer.cache for layer in self.decoder.layers]
+        self.decoder.decode_attention = choose_decode_attention(self.decoder.operations, caches, stream)
         self.buckets: list[Bucket] = []
         """by size; none before `serve`"""
 

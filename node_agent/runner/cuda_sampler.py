@@ -7,7 +7,6 @@ do, then comes the inverse transform of the row's uniform number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -74,60 +73,16 @@ def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, out: OutFields, part: sli
 # --- score rules
 
 
-@dataclass(frozen=True)
-class EditFields:
-    """ScoreEdits of many rows in a block: indices are into all rows' scores, one after the other."""
-
-    never: torch.Tensor
-    """i64[n]"""
-    biased: torch.Tensor
-    """i64[m]"""
-    penalised: torch.Tensor
-    """i64[p]"""
-    bias: torch.Tensor
-    """f32[m]"""
-    repetition: torch.Tensor
-    """f32[p]"""
-    frequency: torch.Tensor
-    """f32[p]"""
-    presence: torch.Tensor
-    """f32[p]"""
-
-    def edits(self) -> ScoreEdits:
-        return ScoreEdits(
-            self.never, self.biased, self.bias, self.penalised, self.repetition, self.frequency, self.presence
-        )
-
-
-def edit_spec(edits: dict[int, ScoreEdits]) -> Spec:
-    """The fields of EditFields for these rows' edits."""
-    i64, f32 = torch.int64, torch.float32
-    never, biased, penalised = (
-        (sum(getattr(edit, name).shape[0] for edit in edits.values()),) for name in ("never", "biased", "penalised")
-    )
-    return {
-        "never": (i64, never), "biased": (i64, biased), "penalised": (i64, penalised), "bias": (f32, biased),
-        "repetition": (f32, penalised), "frequency": (f32, penalised), "presence": (f32, penalised),
-    }  # fmt: skip
-
-
-def fill_edits(fields: EditFields, edits: dict[int, ScoreEdits], vocab: int) -> None:
-    """Writes the edits of rows by index into a block on the host."""
-    never = biased = penalised = 0
-    for row, edit in edits.items():
-        first = row * vocab
-        never = _put(fields.never, never, edit.never + first)
-        _put(fields.bias, biased, edit.bias)
-        biased = _put(fields.biased, biased, edit.biased + first)
-        for name in ("repetition", "frequency", "presence"):
-            _put(getattr(fields, name), penalised, getattr(edit, name))
-        penalised = _put(fields.penalised, penalised, edit.penalised + first)
-
-
-def _put(field: torch.Tensor, at: int, values: torch.Tensor) -> int:
-    end = at + values.shape[0]
-    field[at:end].copy_(values)
-    return end
+def join_edits(edits: dict[int, ScoreEdits], vocab: int) -> dict[str, torch.Tensor]:
+    """Returns the fields of one ScoreEdits for all these rows, whose scores lie one row behind the other."""
+    places = {
+        name: torch.cat([getattr(edit, name) + row * vocab for row, edit in edits.items()])
+        for name in ("never", "biased", "penalised")
+    }
+    return places | {
+        name: torch.cat([getattr(edit, name) for edit in edits.values()])
+        for name in ("bias", "repetition", "frequency", "presence")
+    }
 
 
 # --- log probabilities of prompts

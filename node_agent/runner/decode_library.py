@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from kernels.decoder import Heads
+from kernels.decoder import Heads, PagedCache
 from kernels.gpu_calls import check_decode
-from kernels.gpu_ops import LayerOperations, PagedCache, Rows, decode_scratch
+from kernels.gpu_ops import LayerOperations, Rows, decode_scratch
 from node_agent.device import device_seconds
 from node_agent.runner.cuda_stream import Stream
 
@@ -91,20 +91,21 @@ def capability(device: torch.device) -> int:
 
 
 def choose_decode_attention(
-    operations: LayerOperations, layers: Sequence[tuple[Heads, PagedCache]], stream: Stream
+    operations: LayerOperations, caches: Sequence[PagedCache], stream: Stream
 ) -> DecodeAttention | None:
-    """Returns the fastest library's for these layers, which differ in their windows alone; None: ours is faster."""
+    """Returns the fastest library's for layers with these caches, whose heads differ in their windows alone; None: ours
+    is faster."""
     best: DecodeAttention | None = None
-    (heads, cache), least = layers[0], 0.0
-    kinds = list({each.window: each for each, _ in layers}.values())
+    cache, least = caches[0], 0.0
+    kinds = list({each.heads.window: each for each in caches}.values())
     for library in LIBRARIES:
-        takes = heads.head_dim in library.head_dims and cache.block_tokens in library.block_tokens
+        takes = cache.heads.head_dim in library.head_dims and cache.block_tokens in library.block_tokens
         if not takes or cache.keys.dtype not in TOLERANCE or capability(cache.keys.device) not in library.gpus:
             continue
         try:
             attend = partial(library.attend, import_module(library.module))
             other = partial(_attend, attend, torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.keys.device))
-            pairs = [[_try(one, kind, cache, stream) for one in (operations.decode_attention, other)] for kind in kinds]
+            pairs = [[_try(one, kind, stream) for one in (operations.decode_attention, other)] for kind in kinds]
             apart = [float((found - ours).abs().max() / ours.abs().max()) for (ours, _), (found, _) in pairs]
             if not all(each <= TOLERANCE[cache.keys.dtype] for each in apart):
                 raise ValueError(f"its results are {apart} off")
@@ -121,10 +122,11 @@ def choose_decode_attention(
 
 def _attend(
     attend: Callable[[Call], None], workspace: torch.Tensor, q: torch.Tensor, cache: PagedCache, rows: Rows,
-    heads: Heads, *, out: torch.Tensor, scratch: torch.Tensor,
+    *, out: torch.Tensor, scratch: torch.Tensor,
 ) -> None:  # fmt: skip
     """A DecodeAttention. Padding rows are computed as one token of whatever block their table begins with."""
-    check_decode(q, cache, rows, heads, out, scratch)
+    check_decode(q, cache, rows, out, scratch)
+    heads = cache.heads
     shape, paged = (-1, heads.heads, heads.head_dim), (-1, cache.block_tokens, heads.kv_heads, heads.head_dim)
     q, kv = q[:, : out.shape[1]].view(shape), (cache.keys.view(paged), cache.values.view(paged))
     splits, seen = scratch.shape[0], rows.context_len.clamp(min=1)  # splits by ourselves: neighbours change no bit
@@ -132,9 +134,10 @@ def _attend(
 
 
 @torch.inference_mode()
-def _try(attention: DecodeAttention, heads: Heads, like: PagedCache, stream: Stream) -> tuple[torch.Tensor, float]:
+def _try(attention: DecodeAttention, like: PagedCache, stream: Stream) -> tuple[torch.Tensor, float]:
     """Returns f32[rows, heads * head_dim] of drawn rows over their own cache, and the seconds of a captured call."""
     device, dtype, block, count = like.keys.device, like.keys.dtype, like.block_tokens, len(TRIAL_CONTEXTS)
+    heads = like.heads
     width, made = -(-max(TRIAL_CONTEXTS) // block), torch.Generator(device).manual_seed(0)
     table = torch.arange(count * width, dtype=torch.int32, device=device).view(count, width)
     rows = Rows(torch.tensor(TRIAL_CONTEXTS, dtype=torch.int32, device=device), table)
@@ -144,6 +147,7 @@ def _try(attention: DecodeAttention, heads: Heads, like: PagedCache, stream: Str
     behind = torch.arange(shape[2], device=device) >= rows.context_len[:, None]  # others' numbers, which may be NaN
     keys, values = kv.masked_fill_(behind[:, :, None, None], torch.nan).flatten(1, 2)
     out, scratch = torch.zeros_like(q), decode_scratch(count, heads, width * block, device)
-    run = stream.capture(lambda: attention(q, PagedCache(keys, values, block), rows, heads, out=out, scratch=scratch))
+    cache = PagedCache(heads, keys, values, block)
+    run = stream.capture(lambda: attention(q, cache, rows, out=out, scratch=scratch))
     seconds = median(device_seconds(device, run) for _ in range(TRIAL_ROUNDS))
     return out[rows.context_len > 0].float(), seconds

@@ -63,13 +63,9 @@ class LightllmPass:
     def finish(self) -> StepOutput:
         return step_output(self.logits_of, self.batch)
 
-    def logits(self) -> torch.Tensor:
-        """f32[Q, V] of `logit_rows`. All layers must have been advanced."""
-        return self.logits_of(self.batch.logit_rows)
-
     @torch.inference_mode()
     def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """f32[n, V] of the tokens with the indices `rows` i64[n]."""
+        """f32[n, V] of the tokens with the indices `rows` i64[n]. All layers must have been advanced."""
         if self.hidden is None or self.layer != self.runner.num_layers:
             raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
         model = self.runner.model

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 
 from adapters.base_model import BaseModel
-from kernels.build import CompileError
+from kernels.build import unless_uncompiled
 from kernels.compiled import DTYPES, CompiledGroup, Segments, load_operators
 from kernels.grouped import add_pieces
 from kernels.view import GroupView, group_view
@@ -19,6 +20,8 @@ from node_agent.types import GROUPS, Lease, LoraBatch
 log = logging.getLogger(__name__)
 
 Weights = Callable[[Lease], AdapterWeights]
+Add = Callable[[int, str, Sequence[torch.Tensor], torch.Tensor], None]
+"""(layer, group, ys, x): adds the adapters' part to ys[p] [T, d_out] in place, x [T, d_in]"""
 
 LONG_SEGMENT = {torch.bfloat16: 32, torch.float32: 12}
 """Tokens from which on torch's matrix products are faster than the compiled operator (benchmarks/kernels.py's segments:
@@ -35,16 +38,48 @@ def table_views(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> lis
 
 
 class AdaptedGroups:
-    """Which projection groups the adapters of a pass adapt; the others' kernels need not be launched."""
+    """Which projection groups the adapters of a pass adapt; nothing is to be added in the others.
+
+    `weights` is asked once per segment, at the first layer that is computed, and then by layer: a cold pass is made
+    before its adapter has arrived.
+    """
 
     def __init__(self, weights: Weights, batch: LoraBatch) -> None:
         self._weights, self._leases = weights, batch.leases
-        self._found: list[AdapterWeights] | None = None
+        self._groups: dict[int, set[str]] = {}
+        """by layer, the groups that some segment's adapter adapts"""
+
+    @cached_property
+    def by_segment(self) -> list[AdapterWeights | None]:
+        """None: the base alone."""
+        return [None if lease is None else self._weights(lease) for lease in self._leases]
 
     def has(self, layer: int, group: str) -> bool:
-        if self._found is None:  # a cold pass is made before its adapter has arrived
-            self._found = [self._weights(lease) for lease in self._leases if lease is not None]
-        return any(group in weights[layer] for weights in self._found)
+        groups = self._groups.get(layer)
+        if groups is None:
+            adapters = (weights for weights in self.by_segment if weights is not None)
+            groups = self._groups[layer] = set().union(*(weights[layer] for weights in adapters))
+        return group in groups
+
+
+class GroupLora:
+    """A PassLora that keeps a group's input until its base product is there, and then calls `add`."""
+
+    def __init__(self, add: Add | None, adapted: AdaptedGroups | None = None) -> None:
+        """`adapted`: None where it adds in every group, as a captured pass must."""
+        self._add, self._adapted = add, adapted
+        self._x: torch.Tensor | None = None
+
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
+        if self._adapted is not None and not self._adapted.has(layer, group):
+            return False
+        self._x = x
+        return True
+
+    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
+        assert self._x is not None and self._add is not None
+        self._add(layer, group, ys, self._x)
+        self._x = None
 
 
 class CompiledLora:
@@ -77,49 +112,29 @@ def compiled_lora(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> C
     """None where the operator can't be used; why is logged."""
     if pool.device.type != "cpu" or pool.dtype not in DTYPES:
         return None
-    try:
-        return CompiledLora(table, pool, base)
-    except CompileError as error:
-        log.warning("LoRA runs without the compiled operator, more slowly", extra={"reason": str(error)})
-        return None
+    warning = "LoRA runs without the compiled operator, more slowly"
+    return unless_uncompiled(lambda: CompiledLora(table, pool, base), log, warning)
 
 
-class SegmentedLora:
-    """A PassLora for adapters that are wholly on the device when their first layer runs.
+class SegmentedLora(GroupLora):
+    """For adapters that are wholly on the device when their first layer runs.
 
-    `weights` is asked once per segment, at the first layer that it computes, and then by layer.
     Where the compiled operator is, it computes all short segments of a group in one call.
     """
 
-    def __init__(
-        self, batch: LoraBatch, weights: Callable[[Lease], AdapterWeights], compiled: CompiledLora | None = None
-    ) -> None:
-        self._batch = batch
-        self._weights = weights
-        self._compiled = compiled
-        self._begun = False
-        self._long: list[tuple[int, int, AdapterWeights]] = []
-        self._short: list[AdapterWeights] = []
-        self._groups: dict[int, set[str]] = {}
-        """by layer, the groups that some segment's adapter adapts; asked layer by layer, as they arrive"""
+    def __init__(self, batch: LoraBatch, weights: Weights, compiled: CompiledLora | None = None) -> None:
+        self._adapters = AdaptedGroups(weights, batch)
+        super().__init__(None, self._adapters)
+        self._batch, self._compiled = batch, compiled
+        self._long: list[tuple[int, int, AdapterWeights]] | None = None
+        """first token, end and weights of the segments that torch computes; None before the first of them"""
         self._segments: Segments | None = None
-        self._x: torch.Tensor | None = None
-
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
-        if not self._begun:
-            self._choose_ways()
-            self._begun = True
-        groups = self._groups.get(layer)
-        if groups is None:
-            adapters = (*self._short, *(weights for _, _, weights in self._long))
-            groups = self._groups[layer] = set().union(*(weights[layer] for weights in adapters))
-        if group in groups:
-            self._x = x
-            return True
-        return False
+        """those of the operator"""
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         assert self._x is not None
+        if self._long is None:
+            self._long = self._choose_ways()
         if self._compiled is not None and self._segments is not None:
             self._compiled.groups[layer][group].add(ys, self._x, self._segments)
         for start, end, weights in self._long:
@@ -127,16 +142,14 @@ class SegmentedLora:
             add_pieces(ys, self._x, start, end, pieces)
         self._x = None
 
-    def _choose_ways(self) -> None:
-        by_torch: list[int] = []
-        for index, ((start, end), lease) in enumerate(zip(self._batch.bounds, self._batch.leases, strict=True)):
-            if lease is None:
-                continue
-            weights = self._weights(lease)
-            if self._compiled is None or end - start >= self._compiled.long_segment:
-                self._long.append((start, end, weights))
-                by_torch.append(index)
-            else:
-                self._short.append(weights)
-        if self._compiled is not None and self._short:
-            self._segments = self._compiled.segments(self._batch, by_torch)
+    def _choose_ways(self) -> list[tuple[int, int, AdapterWeights]]:
+        """Gives the operator its segments, and returns the others."""
+        by_segment, least = self._adapters.by_segment, self._compiled.long_segment if self._compiled is not None else 0
+        long = {
+            index: (start, end, weights)
+            for index, ((start, end), weights) in enumerate(zip(self._batch.bounds, by_segment, strict=True))
+            if weights is not None and end - start >= least
+        }
+        if self._compiled is not None and len(long) < len(by_segment) - by_segment.count(None):
+            self._segments = self._compiled.segments(self._batch, list(long))
+        return list(long.values())

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.engine.limits import Limits
 from node_agent.runner.lora import SegmentedLora, compiled_lora
-from node_agent.types import LoraBatch, PassLora
+from node_agent.types import LoraBatch, ModelRunner, PassLora, SendingRunner
 
 StartLora = Callable[[LoraBatch, bool], PassLora]
 """(batch, whether every row has one token) -> the pass's LoRA"""
@@ -44,14 +45,18 @@ def interprets_triton() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def choose_lora(store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int) -> LoraCode:
-    """Returns the code that adds LoRA to passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens.
-    `kernel`: what `kernel_of` returned."""
-    table, pool, base = store.table, store.pool.data, store.base
+def choose_lora(limits: Limits, runner: ModelRunner, store: AdapterStore, kernel: str) -> LoraCode:
+    """Returns the code that adds LoRA to passes within the limits: the runner's own, where it sends batches to the
+    device itself. Called once, before the first adapter is loaded. `kernel`: what `kernel_of` returned."""
+    max_rows, chunk_tokens = limits.max_rows, limits.chunk_tokens
+    if isinstance(runner, SendingRunner):
+        start = runner.serve(
+            store, kernel, max_rows=max_rows, chunk_tokens=chunk_tokens, max_context=limits.max_context
+        )
+        return LoraCode(kernel, start)
     if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton
 
-        tokens = max(max_rows, chunk_tokens)
-        return LoraCode(kernel, TritonLora(table, pool, base, store.weights, max_rows, tokens, kernel=kernel).start)
-    compiled = compiled_lora(table, pool, base)
+        return LoraCode(kernel, TritonLora(store, max_rows, max(max_rows, chunk_tokens), kernel=kernel).start)
+    compiled = compiled_lora(store.table, store.pool.data, store.base)
     return LoraCode(kernel, lambda batch, _: SegmentedLora(batch, store.weights, compiled))

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cluster.json_file import write_json
-from kernels.build import CompileError, cache_folder, processor_key
+from kernels.build import cache_folder, processor_key, unless_uncompiled
 from kernels.product import ProductOperator
 from node_agent.runner.products import Products, can_pack, few_rows, pack, packed_product, widened
 
@@ -63,7 +63,8 @@ def choose_products(weights: Iterable[torch.Tensor], folder: Path | None = None)
     sample = _sample(weights)
     if not sample or sample[0].dtype is not torch.bfloat16 or sample[0].device.type != "cpu":
         return None
-    operator = _operator()
+    warning = "bf16 products run without the compiled operator, more slowly"
+    operator = unless_uncompiled(ProductOperator, log, warning)
     file = _file(sample, operator, folder)
     found = None if file is None else _stored(file)
     if found is None:
@@ -162,14 +163,6 @@ def _sample(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         if size >= SAMPLE_BYTES:
             break
     return sample
-
-
-def _operator() -> ProductOperator | None:
-    try:
-        return ProductOperator()
-    except CompileError as error:
-        log.warning("bf16 products run without the compiled operator, more slowly", extra={"reason": str(error)})
-        return None
 
 
 def _file(sample: list[torch.Tensor], operator: ProductOperator | None, folder: Path | None) -> Path | None:

@@ -6,7 +6,8 @@ import torch
 
 from node_agent.device import record_event
 from node_agent.runner.prompt_scores import Head, score_prompts
-from node_agent.types import HostOutput, Rules, SamplingBatch, StepBatch, StepOutput
+from node_agent.runner.score_rules import ScoreRules
+from node_agent.types import HostOutput, SamplingBatch, StepBatch, StepOutput
 
 _MASK = (1 << 64) - 1
 
@@ -60,7 +61,7 @@ def step_output(head: Head, batch: StepBatch) -> StepOutput:
     return HostOutput(tokens.cpu(), logprobs, non_finite, record_event(logits.device), scores)
 
 
-def _changed(row: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _changed(row: torch.Tensor, rules: ScoreRules) -> torch.Tensor:
     scores = row.clone()
     rules.apply(scores)
     return scores

@@ -12,9 +12,9 @@ from kernels.bgmv import bgmv
 from kernels.launch import Launch, launch_for
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
-from kernels.view import MAX_PROJECTIONS, GroupView
-from node_agent.adapter_memory.table import AdapterTable
-from node_agent.runner.lora import AdaptedGroups, Weights, table_views
+from kernels.view import MAX_PROJECTIONS, GroupView, LoraCall
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.runner.lora import AdaptedGroups, Add, GroupLora, table_views
 from node_agent.types import GROUPS, LoraBatch
 
 DECODE_KERNELS: dict[str, Callable[..., None]] = {"mbgmv": mbgmv, "bgmv": bgmv}
@@ -22,39 +22,41 @@ DECODE_KERNELS: dict[str, Callable[..., None]] = {"mbgmv": mbgmv, "bgmv": bgmv}
 
 
 class TritonLora:
-    """Runs the LoRA kernels for every projection group of a table, with scratch allocated once for the largest pass.
+    """Runs the LoRA kernels for every projection group of a store's adapters, with scratch allocated once for the
+    largest pass.
 
     A decode pass has at most `max_rows` tokens, any other at most `max_tokens`; a larger one raises
     KernelArgumentError. All passes share the scratch, because their kernels run one after another on one stream.
-    `weights` returns a leased adapter's weights, from which the host reads which groups the adapter adapts. `decode`
-    and `prefill` override the kernels' launch settings, for tests; None: those that were tuned for the device. `kernel`
-    is the one of decode passes, of DECODE_KERNELS.
+    `decode` and `prefill` override the kernels' launch settings, for tests; None: those that were tuned for the device.
+    `kernel` is the one of decode passes, of DECODE_KERNELS.
     """
 
     def __init__(
         self,
-        table: AdapterTable,
-        pool: torch.Tensor,
-        base: BaseModel,
-        weights: Weights,
+        store: AdapterStore,
         max_rows: int,
         max_tokens: int,
         decode: Launch | None = None,
         prefill: Launch | None = None,
         kernel: str = "mbgmv",
     ) -> None:
-        self.weights = weights
+        pool = store.pool.data
+        self.weights = store.weights
         self.decode_kernel = DECODE_KERNELS[kernel]
-        self.groups = table_views(table, pool, base)
+        self.groups = table_views(store.table, pool, store.base)
         self.decode = decode or launch_for(kernel, pool.device)
         self.prefill = prefill or launch_for("sgmv", pool.device)
         self.decode_scratch = _scratch(self.decode, max_rows, pool.device)
         self.prefill_scratch = _scratch(self.prefill, max_tokens, pool.device)
-        self._warm(base, pool)
+        self._warm(store.base, pool)
 
-    def start(self, batch: LoraBatch, decode: bool) -> TritonPass:
-        """A PassLora. `decode`: every row of the pass has one token."""
-        return TritonPass(self, batch, decode)
+    def start(self, batch: LoraBatch, decode: bool) -> GroupLora:
+        """A StartLora. Groups that no adapter of the batch adapts are not launched."""
+        return GroupLora(self.open_add(batch, decode), AdaptedGroups(self.weights, batch))
+
+    def open_add(self, batch: LoraBatch, decode: bool) -> Add:
+        """`decode`: every row of the pass has one token."""
+        return lambda layer, group, ys, x: self.add(self.groups[layer][group], ys, x, batch, decode)
 
     def add(self, view: GroupView, ys: Sequence[torch.Tensor], x: torch.Tensor, batch: LoraBatch, decode: bool) -> None:
         """Two launches. ys P tensors [T, d_out] in place, x [T, d_in]. Raises KernelArgumentError before them."""
@@ -62,7 +64,7 @@ class TritonLora:
             operation, scratch, how = self.decode_kernel, self.decode_scratch, self.decode
         else:
             operation, scratch, how = sgmv, self.prefill_scratch, self.prefill
-        operation(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank, how)
+        operation(LoraCall(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank), how)
 
     def _warm(self, base: BaseModel, pool: torch.Tensor) -> None:
         """Triton compiles at a kernel's first launch: here, on a base token, and not while a request waits."""
@@ -76,26 +78,6 @@ class TritonLora:
             ys = torch.split(y, widths, dim=1)
             for decode in (True, False):
                 self.add(self.groups[0][group], ys, x, batch, decode)
-
-
-class TritonPass:
-    """The PassLora of one pass. Groups that no adapter of the batch adapts are not launched."""
-
-    def __init__(self, lora: TritonLora, batch: LoraBatch, decode: bool) -> None:
-        self._lora, self._batch, self._decode = lora, batch, decode
-        self._adapted = AdaptedGroups(lora.weights, batch)
-        self._x: torch.Tensor | None = None
-
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
-        if not self._adapted.has(layer, group):
-            return False
-        self._x = x
-        return True
-
-    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
-        assert self._x is not None
-        self._lora.add(self._lora.groups[layer][group], ys, self._x, self._batch, self._decode)
-        self._x = None
 
 
 def _scratch(how: Launch, tokens: int, device: torch.device) -> torch.Tensor:

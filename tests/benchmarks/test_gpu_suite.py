@@ -71,9 +71,9 @@ def test_a_layer_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_kernel_that_forgets_pieces_of_a_context_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(TorchOperations):
-        def decode_attention(self, q: Any, cache: Any, rows: Rows, heads: Any, **named: Any) -> None:
+        def decode_attention(self, q: Any, cache: Any, rows: Rows, **named: Any) -> None:
             first = Rows(rows.context_len.clamp(max=LEAST_PIECE), rows.block_table)
-            super().decode_attention(q, cache, first, heads, **named)
+            super().decode_attention(q, cache, first, **named)
 
     monkeypatch.setattr(gpu_layer_check, "layer_operations", lambda _: Wrong())
     with pytest.raises(WrongResult, match=r"decode_attention in torch\.float32"):

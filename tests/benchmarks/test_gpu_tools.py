@@ -15,8 +15,9 @@ from benchmarks.gpu_check import WrongResult, check_operations, draw_cases
 from benchmarks.kernel_cases import draw_case
 from benchmarks.peers import _stacked
 from benchmarks.tune_kernels import tune, with_device
-from kernels.launch import OPERATIONS, TABLE, default_launch, read_table
+from kernels.launch import OPERATIONS, TABLE, Launch, default_launch, read_table
 from kernels.mbgmv import mbgmv
+from kernels.view import LoraCall
 from tests.benchmarks.studies import run_study
 from tests.kernels.drawn import DEVICE
 
@@ -31,16 +32,16 @@ def test_every_operation_is_checked() -> None:
     assert any(row["worst_error"] > 0 for row in rows)
 
 
-def half_a_scale(ys: list[torch.Tensor], *given: object) -> None:
-    before = [y.clone() for y in ys]
-    mbgmv(ys, *given)  # type: ignore[arg-type]
-    for y, old in zip(ys, before, strict=True):
+def half_a_scale(call: LoraCall, how: Launch) -> None:
+    before = [y.clone() for y in call.ys]
+    mbgmv(call, how)
+    for y, old in zip(call.ys, before, strict=True):
         y.sub_((y - old) / 2)
 
 
-def write_elsewhere(ys: list[torch.Tensor], *given: object) -> None:
-    mbgmv(ys, *given)  # type: ignore[arg-type]
-    ys[0].nan_to_num_(0.0)
+def write_elsewhere(call: LoraCall, how: Launch) -> None:
+    mbgmv(call, how)
+    call.ys[0].nan_to_num_(0.0)
 
 
 @pytest.mark.parametrize("wrong", [half_a_scale, write_elsewhere])

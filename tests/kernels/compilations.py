@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -15,9 +16,10 @@ from benchmarks.kernel_cases import draw_case
 from benchmarks.kernel_recorder import recorded
 from benchmarks.kernel_steps import ADAPTED, SHAPES, step_row
 from kernels.bgmv import bgmv
-from kernels.decoder import Heads
-from kernels.gpu_ops import PagedCache, Rotary, Rows, decode_scratch
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import Rotary, Rows, decode_scratch
 from kernels.gpu_triton import TritonOperations
+from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
@@ -42,18 +44,15 @@ def lora_calls(rng: random.Random, tokens: int, segments: int) -> Iterator[Calla
     largest = rng.randint(0, CASE.max_rank)
     for operation in (bgmv, mbgmv, sgmv):
         ys = [y[:tokens] for y in CASE.fresh()]
-        yield (
-            lambda operation=operation, ys=ys: operation(  # type: ignore[misc]
-                ys, CASE.x[:tokens], start, slot, CASE.view, CASE.xa, largest
-            )
-        )
+        call = CASE.call(ys, x=CASE.x[:tokens], seg_start=start, seg_slot=slot, max_rank=largest)
+        yield partial(operation, call)
 
 
 def layer_calls(rng: random.Random, tokens: int, rows: int) -> Iterator[Callable[[], None]]:
     operations, dtype = TritonOperations(), torch.bfloat16
     x, qkv = torch.zeros(tokens, WIDTH, dtype=dtype), torch.zeros(tokens + rows, 256, dtype=dtype)
     gate_up = torch.zeros(tokens, 2 * INNER, dtype=dtype)
-    cache = PagedCache(*torch.zeros(2, 64, 2, 32, dtype=dtype).unbind(), 16)
+    cache = PagedCache(HEADS, *torch.zeros(2, 64, 2, 32, dtype=dtype).unbind(), 16)
     at = upload(rng, torch.zeros(tokens + rows, dtype=torch.int64))
     table = upload(rng, torch.zeros(rows, rng.randint(1, 40), dtype=torch.int32))
     context = upload(rng, torch.ones(rows, dtype=torch.int32))
@@ -66,11 +65,9 @@ def layer_calls(rng: random.Random, tokens: int, rows: int) -> Iterator[Callable
     yield lambda: operations.add_rms_norm(x, x.new_ones(WIDTH), 1e-5, out=torch.empty_like(x), residual=None)
     yield lambda: operations.add_rms_norm(x, x.new_ones(WIDTH), 1e-5, out=torch.empty_like(x), residual=x.clone())
     yield lambda: operations.silu_mul(gate_up, out=x.new_empty(tokens, INNER))
-    yield lambda: operations.rotate_and_store(qkv, rotary, cache, HEADS, positions=at, slots=at)
-    yield lambda: operations.decode_attention(
-        qkv[:rows], cache, Rows(context, table), HEADS, out=out[:rows], scratch=scratch
-    )
-    yield lambda: operations.prefill_attention(qkv[rows:], cache, Rows(context, table, starts), HEADS, out=out[rows:])
+    yield lambda: operations.rotate_and_store(qkv, rotary, cache, positions=at, slots=at)
+    yield lambda: operations.decode_attention(qkv[:rows], cache, Rows(context, table), out=out[:rows], scratch=scratch)
+    yield lambda: operations.prefill_attention(qkv[rows:], cache, Rows(context, table, starts), out=out[rows:])
 
 
 def handoff_calls(rng: random.Random, tokens: int) -> Iterator[Callable[[], None]]:
@@ -79,8 +76,8 @@ def handoff_calls(rng: random.Random, tokens: int) -> Iterator[Callable[[], None
     x, word = torch.zeros(tokens, WIDTH, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
     lines, poisoned = torch.zeros(5, workers, 8, dtype=torch.int64)[at], torch.zeros(8, dtype=torch.int32)
     mine = poisoned[slot : slot + 1]
-    yield lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, lines, lines, mine)
-    yield lambda: kernels.wait(lines, lines, 1 << 40, mine, word)
+    yield lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, Signal(lines, lines, mine))
+    yield lambda: kernels.wait(Signal(lines, lines, mine), 1 << 40, word)
 
 
 def keys_of(calls: Iterator[Callable[[], None]]) -> set[tuple[str, str]]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from kernels.decoder import Heads
-from kernels.gpu_ops import PagedCache, Rows
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import Rows
 
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Of a value, for one rounding that falls the other way"""
@@ -104,7 +104,7 @@ def make_sequences(
     q = torch.randn(int(starts[-1]) + surplus, (heads.heads + 2 * heads.kv_heads) * heads.head_dim).to(dtype)
     context_len = torch.tensor(contexts, dtype=torch.int32)
     rows = Rows(context_len.to(device), table.to(device), starts.to(device))
-    kept = PagedCache(cache[0].contiguous().to(device), cache[1].contiguous().to(device), block_tokens)
+    kept = PagedCache(heads, cache[0].contiguous().to(device), cache[1].contiguous().to(device), block_tokens)
     return Sequences(heads, kept, rows, contexts, queries, offset, q.to(device))
 
 

@@ -16,7 +16,7 @@ from tests.kernels.paged import counted_loads
 
 
 def run(ys: list[torch.Tensor], case: Case) -> None:
-    bgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa, case.max_rank, SMALL)
+    bgmv(case.call(ys), SMALL)
 
 
 @pytest.mark.parametrize("popularity", POPULARITY)
@@ -46,7 +46,7 @@ def test_padding_changes_no_bit() -> None:
     case = draw_case([3, 40], [(0, 1), (1, 1)], 40, [24], torch.bfloat16, device=DEVICE)
     padded, own = case.fresh(), case.fresh()
     run(padded, case)
-    mbgmv(own, case.x, case.seg_start, case.seg_slot, case.view, case.xa, case.max_rank, SMALL)
+    mbgmv(case.call(own), SMALL)
     assert torch.equal(padded[0], own[0])
 
 
@@ -58,7 +58,7 @@ def test_padding_is_paid_for() -> None:
     per_rank = 2 * 40 + 24 + 33
     for operation, ranks in ((bgmv, 20 + 20), (mbgmv, 3 + 20)):
         with counted_loads(case.view.pool) as count:
-            operation(case.fresh(), case.x, case.seg_start, case.seg_slot, case.view, case.xa, case.max_rank, SMALL)
+            operation(case.call(), SMALL)
         assert count[0] == ranks * per_rank
 
 
@@ -66,5 +66,5 @@ def test_refuses_a_rank_without_room() -> None:
     case = draw_case([5], [(0, 2)], 40, [24], torch.float32, device=DEVICE)
     ys = case.fresh()
     with pytest.raises(KernelArgumentError, match="largest rank is 17; the scratch xa has room for 16"):
-        bgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa, 17, SMALL)
+        bgmv(case.call(ys, max_rank=17), SMALL)
     assert torch.equal(ys[0], case.ys[0])

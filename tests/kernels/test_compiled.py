@@ -25,7 +25,7 @@ def run(case: Case, threads: int = 1, poison: float = torch.nan) -> list[torch.T
     tokens, d_in = case.x.shape
     widths = [y.shape[1] for y in case.ys]
     ys = case.fresh()
-    segments = Segments(case.seg_start, case.seg_slot, tokens, max(case.ranks), d_in, threads, len(widths))
+    segments = Segments(case.seg_start, case.seg_slot, tokens, max(case.ranks), d_in, threads)
     segments.scratch.fill_(poison)
     CompiledGroup(OPERATORS, case.view, d_in, widths).add(ys, case.x, segments)
     return ys

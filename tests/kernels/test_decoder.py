@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from kernels.decoder import AttentionPass, DecoderOperators, Heads, PagedAttention
+from kernels.decoder import AttentionPass, DecoderOperators, Heads, PagedAttention, PagedCache
 from kernels.view import KernelArgumentError
 
 OPERATORS = {dtype: DecoderOperators(dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -115,7 +115,7 @@ class World:
             *(torch.tensor(contexts, dtype=torch.int32), contexts, rows, self.heads),
         )
         qkv = qkv[tokens]
-        attention = PagedAttention(OPERATORS[qkv.dtype], self.heads, keys, values, self.block_tokens)
+        attention = PagedAttention(OPERATORS[qkv.dtype], PagedCache(self.heads, keys, values, self.block_tokens))
         return attention(qkv, made)[:rows], qkv, keys, values
 
 
@@ -221,9 +221,9 @@ def test_refuses_what_it_cannot_take() -> None:
     with pytest.raises(KernelArgumentError, match="contiguous"):
         operators.silu_mul(torch.zeros(4, 2).t())
     with pytest.raises(KernelArgumentError, match="3 heads of 4 over 2"):
-        PagedAttention(operators, Heads(3, 2, 4, 1.0), torch.zeros(8, 2, 4), torch.zeros(8, 2, 4), 4)
+        PagedAttention(operators, PagedCache(Heads(3, 2, 4, 1.0), torch.zeros(8, 2, 4), torch.zeros(8, 2, 4), 4))
     with pytest.raises(KernelArgumentError, match="is needed"):
-        PagedAttention(operators, Heads(2, 2, 4, 1.0), torch.zeros(8, 2, 4), torch.zeros(8, 2, 5), 4)
+        PagedAttention(operators, PagedCache(Heads(2, 2, 4, 1.0), torch.zeros(8, 2, 4), torch.zeros(8, 2, 5), 4))
     heads, at = Heads(2, 2, 4, 1.0), torch.zeros(1, 4)
     slots, table, contexts = (
         torch.zeros(1, dtype=torch.int64),
@@ -234,6 +234,6 @@ def test_refuses_what_it_cannot_take() -> None:
         AttentionPass(at, at, slots.int(), table, contexts, [1], 1, heads)
     with pytest.raises(KernelArgumentError, match="2 decode rows"):
         AttentionPass(at, at, slots, table, contexts, [1, 1], 2, heads)
-    attention = PagedAttention(operators, heads, torch.zeros(8, 2, 4), torch.zeros(8, 2, 4), 4)
+    attention = PagedAttention(operators, PagedCache(heads, torch.zeros(8, 2, 4), torch.zeros(8, 2, 4), 4))
     with pytest.raises(KernelArgumentError, match="qkv is"):
         attention(torch.zeros(1, 20), AttentionPass(at, at, slots, table, contexts, [1], 1, heads))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +28,7 @@ def decode(operations: LayerOperations, drawn: Sequences, splits: int) -> torch.
     scratch = torch.full(
         (splits, len(drawn.contexts), drawn.heads.heads, drawn.heads.head_dim + 2), torch.nan, device=DEVICE
     )
-    operations.decode_attention(drawn.q, drawn.cache, rows, drawn.heads, out=out, scratch=scratch)
+    operations.decode_attention(drawn.q, drawn.cache, rows, out=out, scratch=scratch)
     return out
 
 
@@ -92,7 +94,7 @@ def test_heads_of_real_models(width: int, dtype: torch.dtype, window: int | None
     check(decode(TritonOperations(), decoded, 2), decoded)
     chunks = make_sequences([1, 16, 80], [1, 16, 40], heads, dtype, device=DEVICE)
     out = chunks.out
-    TritonOperations().prefill_attention(chunks.q, chunks.cache, chunks.rows, heads, out=out)
+    TritonOperations().prefill_attention(chunks.q, chunks.cache, chunks.rows, out=out)
     check(out, chunks)
 
 
@@ -148,7 +150,7 @@ def test_prefill(
     contexts, queries = [a + b for a, b in lengths], [b for _, b in lengths]
     drawn = make_sequences(contexts, queries, heads, dtype, block_tokens, *around, seed=seed, device=DEVICE)
     out = drawn.out
-    operations.prefill_attention(drawn.q, drawn.cache, drawn.rows, drawn.heads, out=out)
+    operations.prefill_attention(drawn.q, drawn.cache, drawn.rows, out=out)
     check(out, drawn)
 
 
@@ -156,7 +158,7 @@ def test_prefill(
 def test_prefill_of_more_rows_than_are_looked_at_at_a_time(operations: LayerOperations) -> None:
     drawn = make_sequences([3] * 34, [1, 0] * 17, Heads(1, 1, 4, 0.5), torch.float32, 4, offset=2, device=DEVICE)
     out = drawn.out
-    operations.prefill_attention(drawn.q, drawn.cache, drawn.rows, drawn.heads, out=out)
+    operations.prefill_attention(drawn.q, drawn.cache, drawn.rows, out=out)
     check(out, drawn)
 
 
@@ -175,23 +177,22 @@ def test_refuses_what_it_cannot_take(operations: LayerOperations) -> None:
     rows, q, cache, out = Rows(drawn.rows.context_len, drawn.rows.block_table), drawn.q, drawn.cache, drawn.out
     scratch = torch.empty(1, 2, 4, 10, device=DEVICE)
     with pytest.raises(KernelArgumentError, match=r"out is torch\.float32 \(1, 32\)"):
-        operations.decode_attention(q, cache, rows, heads, out=out[:1], scratch=scratch)
+        operations.decode_attention(q, cache, rows, out=out[:1], scratch=scratch)
     with pytest.raises(KernelArgumentError, match="33 splits; 1 to 32"):
-        operations.decode_attention(q, cache, rows, heads, out=out, scratch=scratch.expand(33, 2, 4, 10))
+        operations.decode_attention(q, cache, rows, out=out, scratch=scratch.expand(33, 2, 4, 10))
     with pytest.raises(KernelArgumentError, match="query_start must be None"):
-        operations.decode_attention(q, cache, drawn.rows, heads, out=out, scratch=scratch)
+        operations.decode_attention(q, cache, drawn.rows, out=out, scratch=scratch)
     with pytest.raises(KernelArgumentError, match="which tokens are whose"):
-        operations.prefill_attention(q, cache, rows, heads, out=out)
+        operations.prefill_attention(q, cache, rows, out=out)
     with pytest.raises(KernelArgumentError, match=r"keys is torch\.float32 .* torch\.bfloat16"):
-        operations.prefill_attention(q.bfloat16(), cache, drawn.rows, heads, out=out.bfloat16())
+        operations.prefill_attention(q.bfloat16(), cache, drawn.rows, out=out.bfloat16())
     with pytest.raises(KernelArgumentError, match=r"context_len is torch\.int64"):
         operations.prefill_attention(
             q,
             cache,
             Rows(drawn.rows.context_len.long(), drawn.rows.block_table, drawn.rows.query_start),
-            heads,
             out=out,
         )
     with pytest.raises(KernelArgumentError, match="3 heads of 8 over 2"):
-        operations.prefill_attention(q, cache, drawn.rows, Heads(3, 2, 8, 0.3), out=out)
+        operations.prefill_attention(q, replace(cache, heads=Heads(3, 2, 8, 0.3)), drawn.rows, out=out)
     assert bool(out.isnan().all())

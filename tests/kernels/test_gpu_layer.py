@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kernels.decoder import Heads
-from kernels.gpu_ops import LayerOperations, PagedCache, Rotary
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import LayerOperations, Rotary
 from kernels.gpu_reference import TorchOperations
 from kernels.gpu_triton import TritonOperations
 from kernels.view import KernelArgumentError
@@ -125,13 +125,13 @@ def test_rotate_and_store(
     positions = torch.randint(0, 400, (tokens,), device=DEVICE)
     slots = 1 + torch.randperm(11, device=DEVICE)[:tokens]
     slots[2:] = -1
-    cache = PagedCache(draw(12, kv, dim, dtype=dtype), draw(12, kv, dim, dtype=dtype), 4)
+    cache = PagedCache(heads, draw(12, kv, dim, dtype=dtype), draw(12, kv, dim, dtype=dtype), 4)
     keys, values = cache.keys.clone(), cache.values.clone()
     rope = SCALED if scaled else {"rope_type": "default", "rope_theta": 10000.0}
     cos, sin = (part[0] for part in rotary_embedding(dim, rope)(qkv, torch.arange(400, device=DEVICE)[None]))
     rotary = Rotary(cos[:, : dim // 2].contiguous(), sin[:, : dim // 2].contiguous())
     before = qkv.clone()
-    operations.rotate_and_store(qkv, rotary, cache, heads, positions=positions, slots=slots)
+    operations.rotate_and_store(qkv, rotary, cache, positions=positions, slots=slots)
 
     q, k, v = before.view(tokens, h + 2 * kv, dim).split([h, kv, kv], dim=1)
     if heads.norms is not None:
@@ -164,11 +164,12 @@ def test_refuses_other_layouts(operations: LayerOperations) -> None:
         operations.silu_mul(x, out=x)
     with pytest.raises(KernelArgumentError, match=r"gate_up is torch\.float64"):
         operations.silu_mul(x.double(), out=x[:, :4])
-    cache, rotary = PagedCache(x.view(4, 1, 4), x.view(4, 1, 4), 2), Rotary(x.view(8, 2), x.view(8, 2))
+    cache = PagedCache(Heads(1, 1, 4, 1.0), x.view(4, 1, 4), x.view(4, 1, 4), 2)
+    rotary = Rotary(x.view(8, 2), x.view(8, 2))
     token = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(KernelArgumentError, match=r"qkv must be \[T, 12\]"):
-        operations.rotate_and_store(x, rotary, cache, Heads(1, 1, 4, 1.0), positions=token, slots=token)
+        operations.rotate_and_store(x, rotary, cache, positions=token, slots=token)
     with pytest.raises(KernelArgumentError, match=r"slots is torch\.int32"):
         operations.rotate_and_store(
-            torch.zeros(2, 12, device=DEVICE), rotary, cache, Heads(1, 1, 4, 1.0), positions=token, slots=token.int()
+            torch.zeros(2, 12, device=DEVICE), rotary, cache, positions=token, slots=token.int()
         )

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.grouped import add_pieces
-from kernels.reference import ROW_ALIGN, add_lora
+from kernels.reference import add_group
+from kernels.view import ROW_ALIGN, GroupView
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -105,6 +106,7 @@ def test_reference_reads_rows_through_the_table() -> None:
         if slot in weights:
             a, b = weights[slot]
             want[t] += scale[slot] * (x[t] @ a.T @ b)
-    add_lora(y, x, token_slot, pool, rank, scale, first, torch.tensor(row_offset, dtype=torch.int32))
+    offsets = torch.tensor(row_offset, dtype=torch.int32)
+    add_group([y], x, token_slot, GroupView(pool, rank[:, None], scale[:, None], first[:, None], offsets))
     torch.testing.assert_close(y, want)
     assert torch.equal(y[[1, 3]], want[[1, 3]])

@@ -18,7 +18,7 @@ pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store an
 
 from kernels.handoff import flag_value
 from kernels.handoff_cuda import CudaKernels
-from kernels.handoff_device import StreamKernels, stream_kernels
+from kernels.handoff_device import Signal, StreamKernels, stream_kernels
 from kernels.handoff_triton import TritonKernels
 from node_agent.coldstart.shared import PAGE, Command, HandoffMemory, Layout, make_memory
 from tests.node_agent.coldstart.pools import CORES, WIDTHS, draw_x, drawn_case, poison, started
@@ -76,30 +76,30 @@ def test_copy_then_signal(kernels: StreamKernels, size: int, dtype: torch.dtype)
     x, target, ticket = torch.randn(size).to(dtype), torch.full((size + 7,), torch.nan, dtype=dtype), word()
     flags, values = words(0, 11, 0), words(5, 0, flag_value(3, 9))
     for _ in range(2):  # the ticket is ready again
-        kernels.copy_and_signal(x, target[:size], ticket, flags, values, word())
+        kernels.copy_and_signal(x, target[:size], ticket, Signal(flags, values, word()))
         assert torch.equal(target[:size], x) and target[size:].isnan().all() and int(ticket) == 0
     assert torch.equal(flags, words(5, 11, flag_value(3, 9)))
 
 
 def test_rows_that_begin_anywhere(kernels: StreamKernels) -> None:
     x, target, flags = torch.randn(40)[1:], torch.zeros(41), words(0)
-    kernels.copy_and_signal(x, target[2:], word(), flags, words(7), word())
+    kernels.copy_and_signal(x, target[2:], word(), Signal(flags, words(7), word()))
     assert torch.equal(target[2:], x) and not target[:2].any() and torch.equal(flags, words(7))
 
 
 def test_a_wait_that_succeeds_and_one_that_times_out(kernels: StreamKernels) -> None:
     poisoned, failed = word(), word()
-    kernels.wait(words(4, 7, 9), words(4, 0, 9), SECOND_NS, poisoned, failed)
+    kernels.wait(Signal(words(4, 7, 9), words(4, 0, 9), poisoned), SECOND_NS, failed)
     assert (int(poisoned), int(failed)) == (0, 0)
-    kernels.wait(words(4, 7, 9), words(4, 0, 8), 1000, poisoned, failed)
+    kernels.wait(Signal(words(4, 7, 9), words(4, 0, 8), poisoned), 1000, failed)
     assert (int(poisoned), int(failed)) == (1, 1)
 
 
 def test_a_poisoned_pass_neither_signals_nor_waits(kernels: StreamKernels) -> None:
     x, target, poisoned, failed = torch.ones(2000), torch.zeros(2000), word() + 1, word()
     flags, ticket = words(3), word()
-    kernels.copy_and_signal(x, target, ticket, flags, words(8), poisoned)
-    kernels.wait(words(3), words(8), 1000 * SECOND_NS, poisoned, failed)
+    kernels.copy_and_signal(x, target, ticket, Signal(flags, words(8), poisoned))
+    kernels.wait(Signal(words(3), words(8), poisoned), 1000 * SECOND_NS, failed)
     assert not target.any() and torch.equal(flags, words(3)) and (int(ticket), int(failed)) == (0, 0)
 
 
@@ -134,8 +134,8 @@ def test_they_touch_nothing_that_is_not_theirs(kernels: StreamKernels, dtype: in
             memory.lines(offset(at, 0)) for offset in (layout.command_flag, layout.command, layout.done_flag)
         )
         x, failed, poisoned = draw_x(40, 40, layout.torch_dtype), memory.failed(slot), word()
-        kernels.copy_and_signal(x, memory.x(slot, 40, 40), word(), flags, commands, poisoned)
-        kernels.wait(done, commands, 1000, poisoned, failed)
+        kernels.copy_and_signal(x, memory.x(slot, 40, 40), word(), Signal(flags, commands, poisoned))
+        kernels.wait(Signal(done, commands, poisoned), 1000, failed)
         assert memory.command_value(at, 0) == flag_value(1, 1) and int(failed) == 1
         assert torch.equal(memory.x(slot, 40, 40), x)
         lines = range(layout.x_area(0) // PAGE)
@@ -167,12 +167,12 @@ def test_with_real_workers(kernels: StreamKernels) -> None:
             memory.write_segments(slot, [(2, tokens)])
             flags, done = (memory.lines(offset(slot, 0)) for offset in (layout.command_flag, layout.done_flag))
             poisoned, failed = word(), word()
-            kernels.wait(done, values, 1000, poisoned, failed)
+            kernels.wait(Signal(done, values, poisoned), 1000, failed)
             assert int(failed) == 1  # nobody has signalled
             poisoned.zero_()
             failed.zero_()
-            kernels.copy_and_signal(x, memory.x(slot, tokens, 40), word(), flags, values, poisoned)
-            kernels.wait(done, values, 100 * SECOND_NS, poisoned, failed)
+            kernels.copy_and_signal(x, memory.x(slot, tokens, 40), word(), Signal(flags, values, poisoned))
+            kernels.wait(Signal(done, values, poisoned), 100 * SECOND_NS, failed)
             assert int(failed) == 0
             ys = memory.y(slot, tokens, memory.group_widths[0][1])
             for y, want in zip(ys, case.expected(x, 2, 0, "qkv"), strict=True):

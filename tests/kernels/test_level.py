@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels.level import LEVELS, SWITCH, host_level, level_environment, levels_up_to, used_level
+from benchmarks.report import level_environment
+from kernels.level import LEVELS, SWITCH, host_level, levels_up_to, used_level
 
 ROOT = Path(__file__).parents[2]
 LANES = {"avx2": 8, "avx512": 16, "avx512_bf16": 16, "amx": 16}

@@ -17,7 +17,7 @@ from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_
 
 
 def run(ys: list[torch.Tensor], case: Case) -> None:
-    mbgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa, case.max_rank, SMALL)
+    mbgmv(case.call(ys), SMALL)
 
 
 @pytest.mark.parametrize("popularity", POPULARITY)
@@ -45,7 +45,7 @@ def test_extreme_ranks(rank: int) -> None:
 
 def test_device_default_tiles() -> None:
     case = draw_case([17, 8], [(0, 1), (-1, 1), (1, 18)], 200, [150, 60], torch.bfloat16, device=DEVICE)
-    check(lambda ys, c: mbgmv(ys, c.x, c.seg_start, c.seg_slot, c.view, c.xa, c.max_rank), case)
+    check(lambda ys, c: mbgmv(c.call(ys)), case)
 
 
 def test_nan_in_one_adapter_stays_in_its_rows() -> None:
@@ -65,24 +65,15 @@ def test_refuses_what_it_cannot_take() -> None:
     case = draw_case([5], [(0, 2)], 40, [24], torch.float32, device=DEVICE)
     ys = case.fresh()
     with pytest.raises(KernelArgumentError, match=r"x is torch\.bfloat16"):
-        mbgmv(ys, case.x.bfloat16(), case.seg_start, case.seg_slot, case.view, case.xa, case.max_rank, SMALL)
+        mbgmv(case.call(ys, x=case.x.bfloat16()), SMALL)
     with pytest.raises(KernelArgumentError, match="2 outputs for 1 projections"):
-        mbgmv([*ys, *ys], case.x, case.seg_start, case.seg_slot, case.view, case.xa, case.max_rank, SMALL)
+        mbgmv(case.call([*ys, *ys]), SMALL)
     with pytest.raises(KernelArgumentError, match=r"seg_start must be i32\[2\]"):
-        mbgmv(ys, case.x, case.seg_start.long(), case.seg_slot, case.view, case.xa, case.max_rank, SMALL)
+        mbgmv(case.call(ys, seg_start=case.seg_start.long()), SMALL)
     with pytest.raises(KernelArgumentError, match=r"xa is \(1, 1, 2, 16\)"):
-        mbgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa[:1], case.max_rank, SMALL)
+        mbgmv(case.call(ys, xa=case.xa[:1]), SMALL)
     with pytest.raises(KernelArgumentError, match="rows of stride 1"):
-        mbgmv(
-            [ys[0].t().contiguous().t()],
-            case.x,
-            case.seg_start,
-            case.seg_slot,
-            case.view,
-            case.xa,
-            case.max_rank,
-            SMALL,
-        )
+        mbgmv(case.call([ys[0].t().contiguous().t()]), SMALL)
     assert torch.equal(ys[0], case.ys[0])
 
 
@@ -90,10 +81,10 @@ def test_refuses_what_it_cannot_take() -> None:
 def test_refuses_ranks_that_the_scratch_would_cut(operation: Callable[..., None]) -> None:
     """Also where other ranks of the batch fit; one less is taken, and right."""
     case = draw_case([3, 33], [(0, 2), (1, 2)], 40, [24], torch.float32, device=DEVICE)
-    ys, given = case.fresh(), (case.x, case.seg_start, case.seg_slot, case.view)
+    ys = case.fresh()
     short = torch.full((*case.xa.shape[:3], 32), torch.nan, device=DEVICE)
     with pytest.raises(KernelArgumentError, match="largest rank is 33; the scratch xa has room for 32"):
-        operation(ys, *given, short, case.max_rank, SMALL)
+        operation(case.call(ys, xa=short), SMALL)
     assert torch.equal(ys[0], case.ys[0])
-    operation(ys, *given, case.xa[..., :33].contiguous(), case.max_rank, SMALL)
+    operation(case.call(ys, xa=case.xa[..., :33].contiguous()), SMALL)
     assert relative_error(ys, case) <= TOLERANCE[torch.float32]

@@ -15,7 +15,7 @@ from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_
 
 
 def run(ys: list[torch.Tensor], case: Case) -> None:
-    sgmv(ys, case.x, case.seg_start, case.seg_slot, case.view, case.xa, case.max_rank, SMALL)
+    sgmv(case.call(ys), SMALL)
 
 
 @pytest.mark.parametrize("popularity", POPULARITY)
@@ -53,5 +53,5 @@ def test_more_tiles_than_segments_and_the_reverse() -> None:
 def test_device_default_tiles() -> None:
     case = draw_case([33, 8], [(0, 66), (-1, 3), (1, 5)], 100, [150, 60], torch.bfloat16, device=DEVICE)
     how = launch_for("sgmv", case.x.device)
-    check(lambda ys, c: sgmv(ys, c.x, c.seg_start, c.seg_slot, c.view, c.xa, c.max_rank, replace(how, splits=2)), case)
-    check(lambda ys, c: sgmv(ys, c.x, c.seg_start, c.seg_slot, c.view, c.xa, c.max_rank), case)
+    check(lambda ys, c: sgmv(c.call(ys), replace(how, splits=2)), case)
+    check(lambda ys, c: sgmv(c.call(ys)), case)

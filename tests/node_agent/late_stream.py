@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from node_agent.runner.cuda_stream import CpuStream, Work
+from node_agent.runner.cuda_stream import Stream, Work
 
 WAITS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -72,7 +72,7 @@ class LateEvent:
         return None
 
 
-class LateStream(CpuStream):
+class LateStream(Stream):
     """A Stream. `log` has what was enqueued and awaited. Before `late` is set everything runs at once."""
 
     def __init__(self) -> None:
@@ -100,10 +100,10 @@ class LateStream(CpuStream):
         self.owned.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def upload(self, device: torch.Tensor, host: torch.Tensor, size: int) -> None:
-        self._enqueue("upload", lambda: CpuStream.upload(self, device, host, size))
+        self._enqueue("upload", lambda: Stream.upload(self, device, host, size))
 
     def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
-        self._enqueue("download", lambda: CpuStream.download(self, host, device, size))
+        self._enqueue("download", lambda: Stream.download(self, host, device, size))
 
     def enqueue(self, work: Work) -> None:
         self._enqueue("work", work)

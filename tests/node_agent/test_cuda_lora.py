@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from adapters.base_model import BaseModel
-from kernels.view import add_group
+from kernels.reference import add_group
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.runner import cuda_lora
 from node_agent.runner.cuda_blocks import fill_lora, lora_spec, size_of, views
-from node_agent.runner.cuda_lora import CAPTURED_RANK, CudaLora, EveryGroup, OpenAdd, open_add, triton_add
+from node_agent.runner.cuda_lora import CAPTURED_RANK, CudaLora, OpenAdd, open_add
 from node_agent.runner.cuda_runner import CudaRunner, open_runner
-from node_agent.runner.cuda_stream import CpuStream
-from node_agent.runner.lora import table_views
+from node_agent.runner.cuda_stream import Stream
+from node_agent.runner.lora import GroupLora, table_views
 from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.runner.triton_lora import TritonLora
 from node_agent.types import GROUPS, Lease, LoraBatch, RunnerSettings
@@ -32,7 +32,7 @@ ROWS = 6
 def open_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[AdapterStore], OpenAdd]:
     def by_triton(store: AdapterStore) -> OpenAdd:
         monkeypatch.setattr(TritonLora, "_warm", lambda *_: None)  # compiles nothing here, and takes a second
-        return triton_add(TritonLora(store.table, store.pool.data, store.base, store.weights, ROWS, ROWS, SMALL, SMALL))
+        return TritonLora(store, ROWS, ROWS, SMALL, SMALL).open_add
 
     def by_torch(store: AdapterStore) -> OpenAdd:
         monkeypatch.setattr(cuda_lora, "compiled_lora", lambda *_: None)
@@ -67,7 +67,7 @@ def test_one_capture_serves_any_batch(
     slots = [lease.slot for lease in leases]
     block = torch.zeros(size_of(lora_spec(ROWS, ROWS)), dtype=torch.uint8)
     fields = views(lora_spec(ROWS, ROWS), block)
-    add = EveryGroup(
+    add = GroupLora(
         open_by(store)(LoraBatch(**fields, leases=[], bounds=[], max_rank=CAPTURED_RANK, empty=False), True)
     )
     groups, group = table_views(store.table, store.pool.data, store.base), "qkv"
@@ -91,7 +91,7 @@ def test_one_capture_serves_any_batch(
 def test_a_part_of_another_lora_sends_itself(world: World, make_store: Callable[..., AdapterStore]) -> None:
     """Once, and only where its adapter adapts something."""
 
-    class Counting(CpuStream):
+    class Counting(Stream):
         uploads = 0
 
         def upload(self, device: torch.Tensor, host: torch.Tensor, size: int) -> None:
@@ -126,7 +126,7 @@ def test_steps_that_can_not_be_captured_are_named(
     def fail(_: object, work: Callable[[], None]) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(CpuStream, "capture", fail)
+    monkeypatch.setattr(Stream, "capture", fail)
     with pytest.raises(
         RuntimeError, match=r"steps of 2 rows: operation not.*; set node.runner: transformers, or fewer"
     ):

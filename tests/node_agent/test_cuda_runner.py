@@ -28,7 +28,7 @@ from node_agent.runner.cuda_decode import bucket_sizes
 from node_agent.runner.cuda_layers import Decoder
 from node_agent.runner.cuda_pass import CapturedPass, LayeredPass
 from node_agent.runner.cuda_runner import CudaRunner, open_runner
-from node_agent.runner.cuda_stream import CpuStream
+from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.transformers_runner import TransformersRunner, load_model
 from node_agent.types import PassLora, Plan, RunnerSettings, StepBatch
 from tests.draws import draws
@@ -192,7 +192,7 @@ def test_a_device_that_fails_at_the_start_ends_it(stories_dir: Path, monkeypatch
 def test_captured_steps_that_differ_are_not_used(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(CpuStream):
+    class Broken(Stream):
         def capture(self, work):
             return lambda: None
 

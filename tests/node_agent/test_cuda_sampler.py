@@ -20,14 +20,14 @@ from node_agent.runner.cuda_sampler import (
     score_spec,
     unpack_scores,
 )
-from node_agent.runner.cuda_stream import CpuStream
+from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.prompt_scores import score_prompts
 from node_agent.runner.sampler import sample as sample_by_row
 from node_agent.runner.score_rules import ScoreRules, changes_scores
 from node_agent.types import PromptScoring, SamplingBatch
 from tests.draws import draws
 
-STREAM = CpuStream()
+STREAM = Stream()
 
 
 def block(spec) -> dict[str, torch.Tensor]:

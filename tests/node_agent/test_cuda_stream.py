@@ -14,7 +14,7 @@ from benchmarks.local_engine import LocalEngine, MakeEngine, Outcome
 from cluster.messages import Adapter, Sampling
 from node_agent.runner import cuda_runner
 from node_agent.runner.cuda_runner import CudaRunner
-from node_agent.runner.cuda_stream import CpuStream, CudaStream
+from node_agent.runner.cuda_stream import CudaStream, Stream
 from tests.node_agent.late_stream import Capturing, LateStream
 
 WAYS = [
@@ -251,5 +251,5 @@ def test_what_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_captured_work_on_a_cpu_is_the_work() -> None:
     ran = []
-    CpuStream().capture(lambda: ran.append(1))()
+    Stream().capture(lambda: ran.append(1))()
     assert ran == [1]

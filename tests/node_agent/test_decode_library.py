@@ -14,15 +14,15 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kernels.decoder import Heads
-from kernels.gpu_ops import PagedCache, Rows
+from kernels.decoder import Heads, PagedCache
+from kernels.gpu_ops import Rows
 from kernels.gpu_reference import TorchOperations
 from node_agent.engine.setup import find_runner
 from node_agent.runner import decode_library
 from node_agent.runner.cuda_check import step
 from node_agent.runner.cuda_pass import LayeredPass
 from node_agent.runner.cuda_runner import CudaRunner
-from node_agent.runner.cuda_stream import CpuStream
+from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.decode_library import TOLERANCE, choose_decode_attention
 from node_agent.types import RunnerSettings
 from tests.kernels.paged import check, make_sequences
@@ -123,10 +123,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     return stand_in
 
 
-def layers(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, block: int = 16) -> list[tuple[Heads, PagedCache]]:
+def layers(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, block: int = 16) -> list[PagedCache]:
     """One layer without a window and one with."""
-    cache = PagedCache(*torch.zeros(2, 4 * block, 1, head_dim, dtype=dtype).unbind(), block)
-    return [(Heads(8, 1, head_dim, head_dim**-0.5, window), cache) for window in (None, 9)]
+    keys, values = torch.zeros(2, 4 * block, 1, head_dim, dtype=dtype).unbind()
+    return [PagedCache(Heads(8, 1, head_dim, head_dim**-0.5, window), keys, values, block) for window in (None, 9)]
 
 
 @pytest.mark.parametrize("kind", [FlashInfer, FlashAttention])
@@ -134,18 +134,18 @@ def layers(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, block: int =
 def test_a_faster_library_computes_what_our_kernel_does(install: Install, kind: Any, dtype: torch.dtype) -> None:
     """Contexts of one token, up to a block's edge and behind it, several blocks; rows of a bucket that are padding."""
     library = install(kind())
-    chosen = choose_decode_attention(SlowOperations(), layers(dtype), CpuStream())
+    chosen = choose_decode_attention(SlowOperations(), layers(dtype), Stream())
     assert chosen is not None
     library.calls = 0
     for window in (None, 1, 20):
         drawn = make_sequences([1, 16, 17, 90], [1] * 4, Heads(16, 2, 64, 0.2, window), dtype)
         out, scratch = drawn.out, torch.empty(2, 4, 16, 66)
         rows = Rows(drawn.rows.context_len, drawn.rows.block_table)
-        chosen(drawn.q, drawn.cache, rows, drawn.heads, out=out, scratch=scratch)
+        chosen(drawn.q, drawn.cache, rows, out=out, scratch=scratch)
         check(out, drawn)
         padded = Rows(torch.tensor([1, 16, 0, 90], dtype=torch.int32), rows.block_table)
         again = drawn.out
-        chosen(drawn.q, drawn.cache, padded, drawn.heads, out=again, scratch=scratch)
+        chosen(drawn.q, drawn.cache, padded, out=again, scratch=scratch)
         assert torch.equal(again[[0, 1, 3]], out[[0, 1, 3]])
     assert library.calls == 6
 
@@ -156,9 +156,9 @@ def test_a_library_that_is_slower_or_wrong_is_not_used(
 ) -> None:
     caplog.set_level(logging.INFO)
     slow = install(kind(seconds=0.3))
-    assert choose_decode_attention(TorchOperations(), layers(), CpuStream()) is None and slow.calls
+    assert choose_decode_attention(TorchOperations(), layers(), Stream()) is None and slow.calls
     install(kind(off=3 * TOLERANCE[torch.bfloat16] * 5))
-    assert choose_decode_attention(SlowOperations(), layers(), CpuStream()) is None
+    assert choose_decode_attention(SlowOperations(), layers(), Stream()) is None
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert warning.library == kind.name and "off" in warning.reason
 
@@ -166,9 +166,9 @@ def test_a_library_that_is_slower_or_wrong_is_not_used(
 def test_what_a_library_does_not_take_it_is_not_asked(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     library = install(FlashInfer())
     for others in (layers(torch.float32), layers(head_dim=80), layers(block=8)):
-        assert choose_decode_attention(SlowOperations(), others, CpuStream()) is None
+        assert choose_decode_attention(SlowOperations(), others, Stream()) is None
     monkeypatch.setattr(decode_library, "capability", lambda _: 8)
-    assert choose_decode_attention(SlowOperations(), layers(), CpuStream()) is None
+    assert choose_decode_attention(SlowOperations(), layers(), Stream()) is None
     assert not library.calls
 
 
@@ -184,7 +184,7 @@ def test_a_library_that_reads_behind_a_context_is_not_used(install: Install, cap
             return found
 
     install(Careless())
-    assert choose_decode_attention(SlowOperations(), layers(), CpuStream()) is None
+    assert choose_decode_attention(SlowOperations(), layers(), Stream()) is None
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "nan" in warning.reason
 
@@ -195,13 +195,13 @@ def test_a_library_that_breaks_is_named(install: Install, caplog: pytest.LogCapt
             raise RuntimeError("nvcc was not found")
 
     install(Breaks())
-    assert choose_decode_attention(SlowOperations(), layers(), CpuStream()) is None
+    assert choose_decode_attention(SlowOperations(), layers(), Stream()) is None
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert warning.reason == "RuntimeError('nvcc was not found')"
 
 
 def test_without_a_gpu_or_a_library_ours_computes(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_decode_attention(TorchOperations(), layers(), CpuStream()) is None
+    assert choose_decode_attention(TorchOperations(), layers(), Stream()) is None
     monkeypatch.undo()
     assert decode_library.capability(CPU) == 0
 

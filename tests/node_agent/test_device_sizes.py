@@ -91,7 +91,7 @@ def test_a_gpu_without_room_says_who_has_it(gpu: Any) -> None:
 def test_the_files_bounds_admit_what_devices_take() -> None:
     """Or a file could not state what it gets unstated."""
     for bounds in BY_DEVICE.values():
-        assert msgspec.convert(vars(bounds), Node).max_rows == bounds.max_rows
+        assert msgspec.convert(bounds, Node).max_rows == bounds["max_rows"]
 
 
 def test_kernels_by_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ class World:
         """Advances what is left; every row's logits and token must be PEFT's. Returns the tokens."""
         run.advance(self.runner.num_layers)
         wanted = [row.request for row in rows if row.wants_logits]
-        logits = run.logits().cpu()
+        logits = run.logits_of(run.batch.logit_rows).cpu()
         output = run.finish()
         assert not output.non_finite
         for request, got, token in zip(wanted, logits, output.token_ids.tolist(), strict=True):
@@ -244,7 +244,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     run = runner.start(build_step([Row(request, 6)], 0, BLOCK, runner.device), None)
     run.advance(2)
     want = PeftReference(tmp_path).logits(None, request.tokens, last=1)
-    torch.testing.assert_close(run.logits().cpu(), want, atol=HALF_TOLERANCE, rtol=0)
+    torch.testing.assert_close(run.logits_of(run.batch.logit_rows).cpu(), want, atol=HALF_TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 
 from adapters.artifact import ArtifactHeader, LayerBlock, Pair
 from adapters.base_model import BaseModel
-from kernels.reference import add_lora
+from kernels.reference import add_group
+from kernels.view import group_view
 from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.pool import device_pool
 from node_agent.adapter_memory.table import AdapterTable
@@ -79,10 +80,9 @@ def test_mixed_pass(dtype: torch.dtype, compiled: bool) -> None:
             ys = list(fused.split([WIDTHS[p][1] for p in members], dim=1))
             wanted = [y.double() for y in ys]
             before = fused.clone()
-            for p, want in zip(members, wanted, strict=True):
-                table = memory.table
-                rows = (table.rank[:, layer, p], table.scale[:, layer, p], table.first[:, layer, p], table.row_offset)
-                add_lora(want, x, batch.token_slot, memory.pool.data, *rows)
+            table = memory.table
+            tensors = (memory.pool.data, table.rank, table.scale, table.first, table.row_offset)
+            add_group(wanted, x, batch.token_slot, group_view(*tensors, layer, members))
             assert lora.begin(layer, group, x)
             lora.finish(layer, group, ys)
             for y, want in zip(ys, wanted, strict=True):

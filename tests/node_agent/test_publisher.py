@@ -142,7 +142,7 @@ def test_news_come_at_their_interval_whatever_happens(tmp_path: Path, stories_di
             begin = asyncio.get_running_loop().time()
             for index in range(3):
                 for _ in range(50):
-                    registry.set_draining(not registry.draining)
+                    registry.draining = not registry.draining
                 await gateway.records.get()
                 assert asyncio.get_running_loop().time() - begin >= 0.99 * index
             publishing.cancel()

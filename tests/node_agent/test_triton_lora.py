@@ -49,7 +49,7 @@ class Counted(TritonLora):
 
 def with_triton(engine: LocalEngine, max_tokens: int = 24, kernel: str = "mbgmv") -> Counted:
     store = engine.engine.store
-    lora = Counted(store.table, store.pool.data, store.base, store.weights, 8, max_tokens, SMALL, SMALL, kernel)
+    lora = Counted(store, 8, max_tokens, SMALL, SMALL, kernel)
     lora.passes.clear()  # also those of the warm-up
     engine.engine.start_lora = lora.start
     return lora

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store and atomic_poll came with Triton 3.9")
 
 from benchmarks.host_case import HostCase
+from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels
 from node_agent.coldstart import stream
 from node_agent.coldstart.handoffs import Part
@@ -242,8 +243,8 @@ def test_rows_are_held_until_the_device_is_through(case: HostCase, held: list[He
 
 def test_the_check_before_use(case: HostCase) -> None:
     class Wrong(TritonKernels):
-        def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, *given: torch.Tensor) -> None:
-            super().copy_and_signal(x + x, target, *given)
+        def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, given: Signal) -> None:
+            super().copy_and_signal(x + x, target, ticket, given)
 
     with streaming(case) as pool:
         pool.check()

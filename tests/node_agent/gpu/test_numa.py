@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from node_agent.gpu import numa
+from node_agent.gpu.devices import list_gpus
 from node_agent.gpu.numa import home_node, memory_near, nearest_first
 from tests.node_agent.gpu.conftest import MakeNvml
 from tests.node_agent.gpu.fake_sys import make_sys
@@ -27,7 +28,7 @@ def four(tmp_path: Path) -> Path:
 def test_a_gpus_node_and_else_that_of_the_first_core(make_nvml: MakeNvml, four: Path) -> None:
     make_nvml().set("nvmlDeviceGetCount_v2", value=1)
     bus = next(iter((four / "bus/pci/devices").iterdir()))
-    bus.rename(bus.with_name(numa.list_gpus()[0].bus))
+    bus.rename(bus.with_name(list_gpus()[0].bus))
     assert home_node("GPU-0", range(12), four) == 2
     assert home_node("GPU-9", range(5, 12), four) == 1, "no such GPU"
     assert home_node("", range(12), four) == 0

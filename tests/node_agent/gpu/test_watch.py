@@ -47,7 +47,7 @@ def test_a_fault_drains_the_node_for_good(tmp_path: Path, stories_dir: Path) -> 
             sampler.sample = Sample(msgspec.structs.replace(FACTS, fault=fault))
             record = await node.record()
             assert (record.state, record.error, record.gpu_load) == ("draining", fault, None)
-            node.registry.set_draining(False)
+            node.registry.draining = False
             assert (await node.record()).state == "draining"
             with pytest.raises(ServiceError, match="draining: Xid 79"):
                 node.registry.submit(request_of("a"))
