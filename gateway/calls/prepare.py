@@ -71,12 +71,12 @@ async def prepare(
     """
     target = await services.functions.target(tenant, *named, side(request))
     watch.lap("resolve")
-    merged = merge(stated, target.defaults)
+    merged = merge(stated, target.policy.defaults)
     context = await served_context(services)
     deadline = watch.received + _timeout(services, stated, target)
     parameters = resolve(merged, services.text, services.base.vocab_size)
     keep = kept_tokens(merged, context)
-    if (own := target.defaults.chat_template) is not None:
+    if (own := target.policy.defaults.chat_template) is not None:
         source = await _rendered(request, services, tenant=tenant, template=own, source=source, deadline=deadline)
     prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, request.receive, keep)
     check_prompt_logprobs(merged, (merged.n or 1) * sum(map(len, prompts)))
@@ -87,7 +87,7 @@ async def prepare(
     template = _template(base, target=target, account=account, parameters=parameters, timeout=timeout)
     limits = [max_tokens_of(merged, stated.limit, len(tokens), context, source.field) for tokens in prompts]
     requests = _requests(template, prompts, limits, merged.n or 1)
-    call = call_of(account, target.function, target.max_concurrency, requests, yields=spare_only(request))
+    call = call_of(account, target.function, target.policy.max_concurrency, requests, yields=spare_only(request))
     watch.lap("tokenize")
     version = BASE if target.version is None else str(target.version)
     return Invocation(
@@ -133,7 +133,7 @@ def _template(
         adapter=target.adapter,
         function=_opaque(target),
         weight=account.weight,
-        slo_class=lower_class(slo.slo_class, target.slo_class or slo.slo_class),
+        slo_class=lower_class(slo.slo_class, target.policy.slo_class or slo.slo_class),
         ttft=_seconds(slo.ttft_ms),
         tpot=_seconds(slo.tpot_ms),
         reserved=account.reserved.get(target.function, 0),
@@ -186,7 +186,7 @@ def _timeout(services: Services, stated: GenerationParams, target: Target) -> fl
     if stated.timeout is not None and stated.timeout > services.config.max_timeout:
         limit = services.config.max_timeout
         raise ServiceError("validation_failed", f"timeout may be at most {limit:g} s here", param="timeout")
-    return stated.timeout or target.timeout or services.config.request_timeout
+    return stated.timeout or target.policy.timeout or services.config.request_timeout
 
 
 def _opaque(target: Target) -> str:
