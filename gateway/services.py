@@ -168,7 +168,7 @@ class Services:
             case ["tenants", tenant, _]:
                 self._forget_tenant(tenant)
             case _:
-                self.callers.forget_admins()
+                self.callers.forget(None)
 
     def forget_all(self) -> None:
         """More may have changed than the registry's epoch tells."""
