@@ -102,7 +102,9 @@ class Generation:
         self.received = invocation.received
         self._generated: list[int] = []
         self.node: str | None = None
+        """The id of the one that has it; None before it is placed."""
         self.moved = False
+        """It was moved, and is not moved again."""
         self._interrupted: asyncio.Future[Exception] | None = None
         """Of the attempt that runs."""
         self.cold_start: str | None = None
@@ -174,17 +176,21 @@ class Generation:
 
     @property
     def begun(self) -> bool:
+        """Whether it has left the node's queue."""
         return self.started_at is not None
 
     @property
     def computed_tokens(self) -> int:
+        """Returns how many tokens the prompt has, and those generated so far."""
         return len(self.request.token_ids) + self.tokens
 
     async def place_again(self, excluded: frozenset[str]) -> Placed:
+        """Reserves a place on another node than these. Raises ServiceError when there is none."""
         asked = self._from_here()
         return await self.shared.placer.place(self._whose, asked, self.received, excluded | await self._unfit(asked))
 
     def move_to(self, placed: Placed) -> bool:
+        """Goes on there. Returns False when the call does not run any more."""
         if self._interrupted is None or self._interrupted.done():
             return False
         self.moved = True
