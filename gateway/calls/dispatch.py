@@ -25,7 +25,7 @@ from gateway.calls.invocation import Invocation
 from gateway.calls.migration import Migration, Moved
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeFailure
-from gateway.calls.placing import Placer, too_old
+from gateway.calls.placing import Placer, too_old, ttft_left
 from gateway.calls.resumption import may_resume, resumption_of
 from gateway.calls.running import Running, interruptible
 from gateway.calls.trace_log import log_call
@@ -88,15 +88,13 @@ class Generation:
 
     def __init__(self, dispatcher: Dispatcher, invocation: Invocation, request: GenerateRequest) -> None:
         self.shared = dispatcher
-        self._meter = invocation.meter
-        self.call = invocation.call
+        self.invocation = invocation
         self.request = request
         self._asked = request
         """As the next node gets it: once there are tokens, it goes on behind them."""
         self.resumed = 0
         """How often it has."""
         self._attempts_begun = 0
-        self._target = invocation.target
         self.function = invocation.target.function
         self._whose = PlacedCall(invocation.id, invocation.request_id, request.tenant, self.function)
         self.received = invocation.received
@@ -105,6 +103,9 @@ class Generation:
         """The id of the one that has it; None before it is placed."""
         self.moved = False
         """It was moved, and is not moved again."""
+        self._deadline = math.inf
+        self._revoked: asyncio.Future[ServiceError]
+        """Gets the reason when the call must end early. Set, as the deadline is, when the events begin."""
         self._interrupted: asyncio.Future[Exception] | None = None
         """Of the attempt that runs."""
         self.cold_start: str | None = None
@@ -130,21 +131,21 @@ class Generation:
         shared.metrics.change_open(1)
         try:
             with (
-                shared.running.track(self.request.tenant, self.function, self.received) as revoked,
+                shared.running.track(self.request.tenant, self.function, self.received) as self._revoked,
                 shared.migration.track(self.request.id, self),
             ):
-                async with aclosing(self._attempts(revoked)) as events:
+                async with aclosing(self._attempts()) as events:
                     async for event in events:
                         self._note(event)
                         yield event
         except Exception as error:
             outcome = error.type if isinstance(error, ServiceError) else "internal"
-            self._meter.fail()
+            self.invocation.meter.fail()
             raise
         except BaseException:  # the caller has gone, or the gateway stops
             if self.done is None:
                 cold = self.cold_start not in (None, "none")
-                self._meter.cut(self._prompt_tokens if self.started_at else 0, self.tokens, cold)
+                self.invocation.meter.cut(self._prompt_tokens if self.started_at else 0, self.tokens, cold)
             raise
         finally:
             shared.metrics.change_open(-1)
@@ -202,23 +203,22 @@ class Generation:
         """Returns how many tokens of the prompt are to be metered: a prompt counts with its first choice only."""
         return 0 if self.request.sampling.choice else len(self.request.token_ids)
 
-    async def _attempts(self, revoked: asyncio.Future[ServiceError]) -> AsyncGenerator[Token | Done, None]:
+    async def _attempts(self) -> AsyncGenerator[Token | Done, None]:
         shared = self.shared
-        deadline = time.monotonic() + self.request.timeout
+        self._deadline = time.monotonic() + self.request.timeout
         excluded: frozenset[str] = frozenset()
         failure: ServiceError | None = None
         moved: Placed | None = None
-        await shared.hear_of_nodes(deadline)
+        await shared.hear_of_nodes(self._deadline)
         while True:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= self._deadline:
                 raise failure or ServiceError("timeout", "the timeout passed before the request reached a node")
-            placed = moved or await self._place_or_hold(excluded, failure, deadline, revoked)
+            placed = moved or await self._place_or_hold(excluded, failure)
             moved = None
-            left = deadline - time.monotonic()
             self._stay.wait(placed.pool, placed.work)
             self._wait(True)
             try:
-                async with aclosing(self._attempt(placed, left, revoked)) as events:
+                async with aclosing(self._attempt(placed)) as events:
                     async for event in events:
                         yield event
                 return
@@ -255,15 +255,14 @@ class Generation:
     def _from_here(self) -> GenerateRequest:
         return self.request if self.first_at is None else resumption_of(self.request, self._generated)
 
-    async def _attempt(
-        self, placed: Placed, left: float, revoked: asyncio.Future[ServiceError]
-    ) -> AsyncGenerator[Token | Done, None]:
-        request = msgspec.structs.replace(self._asked, timeout=left, ttft=self._ttft_left(), place=placed.number)
+    async def _attempt(self, placed: Placed) -> AsyncGenerator[Token | Done, None]:
+        left, ttft = self._deadline - time.monotonic(), ttft_left(self._asked, self.received)
+        request = msgspec.structs.replace(self._asked, timeout=left, ttft=ttft, place=placed.number)
         self.node = placed.node_id
         if not self.resumed:
             self.sent_at, self.started_at, self.forecast = time.monotonic(), None, placed.forecast
             self.prompt_logprobs = []
-        self._interrupted = interrupted = interruptible(revoked)
+        self._interrupted = interrupted = interruptible(self._revoked)
         async with aclosing(self.shared.client.stream(placed, request, interrupted)) as events:
             async for event in events:
                 if isinstance(event, Started):
@@ -280,17 +279,11 @@ class Generation:
                     yield event
 
     def _error_of(self, event: Failed) -> ServiceError:
-        if event.damaged and event.damaged == self._target.digest:
-            return self.shared.functions.remake(self.request.tenant, self._target)
+        if event.damaged and event.damaged == self.invocation.target.digest:
+            return self.shared.functions.remake(self.request.tenant, self.invocation.target)
         return ServiceError(event.type, event.message, retry_after=event.retry_after)
 
-    async def _place_or_hold(
-        self,
-        excluded: frozenset[str],
-        failure: ServiceError | None,
-        deadline: float,
-        revoked: asyncio.Future[ServiceError],
-    ) -> Placed:
+    async def _place_or_hold(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
         """Places the request. With an autoscaler it waits for a node where there is none at all, where the only one has
         just refused the request because it is to go, and where the first one that came is full. Raises ServiceError."""
         hold, until = self.shared.hold, math.inf
@@ -303,21 +296,21 @@ class Generation:
                 first_node_is_full = until < math.inf and error.type == "overloaded"  # a node came while it was held
                 if not empty and (not first_node_is_full or began + AGAIN_SECONDS > until):
                     raise
-            until = min(until, began + hold.seconds, deadline)
+            until = min(until, began + hold.seconds, self._deadline)
             self._stay.wait(None, None)
             if empty and not excluded:
-                await hold.wait(until, revoked)
+                await hold.wait(until, self._revoked)
             else:  # it has no place, or what it says of itself is on its way
-                await asyncio.wait([revoked], timeout=max(0.0, min(AGAIN_SECONDS, until - began)))
+                await asyncio.wait([self._revoked], timeout=max(0.0, min(AGAIN_SECONDS, until - began)))
             excluded, failure = frozenset(), None
             self.held += time.monotonic() - began
-            self._check_held(until, deadline, revoked)
+            self._check_held(until)
 
-    def _check_held(self, until: float, deadline: float, revoked: asyncio.Future[ServiceError]) -> None:
+    def _check_held(self, until: float) -> None:
         """Raises ServiceError when the request may not wait any longer."""
-        if revoked.done():
-            raise revoked.result()
-        if time.monotonic() >= deadline:
+        if self._revoked.done():
+            raise self._revoked.result()
+        if time.monotonic() >= self._deadline:
             raise ServiceError("timeout", "the timeout passed before a node was ready")
         if time.monotonic() >= until:
             raise self.shared.hold.given_up()
@@ -342,13 +335,6 @@ class Generation:
         """Ids of nodes that can't be talked to, or are too old for the request."""
         nodes = await self.shared.state.table()
         return self.shared.client.breakers.blocked(nodes) | too_old(nodes, request)
-
-    def _ttft_left(self) -> float | None:
-        """Returns the seconds that are left now of the promised time to the first token, at least a millisecond; None
-        when none was promised."""
-        if self._asked.ttft is None:
-            return None
-        return max(self._asked.ttft - (time.monotonic() - self.received), 0.001)
 
     def _wait(self, waits: bool) -> None:
         """Note whether it is in a node's queue now."""
@@ -377,7 +363,7 @@ class Generation:
             self.shared.placer.lengths.note(self.request.tenant, self.function, event.completion_tokens)
         cold = event.timing.cold_start.state != "none"
         prompt, device = 0 if self.request.sampling.choice else event.prompt_tokens, event.timing.device
-        self._meter.done(prompt, event.completion_tokens, cold, device)
+        self.invocation.meter.done(prompt, event.completion_tokens, cold, device)
 
     def _count(self, outcome: str) -> None:
         shared, tenant, done = self.shared, self.request.tenant, self.done
