@@ -89,7 +89,7 @@ async def execute(services: Services, event: EventRecord) -> InvokeReply:
     invocation = await prepare(request, services, event.tenant, watch, named=named, source=source, stated=call)
     generations = services.dispatcher.generations(invocation)
     outcomes = await collect(generations)
-    return msgspec.structs.replace(invoke_reply(invocation, generations, outcomes), id=event.id)
+    return msgspec.structs.replace(invoke_reply(generations, outcomes), id=event.id)
 
 
 @asynccontextmanager

@@ -3,13 +3,14 @@ event that is run later."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from cluster.errors import ServiceError
 from gateway.api import schema
 from gateway.calls.choices import collect
-from gateway.calls.invocation import Invocation
 from gateway.calls.prepare import prepare
 from gateway.calls.prompts import source_of
 from gateway.calls.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
@@ -54,28 +55,12 @@ async def invoke(request: Request, services: Services, tenant: str, watch: Stopw
         return json_response(reply_of(event), 202, {"location": f"/invocations/{event.id}"})
     source = source_of(call, services.base.vocab_size)
     invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
+    generations = services.dispatcher.generations(invocation)
+    headers = partial(invocation_headers, generations[0])
     if call.stream or asks_for_events(request.headers.get("accept", "")):
-        return _stream(services, invocation, request.state.request_id)
-    return await _whole(services, invocation, request)
-
-
-async def _whole(services: Services, invocation: Invocation, request: Request) -> ASGIApp:
-    generations = services.dispatcher.generations(invocation)
+        return EventStream(invoke_events(generations), headers, invoke_failure, services.config)
     outcomes = await while_connected(collect(generations), request.receive)
-    return json_response(
-        invoke_reply(invocation, generations, outcomes), headers=invocation_headers(invocation, generations[0])
-    )
-
-
-def _stream(services: Services, invocation: Invocation, request_id: str) -> ASGIApp:
-    generations = services.dispatcher.generations(invocation)
-    return EventStream(
-        invoke_events(invocation, generations),
-        headers=lambda: invocation_headers(invocation, generations[0]),
-        failure=lambda error: invoke_failure(error, request_id),
-        header_seconds=services.config.header_seconds,
-        keepalive_seconds=services.config.keepalive_seconds,
-    )
+    return json_response(invoke_reply(generations, outcomes), headers=headers())
 
 
 def _is_event(request: Request, call: schema.InvokeRequest) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -121,18 +122,11 @@ async def _answer(
     invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
     head = _head(invocation, call)
     generations = services.dispatcher.generations(invocation)
-    if not call.stream:
-        outcomes = await while_connected(collect(generations), request.receive)
-        return json_response(whole(head, outcomes), headers=invocation_headers(invocation, generations[0]))
-    request_id = request.state.request_id
-    return EventStream(
-        chunks(head, generations),
-        headers=lambda: invocation_headers(invocation, generations[0]),
-        failure=lambda error: failure(error, request_id),
-        header_seconds=services.config.header_seconds,
-        keepalive_seconds=services.config.keepalive_seconds,
-        keepalive=BLANK_LINE,
-    )
+    headers = partial(invocation_headers, generations[0])
+    if call.stream:
+        return EventStream(chunks(head, generations), headers, failure, services.config, keepalive=BLANK_LINE)
+    outcomes = await while_connected(collect(generations), request.receive)
+    return json_response(whole(head, outcomes), headers=headers())
 
 
 def _head(invocation: Invocation, call: openai.Shared) -> Head:
