@@ -76,8 +76,8 @@ async def prepare(
     deadline = watch.received + _timeout(services, stated, target)
     parameters = resolve(merged, services.text, services.base.vocab_size)
     keep = kept_tokens(merged, context)
-    if (own := target.policy.defaults.chat_template) is not None:
-        source = await _rendered(request, services, tenant=tenant, template=own, source=source, deadline=deadline)
+    own = target.policy.defaults.chat_template
+    source = await rendered(request, services, tenant=tenant, template=own, source=source, deadline=deadline)
     prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, request.receive, keep)
     check_prompt_logprobs(merged, (merged.n or 1) * sum(map(len, prompts)))
     account = await services.callers.account(tenant)
@@ -105,14 +105,14 @@ async def prepare(
     )
 
 
-async def _rendered(
-    request: Request, services: Services, *, tenant: str, template: str, source: Source, deadline: float
+async def rendered(
+    request: Request, services: Services, *, tenant: str, template: str | None, source: Source, deadline: float
 ) -> Source:
     """Returns a conversation as a function's own chat template has it, and any other source as it is. Raises
     ServiceError, ClientGone."""
-    if not isinstance(source, Conversation):
+    if template is None or not isinstance(source, Conversation):
         return source
-    job = Job(template, source.messages, dict(services.text.special))
+    job = Job(template, source.messages, dict(services.text.special), source.answer)
     text = await services.templates.render(tenant, job, deadline=deadline, receive=request.receive)
     return RenderedConversation(text)
 
