@@ -105,10 +105,6 @@ def openai_status(error: ServiceError) -> int:
     return 400 if error.type == "validation_failed" else error.status
 
 
-def is_openai_path(path: str) -> bool:
-    return path == "/v1" or path.startswith("/v1/")
-
-
 def error_reply(error: ServiceError, path: str, request_id: str) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Status, JSON body and extra headers."""
     headers: dict[str, str] = {}
@@ -116,6 +112,6 @@ def error_reply(error: ServiceError, path: str, request_id: str) -> tuple[int, d
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1.0)))
     if error.type == "unauthenticated":
         headers["www-authenticate"] = "Bearer"
-    if is_openai_path(path):
+    if path == "/v1" or path.startswith("/v1/"):
         return openai_status(error), openai_body(error, request_id), headers
     return error.status, native_body(error, request_id), headers
