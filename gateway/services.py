@@ -50,7 +50,7 @@ from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.store_probe import StoreProbe
 from gateway.catalog.suggestions import Suggestions
 from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
-from gateway.config import GatewayConfig, share, usage_directory
+from gateway.config import GatewayConfig, usage_directory
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events
 from gateway.events.jobs import event_jobs
@@ -314,7 +314,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         explanations=explanations,
         residency=residency,
         warming=Warming(shared.cluster, opened.base.fingerprint, functions, node_calls, hold=residency.hold),
-        deploys=_deploy_slots(config),
+        deploys=DeploySlots(config),
         sources=Sources(config.allowed_sources),
         source_threads=LeavableThreads(SOURCE_THREADS),
         batches=make_batches(
@@ -369,7 +369,7 @@ def _make_dispatcher(
         metrics=metrics,
         last_hour=LastHour(monotonic),
         attainment=Attainment(monotonic),
-        called=CalledDigests(lambda tenant, digest: shared.peers.publish(DigestCalled(tenant, digest))),
+        called=CalledDigests(on_first=lambda tenant, digest: shared.peers.publish(DigestCalled(tenant, digest))),
         loads=PoolLoads(monotonic),
     )
 
@@ -385,13 +385,3 @@ def _node_client(config: GatewayConfig, opened: _Opened, breakers: Breakers) -> 
     cluster = opened.shared.cluster
     watches = NodeWatches(cluster, silence=config.node_silence, first_silence=config.record_expiry)
     return NodeClient(opened.session, opened.secret, watches, connect=config.connect_seconds, breakers=breakers)
-
-
-def _deploy_slots(config: GatewayConfig) -> DeploySlots:
-    return DeploySlots(
-        uploads=share(config.max_uploads, config),
-        tenant_uploads=share(config.max_tenant_uploads, config),
-        stores=share(config.max_deploys, config),
-        tenant_stores=share(config.max_tenant_deploys, config),
-        wait_seconds=config.deploy_wait,
-    )
