@@ -35,7 +35,6 @@ from gateway.batches.batches import Batches, make_batches
 from gateway.calls.breaker import Breakers
 from gateway.calls.chat_templates import ChatTemplates
 from gateway.calls.dispatch import Dispatcher
-from gateway.calls.explanations import Explanations
 from gateway.calls.holding import Hold
 from gateway.calls.migration import Migration
 from gateway.calls.node_calls import NodeCalls
@@ -123,7 +122,6 @@ class Services:
     dispatcher: Dispatcher
     node_calls: NodeCalls
     metrics: Metrics
-    explanations: Explanations
     residency: Residency
     warming: Warming
     deploys: DeploySlots
@@ -192,7 +190,7 @@ class Services:
             case DigestCalled(tenant, digest):
                 self.dispatcher.called.note(tenant, digest)
             case ExplanationAsked(number, call, whose):
-                found = self.explanations.find(call, whose)
+                found = self.dispatcher.placer.explanations.find(call, whose)
                 if found is not None:
                     self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(found.reply())))
             case ExplanationAnswered(number, reply):
@@ -278,11 +276,10 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
-    explanations = Explanations()
     functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)
     node_calls = NodeCalls(opened.session, opened.secret, connect=config.connect_seconds)
     residency = _make_residency(opened, metrics, functions, threads, node_calls)
-    dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions, residency)
+    dispatcher = _make_dispatcher(config, metrics, opened, functions, residency)
     callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
     event_threads = StoreThreads(config.store_seconds, EVENT_THREADS)
     events = Events(EventStore(store, EventMetrics(metrics.registry)), event_threads, shared.events)
@@ -311,7 +308,6 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         dispatcher=dispatcher,
         node_calls=node_calls,
         metrics=metrics,
-        explanations=explanations,
         residency=residency,
         warming=Warming(shared.cluster, opened.base.fingerprint, functions, node_calls, hold=residency.hold),
         deploys=DeploySlots(config),
@@ -346,20 +342,17 @@ def _make_residency(
 
 
 def _make_dispatcher(
-    config: GatewayConfig,
-    metrics: Metrics,
-    opened: _Opened,
-    explanations: Explanations,
-    functions: Functions,
-    residency: Residency,
+    config: GatewayConfig, metrics: Metrics, opened: _Opened, functions: Functions, residency: Residency
 ) -> Dispatcher:
     """Makes the dispatcher and what counts its calls; the routes and the other workers ask for those counts, too."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
-    placer = Placer(shared.cluster, config.policy, fingerprint, metrics, explanations)
+    placer = Placer(shared.cluster, config.policy, fingerprint, metrics)
+    watches = NodeWatches(shared.cluster, silence=config.node_silence, first_silence=config.record_expiry)
+    breakers = Breakers(monotonic, metrics.count_opened_circuit)
     return Dispatcher(
         state=shared.cluster,
         placer=placer,
-        client=_node_client(config, opened, Breakers(monotonic, metrics.count_opened_circuit)),
+        client=NodeClient(opened.session, opened.secret, watches, connect=config.connect_seconds, breakers=breakers),
         running=Running(),
         migration=Migration(shared.cluster, fingerprint, placer.policy),
         hold=Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
@@ -379,9 +372,3 @@ def _session() -> aiohttp.ClientSession:
     boundary what the gateway takes."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
-
-
-def _node_client(config: GatewayConfig, opened: _Opened, breakers: Breakers) -> NodeClient:
-    cluster = opened.shared.cluster
-    watches = NodeWatches(cluster, silence=config.node_silence, first_silence=config.record_expiry)
-    return NodeClient(opened.session, opened.secret, watches, connect=config.connect_seconds, breakers=breakers)

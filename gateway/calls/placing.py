@@ -26,15 +26,13 @@ LEAST_TTFT = 1e-3
 class Placer:
     """`policy`: a name of gateway.scheduling.policy. Raises UnknownPolicy."""
 
-    def __init__(
-        self, state: ClusterState, policy: str, base: str, metrics: Metrics, explanations: Explanations
-    ) -> None:
+    def __init__(self, state: ClusterState, policy: str, base: str, metrics: Metrics) -> None:
         self._state = state
         self._name = policy
         self.policy: Policy = make_policy(policy)
         self._base = base
         self._metrics = metrics
-        self._explanations = explanations
+        self.explanations = Explanations()
         self.lengths = ResponseLengths()
 
     async def place(
@@ -66,7 +64,7 @@ class Placer:
             kept = Placement(
                 wanted, outcome, node, self._name, at, took, trace.tries, tuple(sorted(excluded)), trace.picture
             )
-            self._explanations.keep(call, kept)
+            self.explanations.keep(call, kept)
 
     async def refused_work(self, call: PlacedCall, request: GenerateRequest) -> float | None:
         """Returns the seconds of work that a request which no node takes would be to a node that could serve it; None
