@@ -95,6 +95,8 @@ class Decision(msgspec.Struct, frozen=True):
 ONLY = np.zeros(1, np.int64)
 SCORED = ("prefill", "exposed_load", "decode", "step", "wait", "ttft", "spreading", "total")
 FIELDS = ("age", "running", "queued", "reserved", "modelled", "tier", *SCORED, "tpot_limit")
+TERMS = ("tier", "prefill", "exposed", "decode", "step", "wait", "ttft", "spreading")
+"""Of gateway.scheduling.cost.Terms, in the order that their FIELDS have."""
 
 
 class Picture(msgspec.Struct):
@@ -148,18 +150,8 @@ def picture(
         away = ABSENT if request.digest else DEVICE
         values[5] = [tiers.get(where, away) for where in rows.tolist()]
     else:
-        made = scores.terms
-        columns = (
-            made.tier,
-            made.prefill,
-            made.exposed,
-            made.decode,
-            made.step,
-            made.wait,
-            made.ttft,
-            made.spreading,
-        )
-        for index, column in enumerate((*columns, scores.totals, made.tpot_limit), 5):
+        columns = [getattr(scores.terms, name) for name in TERMS]
+        for index, column in enumerate((*columns, scores.totals, scores.terms.tpot_limit), 5):
             values[index] = column[shown]
     listed = rows.tolist()
     return Picture(
