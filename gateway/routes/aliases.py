@@ -149,16 +149,17 @@ def _reply(record: FunctionRecord, name: str, warnings: Sequence[str] = ()) -> R
     reply = AliasReply(
         function=record.name,
         alias=name,
-        version=_only(found.weights),
+        version=only_version(found.weights),
         weights=found.weights,
         since=found.when,
         changes=found.generation,
         generation=record.generation,
-        history=[AliasPast(_only(past.weights), past.weights, past.when) for past in reversed(found.history)],
+        history=[AliasPast(only_version(past.weights), past.weights, past.when) for past in reversed(found.history)],
         warnings=list(warnings),
     )
     return json_response(reply, headers={"etag": etag(record.generation)})
 
 
-def _only(weights: dict[str, float]) -> int | None:
+def only_version(weights: dict[str, float]) -> int | None:
+    """Returns the version that has all calls; None where several share them."""
     return int(next(iter(weights))) if len(weights) == 1 else None
