@@ -94,12 +94,17 @@ class Hold:
     async def _is_led(self) -> bool:
         async with self._look:  # who comes while it is asked waits for that answer, not for the one before
             if self._clock() - self._seen >= (LED_SECONDS if self._led else UNLED_SECONDS):
-                try:
-                    self._led = bool((await self._leases.look(AUTOSCALER)).holder)
-                except RedisAway:
-                    self._led = False
+                self._led = await autoscaler(self._leases) is not None
                 self._seen = self._clock()
         return self._led
+
+
+async def autoscaler(leases: Leases) -> str | None:
+    """Returns who decides the pools' sizes; None: nobody, or it can't be told."""
+    try:
+        return (await leases.look(AUTOSCALER)).holder or None
+    except RedisAway:
+        return None
 
 
 def serving(nodes: NodeTable, base: str, without: Collection[str] = ()) -> bool:
