@@ -12,7 +12,6 @@ from starlette.requests import Request
 
 from adapters.slo import Slo, lower_class
 from adapters.tenants import Tenant
-from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest
 from gateway.api.schema import GenerationParams
 from gateway.calls.admission import call_of
@@ -35,6 +34,7 @@ from gateway.calls.prompts import (
 )
 from gateway.calls.template_process import Job
 from gateway.catalog.functions import Target
+from gateway.http.errors import invalid
 from gateway.http.params import side
 from gateway.http.stopwatch import Stopwatch
 from gateway.services import Services
@@ -185,7 +185,7 @@ async def served_context(services: Services) -> int:
 def _timeout(services: Services, stated: GenerationParams, target: Target) -> float:
     if stated.timeout is not None and stated.timeout > services.config.max_timeout:
         limit = services.config.max_timeout
-        raise ServiceError("validation_failed", f"timeout may be at most {limit:g} s here", param="timeout")
+        raise invalid("timeout", f"timeout may be at most {limit:g} s here")
     return stated.timeout or target.policy.timeout or services.config.request_timeout
 
 

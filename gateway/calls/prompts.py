@@ -16,6 +16,7 @@ from gateway.api.schema import InvokeRequest
 from gateway.calls.parameters import check_ids
 from gateway.catalog.threads import LeavableThreads
 from gateway.http.connected import while_connected
+from gateway.http.errors import invalid
 
 T = TypeVar("T")
 
@@ -73,8 +74,7 @@ def prompts_of(given: Sequence[str | int | list[int]] | str, vocab_size: int) ->
         return Prompts([given])
     kinds = {type(prompt) for prompt in given}
     if len(kinds) != 1:
-        why = "prompt has texts and token ids; send texts, token ids, or lists of token ids"
-        raise ServiceError("validation_failed", why, param="prompt")
+        raise invalid("prompt", "prompt has texts and token ids; send texts, token ids, or lists of token ids")
     lists = [[token for token in given if isinstance(token, int)]] if kinds == {int} else given
     prompts = [prompt for prompt in lists if not isinstance(prompt, int)]
     for prompt in prompts:
@@ -118,12 +118,10 @@ class RenderedConversation(msgspec.Struct, frozen=True):
 def source_of(call: InvokeRequest, vocab_size: int) -> Source:
     """Returns what a native call asks to go on from. Raises ServiceError."""
     if (call.prompt is None) == (call.messages is None):
-        raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
+        raise invalid("prompt", "send exactly one of prompt and messages")
     if call.messages is not None:
         if call.echo:
-            raise ServiceError(
-                "validation_failed", "echo needs prompt; with messages use prompt_logprobs", param="echo"
-            )
+            raise invalid("echo", "echo needs prompt; with messages use prompt_logprobs")
         return Conversation(msgspec.to_builtins(call.messages))
     assert call.prompt is not None
     return prompts_of(call.prompt, vocab_size)
@@ -148,7 +146,7 @@ async def tokens_of(
             return source.encode(text, context if keep is None else None, keep)
         except TextTooLong as error:
             why = f"the prompt is too long: prompt and output together may have {context} tokens"
-            raise ServiceError("validation_failed", why, param=source.field) from error
+            raise invalid(source.field, why) from error
 
     return await run_on_text(
         encode, size=source.characters, field=source.field, threads=threads, deadline=deadline, receive=receive
@@ -171,4 +169,4 @@ async def run_on_text(
     except TimeoutError:
         raise ServiceError("timeout", "the timeout passed before the prompt was tokenised") from None
     except TextError as error:
-        raise ServiceError("validation_failed", str(error), param=field) from error
+        raise invalid(field, str(error)) from error

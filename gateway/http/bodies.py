@@ -16,7 +16,7 @@ from adapters import strict_json
 from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
 from gateway.config import GatewayConfig
-from gateway.http.errors import ClientGone
+from gateway.http.errors import ClientGone, invalid
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def convert(value: Any, kind: type[T]) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         message = _PATH.sub("", str(error)) + _meant_field(str(error), kind)
-        raise ServiceError("validation_failed", message, param=field_of(str(error))) from None
+        raise invalid(field_of(str(error)), message) from None
     except RecursionError:
         raise ServiceError("invalid_request", "the body is not valid JSON: it is nested too deeply") from None
 

@@ -34,6 +34,11 @@ class ClientGone(Exception):
     """The caller closed the connection: whatever was being done for it ends, and nobody reads a reply."""
 
 
+def invalid(param: str | None, message: str) -> ServiceError:
+    """Returns the error that refuses a request for what its field `param` says."""
+    return ServiceError("validation_failed", message, param=param)
+
+
 def to_service_error(error: BaseException) -> ServiceError:
     """Returns what the caller may know of `error`. Unexpected errors become `internal` without any detail."""
     match error:
@@ -43,7 +48,7 @@ def to_service_error(error: BaseException) -> ServiceError:
             details = [msgspec.to_builtins(problem) for problem in error.problems]
             return ServiceError("validation_failed", f"the adapter is refused: {error}", details=details)
         case adapter_errors.InvalidRequest():
-            return ServiceError("validation_failed", str(error), param=error.param)
+            return invalid(error.param, str(error))
         case adapter_errors.StoreUnavailable() if not isinstance(error, adapter_errors.CorruptFunction):
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
         case HTTPException():

@@ -20,6 +20,7 @@ from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from adapters.wrong_files import PICKLE_FILE, PICKLE_PROBLEM
 from cluster.errors import ServiceError
 from gateway.http.bodies import stream_body
+from gateway.http.errors import invalid
 from gateway.http.upload_folders import upload_prefix
 
 FLUSH_BYTES = 1 << 20
@@ -148,7 +149,7 @@ class FormParts:
         """Raises ServiceError unless these parts have come."""
         missing = [name for name in names if name not in self.filenames]
         if missing:
-            raise ServiceError("validation_failed", f"the upload lacks {' and '.join(missing)}", param=missing[0])
+            raise invalid(missing[0], f"the upload lacks {' and '.join(missing)}")
 
     def _on_part_begin(self) -> None:
         self._disposition = ""
@@ -168,12 +169,10 @@ class FormParts:
         if name is None:
             shown = given[0][:100]
             if PICKLE_FILE in given:
-                raise ServiceError("validation_failed", f"{PICKLE_FILE} is {PICKLE_PROBLEM}", param=PICKLE_FILE)
-            raise ServiceError(
-                "validation_failed", f"unknown part {shown!r}; known: {', '.join(known)}", param=shown or None
-            )
+                raise invalid(PICKLE_FILE, f"{PICKLE_FILE} is {PICKLE_PROBLEM}")
+            raise invalid(shown or None, f"unknown part {shown!r}; known: {', '.join(known)}")
         if name in self.filenames:
-            raise ServiceError("validation_failed", f"the part {name} occurs twice", param=name)
+            raise invalid(name, f"the part {name} occurs twice")
         self.filenames[name] = given[1]
         self._name, self._limit = name, self._form.limits.get(name)
         self._into = self.large if name == self._form.large else self.small.setdefault(name, bytearray())

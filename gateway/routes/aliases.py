@@ -15,8 +15,8 @@ from adapters.errors import NotFound
 from adapters.functions import FunctionRecord
 from adapters.names import NAME_RULE, is_alias
 from adapters.nearest import did_you_mean
-from cluster.errors import ServiceError
 from gateway.http.bodies import read_message
+from gateway.http.errors import invalid
 from gateway.http.params import etag, flag, if_match
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
@@ -100,7 +100,7 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
     name, moved = request.path_params["name"], request.path_params["alias"]
     wanted = await read_message(request, services.config, AliasTarget)
     if (wanted.version is None) == (wanted.weights is None):
-        raise ServiceError("validation_failed", "send exactly one of version and weights", param="version")
+        raise invalid("version", "send exactly one of version and weights")
     if not is_alias(moved):
         raise NotFound(f"there is no alias {moved[:100]!r}: an alias has {NAME_RULE}, not all of them digits")
     weights = {str(wanted.version): 1.0} if wanted.weights is None else checked_weights(wanted.weights)

@@ -16,6 +16,7 @@ from adapters.names import is_name
 from cluster.errors import ServiceError
 from gateway.catalog.source_copy import allowed_place, copied_source
 from gateway.http.bodies import media_type, read_message
+from gateway.http.errors import invalid
 from gateway.http.multipart import Upload, receive_upload
 from gateway.http.params import flag
 from gateway.http.responses import json_response
@@ -78,11 +79,8 @@ class DeployReply(msgspec.Struct, frozen=True):
 async def deploy(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
     if not is_name(name):
-        raise ServiceError(
-            "validation_failed",
-            "a function's name has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit",
-            param="name",
-        )
+        rule = "has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit"
+        raise invalid("name", f"a function's name {rule}")
     how = _How(flag(request, "dry_run"), flag(request, "warm"))
     given = media_type(request)
     if given == "application/json":
@@ -160,7 +158,7 @@ def _policy(upload: Upload) -> dict[str, Any] | None:
     except strict_json.InvalidJson as error:
         raise ServiceError("invalid_request", f"the part policy is not valid JSON: {error}", param="policy") from None
     if not isinstance(policy, dict):
-        raise ServiceError("validation_failed", "policy must be a JSON object", param="policy")
+        raise invalid("policy", "policy must be a JSON object")
     return policy
 
 
@@ -170,7 +168,7 @@ def _alias(upload: Upload) -> str | None:
     try:
         return upload.alias.decode("ascii")
     except UnicodeDecodeError:
-        raise ServiceError("validation_failed", "an alias is made of a-z, 0-9, '.', '_', '-'", param="alias") from None
+        raise invalid("alias", "an alias is made of a-z, 0-9, '.', '_', '-'") from None
 
 
 async def _reply(services: Services, made: Deployment) -> DeployReply:

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from adapters.errors import NotFound
 from adapters.functions import BrokenFunction, FunctionRecord, Manifest, Policy, VersionEntry
 from adapters.names import is_name
-from cluster.errors import ServiceError
 from gateway.http.bodies import read_message
+from gateway.http.errors import invalid
 from gateway.http.params import etag, flag, if_match, integer
 from gateway.http.responses import json_response
 from gateway.http.routing import BOOLEAN, NAME_TEXT, Routes, parameter
@@ -127,7 +127,7 @@ async def list_functions(request: Request, services: Services, tenant: str) -> R
     limit = integer(request, "limit", 100, 1, MAX_PAGE)
     after = request.query_params.get("after", "")
     if after and not is_name(after):
-        raise ServiceError("validation_failed", "after is the `next` of the page before", param="after")
+        raise invalid("after", "after is the `next` of the page before")
     records, following = await services.threads.read(services.registry.functions, tenant, after, limit)
     nodes = await services.cluster.nodes()
     items = [

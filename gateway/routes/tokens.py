@@ -11,7 +11,6 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.errors import ServiceError
 from cluster.text import BaseText
 from gateway.api import openai_schema as openai
 from gateway.api import schema
@@ -19,6 +18,7 @@ from gateway.calls.model_names import policy_of
 from gateway.calls.prepare import rendered, served_context
 from gateway.calls.prompts import Conversation, Prompts, RenderedConversation, Source, run_on_text
 from gateway.http.bodies import read_message
+from gateway.http.errors import invalid
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
 from gateway.services import Services
@@ -79,10 +79,9 @@ Tokenized = tuple[list[int], list[str] | None]
 async def tokenize(request: Request, services: Services, tenant: str) -> Response:
     call, template = await _read(request, services, tenant, TokenizeRequest)
     if (call.prompt is None) == (call.messages is None):
-        raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
+        raise invalid("prompt", "send exactly one of prompt and messages")
     if call.messages is None and call.add_generation_prompt is not None:
-        message = "add_generation_prompt is for messages; a prompt is taken as it is"
-        raise ServiceError("validation_failed", message, param="add_generation_prompt")
+        raise invalid("add_generation_prompt", "add_generation_prompt is for messages; a prompt is taken as it is")
 
     source, deadline = _source(call), time.monotonic() + services.config.request_timeout
     source = await rendered(request, services, tenant=tenant, template=template, source=source, deadline=deadline)
