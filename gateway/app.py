@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypedDict
+from typing import NoReturn
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,10 +32,6 @@ FLUSH_SECONDS = 0.05
 """For the last bytes to leave the process."""
 
 
-class State(TypedDict):
-    services: Services
-
-
 def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None) -> Starlette:
     """Files are read, and clients made, only once the server starts; then, before the first request, it calls
     `started`. Raises ConfigError."""
@@ -43,7 +39,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
     counted, requests = Metrics(), OpenRequests()
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[State]:
+    async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Services]]:
         remove_abandoned(Path(config.tmp_dir))
         async with (
             open_services(config, counted) as services,

@@ -93,15 +93,7 @@ async def deploy(request: Request, services: Services, tenant: str) -> Response:
 
 
 async def _from_upload(services: Services, request: Request, tenant: str, name: str, how: _How) -> Response:
-    config = services.config
-    upload_to = receive_upload(
-        request,
-        Path(config.tmp_dir),
-        limit=config.deploy_body,
-        seconds=config.deploy_seconds,
-        idle_seconds=config.body_idle_seconds,
-    )
-    async with upload_to as upload:
+    async with receive_upload(request, services.config) as upload:
         given = _Given(upload.config, upload.weights, _alias(upload), _policy(upload))
         return await _store(services, request, tenant, name, given, how)
 
