@@ -28,10 +28,6 @@ class CircuitOpen(Exception):
     """Nothing may go to the node now."""
 
 
-def _nobody(_: str) -> None:
-    return None
-
-
 class _Breaker:
     def __init__(self) -> None:
         self.failures = 0
@@ -43,7 +39,7 @@ class _Breaker:
 class Breakers:
     """By node and its epoch: a process that was started anew is another one. `clock` is monotonic seconds."""
 
-    def __init__(self, clock: Callable[[], float], opened: Callable[[str], None] = _nobody) -> None:
+    def __init__(self, clock: Callable[[], float], opened: Callable[[str], None] = lambda _: None) -> None:
         """`opened` is told of each node whose circuit opens."""
         self._clock = clock
         self._opened = opened

@@ -145,7 +145,7 @@ class Generation:
         except BaseException:  # the caller has gone, or the gateway stops
             if self.done is None:
                 cold = self.cold_start not in (None, "none")
-                self.invocation.meter.cut(self._prompt_tokens if self.started_at else 0, self.tokens, cold)
+                self.invocation.meter.cut(self._prompt_tokens, self.tokens, cold)
             raise
         finally:
             shared.metrics.change_open(-1)
@@ -172,18 +172,7 @@ class Generation:
     @property
     def used_tokens(self) -> int:
         """Returns how many of the tokens that the call may use this request has used, as far as is known now."""
-        prompt = self._prompt_tokens if self.started_at is not None else 0
-        return prompt + (self.tokens if self.done is None else self.done.completion_tokens)
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has left the node's queue."""
-        return self.started_at is not None
-
-    @property
-    def computed_tokens(self) -> int:
-        """Returns how many tokens the prompt has, and those generated so far."""
-        return len(self.request.token_ids) + self.tokens
+        return self._prompt_tokens + (self.tokens if self.done is None else self.done.completion_tokens)
 
     async def place_again(self, excluded: frozenset[str]) -> Placed:
         """Reserves a place on another node than these. Raises ServiceError when there is none."""
@@ -200,8 +189,9 @@ class Generation:
 
     @property
     def _prompt_tokens(self) -> int:
-        """Returns how many tokens of the prompt are to be metered: a prompt counts with its first choice only."""
-        return 0 if self.request.sampling.choice else len(self.request.token_ids)
+        """Returns how many tokens of the prompt have been used: a prompt counts from its beginning on a node, and with
+        its first choice only."""
+        return 0 if self.request.sampling.choice or self.started_at is None else len(self.request.token_ids)
 
     async def _attempts(self) -> AsyncGenerator[Token | Done, None]:
         shared = self.shared

@@ -61,7 +61,7 @@ class Migration:
         loads = {row: float(nodes.requests[row]) for row in rows.tolist()}
         names = frozenset(filter(None, nodes.ids))
         calls = [
-            Movable(id, row, call.begun, call.computed_tokens)
+            Movable(id, row, call.started_at is not None, len(call.request.token_ids) + call.tokens)
             for id, call in self._calls.items()
             if not call.moved and call.node is not None and (row := nodes.row(call.node)) is not None
         ]
