@@ -18,6 +18,11 @@ from gateway.http.connected import while_connected
 from gateway.http.errors import is_unexpected, to_service_error
 from gateway.http.protocol import PROBE
 
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
 COMMENT = b": keep-alive\n\n"
 BLANK_LINE = b"\n"
 """Says as much as a comment to a client that strips what it reads: `vllm bench serve` joins a comment to the event that
@@ -51,7 +56,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"][PROBE] = BLANK_LINE
-        await while_connected(self._write(_Wire(send, self._start), scope["state"]["request_id"]), receive)
+        await while_connected(self._write(_Wire(send, self.headers), scope["state"]["request_id"]), receive)
 
     async def _write(self, wire: _Wire, request_id: str) -> None:
         async with aclosing(self.chunks) as chunks:
@@ -89,19 +94,11 @@ class EventStream:
             else:
                 await wire.begin()
 
-    def _start(self) -> list[tuple[bytes, bytes]]:
-        fixed = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-store",
-            "x-accel-buffering": "no",
-        }
-        return [(name.encode(), value.encode()) for name, value in (fixed | self.headers()).items()]
-
 
 class _Wire:
     """Sends the parts of one response one at a time: chunks and comments come from different tasks."""
 
-    def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]]) -> None:
+    def __init__(self, send: Send, headers: Callable[[], dict[str, str]]) -> None:
         self._send = send
         self._headers = headers
         self._lock = asyncio.Lock()
@@ -122,6 +119,6 @@ class _Wire:
 
     async def _begin(self) -> None:
         if not self.begun:
-            start = {"type": "http.response.start", "status": 200, "headers": self._headers()}
+            headers = [(name.encode(), value.encode()) for name, value in (HEADERS | self._headers()).items()]
             self.begun, self.last = True, time.monotonic()
-            await self._send(start)
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
