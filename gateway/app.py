@@ -37,6 +37,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
     `started`. Raises ConfigError."""
     check_config(config)
     counted, requests = Metrics(), OpenRequests()
+    limit = share(config.max_concurrent, config)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Services]]:
@@ -55,11 +56,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
     app = Starlette(
         routes=ROUTES,
         lifespan=lifespan,
-        middleware=[
-            Middleware(
-                Boundary, max_concurrent=share(config.max_concurrent, config), metrics=counted, requests=requests
-            )
-        ],
+        middleware=[Middleware(Boundary, max_concurrent=limit, metrics=counted, requests=requests)],
         exception_handlers={HTTPException: _pass_on},
     )
     app.router.redirect_slashes = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from cluster.errors import ServiceError
 from gateway.config import GatewayConfig, share
@@ -55,22 +55,14 @@ class DeploySlots:
     @asynccontextmanager
     async def store(self, tenant: str) -> AsyncIterator[None]:
         """Inside `deploy`, once the upload is here. Raises ServiceError `overloaded` when none gets free in time."""
-        own = self._shares[tenant].stores
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                await own.acquire()
-                try:
-                    await self._stores.acquire()
-                except BaseException:
-                    own.release()
-                    raise
-        except TimeoutError:
-            raise _busy("too many deploys at once") from None
-        try:
+        async with AsyncExitStack() as places:
+            try:
+                async with asyncio.timeout(self._wait_seconds):
+                    await places.enter_async_context(self._shares[tenant].stores)
+                    await places.enter_async_context(self._stores)
+            except TimeoutError:
+                raise _busy("too many deploys at once") from None
             yield
-        finally:
-            self._stores.release()
-            own.release()
 
 
 def _busy(why: str) -> ServiceError:

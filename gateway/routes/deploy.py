@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -133,13 +134,11 @@ async def _store(services: Services, request: Request, tenant: str, name: str, g
             checked = await services.threads.write(
                 services.registry.check, given.config, given.weights, name, given.alias, given.policy
             )
-            return json_response(await _reply(services, checked))
+            return json_response(await _reply(services, checked, problems))
         before = warm_first(services, tenant, problems) if how.warm else None
         memory = await services.provisionable()
         made = await services.functions.change(services.registry.deploy, tenant, name, *given, before, memory)
-    reply = await _reply(services, made)
-    reply = msgspec.structs.replace(reply, warnings=(*reply.warnings, *problems))
-    return json_response(reply, 201 if made.created else 200)
+    return json_response(await _reply(services, made, problems), 201 if made.created else 200)
 
 
 def _policy(upload: Upload) -> dict[str, Any] | None:
@@ -163,9 +162,9 @@ def _alias(upload: Upload) -> str | None:
         raise invalid("alias", "an alias is made of a-z, 0-9, '.', '_', '-'") from None
 
 
-async def _reply(services: Services, made: Deployment) -> DeployReply:
+async def _reply(services: Services, made: Deployment, problems: Sequence[str]) -> DeployReply:
     fields = {field: getattr(made, field) for field in DeployReply.__struct_fields__}
-    fields["warnings"] = (*made.warnings, *await _room_warnings(services, made))
+    fields["warnings"] = (*made.warnings, *await _room_warnings(services, made), *problems)
     return msgspec.convert(fields, DeployReply)
 
 
