@@ -6,7 +6,7 @@ Taking it costs a few gathers of numbers; they are turned into words only when s
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -118,19 +118,17 @@ class Picture(msgspec.Struct):
         told = dict(zip(FIELDS, self.values[:, index].tolist(), strict=True))
         hidden = () if told["modelled"] else SCORED
         known = {name: value if math.isfinite(value) and name not in hidden else None for name, value in told.items()}
+        figures: dict[str, Any] = {name: known[name] for name in ("age", *SCORED)}
+        figures |= {name: int(told[name]) for name in ("running", "queued", "reserved")}
         return Candidate(
             node=self.nodes[index],
             chosen=index == self.chosen,
-            age=known["age"],
             tier=TIER_NAMES[int(told["tier"])],  # type: ignore[arg-type]
-            running=int(told["running"]),
-            queued=int(told["queued"]),
-            reserved=int(told["reserved"]),
             model="measured" if told["modelled"] else "assumed",
             model_problem=self.problems[index],
             widened=self.widened[index],
             broken=_broken(told, request),
-            **{name: known[name] for name in SCORED},
+            **figures,
         )
 
 
