@@ -41,7 +41,6 @@ from gateway.calls.node_calls import NodeCalls
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeWatches
 from gateway.calls.placing import Placer
-from gateway.calls.running import Running
 from gateway.catalog.callers import Callers
 from gateway.catalog.deploy_slots import DeploySlots
 from gateway.catalog.functions import Functions
@@ -68,9 +67,7 @@ from gateway.residency.warming import Warming
 from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
 from gateway.usage.residents import Owners, meter_of
-from gateway.workers.attainment import Attainment
 from gateway.workers.called import CalledDigests
-from gateway.workers.last_hour import LastHour
 from gateway.workers.metrics import Metrics
 from gateway.workers.peers import (
     CallsRevoked,
@@ -82,7 +79,6 @@ from gateway.workers.peers import (
     Peers,
     TenantChanged,
 )
-from gateway.workers.pool_loads import PoolLoads
 from gateway.workers.shared_state import Shared, open_shared
 from gateway.workers.windows import Windows
 
@@ -344,7 +340,6 @@ def _make_residency(
 def _make_dispatcher(
     config: GatewayConfig, metrics: Metrics, opened: _Opened, functions: Functions, residency: Residency
 ) -> Dispatcher:
-    """Makes the dispatcher and what counts its calls; the routes and the other workers ask for those counts, too."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
     placer = Placer(shared.cluster, config.policy, fingerprint, metrics)
     watches = NodeWatches(shared.cluster, silence=config.node_silence, first_silence=config.record_expiry)
@@ -353,17 +348,13 @@ def _make_dispatcher(
         state=shared.cluster,
         placer=placer,
         client=NodeClient(opened.session, opened.secret, watches, connect=config.connect_seconds, breakers=breakers),
-        running=Running(),
         migration=Migration(shared.cluster, fingerprint, placer.policy),
         hold=Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
         limits=shared.limits,
         functions=functions,
         residency=residency,
         metrics=metrics,
-        last_hour=LastHour(monotonic),
-        attainment=Attainment(monotonic),
         called=CalledDigests(on_first=lambda tenant, digest: shared.peers.publish(DigestCalled(tenant, digest))),
-        loads=PoolLoads(monotonic),
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -53,17 +54,17 @@ class Dispatcher:
     state: ClusterState
     placer: Placer
     client: NodeClient
-    running: Running
     migration: Migration
     hold: Hold
     limits: LimitState
     functions: Functions
     residency: Residency
     metrics: Metrics
-    last_hour: LastHour
-    attainment: Attainment
     called: CalledDigests
-    loads: PoolLoads
+    running: Running = field(default_factory=Running)
+    last_hour: LastHour = field(default_factory=partial(LastHour, time.monotonic))
+    attainment: Attainment = field(default_factory=partial(Attainment, time.monotonic))
+    loads: PoolLoads = field(default_factory=partial(PoolLoads, time.monotonic))
     waiting: QueueShares = field(default_factory=QueueShares)
     """placed, and not begun on its node yet"""
     began: float = field(default_factory=time.monotonic)
@@ -370,8 +371,7 @@ class Generation:
         if done is not None:
             counts.prompt_tokens, counts.completion_tokens = done.prompt_tokens, done.completion_tokens
             shared.metrics.count_tokens(tenant, self.function, done.prompt_tokens, done.completion_tokens)
-            cold = done.timing.cold_start
-            shared.metrics.count_cold_start(cold)
+            shared.metrics.count_cold_start(done.timing.cold_start)
             log_call(self.request, done, self.received)
             shared.metrics.count_preemptions(tenant, done.timing.preemptions)
         if self.forecast is not None and self.sent_at is not None and self.first_at is not None:
