@@ -72,18 +72,12 @@ class Hold:
                 self._waiting.cancel()
 
     def given_up(self) -> ServiceError:
-        """Returns the error that answers a call which was held for as long as may be."""
-        return ServiceError(
-            "unavailable",
-            f"no node became ready to serve this model within {self.seconds:g} s; one has been asked for",
-            retry_after=self.retry_after(),
-        )
-
-    def retry_after(self) -> float:
-        """Seconds until a first node may be there: by how long the last one took, else as long again as has passed."""
+        """Returns the error that answers a call which was held for as long as may be. A first node may be there, by how
+        long the last one took, else after as long again as has passed."""
         passed = 0.0 if self._since is None else self._clock() - self._since
         expected = passed if self._took is None or self._took <= passed else self._took - passed
-        return min(max(expected, LEAST_RETRY), MOST_RETRY)
+        why = f"no node became ready to serve this model within {self.seconds:g} s; one has been asked for"
+        return ServiceError("unavailable", why, retry_after=min(max(expected, LEAST_RETRY), MOST_RETRY))
 
     async def _until_ready(self) -> None:
         while not serving(await self._state.table(), self._base):  # noqa: ASYNC110
