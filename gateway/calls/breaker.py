@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from cluster.errors import ServiceError
 from cluster.node_table import NodeTable
+from gateway.calls.node_watch import NodeFailure
 
 THRESHOLD = 3
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
@@ -24,8 +26,12 @@ class Probe:
     """The one request that may go to a node whose circuit is half open."""
 
 
-class CircuitOpen(Exception):
+class CircuitOpen(NodeFailure):
     """Nothing may go to the node now."""
+
+    def __init__(self, node_id: str) -> None:
+        message = f"node {node_id} could not be talked to lately, and another request tries now"
+        super().__init__(ServiceError("unavailable", message, retry_after=FIRST_PAUSE), retryable=True)
 
 
 class _Breaker:
@@ -73,7 +79,7 @@ class Breakers:
         if breaker is None or breaker.failures < THRESHOLD:
             return None
         if breaker.probe is not None or self._clock() < breaker.until:
-            raise CircuitOpen
+            raise CircuitOpen(node_id)
         breaker.probe = Probe()
         return breaker.probe
 
