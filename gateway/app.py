@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypedDict
+from typing import NoReturn
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,18 +32,15 @@ FLUSH_SECONDS = 0.05
 """For the last bytes to leave the process."""
 
 
-class State(TypedDict):
-    services: Services
-
-
 def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None) -> Starlette:
     """Files are read, and clients made, only once the server starts; then, before the first request, it calls
     `started`. Raises ConfigError."""
     check_config(config)
     counted, requests = Metrics(), OpenRequests()
+    limit = share(config.max_concurrent, config)
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[State]:
+    async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Services]]:
         remove_abandoned(Path(config.tmp_dir))
         async with (
             open_services(config, counted) as services,
@@ -59,11 +56,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
     app = Starlette(
         routes=ROUTES,
         lifespan=lifespan,
-        middleware=[
-            Middleware(
-                Boundary, max_concurrent=share(config.max_concurrent, config), metrics=counted, requests=requests
-            )
-        ],
+        middleware=[Middleware(Boundary, max_concurrent=limit, metrics=counted, requests=requests)],
         exception_handlers={HTTPException: _pass_on},
     )
     app.router.redirect_slashes = False

@@ -35,14 +35,12 @@ from gateway.batches.batches import Batches, make_batches
 from gateway.calls.breaker import Breakers
 from gateway.calls.chat_templates import ChatTemplates
 from gateway.calls.dispatch import Dispatcher
-from gateway.calls.explanations import Explanations
 from gateway.calls.holding import Hold
 from gateway.calls.migration import Migration
 from gateway.calls.node_calls import NodeCalls
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeWatches
 from gateway.calls.placing import Placer
-from gateway.calls.running import Running
 from gateway.catalog.callers import Callers
 from gateway.catalog.deploy_slots import DeploySlots
 from gateway.catalog.functions import Functions
@@ -50,7 +48,7 @@ from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.store_probe import StoreProbe
 from gateway.catalog.suggestions import Suggestions
 from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
-from gateway.config import GatewayConfig, share, usage_directory
+from gateway.config import GatewayConfig, usage_directory
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events
 from gateway.events.jobs import event_jobs
@@ -69,9 +67,7 @@ from gateway.residency.warming import Warming
 from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
 from gateway.usage.residents import Owners, meter_of
-from gateway.workers.attainment import Attainment
 from gateway.workers.called import CalledDigests
-from gateway.workers.last_hour import LastHour
 from gateway.workers.metrics import Metrics
 from gateway.workers.peers import (
     CallsRevoked,
@@ -83,7 +79,6 @@ from gateway.workers.peers import (
     Peers,
     TenantChanged,
 )
-from gateway.workers.pool_loads import PoolLoads
 from gateway.workers.shared_state import Shared, open_shared
 from gateway.workers.windows import Windows
 
@@ -123,7 +118,6 @@ class Services:
     dispatcher: Dispatcher
     node_calls: NodeCalls
     metrics: Metrics
-    explanations: Explanations
     residency: Residency
     warming: Warming
     deploys: DeploySlots
@@ -168,7 +162,7 @@ class Services:
             case ["tenants", tenant, _]:
                 self._forget_tenant(tenant)
             case _:
-                self.callers.forget_admins()
+                self.callers.forget(None)
 
     def forget_all(self) -> None:
         """More may have changed than the registry's epoch tells."""
@@ -192,7 +186,7 @@ class Services:
             case DigestCalled(tenant, digest):
                 self.dispatcher.called.note(tenant, digest)
             case ExplanationAsked(number, call, whose):
-                found = self.explanations.find(call, whose)
+                found = self.dispatcher.placer.explanations.find(call, whose)
                 if found is not None:
                     self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(found.reply())))
             case ExplanationAnswered(number, reply):
@@ -278,11 +272,10 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
-    explanations = Explanations()
     functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)
     node_calls = NodeCalls(opened.session, opened.secret, connect=config.connect_seconds)
     residency = _make_residency(opened, metrics, functions, threads, node_calls)
-    dispatcher = _make_dispatcher(config, metrics, opened, explanations, functions, residency)
+    dispatcher = _make_dispatcher(config, metrics, opened, functions, residency)
     callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
     event_threads = StoreThreads(config.store_seconds, EVENT_THREADS)
     events = Events(EventStore(store, EventMetrics(metrics.registry)), event_threads, shared.events)
@@ -311,10 +304,9 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
         dispatcher=dispatcher,
         node_calls=node_calls,
         metrics=metrics,
-        explanations=explanations,
         residency=residency,
         warming=Warming(shared.cluster, opened.base.fingerprint, functions, node_calls, hold=residency.hold),
-        deploys=_deploy_slots(config),
+        deploys=DeploySlots(config),
         sources=Sources(config.allowed_sources),
         source_threads=LeavableThreads(SOURCE_THREADS),
         batches=make_batches(
@@ -346,31 +338,23 @@ def _make_residency(
 
 
 def _make_dispatcher(
-    config: GatewayConfig,
-    metrics: Metrics,
-    opened: _Opened,
-    explanations: Explanations,
-    functions: Functions,
-    residency: Residency,
+    config: GatewayConfig, metrics: Metrics, opened: _Opened, functions: Functions, residency: Residency
 ) -> Dispatcher:
-    """Makes the dispatcher and what counts its calls; the routes and the other workers ask for those counts, too."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
-    placer = Placer(shared.cluster, config.policy, fingerprint, metrics, explanations)
+    placer = Placer(shared.cluster, config.policy, fingerprint, metrics)
+    watches = NodeWatches(shared.cluster, silence=config.node_silence, first_silence=config.record_expiry)
+    breakers = Breakers(monotonic, metrics.count_opened_circuit)
     return Dispatcher(
         state=shared.cluster,
         placer=placer,
-        client=_node_client(config, opened, Breakers(monotonic, metrics.count_opened_circuit)),
-        running=Running(),
+        client=NodeClient(opened.session, opened.secret, watches, connect=config.connect_seconds, breakers=breakers),
         migration=Migration(shared.cluster, fingerprint, placer.policy),
         hold=Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
         limits=shared.limits,
         functions=functions,
         residency=residency,
         metrics=metrics,
-        last_hour=LastHour(monotonic),
-        attainment=Attainment(monotonic),
-        called=CalledDigests(lambda tenant, digest: shared.peers.publish(DigestCalled(tenant, digest))),
-        loads=PoolLoads(monotonic),
+        called=CalledDigests(on_first=lambda tenant, digest: shared.peers.publish(DigestCalled(tenant, digest))),
     )
 
 
@@ -379,19 +363,3 @@ def _session() -> aiohttp.ClientSession:
     boundary what the gateway takes."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
-
-
-def _node_client(config: GatewayConfig, opened: _Opened, breakers: Breakers) -> NodeClient:
-    cluster = opened.shared.cluster
-    watches = NodeWatches(cluster, silence=config.node_silence, first_silence=config.record_expiry)
-    return NodeClient(opened.session, opened.secret, watches, connect=config.connect_seconds, breakers=breakers)
-
-
-def _deploy_slots(config: GatewayConfig) -> DeploySlots:
-    return DeploySlots(
-        uploads=share(config.max_uploads, config),
-        tenant_uploads=share(config.max_tenant_uploads, config),
-        stores=share(config.max_deploys, config),
-        tenant_stores=share(config.max_tenant_deploys, config),
-        wait_seconds=config.deploy_wait,
-    )

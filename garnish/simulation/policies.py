@@ -9,7 +9,7 @@ import msgspec
 
 from garnish.simulation.oracle import Oracle
 from gateway.config import GatewayConfig
-from gateway.scheduling.policy import POLICIES, Policy, PolicySettings, UnknownPolicy, make_policy
+from gateway.scheduling.policy import POLICIES, Policy, UnknownPolicy, make_policy
 
 Clock = Callable[[], float]
 SIMULATED: Mapping[str, Callable[[Clock], Policy]] = MappingProxyType({"oracle": Oracle})
@@ -30,4 +30,4 @@ def policy_maker(name: str, seed: int) -> Callable[[Clock], Policy]:
         return SIMULATED[name]
     if name not in POLICIES:
         raise UnknownPolicy(f"placement policy {name!r} does not exist; known: {', '.join(policy_names())}")
-    return lambda clock: make_policy(name, PolicySettings(clock=clock, seed=seed))
+    return lambda clock: make_policy(name, clock, seed)

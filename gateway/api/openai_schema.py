@@ -80,14 +80,6 @@ class CompletionRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields
     echo: bool | None = None
     """The text, and with `logprobs` the tokens, begin with the prompt's."""
 
-    @property
-    def alternatives(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def echoes(self) -> bool:
-        return bool(self.echo)
-
 
 class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]

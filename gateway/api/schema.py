@@ -59,12 +59,13 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def alternatives(self) -> int | None:
         """How many of the likeliest tokens are told of each token; None: no log probabilities are."""
-        return None
+        stated: int | None = getattr(self, "logprobs", None)
+        return stated
 
     @property
     def echoes(self) -> bool:
-        """Whether the text is to begin with the prompt's."""
-        return False
+        """Whether the text is to begin with the prompt's; never where the route has no such field."""
+        return bool(getattr(self, "echo", None))
 
     @property
     def limit(self) -> int | None:
@@ -102,14 +103,6 @@ class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, k
     on_success: Destination | None = None
     """Of an asynchronous call, as is `on_failure`: who is told; null: what the function's policy says."""
     on_failure: Destination | None = None
-
-    @property
-    def alternatives(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def echoes(self) -> bool:
-        return bool(self.echo)
 
 
 class Top(msgspec.Struct, frozen=True):

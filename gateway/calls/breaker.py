@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from cluster.errors import ServiceError
 from cluster.node_table import NodeTable
+from gateway.calls.node_watch import NodeFailure
 
 THRESHOLD = 3
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
@@ -24,12 +26,12 @@ class Probe:
     """The one request that may go to a node whose circuit is half open."""
 
 
-class CircuitOpen(Exception):
+class CircuitOpen(NodeFailure):
     """Nothing may go to the node now."""
 
-
-def _nobody(_: str) -> None:
-    return None
+    def __init__(self, node_id: str) -> None:
+        message = f"node {node_id} could not be talked to lately, and another request tries now"
+        super().__init__(ServiceError("unavailable", message, retry_after=FIRST_PAUSE), retryable=True)
 
 
 class _Breaker:
@@ -43,7 +45,7 @@ class _Breaker:
 class Breakers:
     """By node and its epoch: a process that was started anew is another one. `clock` is monotonic seconds."""
 
-    def __init__(self, clock: Callable[[], float], opened: Callable[[str], None] = _nobody) -> None:
+    def __init__(self, clock: Callable[[], float], opened: Callable[[str], None] = lambda _: None) -> None:
         """`opened` is told of each node whose circuit opens."""
         self._clock = clock
         self._opened = opened
@@ -77,7 +79,7 @@ class Breakers:
         if breaker is None or breaker.failures < THRESHOLD:
             return None
         if breaker.probe is not None or self._clock() < breaker.until:
-            raise CircuitOpen
+            raise CircuitOpen(node_id)
         breaker.probe = Probe()
         return breaker.probe
 

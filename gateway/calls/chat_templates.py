@@ -22,6 +22,7 @@ from cluster.errors import ServiceError
 from gateway.calls.template_process import RENDER_SECONDS, Job, Refused, Rendered
 from gateway.catalog.threads import LeavableThreads
 from gateway.http.connected import while_connected
+from gateway.http.errors import invalid
 
 ANSWER_SECONDS = 30.0
 """For one conversation, the start of the process included; its limit is in processor time."""
@@ -68,7 +69,7 @@ class ChatTemplates:
             await self._render(tenant, job, deadline, receive)
         except _TemplateRefused as refused:
             field = f"{within}defaults.chat_template"
-            raise ServiceError("validation_failed", f"{field}: {refused}", param=field) from None
+            raise invalid(field, f"{field}: {refused}") from None
 
     async def render(self, tenant: str, job: Job, *, deadline: float, receive: Receive) -> str:
         """Returns the conversation's text. `deadline` in monotonic seconds.
@@ -79,8 +80,7 @@ class ChatTemplates:
         try:
             return await self._render(tenant, job, deadline, receive)
         except _TemplateRefused as refused:
-            why = f"the function's chat template refused the messages: {refused}"
-            raise ServiceError("validation_failed", why, param="messages") from None
+            raise invalid("messages", f"the function's chat template refused the messages: {refused}") from None
 
     async def _render(self, tenant: str, job: Job, deadline: float, receive: Receive) -> str:
         try:

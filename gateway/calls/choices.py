@@ -51,7 +51,7 @@ async def collect(generations: Sequence[Generation]) -> list[Outcome]:
 
 async def merged(generations: Sequence[Generation]) -> AsyncGenerator[Item, None]:
     """(choice, event) as they come, once the call is admitted. Raises the first ServiceError, and ends the others."""
-    shared, call = generations[0].shared, generations[0].call
+    shared, call = generations[0].shared, generations[0].invocation.call
 
     def used() -> int:
         return sum(generation.used_tokens for generation in generations)

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -25,7 +26,7 @@ from gateway.calls.invocation import Invocation
 from gateway.calls.migration import Migration, Moved
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeFailure
-from gateway.calls.placing import Placer, too_old
+from gateway.calls.placing import Placer, too_old, ttft_left
 from gateway.calls.resumption import may_resume, resumption_of
 from gateway.calls.running import Running, interruptible
 from gateway.calls.trace_log import log_call
@@ -53,17 +54,17 @@ class Dispatcher:
     state: ClusterState
     placer: Placer
     client: NodeClient
-    running: Running
     migration: Migration
     hold: Hold
     limits: LimitState
     functions: Functions
     residency: Residency
     metrics: Metrics
-    last_hour: LastHour
-    attainment: Attainment
     called: CalledDigests
-    loads: PoolLoads
+    running: Running = field(default_factory=Running)
+    last_hour: LastHour = field(default_factory=partial(LastHour, time.monotonic))
+    attainment: Attainment = field(default_factory=partial(Attainment, time.monotonic))
+    loads: PoolLoads = field(default_factory=partial(PoolLoads, time.monotonic))
     waiting: QueueShares = field(default_factory=QueueShares)
     """placed, and not begun on its node yet"""
     began: float = field(default_factory=time.monotonic)
@@ -88,21 +89,24 @@ class Generation:
 
     def __init__(self, dispatcher: Dispatcher, invocation: Invocation, request: GenerateRequest) -> None:
         self.shared = dispatcher
-        self._meter = invocation.meter
-        self.call = invocation.call
+        self.invocation = invocation
         self.request = request
         self._asked = request
         """As the next node gets it: once there are tokens, it goes on behind them."""
         self.resumed = 0
         """How often it has."""
         self._attempts_begun = 0
-        self._target = invocation.target
         self.function = invocation.target.function
         self._whose = PlacedCall(invocation.id, invocation.request_id, request.tenant, self.function)
         self.received = invocation.received
         self._generated: list[int] = []
         self.node: str | None = None
+        """The id of the one that has it; None before it is placed."""
         self.moved = False
+        """It was moved, and is not moved again."""
+        self._deadline = math.inf
+        self._revoked: asyncio.Future[ServiceError]
+        """Gets the reason when the call must end early. Set, as the deadline is, when the events begin."""
         self._interrupted: asyncio.Future[Exception] | None = None
         """Of the attempt that runs."""
         self.cold_start: str | None = None
@@ -128,21 +132,21 @@ class Generation:
         shared.metrics.change_open(1)
         try:
             with (
-                shared.running.track(self.request.tenant, self.function, self.received) as revoked,
+                shared.running.track(self.request.tenant, self.function, self.received) as self._revoked,
                 shared.migration.track(self.request.id, self),
             ):
-                async with aclosing(self._attempts(revoked)) as events:
+                async with aclosing(self._attempts()) as events:
                     async for event in events:
                         self._note(event)
                         yield event
         except Exception as error:
             outcome = error.type if isinstance(error, ServiceError) else "internal"
-            self._meter.fail()
+            self.invocation.meter.fail()
             raise
         except BaseException:  # the caller has gone, or the gateway stops
             if self.done is None:
                 cold = self.cold_start not in (None, "none")
-                self._meter.cut(self._prompt_tokens if self.started_at else 0, self.tokens, cold)
+                self.invocation.meter.cut(self._prompt_tokens, self.tokens, cold)
             raise
         finally:
             shared.metrics.change_open(-1)
@@ -169,22 +173,15 @@ class Generation:
     @property
     def used_tokens(self) -> int:
         """Returns how many of the tokens that the call may use this request has used, as far as is known now."""
-        prompt = self._prompt_tokens if self.started_at is not None else 0
-        return prompt + (self.tokens if self.done is None else self.done.completion_tokens)
-
-    @property
-    def begun(self) -> bool:
-        return self.started_at is not None
-
-    @property
-    def computed_tokens(self) -> int:
-        return len(self.request.token_ids) + self.tokens
+        return self._prompt_tokens + (self.tokens if self.done is None else self.done.completion_tokens)
 
     async def place_again(self, excluded: frozenset[str]) -> Placed:
+        """Reserves a place on another node than these. Raises ServiceError when there is none."""
         asked = self._from_here()
         return await self.shared.placer.place(self._whose, asked, self.received, excluded | await self._unfit(asked))
 
     def move_to(self, placed: Placed) -> bool:
+        """Goes on there. Returns False when the call does not run any more."""
         if self._interrupted is None or self._interrupted.done():
             return False
         self.moved = True
@@ -193,26 +190,26 @@ class Generation:
 
     @property
     def _prompt_tokens(self) -> int:
-        """Returns how many tokens of the prompt are to be metered: a prompt counts with its first choice only."""
-        return 0 if self.request.sampling.choice else len(self.request.token_ids)
+        """Returns how many tokens of the prompt have been used: a prompt counts from its beginning on a node, and with
+        its first choice only."""
+        return 0 if self.request.sampling.choice or self.started_at is None else len(self.request.token_ids)
 
-    async def _attempts(self, revoked: asyncio.Future[ServiceError]) -> AsyncGenerator[Token | Done, None]:
+    async def _attempts(self) -> AsyncGenerator[Token | Done, None]:
         shared = self.shared
-        deadline = time.monotonic() + self.request.timeout
+        self._deadline = time.monotonic() + self.request.timeout
         excluded: frozenset[str] = frozenset()
         failure: ServiceError | None = None
         moved: Placed | None = None
-        await shared.hear_of_nodes(deadline)
+        await shared.hear_of_nodes(self._deadline)
         while True:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= self._deadline:
                 raise failure or ServiceError("timeout", "the timeout passed before the request reached a node")
-            placed = moved or await self._place_or_hold(excluded, failure, deadline, revoked)
+            placed = moved or await self._place_or_hold(excluded, failure)
             moved = None
-            left = deadline - time.monotonic()
             self._stay.wait(placed.pool, placed.work)
             self._wait(True)
             try:
-                async with aclosing(self._attempt(placed, left, revoked)) as events:
+                async with aclosing(self._attempt(placed)) as events:
                     async for event in events:
                         yield event
                 return
@@ -249,15 +246,14 @@ class Generation:
     def _from_here(self) -> GenerateRequest:
         return self.request if self.first_at is None else resumption_of(self.request, self._generated)
 
-    async def _attempt(
-        self, placed: Placed, left: float, revoked: asyncio.Future[ServiceError]
-    ) -> AsyncGenerator[Token | Done, None]:
-        request = msgspec.structs.replace(self._asked, timeout=left, ttft=self._ttft_left(), place=placed.number)
+    async def _attempt(self, placed: Placed) -> AsyncGenerator[Token | Done, None]:
+        left, ttft = self._deadline - time.monotonic(), ttft_left(self._asked, self.received)
+        request = msgspec.structs.replace(self._asked, timeout=left, ttft=ttft, place=placed.number)
         self.node = placed.node_id
         if not self.resumed:
             self.sent_at, self.started_at, self.forecast = time.monotonic(), None, placed.forecast
             self.prompt_logprobs = []
-        self._interrupted = interrupted = interruptible(revoked)
+        self._interrupted = interrupted = interruptible(self._revoked)
         async with aclosing(self.shared.client.stream(placed, request, interrupted)) as events:
             async for event in events:
                 if isinstance(event, Started):
@@ -274,17 +270,11 @@ class Generation:
                     yield event
 
     def _error_of(self, event: Failed) -> ServiceError:
-        if event.damaged and event.damaged == self._target.digest:
-            return self.shared.functions.remake(self.request.tenant, self._target)
+        if event.damaged and event.damaged == self.invocation.target.digest:
+            return self.shared.functions.remake(self.request.tenant, self.invocation.target)
         return ServiceError(event.type, event.message, retry_after=event.retry_after)
 
-    async def _place_or_hold(
-        self,
-        excluded: frozenset[str],
-        failure: ServiceError | None,
-        deadline: float,
-        revoked: asyncio.Future[ServiceError],
-    ) -> Placed:
+    async def _place_or_hold(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
         """Places the request. With an autoscaler it waits for a node where there is none at all, where the only one has
         just refused the request because it is to go, and where the first one that came is full. Raises ServiceError."""
         hold, until = self.shared.hold, math.inf
@@ -297,21 +287,21 @@ class Generation:
                 first_node_is_full = until < math.inf and error.type == "overloaded"  # a node came while it was held
                 if not empty and (not first_node_is_full or began + AGAIN_SECONDS > until):
                     raise
-            until = min(until, began + hold.seconds, deadline)
+            until = min(until, began + hold.seconds, self._deadline)
             self._stay.wait(None, None)
             if empty and not excluded:
-                await hold.wait(until, revoked)
+                await hold.wait(until, self._revoked)
             else:  # it has no place, or what it says of itself is on its way
-                await asyncio.wait([revoked], timeout=max(0.0, min(AGAIN_SECONDS, until - began)))
+                await asyncio.wait([self._revoked], timeout=max(0.0, min(AGAIN_SECONDS, until - began)))
             excluded, failure = frozenset(), None
             self.held += time.monotonic() - began
-            self._check_held(until, deadline, revoked)
+            self._check_held(until)
 
-    def _check_held(self, until: float, deadline: float, revoked: asyncio.Future[ServiceError]) -> None:
+    def _check_held(self, until: float) -> None:
         """Raises ServiceError when the request may not wait any longer."""
-        if revoked.done():
-            raise revoked.result()
-        if time.monotonic() >= deadline:
+        if self._revoked.done():
+            raise self._revoked.result()
+        if time.monotonic() >= self._deadline:
             raise ServiceError("timeout", "the timeout passed before a node was ready")
         if time.monotonic() >= until:
             raise self.shared.hold.given_up()
@@ -336,13 +326,6 @@ class Generation:
         """Ids of nodes that can't be talked to, or are too old for the request."""
         nodes = await self.shared.state.table()
         return self.shared.client.breakers.blocked(nodes) | too_old(nodes, request)
-
-    def _ttft_left(self) -> float | None:
-        """Returns the seconds that are left now of the promised time to the first token, at least a millisecond; None
-        when none was promised."""
-        if self._asked.ttft is None:
-            return None
-        return max(self._asked.ttft - (time.monotonic() - self.received), 0.001)
 
     def _wait(self, waits: bool) -> None:
         """Note whether it is in a node's queue now."""
@@ -371,7 +354,7 @@ class Generation:
             self.shared.placer.lengths.note(self.request.tenant, self.function, event.completion_tokens)
         cold = event.timing.cold_start.state != "none"
         prompt, device = 0 if self.request.sampling.choice else event.prompt_tokens, event.timing.device
-        self._meter.done(prompt, event.completion_tokens, cold, device)
+        self.invocation.meter.done(prompt, event.completion_tokens, cold, device)
 
     def _count(self, outcome: str) -> None:
         shared, tenant, done = self.shared, self.request.tenant, self.done
@@ -388,8 +371,7 @@ class Generation:
         if done is not None:
             counts.prompt_tokens, counts.completion_tokens = done.prompt_tokens, done.completion_tokens
             shared.metrics.count_tokens(tenant, self.function, done.prompt_tokens, done.completion_tokens)
-            cold = done.timing.cold_start
-            shared.metrics.count_cold_start(cold)
+            shared.metrics.count_cold_start(done.timing.cold_start)
             log_call(self.request, done, self.received)
             shared.metrics.count_preemptions(tenant, done.timing.preemptions)
         if self.forecast is not None and self.sent_at is not None and self.first_at is not None:

@@ -13,6 +13,9 @@ MAX_PLACEMENTS = 4096
 """Some 4 kB each."""
 MAX_OF_CALL = 16
 """Of one call, which may have many choices, each of them placed twice."""
+OF_PLACEMENT = ("outcome", "node", "policy", "at", "took", "tries")
+OF_REQUEST = ("prompt_tokens", "max_tokens", "rank", "adapter_bytes", "slo_class", "ttft", "tpot")
+"""What a decision repeats."""
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -33,22 +36,11 @@ class Placement(msgspec.Struct, frozen=True):
     def decision(self) -> Decision:
         wanted = self.request
         return Decision(
-            outcome=self.outcome,
-            node=self.node,
-            policy=self.policy,
-            at=self.at,
-            took=self.took,
-            tries=self.tries,
+            **{name: getattr(self, name) for name in OF_PLACEMENT},
+            **{name: getattr(wanted, name) for name in OF_REQUEST},
             excluded=list(self.excluded),
-            prompt_tokens=wanted.prompt_tokens,
-            max_tokens=wanted.max_tokens,
             expected_tokens=wanted.answer_tokens,
             expected_inverse=wanted.inverse_tokens,
-            rank=wanted.rank,
-            adapter_bytes=wanted.adapter_bytes,
-            slo_class=wanted.slo_class,
-            ttft=wanted.ttft,
-            tpot=wanted.tpot,
             candidates=self.picture.candidates(wanted) if self.picture else [],
             more=self.picture.more if self.picture else 0,
         )
@@ -73,10 +65,7 @@ class Explained(msgspec.Struct):
 
     def reply(self) -> ExplainReply:
         return ExplainReply(
-            id=self.call.id,
-            request_id=self.call.request_id,
-            tenant=self.call.tenant,
-            function=self.call.function,
+            **msgspec.structs.asdict(self.call),
             placements=[ExplainedPlacement(kept.request.id, kept.decision()) for kept in self.placements],
             left_out=self.left_out,
         )

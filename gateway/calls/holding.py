@@ -72,18 +72,12 @@ class Hold:
                 self._waiting.cancel()
 
     def given_up(self) -> ServiceError:
-        """Returns the error that answers a call which was held for as long as may be."""
-        return ServiceError(
-            "unavailable",
-            f"no node became ready to serve this model within {self.seconds:g} s; one has been asked for",
-            retry_after=self.retry_after(),
-        )
-
-    def retry_after(self) -> float:
-        """Seconds until a first node may be there: by how long the last one took, else as long again as has passed."""
+        """Returns the error that answers a call which was held for as long as may be. A first node may be there, by how
+        long the last one took, else after as long again as has passed."""
         passed = 0.0 if self._since is None else self._clock() - self._since
         expected = passed if self._took is None or self._took <= passed else self._took - passed
-        return min(max(expected, LEAST_RETRY), MOST_RETRY)
+        why = f"no node became ready to serve this model within {self.seconds:g} s; one has been asked for"
+        return ServiceError("unavailable", why, retry_after=min(max(expected, LEAST_RETRY), MOST_RETRY))
 
     async def _until_ready(self) -> None:
         while not serving(await self._state.table(), self._base):  # noqa: ASYNC110
@@ -94,12 +88,17 @@ class Hold:
     async def _is_led(self) -> bool:
         async with self._look:  # who comes while it is asked waits for that answer, not for the one before
             if self._clock() - self._seen >= (LED_SECONDS if self._led else UNLED_SECONDS):
-                try:
-                    self._led = bool((await self._leases.look(AUTOSCALER)).holder)
-                except RedisAway:
-                    self._led = False
+                self._led = await autoscaler(self._leases) is not None
                 self._seen = self._clock()
         return self._led
+
+
+async def autoscaler(leases: Leases) -> str | None:
+    """Returns who decides the pools' sizes; None: nobody, or it can't be told."""
+    try:
+        return (await leases.look(AUTOSCALER)).holder or None
+    except RedisAway:
+        return None
 
 
 def serving(nodes: NodeTable, base: str, without: Collection[str] = ()) -> bool:

@@ -7,15 +7,19 @@ tokens that have come, as after a failed node (gateway.calls.resumption).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
 
 from cluster.errors import ServiceError
 from cluster.state import ClusterState
 from gateway.background import background
 from gateway.scheduling.moves import Migrates, Movable
 from gateway.scheduling.placement import Placed
+
+if TYPE_CHECKING:
+    from gateway.calls.dispatch import Generation
 
 
 class Moved(Exception):
@@ -26,31 +30,6 @@ class Moved(Exception):
         self.placed = placed
 
 
-class MovableCall(Protocol):
-    node: str | None
-    """The id of the one that has it; None before it is placed."""
-    moved: bool
-    """It was moved, and is not moved again."""
-
-    @property
-    def begun(self) -> bool:
-        """It has left the node's queue."""
-        ...
-
-    @property
-    def computed_tokens(self) -> int:
-        """Returns the number of tokens of the call's prompt and of those generated so far."""
-        ...
-
-    async def place_again(self, excluded: frozenset[str]) -> Placed:
-        """Reserve a place on another node than these. Raises ServiceError when there is none."""
-        ...
-
-    def move_to(self, placed: Placed) -> bool:
-        """Go on there. Returns False when the call does not run any more."""
-        ...
-
-
 class Migration:
     """The open calls of this process, and the task that moves them."""
 
@@ -58,27 +37,23 @@ class Migration:
         """`base`: fingerprint of the base model. Without a policy that migrates no call is moved."""
         self._state, self._base = state, base
         self._policy = policy if isinstance(policy, Migrates) else None
-        self._calls: dict[str, MovableCall] = {}
+        self._calls: dict[str, Generation] = {}
 
     @contextmanager
-    def track(self, id: str, call: MovableCall) -> Iterator[None]:
+    def track(self, id: str, call: Generation) -> Iterator[None]:
         self._calls[id] = call
         try:
             yield
         finally:
             del self._calls[id]
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        works = [] if self._policy is None else [self._run]
-        async with background(*works):
-            yield
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return background(*([] if self._policy is None else [partial(self._run, self._policy)]))
 
-    async def _run(self) -> None:
-        assert self._policy is not None
+    async def _run(self, policy: Migrates) -> None:
         while True:
-            await asyncio.sleep(self._policy.period)
-            await self._rebalance(self._policy)
+            await asyncio.sleep(policy.period)
+            await self._rebalance(policy)
 
     async def _rebalance(self, policy: Migrates) -> None:
         nodes = await self._state.table()
@@ -86,7 +61,7 @@ class Migration:
         loads = {row: float(nodes.requests[row]) for row in rows.tolist()}
         names = frozenset(filter(None, nodes.ids))
         calls = [
-            Movable(id, row, call.begun, call.computed_tokens)
+            Movable(id, row, call.started_at is not None, len(call.request.token_ids) + call.tokens)
             for id, call in self._calls.items()
             if not call.moved and call.node is not None and (row := nodes.row(call.node)) is not None
         ]
@@ -95,7 +70,7 @@ class Migration:
             if target is not None and call is not None:
                 await self._move(move.id, call, names - {target})
 
-    async def _move(self, id: str, call: MovableCall, others: frozenset[str]) -> None:
+    async def _move(self, id: str, call: Generation, others: frozenset[str]) -> None:
         try:
             placed = await call.place_again(others)
         except ServiceError:  # it has no place any more: the call stays where it is

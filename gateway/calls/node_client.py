@@ -10,11 +10,10 @@ from contextlib import aclosing, suppress
 import aiohttp
 import msgspec
 
-from cluster.errors import ServiceError
 from cluster.frames import FrameError, Frames
 from cluster.messages import Done, Event, Failed, GenerateRequest, Started, Token, decode_event
 from cluster.secret import authorization
-from gateway.calls.breaker import FIRST_PAUSE, Breakers, CircuitOpen, Probe
+from gateway.calls.breaker import Breakers, Probe
 from gateway.calls.node_watch import NodeFailure, NodeWatches, WatchedStream, node_failed
 from gateway.http.connected import cut_short
 from gateway.scheduling.placement import Placed
@@ -56,10 +55,7 @@ class NodeClient:
         ServiceError when the deadline has passed by far.
         """
         node = placed.node_id, placed.epoch
-        try:
-            probe = self.breakers.begin(*node)
-        except CircuitOpen:
-            raise _circuit_open(placed.node_id) from None
+        probe = self.breakers.begin(*node)
         try:
             async with aclosing(self._events(placed, request, interrupted, probe)) as events:
                 async for event in events:
@@ -130,11 +126,6 @@ async def _next_bytes(response: aiohttp.ClientResponse, stream: WatchedStream) -
         chunk = await response.content.readany()
     stream.note_bytes()
     return chunk
-
-
-def _circuit_open(node_id: str) -> NodeFailure:
-    message = f"node {node_id} could not be talked to lately, and another request tries now"
-    return NodeFailure(ServiceError("unavailable", message, retry_after=FIRST_PAUSE), retryable=True)
 
 
 def _decode(frames: Frames, chunk: bytes, node_id: str) -> list[Event]:

@@ -175,17 +175,12 @@ def _last_choice(head: Head, index: int, done: Done) -> StreamedChoice:
 def _chat_logprobs(head: Head, entries: Sequence[TokenLogprob]) -> openai.ChatLogprobs | None:
     if not head.logprobs:
         return None
-    return openai.ChatLogprobs(
-        [
-            openai.ChatLogprob(
-                entry.token,
-                entry.logprob,
-                _bytes(entry.token),
-                [openai.ChatTop(top.token, top.logprob, _bytes(top.token)) for top in entry.top],
-            )
-            for entry in entries
-        ]
-    )
+    return openai.ChatLogprobs([_chat_logprob(entry) for entry in entries])
+
+
+def _chat_logprob(entry: TokenLogprob) -> openai.ChatLogprob:
+    tops = [openai.ChatTop(top.token, top.logprob, _bytes(top.token)) for top in entry.top]
+    return openai.ChatLogprob(entry.token, entry.logprob, _bytes(entry.token), tops)
 
 
 def _bytes(token: str) -> list[int] | None:

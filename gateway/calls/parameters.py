@@ -9,10 +9,10 @@ from typing import TypedDict, TypeVar
 import msgspec
 
 from adapters.functions import Defaults
-from cluster.errors import ServiceError
 from cluster.messages import Sampling, version_for
 from cluster.text import BaseText
 from gateway.api.schema import MAX_BAD_CHARACTERS, GenerationParams
+from gateway.http.errors import invalid
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-4
@@ -83,21 +83,15 @@ def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, c
     """`declared`: the call's own; `prompt`: its tokens. Raises ServiceError when they don't fit the context."""
     left = context - prompt
     if left < 1:
-        raise ServiceError(
-            "validation_failed",
-            f"the prompt has {prompt} tokens, and prompt and output together may have {context}",
-            param=prompt_field,
-        )
+        why = f"the prompt has {prompt} tokens, and prompt and output together may have {context}"
+        raise invalid(prompt_field, why)
     if declared is not None and declared > left:
-        raise ServiceError(
-            "validation_failed",
-            f"max_tokens is {declared}, but the prompt of {prompt} tokens leaves {left} of the context of {context}",
-            param=merged.limit_field,
-        )
+        why = f"max_tokens is {declared}, but the prompt of {prompt} tokens leaves {left} of the context of {context}"
+        raise invalid(merged.limit_field, why)
     most = min(merged.limit or DEFAULT_MAX_TOKENS, left)
     if (merged.min_tokens or 0) > most:
         why = f"min_tokens is {merged.min_tokens}, but the output may have {most} tokens (max_tokens)"
-        raise ServiceError("validation_failed", why, param="min_tokens")
+        raise invalid("min_tokens", why)
     return most
 
 
@@ -112,7 +106,7 @@ def kept_tokens(merged: GenerationParams, context: int) -> int | None:
         return max(context - (merged.limit or min(DEFAULT_MAX_TOKENS, context // 2)), 1)
     if kept is not None and not 1 <= kept <= context:
         why = f"truncate_prompt_tokens is {kept}; it may be -1 or 1 to {context}, the context"
-        raise ServiceError("validation_failed", why, param="truncate_prompt_tokens")
+        raise invalid("truncate_prompt_tokens", why)
     return kept
 
 
@@ -121,22 +115,20 @@ def check_prompt_logprobs(call: GenerationParams, prompt_tokens: int) -> None:
     top = prompt_logprobs(call)
     if top is not None and prompt_tokens * (top + 1) > MAX_PROMPT_LOGPROBS:
         why = f"{prompt_tokens} prompt tokens with {top + 1} log probabilities each are more than {MAX_PROMPT_LOGPROBS}"
-        raise ServiceError("validation_failed", f"{why}; ask for fewer of them", param="prompt_logprobs")
+        raise invalid("prompt_logprobs", f"{why}; ask for fewer of them")
 
 
 def check_ids(token_ids: list[int], vocab_size: int, field: str) -> None:
     """Raises ServiceError for an id outside the vocabulary."""
     outside = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if outside is not None:
-        why = f"{field} has token id {outside}; the base model's vocabulary ends at {vocab_size - 1}"
-        raise ServiceError("validation_failed", why, param=field)
+        raise invalid(field, f"{field} has token id {outside}; the base model's vocabulary ends at {vocab_size - 1}")
 
 
 def _biases(stated_biases: dict[str, float], vocab_size: int) -> dict[int, float]:
     for key in stated_biases:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            why = f'logit_bias has the key {key[:40]!r}; keys are token ids such as "42"'
-            raise ServiceError("validation_failed", why, param="logit_bias")
+            raise invalid("logit_bias", f'logit_bias has the key {key[:40]!r}; keys are token ids such as "42"')
     biases = {int(key): value for key, value in stated_biases.items()}
     check_ids(list(biases), vocab_size, "logit_bias")
     return {token: value for token, value in biases.items() if value}
@@ -146,9 +138,9 @@ def _bad_words(words: list[str], text: BaseText) -> list[list[int]]:
     characters = sum(map(len, words))
     if characters > MAX_BAD_CHARACTERS:
         why = f"bad_words have {characters} characters; together they may have {MAX_BAD_CHARACTERS}"
-        raise ServiceError("validation_failed", why, param="bad_words")
+        raise invalid("bad_words", why)
     blank = next((word for word in words if not word.strip()), None)
     if blank is not None:
         why = "bad_words has a word without a visible character; mask its token by logit_bias -100"
-        raise ServiceError("validation_failed", why, param="bad_words")
+        raise invalid("bad_words", why)
     return text.encode_bad_words(words)

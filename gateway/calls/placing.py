@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -15,7 +14,7 @@ from gateway.calls.explanations import Explanations, PlacedCall, Placement
 from gateway.scheduling.decision import Outcome
 from gateway.scheduling.lengths import ResponseLengths
 from gateway.scheduling.placement import Placed, Trace, able, place
-from gateway.scheduling.policy import Policy, PolicySettings, make_policy
+from gateway.scheduling.policy import Policy, make_policy
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import work
 from gateway.workers.metrics import Metrics
@@ -27,21 +26,13 @@ LEAST_TTFT = 1e-3
 class Placer:
     """`policy`: a name of gateway.scheduling.policy. Raises UnknownPolicy."""
 
-    def __init__(
-        self,
-        state: ClusterState,
-        policy: str,
-        base: str,
-        metrics: Metrics,
-        explanations: Explanations,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, state: ClusterState, policy: str, base: str, metrics: Metrics) -> None:
         self._state = state
         self._name = policy
-        self.policy: Policy = make_policy(policy, PolicySettings(clock=clock))
+        self.policy: Policy = make_policy(policy)
         self._base = base
         self._metrics = metrics
-        self._explanations = explanations
+        self.explanations = Explanations()
         self.lengths = ResponseLengths()
 
     async def place(
@@ -56,7 +47,8 @@ class Placer:
         """`received`: monotonic seconds; the promise of the first token counts from there. `displaces`: it may take
         another's place in a full queue. Raises ServiceError."""
         began, at, trace = time.monotonic(), time.time(), Trace()
-        wanted = msgspec.structs.replace(self._wanted(call, request, began - received), displaces=displaces)
+        ttft = ttft_left(request, received)
+        wanted = msgspec.structs.replace(self._wanted(call, request), ttft=ttft, displaces=displaces)
         outcome: Outcome = "placed"
         node: str | None = None
         try:
@@ -72,16 +64,16 @@ class Placer:
             kept = Placement(
                 wanted, outcome, node, self._name, at, took, trace.tries, tuple(sorted(excluded)), trace.picture
             )
-            self._explanations.keep(call, kept)
+            self.explanations.keep(call, kept)
 
     async def refused_work(self, call: PlacedCall, request: GenerateRequest) -> float | None:
         """Returns the seconds of work that a request which no node takes would be to a node that could serve it; None
         when there is no such node, or its costs were never measured."""
-        wanted, nodes = self._wanted(call, request, 0.0), await self._state.table()
+        wanted, nodes = self._wanted(call, request), await self._state.table()
         rows = able(nodes, self._base, wanted, frozenset())
         return work(nodes, int(rows[0]), wanted) if rows.size else None
 
-    def _wanted(self, call: PlacedCall, request: GenerateRequest, elapsed: float) -> PlacementRequest:
+    def _wanted(self, call: PlacedCall, request: GenerateRequest) -> PlacementRequest:
         adapter, lengths = request.adapter, self.lengths
         generated = len(request.generated)  # by a node before; they are computed as part of the prompt
         max_tokens = max(1, request.max_tokens - generated)
@@ -96,10 +88,15 @@ class Placer:
             expected_tokens=expected,
             expected_inverse=lengths.inverse(expected),
             typical_tokens=lengths.typical(),
-            ttft=None if request.ttft is None else max(request.ttft - elapsed, LEAST_TTFT),
             tpot=request.tpot,
             slo_class=request.slo_class,
         )
+
+
+def ttft_left(request: GenerateRequest, received: float) -> float | None:
+    """Returns the seconds that are left now of the promised time to the first token, at least LEAST_TTFT; None when
+    none was promised. `received`: monotonic seconds."""
+    return None if request.ttft is None else max(request.ttft - (time.monotonic() - received), LEAST_TTFT)
 
 
 def too_old(nodes: NodeTable, request: GenerateRequest) -> frozenset[str]:

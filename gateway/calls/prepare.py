@@ -12,7 +12,6 @@ from starlette.requests import Request
 
 from adapters.slo import Slo, lower_class
 from adapters.tenants import Tenant
-from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest
 from gateway.api.schema import GenerationParams
 from gateway.calls.admission import call_of
@@ -35,6 +34,7 @@ from gateway.calls.prompts import (
 )
 from gateway.calls.template_process import Job
 from gateway.catalog.functions import Target
+from gateway.http.errors import invalid
 from gateway.http.params import side
 from gateway.http.stopwatch import Stopwatch
 from gateway.services import Services
@@ -71,13 +71,13 @@ async def prepare(
     """
     target = await services.functions.target(tenant, *named, side(request))
     watch.lap("resolve")
-    merged = merge(stated, target.defaults)
+    merged = merge(stated, target.policy.defaults)
     context = await served_context(services)
     deadline = watch.received + _timeout(services, stated, target)
     parameters = resolve(merged, services.text, services.base.vocab_size)
     keep = kept_tokens(merged, context)
-    if (own := target.defaults.chat_template) is not None:
-        source = await _rendered(request, services, tenant=tenant, template=own, source=source, deadline=deadline)
+    own = target.policy.defaults.chat_template
+    source = await rendered(request, services, tenant=tenant, template=own, source=source, deadline=deadline)
     prompts = await tokens_of(source, services.text, services.text_threads, context, deadline, request.receive, keep)
     check_prompt_logprobs(merged, (merged.n or 1) * sum(map(len, prompts)))
     account = await services.callers.account(tenant)
@@ -87,7 +87,7 @@ async def prepare(
     template = _template(base, target=target, account=account, parameters=parameters, timeout=timeout)
     limits = [max_tokens_of(merged, stated.limit, len(tokens), context, source.field) for tokens in prompts]
     requests = _requests(template, prompts, limits, merged.n or 1)
-    call = call_of(account, target.function, target.max_concurrency, requests, yields=spare_only(request))
+    call = call_of(account, target.function, target.policy.max_concurrency, requests, yields=spare_only(request))
     watch.lap("tokenize")
     version = BASE if target.version is None else str(target.version)
     return Invocation(
@@ -105,14 +105,14 @@ async def prepare(
     )
 
 
-async def _rendered(
-    request: Request, services: Services, *, tenant: str, template: str, source: Source, deadline: float
+async def rendered(
+    request: Request, services: Services, *, tenant: str, template: str | None, source: Source, deadline: float
 ) -> Source:
     """Returns a conversation as a function's own chat template has it, and any other source as it is. Raises
     ServiceError, ClientGone."""
-    if not isinstance(source, Conversation):
+    if template is None or not isinstance(source, Conversation):
         return source
-    job = Job(template, source.messages, dict(services.text.special))
+    job = Job(template, source.messages, dict(services.text.special), source.answer)
     text = await services.templates.render(tenant, job, deadline=deadline, receive=request.receive)
     return RenderedConversation(text)
 
@@ -133,7 +133,7 @@ def _template(
         adapter=target.adapter,
         function=_opaque(target),
         weight=account.weight,
-        slo_class=lower_class(slo.slo_class, target.slo_class or slo.slo_class),
+        slo_class=lower_class(slo.slo_class, target.policy.slo_class or slo.slo_class),
         ttft=_seconds(slo.ttft_ms),
         tpot=_seconds(slo.tpot_ms),
         reserved=account.reserved.get(target.function, 0),
@@ -185,8 +185,8 @@ async def served_context(services: Services) -> int:
 def _timeout(services: Services, stated: GenerationParams, target: Target) -> float:
     if stated.timeout is not None and stated.timeout > services.config.max_timeout:
         limit = services.config.max_timeout
-        raise ServiceError("validation_failed", f"timeout may be at most {limit:g} s here", param="timeout")
-    return stated.timeout or target.timeout or services.config.request_timeout
+        raise invalid("timeout", f"timeout may be at most {limit:g} s here")
+    return stated.timeout or target.policy.timeout or services.config.request_timeout
 
 
 def _opaque(target: Target) -> str:

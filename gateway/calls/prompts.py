@@ -16,6 +16,7 @@ from gateway.api.schema import InvokeRequest
 from gateway.calls.parameters import check_ids
 from gateway.catalog.threads import LeavableThreads
 from gateway.http.connected import while_connected
+from gateway.http.errors import invalid
 
 T = TypeVar("T")
 
@@ -35,9 +36,9 @@ class Source(Protocol):
     @property
     def characters(self) -> int: ...
 
-    def encode(self, text: BaseText, limit: int, keep: int | None) -> list[list[int]]:
+    def encode(self, text: BaseText, limit: int | None, keep: int | None) -> list[list[int]]:
         """Token ids of each prompt, at most `keep` of each, the last ones. Raises TextError; TextTooLong when one
-        certainly has more than `limit`, and all are to be kept."""
+        certainly has more than `limit`."""
 
 
 class Prompts(msgspec.Struct, frozen=True):
@@ -50,11 +51,9 @@ class Prompts(msgspec.Struct, frozen=True):
     def characters(self) -> int:
         return sum(map(len, self.prompts))
 
-    def encode(self, text: BaseText, limit: int, keep: int | None) -> list[list[int]]:
+    def encode(self, text: BaseText, limit: int | None, keep: int | None) -> list[list[int]]:
         return [
-            text.encode_prompt(prompt, limit if keep is None else None, keep)
-            if isinstance(prompt, str)
-            else _last(prompt, keep)
+            text.encode_prompt(prompt, limit, keep) if isinstance(prompt, str) else _last(prompt, keep)
             for prompt in self.prompts
         ]
 
@@ -75,8 +74,7 @@ def prompts_of(given: Sequence[str | int | list[int]] | str, vocab_size: int) ->
         return Prompts([given])
     kinds = {type(prompt) for prompt in given}
     if len(kinds) != 1:
-        why = "prompt has texts and token ids; send texts, token ids, or lists of token ids"
-        raise ServiceError("validation_failed", why, param="prompt")
+        raise invalid("prompt", "prompt has texts and token ids; send texts, token ids, or lists of token ids")
     lists = [[token for token in given if isinstance(token, int)]] if kinds == {int} else given
     prompts = [prompt for prompt in lists if not isinstance(prompt, int)]
     for prompt in prompts:
@@ -92,13 +90,15 @@ def _last(ids: list[int], keep: int | None) -> list[int]:
 class Conversation(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     field: str = "messages"
+    answer: bool = True
+    """Ready for the assistant's turn."""
 
     @property
     def characters(self) -> int:
         return sum(len(message["content"]) + MESSAGE_CHARACTERS for message in self.messages)
 
-    def encode(self, text: BaseText, limit: int, keep: int | None) -> list[list[int]]:
-        return [_last(text.encode_chat(self.messages, limit if keep is None else None), keep)]
+    def encode(self, text: BaseText, limit: int | None, keep: int | None) -> list[list[int]]:
+        return [_last(text.encode_chat(self.messages, limit, answer=self.answer), keep)]
 
 
 class RenderedConversation(msgspec.Struct, frozen=True):
@@ -111,19 +111,17 @@ class RenderedConversation(msgspec.Struct, frozen=True):
     def characters(self) -> int:
         return len(self.text)
 
-    def encode(self, text: BaseText, limit: int, keep: int | None) -> list[list[int]]:
-        return [_last(text.encode_rendered(self.text, limit if keep is None else None), keep)]
+    def encode(self, text: BaseText, limit: int | None, keep: int | None) -> list[list[int]]:
+        return [_last(text.encode_rendered(self.text, limit), keep)]
 
 
 def source_of(call: InvokeRequest, vocab_size: int) -> Source:
     """Returns what a native call asks to go on from. Raises ServiceError."""
     if (call.prompt is None) == (call.messages is None):
-        raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
+        raise invalid("prompt", "send exactly one of prompt and messages")
     if call.messages is not None:
         if call.echo:
-            raise ServiceError(
-                "validation_failed", "echo needs prompt; with messages use prompt_logprobs", param="echo"
-            )
+            raise invalid("echo", "echo needs prompt; with messages use prompt_logprobs")
         return Conversation(msgspec.to_builtins(call.messages))
     assert call.prompt is not None
     return prompts_of(call.prompt, vocab_size)
@@ -144,27 +142,31 @@ async def tokens_of(
     """
 
     def encode() -> list[list[int]]:
-        return source.encode(text, context, keep)
+        try:
+            return source.encode(text, context if keep is None else None, keep)
+        except TextTooLong as error:
+            why = f"the prompt is too long: prompt and output together may have {context} tokens"
+            raise invalid(source.field, why) from error
 
+    return await run_on_text(
+        encode, size=source.characters, field=source.field, threads=threads, deadline=deadline, receive=receive
+    )
+
+
+async def run_on_text(
+    work: Callable[[], T], *, size: int, field: str, threads: LeavableThreads, deadline: float, receive: Receive
+) -> T:
+    """Returns the result of `work`, which is run in a thread if its text is long. `size`: of the text, in characters or
+    tokens; `deadline` in monotonic seconds.
+
+    Raises ServiceError: `validation_failed` for a TextError, naming `field`, `timeout`; ClientGone; what `work` raises.
+    """
     try:
-        if source.characters <= INLINE_CHARACTERS:
-            return encode()
-        return await in_text_thread(threads, encode, deadline, receive)
-    except TextTooLong as error:
-        raise ServiceError(
-            "validation_failed",
-            f"the prompt is too long: prompt and output together may have {context} tokens",
-            param=source.field,
-        ) from error
-    except TextError as error:
-        raise ServiceError("validation_failed", str(error), param=source.field) from error
-
-
-async def in_text_thread(threads: LeavableThreads, work: Callable[[], T], deadline: float, receive: Receive) -> T:
-    """Runs `work` in a thread and returns its result. Raises what `work` raises, ServiceError `timeout` at the deadline
-    (monotonic), ClientGone."""
-    try:
+        if size <= INLINE_CHARACTERS:
+            return work()
         async with asyncio.timeout(deadline - time.monotonic()):
             return await while_connected(threads.run(work), receive)
     except TimeoutError:
         raise ServiceError("timeout", "the timeout passed before the prompt was tokenised") from None
+    except TextError as error:
+        raise invalid(field, str(error)) from error

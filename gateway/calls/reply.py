@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import cast
 
+import msgspec
+
 from cluster.errors import ServiceError
 from cluster.messages import Done, GenerateRequest, Token, TokenLogprob
 from gateway.api import schema
@@ -17,9 +19,8 @@ from gateway.http.errors import native_body
 from gateway.http.event_stream import sse
 
 
-def invoke_reply(
-    invocation: Invocation, generations: Sequence[Generation], outcomes: Sequence[Outcome]
-) -> schema.InvokeReply:
+def invoke_reply(generations: Sequence[Generation], outcomes: Sequence[Outcome]) -> schema.InvokeReply:
+    invocation = generations[0].invocation
     outputs = [_output(invocation, *numbered) for numbered in enumerate(outcomes)]
     return schema.InvokeReply(
         id=invocation.id,
@@ -47,10 +48,10 @@ def _output(invocation: Invocation, index: int, outcome: Outcome) -> schema.Outp
 def _prompt_logprobs(request: GenerateRequest, entries: list[TokenLogprob]) -> list[schema.PromptLogprob | None] | None:
     if request.sampling.prompt_logprobs is None:
         return None
-    return [None, *(prompt_logprob(entry) for entry in entries)]
+    return [None, *msgspec.convert(entries, list[schema.PromptLogprob], from_attributes=True)]
 
 
-async def invoke_events(invocation: Invocation, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
+async def invoke_events(generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
     """The native stream: `token` events, then `done`. Raises ServiceError."""
     begun: set[int] = set()
     several = len(generations) > 1
@@ -59,19 +60,18 @@ async def invoke_events(invocation: Invocation, generations: Sequence[Generation
             choice = index if several else None
             if index not in begun:
                 begun.add(index)
-                first = _prompt_event(invocation, index, generations[index], choice)
+                first = _prompt_event(index, generations[index], choice)
                 if first is not None:
                     yield sse(first, "token")
             for item in token_events(event, choice):
                 yield sse(item, "token")
-    yield sse(_done_event(invocation, generations), "done")
+    yield sse(_done_event(generations), "done")
 
 
-def _prompt_event(
-    invocation: Invocation, index: int, generation: Generation, choice: int | None
-) -> schema.TokenEvent | None:
+def _prompt_event(index: int, generation: Generation, choice: int | None) -> schema.TokenEvent | None:
     """Returns the event that tells of the prompt before the first token; None when there is nothing to tell."""
-    echo, logprobs = invocation.echo_of(index), _prompt_logprobs(generation.request, generation.prompt_logprobs)
+    echo = generation.invocation.echo_of(index)
+    logprobs = _prompt_logprobs(generation.request, generation.prompt_logprobs)
     if echo is None and logprobs is None:
         return None
     text = echo.text if echo else ""
@@ -101,7 +101,7 @@ def invoke_failure(error: ServiceError, request_id: str) -> bytes:
     return sse(native_body(error, request_id), "error")
 
 
-def _done_event(invocation: Invocation, generations: Sequence[Generation]) -> schema.DoneEvent:
+def _done_event(generations: Sequence[Generation]) -> schema.DoneEvent:
     ends = [generation.done for generation in generations if generation.done is not None]
     if len(ends) < len(generations):
         raise ServiceError("node_failed", "the node ended without an outcome")
@@ -109,7 +109,7 @@ def _done_event(invocation: Invocation, generations: Sequence[Generation]) -> sc
         schema.FinishedOutput(cast(schema.FinishReason, done.finish_reason), stop_reason=done.stop_reason)
         for done in ends
     ]
-    first = generations[0]
+    first, invocation = generations[0], generations[0].invocation
     return schema.DoneEvent(
         id=invocation.id,
         function=invocation.target.function,
@@ -120,23 +120,13 @@ def _done_event(invocation: Invocation, generations: Sequence[Generation]) -> sc
         timing=timing(generations, ends[0]),
         node=first.node,
         cold_start=first.cold_start,
-        server_timing=server_timing(invocation, first),
+        server_timing=server_timing(first),
         outputs=outputs if len(outputs) > 1 else None,
     )
 
 
 def logprob(entry: TokenLogprob) -> schema.Logprob:
-    return schema.Logprob(token=entry.token, token_id=entry.token_id, logprob=entry.logprob, top=_top(entry))
-
-
-def prompt_logprob(entry: TokenLogprob) -> schema.PromptLogprob:
-    return schema.PromptLogprob(
-        token=entry.token, token_id=entry.token_id, logprob=entry.logprob, rank=entry.rank, top=_top(entry)
-    )
-
-
-def _top(entry: TokenLogprob) -> list[schema.Top]:
-    return [schema.Top(token=item.token, token_id=item.token_id, logprob=item.logprob) for item in entry.top]
+    return msgspec.convert(entry, schema.Logprob, from_attributes=True)
 
 
 def usage(ends: Sequence[Done]) -> schema.Usage:
@@ -172,11 +162,12 @@ def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
     )
 
 
-def invocation_headers(invocation: Invocation, generation: Generation) -> dict[str, str]:
+def invocation_headers(generation: Generation) -> dict[str, str]:
     """Returns the headers that tell of the invocation, as far as they are known when the reply begins."""
-    headers = {"x-garnish-function": invocation.target.function, "server-timing": server_timing(invocation, generation)}
-    if invocation.target.version is not None:
-        headers["x-garnish-version"] = str(invocation.target.version)
+    target = generation.invocation.target
+    headers = {"x-garnish-function": target.function, "server-timing": server_timing(generation)}
+    if target.version is not None:
+        headers["x-garnish-version"] = str(target.version)
     if generation.node is not None:
         headers["x-garnish-node"] = generation.node
     if generation.cold_start is not None:
@@ -184,9 +175,9 @@ def invocation_headers(invocation: Invocation, generation: Generation) -> dict[s
     return headers
 
 
-def server_timing(invocation: Invocation, generation: Generation) -> str:
+def server_timing(generation: Generation) -> str:
     """Steps in milliseconds. The node's own figures where it has told them, else what the gateway saw."""
-    steps = {**invocation.steps, "schedule": generation.schedule}
+    steps = {**generation.invocation.steps, "schedule": generation.schedule}
     if generation.held:
         steps = {"hold": generation.held, **steps}
     done, sent, started, first = generation.done, generation.sent_at, generation.started_at, generation.first_at

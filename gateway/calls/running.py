@@ -43,26 +43,22 @@ class Running:
             if not mine:
                 del self._revoked[owner]
 
-    def revoke(self, tenant: str, function: str, reason: ServiceError, id: str = "") -> int:
-        """How many generations were told to end. Calls received until now that come here later are told, too.
+    def revoke(self, tenant: str, function: str, reason: ServiceError, id: str = "") -> None:
+        """Tells the function's generations to end. Calls received until now that come here later are told, too.
 
         `id`: of the revocation, which counts once however often it is heard of; calls of a function that was made again
         meanwhile go on.
         """
         if id and id in self._heard:
-            return 0
+            return
         self._heard.append(id)
         self._revocations[tenant, function] = (time.monotonic(), reason)
         self._revocations.move_to_end((tenant, function))
         if len(self._revocations) > MAX_REVOCATIONS:
             self._revocations.popitem(last=False)
-        open_ones = [future for future in self._revoked.get((tenant, function), ()) if not future.done()]
-        for future in open_ones:
-            future.set_result(reason)
-        return len(open_ones)
-
-    def count(self) -> int:
-        return sum(len(futures) for futures in self._revoked.values())
+        for future in self._revoked.get((tenant, function), ()):
+            if not future.done():
+                future.set_result(reason)
 
 
 def interruptible(revoked: asyncio.Future[ServiceError]) -> asyncio.Future[Exception]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic, TypeVar
 
 from adapters.errors import StoreUnavailable
@@ -22,6 +23,7 @@ PATIENCE = 1.0
 """Seconds to wait for the registry while there is an older answer: a registry that hangs must not hold up calls."""
 
 
+@dataclass(eq=False)
 class GraceCache(Generic[K, V]):
     """Only answers are kept: what was missing is asked for again each time, so that a deploy is seen at once.
 
@@ -29,40 +31,30 @@ class GraceCache(Generic[K, V]):
     all the time never make anyone wait.
     """
 
-    def __init__(
-        self,
-        load: Callable[[K], Awaitable[V]],
-        *,
-        clock: Callable[[], float],
-        fresh: float,
-        grace: float,
-        limit: int = MAX_KNOWN,
-        patience: float = PATIENCE,
-        confirmed: Callable[[K], float] = lambda _: float("-inf"),
-    ) -> None:
-        """`confirmed`: when it was last known, by `clock`, that an answer which is kept would still be the same."""
-        self._load = load
-        self._clock = clock
-        self._fresh = fresh
-        self._grace = grace
-        self._limit = limit
-        self._confirmed = confirmed
-        self._patience = patience
-        self._known: OrderedDict[K, tuple[V, float]] = OrderedDict()
-        self._loading: dict[K, asyncio.Task[V]] = {}
-        self._patience_ends: dict[K, float] = {}
-        """By the event loop's time, for each load under way."""
+    load: Callable[[K], Awaitable[V]]
+    _: KW_ONLY
+    clock: Callable[[], float]
+    fresh: float
+    grace: float
+    limit: int = MAX_KNOWN
+    patience: float = PATIENCE
+    confirmed: Callable[[K], float] = lambda _: float("-inf")
+    """When it was last known, by `clock`, that an answer which is kept would still be the same."""
+    _known: OrderedDict[K, tuple[V, float]] = field(default_factory=OrderedDict, init=False)
+    _loading: dict[K, asyncio.Task[V]] = field(default_factory=dict, init=False)
+    _patience_ends: dict[K, float] = field(default_factory=dict, init=False)
+    """By the event loop's time, for each load under way."""
 
     async def get(self, key: K) -> V:
         """Raises what `load` raises; StoreUnavailable only when nothing younger than the grace is known."""
         known = self._known.get(key)
-        if known is not None and self._age(key, known[1]) < self._fresh:
-            kept = KEPT_SECONDS if self._confirmed(key) > known[1] else self._fresh
-            if self._clock() - known[1] > kept / 2 and key not in self._loading:
+        if known is not None and self._age(key, known[1]) < self.fresh:
+            kept = KEPT_SECONDS if self.confirmed(key) > known[1] else self.fresh
+            if self.clock() - known[1] > kept / 2 and key not in self._loading:
                 self._begin(key)
             return known[0]
         load = self._loading.get(key) or self._begin(key)
-        if known is None or self._age(key, known[1]) >= self._grace:
+        if known is None or self._age(key, known[1]) >= self.grace:
             return await asyncio.shield(load)
         # What has hung for as long before holds up nobody any more.
         left = self._patience_ends.get(key, 0.0) - asyncio.get_running_loop().time()
@@ -80,22 +72,22 @@ class GraceCache(Generic[K, V]):
 
     def _age(self, key: K, asked: float) -> float:
         """Seconds since an answer that was asked for then was last known to be valid."""
-        now = self._clock()
-        return now - (max(asked, self._confirmed(key)) if now - asked < KEPT_SECONDS else asked)
+        now = self.clock()
+        return now - (max(asked, self.confirmed(key)) if now - asked < KEPT_SECONDS else asked)
 
     def _begin(self, key: K) -> asyncio.Task[V]:
         task = asyncio.ensure_future(self._load_one(key))
         # Retrieved here too: when every waiter has gone, nobody else looks at the task's exception.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._loading[key] = task
-        self._patience_ends[key] = asyncio.get_running_loop().time() + self._patience
+        self._patience_ends[key] = asyncio.get_running_loop().time() + self.patience
         return task
 
     async def _load_one(self, key: K) -> V:
         task = asyncio.current_task()
-        asked = self._clock()
+        asked = self.clock()
         try:
-            value = await self._load(key)
+            value = await self.load(key)
         except StoreUnavailable:
             raise
         except Exception:
@@ -106,7 +98,7 @@ class GraceCache(Generic[K, V]):
             if self._loading.get(key) is task:
                 self._known[key] = (value, asked)
                 self._known.move_to_end(key)
-                if len(self._known) > self._limit:
+                if len(self._known) > self.limit:
                     self._known.popitem(last=False)
             return value
         finally:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from adapters.errors import NotFound, StoreUnavailable
-from adapters.keys import KeyRecord, Principal, opens, parse_key
+from adapters.keys import Principal, opens, parse_key
 from adapters.tenants import ADMIN_KEY, Tenant, Tenants, tenant_key
 from cluster.errors import ServiceError
 from gateway.catalog.cache import GraceCache
@@ -32,9 +31,6 @@ MAX_NAMES = 50_000
 """Tenants whose names are kept."""
 REFUSAL_SECONDS = 0.05
 """A key is refused after a multiple of this, so that the time tells nothing of whether its tenant exists."""
-
-
-R = TypeVar("R")
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -59,21 +55,15 @@ class Callers:
         self._tenants = tenants
         self._threads = threads
         self._lookups = KeyLookups(share(LOOKUPS_PER_SECOND, config), clock)
-        self._known: GraceCache[str, _Owner[Tenant]] = GraceCache(
-            self._tenant_owner,
+        self._known: GraceCache[str | None, _Owner] = GraceCache(
+            self._owner,
             clock=clock,
             fresh=config.cache_seconds,
             grace=config.grace_seconds,
-            confirmed=lambda tenant: confirmed(tenant_key(tenant)),
+            confirmed=lambda tenant: confirmed(ADMIN_KEY if tenant is None else tenant_key(tenant)),
         )
-        self._admins: GraceCache[None, _Owner[None]] = GraceCache(
-            self._admin_owner,
-            clock=clock,
-            fresh=config.cache_seconds,
-            grace=config.grace_seconds,
-            confirmed=lambda _: confirmed(ADMIN_KEY),
-        )
-        self._names: set[str] = set()
+        """Tenants by name; administrators under None."""
+        self._names: set[str | None] = set()
         """Tenants that most likely exist: their records are read although no call of theirs was seen yet."""
 
     async def learn_tenants(self) -> None:
@@ -131,24 +121,20 @@ class Callers:
     async def is_valid(self, tenant: str | None, key_id: str) -> bool:
         """Whether this key, of a tenant or (None) of an administrator, is not revoked. Raises StoreUnavailable."""
         try:
-            owner = await self._admins.get(None) if tenant is None else await self._known.get(tenant)
+            return (await self._known.get(tenant)).has_id(key_id)
         except NotFound:
             return False
-        return owner.has_id(key_id)
 
-    def forget(self, tenant: str) -> None:
-        """After a change of the tenant or its keys: this process must not answer from before it."""
+    def forget(self, tenant: str | None) -> None:
+        """After a change of the tenant (None: of administrators) or its keys: this process must not answer from before
+        it."""
         self._known.forget_where(lambda name: name == tenant)
-        self._remember(tenant)
-
-    def forget_admins(self) -> None:
-        """After a change of administrators' keys."""
-        self._admins.forget_where(lambda _: True)
+        if tenant is not None and len(self._names) < MAX_NAMES:
+            self._names.add(tenant)
 
     def forget_all(self) -> None:
         """After changes that nobody can name."""
         self._known.forget_where(lambda _: True)
-        self.forget_admins()
 
     async def admin(self, request: Request) -> None:
         """Raises ServiceError `forbidden` for a tenant's key."""
@@ -157,9 +143,7 @@ class Callers:
 
     async def _is_known(self, text: str, claim: Principal) -> bool:
         """Whether it is a valid key by what is known of its owner; False where nothing is."""
-        if claim.tenant is None:
-            return (await self._admins.get(None)).has(text, claim)
-        if claim.tenant not in self._names:
+        if claim.tenant is not None and claim.tenant not in self._names:
             return False
         try:
             return (await self._known.get(claim.tenant)).has(text, claim)
@@ -172,31 +156,22 @@ class Callers:
         with self._lookups.one():
             if await self._threads.read(self._tenants.verify, text) is None:
                 raise _invalid_key()
-        if claim.tenant is None:
-            self.forget_admins()
-        else:
-            self.forget(claim.tenant)
+        self.forget(claim.tenant)
 
-    def _remember(self, tenant: str) -> None:
-        if len(self._names) < MAX_NAMES:
-            self._names.add(tenant)
-
-    async def _tenant_owner(self, name: str) -> _Owner[Tenant]:
-        tenant = await self._threads.read(self._tenants.get, name)
-        return _Owner(tenant, tenant.keys)
-
-    async def _admin_owner(self, _: None) -> _Owner[None]:
-        return _Owner(None, await self._threads.read(self._tenants.admin_keys))
+    async def _owner(self, name: str | None) -> _Owner:
+        if name is None:
+            return _Owner(Tenant(id="", keys=await self._threads.read(self._tenants.admin_keys)))
+        return _Owner(await self._threads.read(self._tenants.get, name))
 
 
-class _Owner(Generic[R]):
-    """Of keys; `record` is what else is known of it."""
+class _Owner:
+    """Of keys. Administrators together are a tenant without a name, of which nothing but its keys is asked."""
 
     __slots__ = ("_keys", "record")
 
-    def __init__(self, record: R, keys: Iterable[KeyRecord]) -> None:
+    def __init__(self, record: Tenant) -> None:
         self.record = record
-        self._keys = {key.key_id: key for key in keys if key.revoked is None}
+        self._keys = {key.key_id: key for key in record.keys if key.revoked is None}
 
     def has_id(self, key_id: str) -> bool:
         return key_id in self._keys

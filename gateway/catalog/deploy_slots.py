@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from cluster.errors import ServiceError
+from gateway.config import GatewayConfig, share
 
 RETRY_AFTER = 2.0
 
@@ -23,55 +24,45 @@ class DeploySlots:
     Checking and storing takes a thread: these places are for all, and a tenant gets only some of them at once.
     """
 
-    def __init__(
-        self, *, uploads: int, tenant_uploads: int, stores: int, tenant_stores: int, wait_seconds: float
-    ) -> None:
-        self._free_uploads = uploads
-        self._tenant_uploads = tenant_uploads
-        self._stores = asyncio.Semaphore(stores)
-        self._tenant_stores = tenant_stores
-        self._wait_seconds = wait_seconds
+    def __init__(self, config: GatewayConfig) -> None:
+        self._free_uploads = share(config.max_uploads, config)
+        self._tenant_uploads = share(config.max_tenant_uploads, config)
+        self._stores = asyncio.Semaphore(share(config.max_deploys, config))
+        self._tenant_stores = share(config.max_tenant_deploys, config)
+        self._wait_seconds = config.deploy_wait
         self._shares: dict[str, _Share] = {}
 
     @contextmanager
     def deploy(self, tenant: str) -> Iterator[None]:
         """Holds a place for a deploy from the start of the upload to the reply. Raises ServiceError `overloaded` at
         once when all places, or all of the tenant's, are taken."""
-        share = self._shares.get(tenant)
-        if share is not None and share.uploads >= self._tenant_uploads:
-            raise _busy(f"you have {share.uploads} deploys under way already")
+        own = self._shares.get(tenant)
+        if own is not None and own.uploads >= self._tenant_uploads:
+            raise _busy(f"you have {own.uploads} deploys under way already")
         if self._free_uploads <= 0:
             raise _busy("too many deploys at once")
-        share = self._shares.setdefault(tenant, _Share(self._tenant_stores))
-        share.uploads += 1
+        own = self._shares.setdefault(tenant, _Share(self._tenant_stores))
+        own.uploads += 1
         self._free_uploads -= 1
         try:
             yield
         finally:
-            share.uploads -= 1
+            own.uploads -= 1
             self._free_uploads += 1
-            if not share.uploads:
+            if not own.uploads:
                 del self._shares[tenant]
 
     @asynccontextmanager
     async def store(self, tenant: str) -> AsyncIterator[None]:
         """Inside `deploy`, once the upload is here. Raises ServiceError `overloaded` when none gets free in time."""
-        own = self._shares[tenant].stores
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                await own.acquire()
-                try:
-                    await self._stores.acquire()
-                except BaseException:
-                    own.release()
-                    raise
-        except TimeoutError:
-            raise _busy("too many deploys at once") from None
-        try:
+        async with AsyncExitStack() as places:
+            try:
+                async with asyncio.timeout(self._wait_seconds):
+                    await places.enter_async_context(self._shares[tenant].stores)
+                    await places.enter_async_context(self._stores)
+            except TimeoutError:
+                raise _busy("too many deploys at once") from None
             yield
-        finally:
-            self._stores.release()
-            own.release()
 
 
 def _busy(why: str) -> ServiceError:

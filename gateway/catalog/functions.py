@@ -9,14 +9,13 @@ import msgspec
 
 from adapters.aliases import point_of
 from adapters.choices import Choice, Resolved, pick
-from adapters.destinations import Destination
 from adapters.errors import NoSuchFunction
-from adapters.functions import Defaults
+from adapters.functions import Policy
 from adapters.names import is_name
 from adapters.registry import Registry
 from adapters.standing import function_key
 from cluster.errors import ServiceError
-from cluster.messages import Adapter, SloClass
+from cluster.messages import Adapter
 from gateway.catalog.cache import GraceCache
 from gateway.catalog.rebuilds import Rebuilds
 from gateway.catalog.threads import StoreThreads
@@ -35,17 +34,8 @@ class Target(msgspec.Struct, frozen=True):
     function: str
     version: int | None = None
     adapter: Adapter | None = None
-    defaults: Defaults = Defaults()
-    timeout: float | None = None
-    """The function's own default; seconds."""
-    max_concurrency: int | None = None
-    slo_class: SloClass | None = None
-    """None: the tenant's."""
-    retries: int | None = None
-    """Of asynchronous calls, as are the next three; None: what the service does by default."""
-    max_age: float | None = None
-    on_success: Destination | None = None
-    on_failure: Destination | None = None
+    policy: Policy = Policy()
+    """The function's; the base model has none of its own."""
 
     @property
     def digest(self) -> str | None:
@@ -84,7 +74,8 @@ class Functions:
         if name == self._registry.base.id and not qualifier:
             return Target(function=name)
         choices = await self.choices(tenant, name, qualifier)
-        return _target(pick(choices, point_of(tenant, name, qualifier or "latest", side)))
+        found = pick(choices, point_of(tenant, name, qualifier or "latest", side))
+        return Target(found.function, found.version, adapter_of(found), found.policy)
 
     async def choices(self, tenant: str, name: str, qualifier: str | None) -> Sequence[Choice]:
         """Returns what `Registry.choices` does, from the cache while that is valid."""
@@ -135,19 +126,3 @@ class Functions:
 def adapter_of(found: Resolved) -> Adapter:
     """Returns the version as nodes are told of it."""
     return Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks)
-
-
-def _target(found: Resolved) -> Target:
-    return Target(
-        function=found.function,
-        version=found.version,
-        adapter=adapter_of(found),
-        defaults=found.policy.defaults,
-        timeout=found.policy.timeout,
-        max_concurrency=found.policy.max_concurrency,
-        slo_class=found.policy.slo_class,
-        retries=found.policy.retries,
-        max_age=found.policy.max_age,
-        on_success=found.policy.on_success,
-        on_failure=found.policy.on_failure,
-    )

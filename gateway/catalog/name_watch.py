@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from adapters.epoch import DIRTY_SECONDS, Epoch, Mark, read_epoch
 from adapters.errors import StoreUnavailable
@@ -50,14 +50,9 @@ class NameWatch:
         while a marked change of it may still be committed."""
         return float("-inf") if key in self._dirty or self._all_dirty_until is not None else self.read_at
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Reads the epoch as long as the context lasts; never with `cache_seconds` 0, when nothing is kept."""
-        if self._seconds <= 0:
-            yield
-            return
-        async with background(self._poll):
-            yield
+        return background(*([self._poll] if self._seconds > 0 else []))
 
     async def _poll(self) -> None:
         away = False

@@ -50,13 +50,14 @@ async def accept(
     """Stores the call as an event. Raises what a call that can't be run raises, and ServiceError `overloaded` for a
     full queue, `conflict` for an Idempotency-Key that another call has used."""
     source = source_of(call, services.base.vocab_size)
-    target = (await prepare(request, services, tenant, watch, named=named, source=source, stated=call)).target
-    on_success, on_failure = call.on_success or target.on_success, call.on_failure or target.on_failure
+    invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
+    policy = invocation.target.policy
+    on_success, on_failure = call.on_success or policy.on_success, call.on_failure or policy.on_failure
     await _check(services, tenant, on_success, "on_success")
     await _check(services, tenant, on_failure, "on_failure")
     stated = msgspec.to_builtins(call)
     asked = {name: value for name, value in stated.items() if name not in OWN_FIELDS and value is not None}
-    now, max_age = await services.events.clock.now(), target.max_age or MAX_AGE_S
+    now, max_age = await services.events.clock.now(), policy.max_age or MAX_AGE_S
     event = EventRecord(
         id=_event_id(request, tenant),
         tenant=tenant,
@@ -67,7 +68,7 @@ async def accept(
         created=now,
         changed=now,
         due=now,
-        retries=RETRIES if target.retries is None else target.retries,
+        retries=RETRIES if policy.retries is None else policy.retries,
         max_age=max_age,
         deadline=now + max_age,
         nonce=new_nonce(),
@@ -88,7 +89,7 @@ async def execute(services: Services, event: EventRecord) -> InvokeReply:
     invocation = await prepare(request, services, event.tenant, watch, named=named, source=source, stated=call)
     generations = services.dispatcher.generations(invocation)
     outcomes = await collect(generations)
-    return msgspec.structs.replace(invoke_reply(invocation, generations, outcomes), id=event.id)
+    return msgspec.structs.replace(invoke_reply(generations, outcomes), id=event.id)
 
 
 @asynccontextmanager

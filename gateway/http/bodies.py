@@ -16,7 +16,7 @@ from adapters import strict_json
 from adapters.nearest import did_you_mean
 from cluster.errors import ServiceError
 from gateway.config import GatewayConfig
-from gateway.http.errors import ClientGone
+from gateway.http.errors import ClientGone, invalid
 
 T = TypeVar("T")
 
@@ -59,24 +59,22 @@ async def read_body(request: Request, limit: int, seconds: float, idle_seconds: 
 
 
 async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
-    """A call's JSON body, within the limits for calls. Raises ServiceError, also for another content type."""
-    require_json(request)
+    """A call's JSON body, within the limits for calls. Raises ServiceError, also for another content type; a body
+    without a stated type is taken for JSON."""
+    given = media_type(request)
+    if given not in ("", "application/json"):
+        raise ServiceError("unsupported_media_type", f"send content-type: application/json, not {given[:100]}")
     return await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
 
 
 async def read_message(request: Request, config: GatewayConfig, kind: type[T], *, absent: bytes = b"") -> T:
-    """A call's JSON body as `kind`; an empty body is read as `absent`. Raises ServiceError."""
-    return decode_json(await read_call_body(request, config) or absent, kind)
+    """A call's JSON body as `kind`; an empty body is read as `absent`. Raises ServiceError: `invalid_request` when it
+    is not JSON, `validation_failed` naming the field in `param` when it is JSON of another form."""
+    return convert(parse_json(await read_call_body(request, config) or absent), kind)
 
 
 def _too_large(limit: int) -> ServiceError:
     return ServiceError("too_large", f"the body is larger than {limit} bytes")
-
-
-def decode_json(data: bytes, kind: type[T]) -> T:
-    """One value of `kind`. Raises ServiceError: `invalid_request` when it is not JSON, `validation_failed` naming the
-    field in `param` when it is JSON of another form."""
-    return convert(parse_json(data), kind)
 
 
 def parse_json(data: bytes) -> Any:
@@ -87,15 +85,13 @@ def parse_json(data: bytes) -> Any:
         raise ServiceError("invalid_request", f"the body is not valid JSON: {error}") from None
 
 
-def convert(value: Any, kind: type[T], at: str = "") -> T:
-    """`value` checked against the message type `kind`; `at` is put before the name of the offending field."""
+def convert(value: Any, kind: type[T]) -> T:
+    """`value` checked against the message type `kind`."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        param = field_of(str(error))
-        named = ".".join(part for part in (at, param) if part) or None
         message = _PATH.sub("", str(error)) + _meant_field(str(error), kind)
-        raise ServiceError("validation_failed", message, param=named) from None
+        raise invalid(field_of(str(error)), message) from None
     except RecursionError:
         raise ServiceError("invalid_request", "the body is not valid JSON: it is nested too deeply") from None
 
@@ -145,10 +141,3 @@ def _structs(types: Iterable[Any]) -> list[msgspec.inspect.StructType]:
 
 def media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-def require_json(request: Request) -> None:
-    """Raises ServiceError `unsupported_media_type`. A body without a stated type is taken for JSON."""
-    given = media_type(request)
-    if given not in ("", "application/json"):
-        raise ServiceError("unsupported_media_type", f"send content-type: application/json, not {given[:100]}")

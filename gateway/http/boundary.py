@@ -6,14 +6,13 @@ import asyncio
 import logging
 import re
 import secrets
-from typing import Any
 
-import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adapters.errors import NoSuchFunction
 from cluster.errors import ServiceError
 from gateway.http.errors import ClientGone, error_reply, is_unexpected, to_service_error
+from gateway.http.responses import json_response
 from gateway.workers.metrics import Metrics
 
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
@@ -63,7 +62,7 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reply = _Reply(send, _request_id(scope))
+        reply = _Reply(scope, receive, send)
         scope.setdefault("state", {})["request_id"] = reply.request_id
         counted = scope["path"] not in UNCOUNTED
         self._requests.change(counted)
@@ -76,12 +75,12 @@ class Boundary:
             reply.status = 499
         except asyncio.CancelledError:
             # The server stops and its grace is over; an open stream has said so itself.
-            await reply.fail(ServiceError("unavailable", "the gateway is stopping", retry_after=1.0), scope["path"])
+            await reply.fail(ServiceError("unavailable", "the gateway is stopping", retry_after=1.0))
             raise
         except Exception as error:
             _log_failure(error, reply, scope)
             helpful = await _with_suggestion(error, scope)
-            await reply.fail(to_service_error(helpful), scope["path"], getattr(error, "headers", None))
+            await reply.fail(to_service_error(helpful), getattr(error, "headers", None))
         finally:
             self._requests.change(-counted)
             self._metrics.count_request(_route(scope), reply.status)
@@ -90,9 +89,9 @@ class Boundary:
 class _Reply:
     """The way out of one request: adds its id, and remembers whether an answer has begun."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send = send
-        self.request_id = request_id
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self.request_id = _request_id(scope)
         self.status = 0
 
     async def send(self, message: Message) -> None:
@@ -101,19 +100,11 @@ class _Reply:
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
 
-    async def fail(self, error: ServiceError, path: str, extra: dict[str, str] | None = None) -> None:
+    async def fail(self, error: ServiceError, extra: dict[str, str] | None = None) -> None:
         if self.status:
             return  # the answer has begun: a second one would be garbage inside the first
-        status, body, headers = error_reply(error, path, self.request_id)
-        await send_json(self.send, status, body, headers | (extra or {}))
-
-
-async def send_json(send: Send, status: int, body: Any, headers: dict[str, str]) -> None:
-    content = msgspec.json.encode(body)
-    fixed = {"content-type": "application/json", "content-length": str(len(content))}
-    pairs = [(name.lower().encode(), value.encode()) for name, value in (fixed | headers).items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": content})
+        status, body, headers = error_reply(error, self._scope["path"], self.request_id)
+        await json_response(body, status, headers | (extra or {}))(self._scope, self._receive, self.send)
 
 
 async def _with_suggestion(error: Exception, scope: Scope) -> Exception:

@@ -34,6 +34,11 @@ class ClientGone(Exception):
     """The caller closed the connection: whatever was being done for it ends, and nobody reads a reply."""
 
 
+def invalid(param: str | None, message: str) -> ServiceError:
+    """Returns the error that refuses a request for what its field `param` says."""
+    return ServiceError("validation_failed", message, param=param)
+
+
 def to_service_error(error: BaseException) -> ServiceError:
     """Returns what the caller may know of `error`. Unexpected errors become `internal` without any detail."""
     match error:
@@ -43,7 +48,7 @@ def to_service_error(error: BaseException) -> ServiceError:
             details = [msgspec.to_builtins(problem) for problem in error.problems]
             return ServiceError("validation_failed", f"the adapter is refused: {error}", details=details)
         case adapter_errors.InvalidRequest():
-            return ServiceError("validation_failed", str(error), param=error.param)
+            return invalid(error.param, str(error))
         case adapter_errors.StoreUnavailable() if not isinstance(error, adapter_errors.CorruptFunction):
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
         case HTTPException():
@@ -105,10 +110,6 @@ def openai_status(error: ServiceError) -> int:
     return 400 if error.type == "validation_failed" else error.status
 
 
-def is_openai_path(path: str) -> bool:
-    return path == "/v1" or path.startswith("/v1/")
-
-
 def error_reply(error: ServiceError, path: str, request_id: str) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Status, JSON body and extra headers."""
     headers: dict[str, str] = {}
@@ -116,6 +117,6 @@ def error_reply(error: ServiceError, path: str, request_id: str) -> tuple[int, d
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1.0)))
     if error.type == "unauthenticated":
         headers["www-authenticate"] = "Bearer"
-    if is_openai_path(path):
+    if path == "/v1" or path.startswith("/v1/"):
         return openai_status(error), openai_body(error, request_id), headers
     return error.status, native_body(error, request_id), headers

@@ -7,15 +7,22 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ServiceError
+from gateway.config import GatewayConfig
 from gateway.http.connected import while_connected
 from gateway.http.errors import is_unexpected, to_service_error
 from gateway.http.protocol import PROBE
 
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
 COMMENT = b": keep-alive\n\n"
 BLANK_LINE = b"\n"
 """Says as much as a comment to a client that strips what it reads: `vllm bench serve` joins a comment to the event that
@@ -32,37 +39,27 @@ def sse(data: object, event: str | None = None) -> bytes:
     return b"".join((name, b"data: ", _encode(data), b"\n\n"))
 
 
+@dataclass
 class EventStream:
     """An ASGI response over `chunks`, each a whole event.
 
     Until the first chunk, or for `header_seconds`, nothing is sent: an error that `chunks` raises by then leaves this
-    response as an exception, and becomes a proper status. Later ones are sent as `failure(error)`, the last event.
+    response as an exception, and becomes a proper status. Later ones are sent as `failure(error, request id)`, the last
+    event.
     """
 
-    def __init__(
-        self,
-        chunks: AsyncGenerator[bytes, None],
-        headers: Callable[[], dict[str, str]],
-        failure: Callable[[ServiceError], bytes],
-        *,
-        header_seconds: float,
-        keepalive_seconds: float,
-        keepalive: bytes = COMMENT,
-    ) -> None:
-        self._chunks = chunks
-        self._headers = headers
-        self._failure = failure
-        self._header_seconds = header_seconds
-        self._keepalive_seconds = keepalive_seconds
-        self._keepalive = keepalive
+    chunks: AsyncGenerator[bytes, None]
+    headers: Callable[[], dict[str, str]]
+    failure: Callable[[ServiceError, str], bytes]
+    config: GatewayConfig
+    keepalive: bytes = COMMENT
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"][PROBE] = BLANK_LINE
-        await while_connected(self._write(send), receive)
+        await while_connected(self._write(_Wire(send, self.headers), scope["state"]["request_id"]), receive)
 
-    async def _write(self, send: Send) -> None:
-        wire = _Wire(send, self._start)
-        async with aclosing(self._chunks) as chunks:
+    async def _write(self, wire: _Wire, request_id: str) -> None:
+        async with aclosing(self.chunks) as chunks:
             beating = asyncio.ensure_future(self._beat(wire))
             last = b""
             try:
@@ -71,14 +68,14 @@ class EventStream:
             except asyncio.CancelledError:
                 if wire.begun:
                     stopping = ServiceError("unavailable", "the gateway is stopping", retry_after=1.0)
-                    await wire.put(self._failure(stopping), more=False)
+                    await wire.put(self.failure(stopping, request_id), more=False)
                 raise
             except Exception as error:
                 if not wire.begun:
                     raise
                 if is_unexpected(error):
                     log.error("stream failed", exc_info=error)
-                last = self._failure(to_service_error(error))
+                last = self.failure(to_service_error(error), request_id)
             finally:
                 beating.cancel()
                 await asyncio.gather(beating, return_exceptions=True)
@@ -86,30 +83,22 @@ class EventStream:
 
     async def _beat(self, wire: _Wire) -> None:
         """The headers if the first chunk is late, and keep-alives while none comes."""
-        due = time.monotonic() + self._header_seconds
+        due = time.monotonic() + self.config.header_seconds
         while True:
             if wire.begun:
-                due = wire.last + self._keepalive_seconds
+                due = wire.last + self.config.keepalive_seconds
             if (left := due - time.monotonic()) > 0:
-                await asyncio.sleep(min(left, self._keepalive_seconds))
+                await asyncio.sleep(min(left, self.config.keepalive_seconds))
             elif wire.begun:
-                await wire.put(self._keepalive)
+                await wire.put(self.keepalive)
             else:
                 await wire.begin()
-
-    def _start(self) -> list[tuple[bytes, bytes]]:
-        fixed = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-store",
-            "x-accel-buffering": "no",
-        }
-        return [(name.encode(), value.encode()) for name, value in (fixed | self._headers()).items()]
 
 
 class _Wire:
     """Sends the parts of one response one at a time: chunks and comments come from different tasks."""
 
-    def __init__(self, send: Send, headers: Callable[[], list[tuple[bytes, bytes]]]) -> None:
+    def __init__(self, send: Send, headers: Callable[[], dict[str, str]]) -> None:
         self._send = send
         self._headers = headers
         self._lock = asyncio.Lock()
@@ -130,6 +119,6 @@ class _Wire:
 
     async def _begin(self) -> None:
         if not self.begun:
-            start = {"type": "http.response.start", "status": 200, "headers": self._headers()}
+            headers = [(name.encode(), value.encode()) for name, value in (HEADERS | self._headers()).items()]
             self.begun, self.last = True, time.monotonic()
-            await self._send(start)
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})

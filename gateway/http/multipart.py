@@ -19,7 +19,9 @@ from starlette.requests import Request
 from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
 from adapters.wrong_files import PICKLE_FILE, PICKLE_PROBLEM
 from cluster.errors import ServiceError
+from gateway.config import GatewayConfig
 from gateway.http.bodies import stream_body
+from gateway.http.errors import invalid
 from gateway.http.upload_folders import upload_prefix
 
 FLUSH_BYTES = 1 << 20
@@ -50,9 +52,7 @@ class Upload(msgspec.Struct, frozen=True):
 
 
 @asynccontextmanager
-async def receive_upload(
-    request: Request, folder: Path, *, limit: int, seconds: float, idle_seconds: float
-) -> AsyncIterator[Upload]:
+async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterator[Upload]:
     """Raises ServiceError for a body that is too large, too slow, broken, or not made of the parts of ADAPTER.
 
     A part is known by its field name, or else by its file name: both `-F adapter_config.json=@FILE` and
@@ -60,11 +60,12 @@ async def receive_upload(
     """
     parts = FormParts(request, ADAPTER)
     with disk_needed():
-        own = tempfile.TemporaryDirectory(dir=folder, prefix=upload_prefix())
+        own = tempfile.TemporaryDirectory(dir=config.tmp_dir, prefix=upload_prefix())
     with own:
         weights = Path(own.name) / WEIGHTS_FILE
         with disk_needed(), weights.open("wb") as out:
-            async with aclosing(stream_body(request, limit, seconds, idle_seconds)) as chunks:
+            body = stream_body(request, config.deploy_body, config.deploy_seconds, config.body_idle_seconds)
+            async with aclosing(body) as chunks:
                 async for chunk in chunks:
                     parts.feed(chunk)
                     if len(parts.large) >= FLUSH_BYTES:
@@ -148,7 +149,7 @@ class FormParts:
         """Raises ServiceError unless these parts have come."""
         missing = [name for name in names if name not in self.filenames]
         if missing:
-            raise ServiceError("validation_failed", f"the upload lacks {' and '.join(missing)}", param=missing[0])
+            raise invalid(missing[0], f"the upload lacks {' and '.join(missing)}")
 
     def _on_part_begin(self) -> None:
         self._disposition = ""
@@ -168,12 +169,10 @@ class FormParts:
         if name is None:
             shown = given[0][:100]
             if PICKLE_FILE in given:
-                raise ServiceError("validation_failed", f"{PICKLE_FILE} is {PICKLE_PROBLEM}", param=PICKLE_FILE)
-            raise ServiceError(
-                "validation_failed", f"unknown part {shown!r}; known: {', '.join(known)}", param=shown or None
-            )
+                raise invalid(PICKLE_FILE, f"{PICKLE_FILE} is {PICKLE_PROBLEM}")
+            raise invalid(shown or None, f"unknown part {shown!r}; known: {', '.join(known)}")
         if name in self.filenames:
-            raise ServiceError("validation_failed", f"the part {name} occurs twice", param=name)
+            raise invalid(name, f"the part {name} occurs twice")
         self.filenames[name] = given[1]
         self._name, self._limit = name, self._form.limits.get(name)
         self._into = self.large if name == self._form.large else self.small.setdefault(name, bytearray())

@@ -13,13 +13,24 @@ from gateway.http.routing import Endpoint
 
 REVALIDATE, FOREVER = "no-cache", "public, max-age=31536000, immutable"
 """A file whose name has its version never changes; of others a browser asks each time whether its ETag still holds."""
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "data:",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
+"""What the Content-Security-Policy of all pages says, by directives."""
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
 def page_headers(policy: Mapping[str, str]) -> dict[str, str]:
-    """Returns the headers of a page's files; `policy`: its Content-Security-Policy by directives."""
+    """Returns the headers of a page's files; `policy`: the directives that it has beside, or instead of, POLICY."""
     return {
-        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "content-security-policy": "; ".join(f"{name} {value}" for name, value in {**POLICY, **policy}.items()),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
     }

@@ -7,7 +7,7 @@ import re
 from starlette.requests import Request
 
 from adapters.nearest import did_you_mean
-from cluster.errors import ServiceError
+from gateway.http.errors import invalid
 
 SESSION_HEADER = "x-garnish-session"
 TENANT_HEADER = "x-garnish-tenant"
@@ -24,10 +24,9 @@ def known_only(request: Request, *known: str) -> None:
     seen: set[str] = set()
     for name, _ in request.query_params.multi_items():
         if name not in known:
-            message = f"unknown query parameter {name[:100]!r}{did_you_mean(name, known)}"
-            raise ServiceError("validation_failed", message, param=name[:100])
+            raise invalid(name[:100], f"unknown query parameter {name[:100]!r}{did_you_mean(name, known)}")
         if name in seen:
-            raise ServiceError("validation_failed", f"the query parameter {name} is there more than once", param=name)
+            raise invalid(name, f"the query parameter {name} is there more than once")
         seen.add(name)
 
 
@@ -35,7 +34,7 @@ def flag(request: Request, name: str) -> bool:
     """True or false; false when absent."""
     value = request.query_params.get(name, "false").lower()
     if value not in ("true", "false"):
-        raise ServiceError("validation_failed", f"{name} must be true or false", param=name)
+        raise invalid(name, f"{name} must be true or false")
     return value == "true"
 
 
@@ -44,7 +43,7 @@ def integer(request: Request, name: str, default: int, low: int, high: int) -> i
     if value is None:
         return default
     if not (value.isascii() and value.isdigit() and len(value) < 10 and low <= int(value) <= high):
-        raise ServiceError("validation_failed", f"{name} must be a whole number from {low} to {high}", param=name)
+        raise invalid(name, f"{name} must be a whole number from {low} to {high}")
     return int(value)
 
 
@@ -65,8 +64,7 @@ def side(request: Request) -> str:
     """
     session = request.headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION:
-        message = f"{SESSION_HEADER} may have at most {MAX_SESSION} characters"
-        raise ServiceError("validation_failed", message, param=SESSION_HEADER)
+        raise invalid(SESSION_HEADER, f"{SESSION_HEADER} may have at most {MAX_SESSION} characters")
     return f"session {session}" if session else f"request {request.state.request_id}"
 
 
@@ -75,7 +73,7 @@ def if_match(request: Request) -> frozenset[int] | None:
     who sends it with a change expects it to hold, and it would not."""
     if "if-none-match" in request.headers:
         message = "If-None-Match is not served with a change; send If-Match with the function's ETag"
-        raise ServiceError("validation_failed", message, param="if-none-match")
+        raise invalid("if-none-match", message)
     entries = [entry.strip() for line in request.headers.getlist("if-match") for entry in line.split(",")]
     if entries in ([], ["*"]):
         return None
@@ -84,7 +82,7 @@ def if_match(request: Request) -> frozenset[int] | None:
         tag = _TAG.fullmatch(entry)
         if tag is None:
             message = 'If-Match is an ETag of this function such as "7", several with commas in between, or * alone'
-            raise ServiceError("validation_failed", message, param="if-match")
+            raise invalid("if-match", message)
         generation = tag[2] or tag[3] or ""
         # A weak tag, or one that was never ours, matches nothing.
         if not tag[1] and generation.isascii() and generation.isdigit() and len(generation) < 19:

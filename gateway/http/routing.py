@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 from starlette.requests import Request
@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # the command line imports the routes' messages, and none of 
     from gateway.catalog.callers import Caller
     from gateway.services import Services
 
+H = TypeVar("H")
+Declare = Callable[[H], H]
+"""A decorator of handlers, which returns them as they are."""
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Parameter = Mapping[str, Any]
 """As the document has it."""
@@ -112,7 +115,7 @@ class Routes(list[Operation]):
 
     def public(
         self, target: str, summary: str = "", replies: Replies | None = None, **details: Unpack[Details]
-    ) -> Callable[[Endpoint], Endpoint]:
+    ) -> Declare[Endpoint]:
         """A route that needs no key; without a summary it is not in the document."""
 
         async def enter(_: Request) -> tuple[()]:
@@ -120,9 +123,7 @@ class Routes(list[Operation]):
 
         return self._declare(enter, target, summary, replies or {}, details, (), key=False)
 
-    def tenant(
-        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
-    ) -> Callable[[TenantHandler], TenantHandler]:
+    def tenant(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[TenantHandler]:
         """A route for a tenant's key, or an admin key that names a tenant."""
 
         async def enter(request: Request) -> tuple[Services, str]:
@@ -131,9 +132,7 @@ class Routes(list[Operation]):
 
         return self._declare(enter, target, summary, replies, details, TENANT_ERRORS, (TENANT,))
 
-    def call(
-        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
-    ) -> Callable[[CallHandler], CallHandler]:
+    def call(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[CallHandler]:
         """Declares a route as `tenant` does, for calls of functions: the handler also gets a Stopwatch for their
         steps."""
 
@@ -146,9 +145,7 @@ class Routes(list[Operation]):
 
         return self._declare(enter, target, summary, replies, details, CALL_ERRORS, (TENANT, SESSION))
 
-    def admin(
-        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
-    ) -> Callable[[AdminHandler], AdminHandler]:
+    def admin(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[AdminHandler]:
         """A route for admin keys alone."""
 
         async def enter(request: Request) -> tuple[Services]:
@@ -158,9 +155,7 @@ class Routes(list[Operation]):
 
         return self._declare(enter, target, f"{summary}; admin key", replies, details, KEY_ERRORS)
 
-    def caller(
-        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
-    ) -> Callable[[CallerHandler], CallerHandler]:
+    def caller(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[CallerHandler]:
         """A route for any key, which says more to admin keys."""
 
         async def enter(request: Request) -> tuple[Services, Caller]:

@@ -15,8 +15,8 @@ from adapters.errors import NotFound
 from adapters.functions import FunctionRecord
 from adapters.names import NAME_RULE, is_alias
 from adapters.nearest import did_you_mean
-from cluster.errors import ServiceError
 from gateway.http.bodies import read_message
+from gateway.http.errors import invalid
 from gateway.http.params import etag, flag, if_match
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
@@ -100,7 +100,7 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
     name, moved = request.path_params["name"], request.path_params["alias"]
     wanted = await read_message(request, services.config, AliasTarget)
     if (wanted.version is None) == (wanted.weights is None):
-        raise ServiceError("validation_failed", "send exactly one of version and weights", param="version")
+        raise invalid("version", "send exactly one of version and weights")
     if not is_alias(moved):
         raise NotFound(f"there is no alias {moved[:100]!r}: an alias has {NAME_RULE}, not all of them digits")
     weights = {str(wanted.version): 1.0} if wanted.weights is None else checked_weights(wanted.weights)
@@ -149,16 +149,17 @@ def _reply(record: FunctionRecord, name: str, warnings: Sequence[str] = ()) -> R
     reply = AliasReply(
         function=record.name,
         alias=name,
-        version=_only(found.weights),
+        version=only_version(found.weights),
         weights=found.weights,
         since=found.when,
         changes=found.generation,
         generation=record.generation,
-        history=[AliasPast(_only(past.weights), past.weights, past.when) for past in reversed(found.history)],
+        history=[AliasPast(only_version(past.weights), past.weights, past.when) for past in reversed(found.history)],
         warnings=list(warnings),
     )
     return json_response(reply, headers={"etag": etag(record.generation)})
 
 
-def _only(weights: dict[str, float]) -> int | None:
+def only_version(weights: dict[str, float]) -> int | None:
+    """Returns the version that has all calls; None where several share them."""
     return int(next(iter(weights))) if len(weights) == 1 else None

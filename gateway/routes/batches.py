@@ -12,6 +12,7 @@ from gateway.batches.files import MAX_FILES
 from gateway.batches.messages import Batch, BatchList, BatchRequest
 from gateway.batches.pages import Page, page_parameters
 from gateway.http.bodies import read_message
+from gateway.http.errors import invalid
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
 
@@ -30,7 +31,7 @@ async def create_batch(request: Request, services: Services, tenant: str) -> Res
     caller, batches = await services.callers.caller(request), services.batches
     source = await services.threads.read(batches.files.get, tenant, asked.input_file_id)
     if source.purpose != "batch":
-        raise ServiceError("validation_failed", "the file's purpose is not batch", param="input_file_id")
+        raise invalid("input_file_id", "the file's purpose is not batch")
     if len(await services.threads.read(batches.files.ids, tenant)) > MAX_FILES:
         raise ServiceError("conflict", f"the tenant has more than {MAX_FILES} files; delete some first")
     by_admin = caller.tenant is None

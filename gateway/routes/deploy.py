@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -16,6 +17,7 @@ from adapters.names import is_name
 from cluster.errors import ServiceError
 from gateway.catalog.source_copy import allowed_place, copied_source
 from gateway.http.bodies import media_type, read_message
+from gateway.http.errors import invalid
 from gateway.http.multipart import Upload, receive_upload
 from gateway.http.params import flag
 from gateway.http.responses import json_response
@@ -78,11 +80,8 @@ class DeployReply(msgspec.Struct, frozen=True):
 async def deploy(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
     if not is_name(name):
-        raise ServiceError(
-            "validation_failed",
-            "a function's name has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit",
-            param="name",
-        )
+        rule = "has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit"
+        raise invalid("name", f"a function's name {rule}")
     how = _How(flag(request, "dry_run"), flag(request, "warm"))
     given = media_type(request)
     if given == "application/json":
@@ -95,15 +94,7 @@ async def deploy(request: Request, services: Services, tenant: str) -> Response:
 
 
 async def _from_upload(services: Services, request: Request, tenant: str, name: str, how: _How) -> Response:
-    config = services.config
-    upload_to = receive_upload(
-        request,
-        Path(config.tmp_dir),
-        limit=config.deploy_body,
-        seconds=config.deploy_seconds,
-        idle_seconds=config.body_idle_seconds,
-    )
-    async with upload_to as upload:
+    async with receive_upload(request, services.config) as upload:
         given = _Given(upload.config, upload.weights, _alias(upload), _policy(upload))
         return await _store(services, request, tenant, name, given, how)
 
@@ -143,13 +134,11 @@ async def _store(services: Services, request: Request, tenant: str, name: str, g
             checked = await services.threads.write(
                 services.registry.check, given.config, given.weights, name, given.alias, given.policy
             )
-            return json_response(await _reply(services, checked))
+            return json_response(await _reply(services, checked, problems))
         before = warm_first(services, tenant, problems) if how.warm else None
         memory = await services.provisionable()
         made = await services.functions.change(services.registry.deploy, tenant, name, *given, before, memory)
-    reply = await _reply(services, made)
-    reply = msgspec.structs.replace(reply, warnings=(*reply.warnings, *problems))
-    return json_response(reply, 201 if made.created else 200)
+    return json_response(await _reply(services, made, problems), 201 if made.created else 200)
 
 
 def _policy(upload: Upload) -> dict[str, Any] | None:
@@ -160,7 +149,7 @@ def _policy(upload: Upload) -> dict[str, Any] | None:
     except strict_json.InvalidJson as error:
         raise ServiceError("invalid_request", f"the part policy is not valid JSON: {error}", param="policy") from None
     if not isinstance(policy, dict):
-        raise ServiceError("validation_failed", "policy must be a JSON object", param="policy")
+        raise invalid("policy", "policy must be a JSON object")
     return policy
 
 
@@ -170,12 +159,12 @@ def _alias(upload: Upload) -> str | None:
     try:
         return upload.alias.decode("ascii")
     except UnicodeDecodeError:
-        raise ServiceError("validation_failed", "an alias is made of a-z, 0-9, '.', '_', '-'", param="alias") from None
+        raise invalid("alias", "an alias is made of a-z, 0-9, '.', '_', '-'") from None
 
 
-async def _reply(services: Services, made: Deployment) -> DeployReply:
+async def _reply(services: Services, made: Deployment, problems: Sequence[str]) -> DeployReply:
     fields = {field: getattr(made, field) for field in DeployReply.__struct_fields__}
-    fields["warnings"] = (*made.warnings, *await _room_warnings(services, made))
+    fields["warnings"] = (*made.warnings, *await _room_warnings(services, made), *problems)
     return msgspec.convert(fields, DeployReply)
 
 

@@ -33,7 +33,7 @@ async def explain(request: Request, services: Services, caller: Caller) -> Respo
     named = TENANT_HEADER in request.headers
     whose = None if caller.admin and not named else await services.callers.tenant(request)
     wanted = request.path_params["id"]
-    found = services.explanations.find(wanted, whose)
+    found = services.dispatcher.placer.explanations.find(wanted, whose)
     if found is not None:
         return json_response(found.reply())
     told = await services.peers.explain(wanted, whose)

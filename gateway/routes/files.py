@@ -15,6 +15,7 @@ from gateway.batches.messages import FileDeleted, FileList, FileObject
 from gateway.batches.pages import Page, page_parameters
 from gateway.batches.upload import receive_file
 from gateway.http.bodies import media_type
+from gateway.http.errors import invalid
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
 
@@ -59,7 +60,7 @@ async def create_file(request: Request, services: Services, tenant: str) -> Resp
 async def list_files(request: Request, services: Services, tenant: str) -> Response:
     page, purpose = Page.asked(request, "file-", default=MAX_PAGE, most=MAX_PAGE), request.query_params.get("purpose")
     if purpose not in (None, *PURPOSES):
-        raise ServiceError("validation_failed", f"purpose is one of {', '.join(PURPOSES)}", param="purpose")
+        raise invalid("purpose", f"purpose is one of {', '.join(PURPOSES)}")
     files = services.batches.files
     ids = page.ids(await services.threads.read(files.ids, tenant))
     records = await services.threads.read(files.records, tenant, ids if purpose else ids[: page.limit + 1])

@@ -9,15 +9,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from adapters.aliases import Alias
 from adapters.errors import NotFound
 from adapters.functions import BrokenFunction, FunctionRecord, Manifest, Policy, VersionEntry
 from adapters.names import is_name
-from cluster.errors import ServiceError
 from gateway.http.bodies import read_message
+from gateway.http.errors import invalid
 from gateway.http.params import etag, flag, if_match, integer
 from gateway.http.responses import json_response
 from gateway.http.routing import BOOLEAN, NAME_TEXT, Routes, parameter
+from gateway.routes.aliases import only_version
 
 if TYPE_CHECKING:
     from cluster.node_book import NodeView
@@ -127,7 +127,7 @@ async def list_functions(request: Request, services: Services, tenant: str) -> R
     limit = integer(request, "limit", 100, 1, MAX_PAGE)
     after = request.query_params.get("after", "")
     if after and not is_name(after):
-        raise ServiceError("validation_failed", "after is the `next` of the page before", param="after")
+        raise invalid("after", "after is the `next` of the page before")
     records, following = await services.threads.read(services.registry.functions, tenant, after, limit)
     nodes = await services.cluster.nodes()
     items = [
@@ -170,6 +170,7 @@ async def change_policy(request: Request, services: Services, tenant: str) -> Re
 
 async def _function_reply(services: Services, tenant: str, record: FunctionRecord) -> Response:
     sums = await services.windows.last_hour(tenant, record.name)
+    mean = round(sums.ttft_seconds / sums.first_tokens * 1000, 3) if sums.first_tokens else None
     reply = FunctionReply(
         name=record.name,
         created=record.created,
@@ -178,13 +179,7 @@ async def _function_reply(services: Services, tenant: str, record: FunctionRecor
         aliases=_aliases(record),
         versions=[msgspec.convert(entry, VersionItem, from_attributes=True) for entry in record.versions],
         residency=_residency(_called(services, tenant, record), await services.cluster.nodes()),
-        last_hour=LastHour(
-            invocations=sums.invocations,
-            failures=sums.failures,
-            prompt_tokens=sums.prompt_tokens,
-            completion_tokens=sums.completion_tokens,
-            mean_ttft_ms=round(sums.ttft_seconds / sums.first_tokens * 1000, 3) if sums.first_tokens else None,
-        ),
+        last_hour=msgspec.convert({**msgspec.structs.asdict(sums), "mean_ttft_ms": mean}, LastHour),
     )
     return json_response(reply, headers={"etag": etag(record.generation)})
 
@@ -252,12 +247,8 @@ def _item(record: FunctionRecord, called: Sequence[VersionEntry], nodes: Sequenc
 
 
 def _aliases(record: FunctionRecord) -> dict[str, int | dict[str, float]]:
-    return {name: _pointed(alias) for name, alias in record.aliases.items()}
-
-
-def _pointed(alias: Alias) -> int | dict[str, float]:
-    """The version, or the weights when there are several."""
-    return int(next(iter(alias.weights))) if len(alias.weights) == 1 else alias.weights
+    """The version of each, or the weights when there are several."""
+    return {name: only_version(alias.weights) or alias.weights for name, alias in record.aliases.items()}
 
 
 def _called(services: Services, tenant: str, record: FunctionRecord) -> list[VersionEntry]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, get_args
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.errors import ServiceError
 from gateway.events.messages import EventList, EventReply, RedriveReply, item_of, reply_of
 from gateway.events.records import DEAD, LISTED_STATES, State
+from gateway.http.errors import invalid
 from gateway.http.params import integer
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
@@ -43,7 +43,7 @@ PAGE = (
 async def list_invocations(request: Request, services: Services, tenant: str) -> Response:
     state = request.query_params.get("state")
     if state is not None and state not in STATES:
-        raise ServiceError("validation_failed", f"state must be one of {', '.join(STATES)}", param="state")
+        raise invalid("state", f"state must be one of {', '.join(STATES)}")
     states = LISTED_STATES if state is None else (state,)
     return json_response(await _page(request, services, tenant, states))
 

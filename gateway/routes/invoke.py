@@ -3,13 +3,13 @@ event that is run later."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from cluster.errors import ServiceError
 from gateway.api import schema
 from gateway.calls.choices import collect
-from gateway.calls.invocation import Invocation
 from gateway.calls.prepare import prepare
 from gateway.calls.prompts import source_of
 from gateway.calls.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
@@ -18,6 +18,7 @@ from gateway.events.calls import IDEMPOTENCY_HEADER, accept
 from gateway.events.messages import EventReply, reply_of
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
+from gateway.http.errors import invalid
 from gateway.http.event_stream import EventStream
 from gateway.http.params import asks_for_events
 from gateway.http.responses import json_response
@@ -54,41 +55,25 @@ async def invoke(request: Request, services: Services, tenant: str, watch: Stopw
         return json_response(reply_of(event), 202, {"location": f"/invocations/{event.id}"})
     source = source_of(call, services.base.vocab_size)
     invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
+    generations = services.dispatcher.generations(invocation)
+    headers = partial(invocation_headers, generations[0])
     if call.stream or asks_for_events(request.headers.get("accept", "")):
-        return _stream(services, invocation, request.state.request_id)
-    return await _whole(services, invocation, request)
-
-
-async def _whole(services: Services, invocation: Invocation, request: Request) -> ASGIApp:
-    generations = services.dispatcher.generations(invocation)
+        return EventStream(invoke_events(generations), headers, invoke_failure, services.config)
     outcomes = await while_connected(collect(generations), request.receive)
-    return json_response(
-        invoke_reply(invocation, generations, outcomes), headers=invocation_headers(invocation, generations[0])
-    )
-
-
-def _stream(services: Services, invocation: Invocation, request_id: str) -> ASGIApp:
-    generations = services.dispatcher.generations(invocation)
-    return EventStream(
-        invoke_events(invocation, generations),
-        headers=lambda: invocation_headers(invocation, generations[0]),
-        failure=lambda error: invoke_failure(error, request_id),
-        header_seconds=services.config.header_seconds,
-        keepalive_seconds=services.config.keepalive_seconds,
-    )
+    return json_response(invoke_reply(generations, outcomes), headers=headers())
 
 
 def _is_event(request: Request, call: schema.InvokeRequest) -> bool:
     """Whether nobody waits for the call. Raises ServiceError for what fits only one of both kinds of calls."""
     stated = request.headers.get(TYPE_HEADER, "")
     if stated.lower() not in ("", "event", "requestresponse"):
-        raise ServiceError("validation_failed", "it must be Event or RequestResponse", param=TYPE_HEADER)
+        raise invalid(TYPE_HEADER, "it must be Event or RequestResponse")
     event = call.background or stated.lower() == "event"
     if event and call.stream:
-        raise ServiceError("validation_failed", "an asynchronous call has no stream", param="stream")
+        raise invalid("stream", "an asynchronous call has no stream")
     if not event and (call.on_success or call.on_failure):
         field = "on_success" if call.on_success else "on_failure"
-        raise ServiceError("validation_failed", f"{field} needs an asynchronous call: set background", param=field)
+        raise invalid(field, f"{field} needs an asynchronous call: set background")
     return event
 
 
@@ -96,7 +81,7 @@ def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     name, colon, qualifier = request.path_params["target"].partition(":")
     asked = request.query_params.get("qualifier")
     if colon and asked is not None and asked != qualifier:
-        raise ServiceError("validation_failed", "the path names another qualifier", param="qualifier")
+        raise invalid("qualifier", "the path names another qualifier")
     if colon:
         return name, qualifier or ":"  # an empty qualifier names nothing, which is not the same as none
     return name, asked

@@ -29,6 +29,7 @@ from cluster.residency import (
 )
 from gateway.catalog.functions import adapter_of
 from gateway.http.bodies import read_message
+from gateway.http.errors import invalid
 from gateway.http.responses import json_response
 from gateway.http.routing import TENANT, Routes, parameter
 from gateway.routes.cluster import take_news
@@ -192,7 +193,7 @@ async def _node(services: Services, request: Request) -> NodeRecord:
 async def _ref(services: Services, request: Request) -> AdapterRef:
     ref = await read_message(request, services.config, AdapterRef)
     if (ref.function is None) == (ref.digest is None):
-        raise ServiceError("validation_failed", "send exactly one of function and digest", param="function")
+        raise invalid("function", "send exactly one of function and digest")
     return ref
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -9,7 +10,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from adapters.functions import FunctionRecord
-from cluster.errors import ServiceError
 from gateway.api import openai_schema as openai
 from gateway.api import schema
 from gateway.calls.choices import collect
@@ -22,6 +22,7 @@ from gateway.calls.reply import invocation_headers
 from gateway.calls.unserved import CHAT_UNSERVED, UNSERVED, Unserved, served_fields
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
+from gateway.http.errors import invalid
 from gateway.http.event_stream import BLANK_LINE, EventStream
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
@@ -79,8 +80,7 @@ async def create_completion(request: Request, services: Services, tenant: str, w
     call = await _read(request, services, watch, openai.CompletionRequest, UNSERVED)
     source = prompts_of(call.prompt, services.base.vocab_size)
     if len(source.prompts) * (call.n or 1) > schema.MAX_GENERATIONS:
-        why = f"prompts times n may be at most {schema.MAX_GENERATIONS}; send several calls"
-        raise ServiceError("validation_failed", why, param="n")
+        raise invalid("n", f"prompts times n may be at most {schema.MAX_GENERATIONS}; send several calls")
     return await _answer(request, services, tenant, watch, call, source)
 
 
@@ -94,9 +94,9 @@ async def create_completion(request: Request, services: Services, tenant: str, w
 async def create_chat_completion(request: Request, services: Services, tenant: str, watch: Stopwatch) -> ASGIApp:
     call = await _read(request, services, watch, openai.ChatRequest, UNSERVED | CHAT_UNSERVED)
     if call.top_logprobs is not None and not call.logprobs:
-        raise ServiceError("validation_failed", "top_logprobs needs logprobs: true", param="top_logprobs")
+        raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if None not in (call.max_tokens, call.max_completion_tokens) and call.max_tokens != call.max_completion_tokens:
-        raise ServiceError("validation_failed", "max_tokens and max_completion_tokens differ", param="max_tokens")
+        raise invalid("max_tokens", "max_tokens and max_completion_tokens differ")
     source = Conversation([message.plain() for message in call.messages])
     return await _answer(request, services, tenant, watch, call, source)
 
@@ -109,7 +109,7 @@ async def _read(
     call = convert(served_fields(parse_json(data), unserved, openai.HARMLESS), kind)
     if call.prompt_logprobs is not None and call.stream:
         why = "prompt_logprobs come with whole replies only; leave out stream, or use echo with logprobs"
-        raise ServiceError("validation_failed", why, param="prompt_logprobs")
+        raise invalid("prompt_logprobs", why)
     watch.lap("body")
     return call
 
@@ -121,18 +121,11 @@ async def _answer(
     invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
     head = _head(invocation, call)
     generations = services.dispatcher.generations(invocation)
-    if not call.stream:
-        outcomes = await while_connected(collect(generations), request.receive)
-        return json_response(whole(head, outcomes), headers=invocation_headers(invocation, generations[0]))
-    request_id = request.state.request_id
-    return EventStream(
-        chunks(head, generations),
-        headers=lambda: invocation_headers(invocation, generations[0]),
-        failure=lambda error: failure(error, request_id),
-        header_seconds=services.config.header_seconds,
-        keepalive_seconds=services.config.keepalive_seconds,
-        keepalive=BLANK_LINE,
-    )
+    headers = partial(invocation_headers, generations[0])
+    if call.stream:
+        return EventStream(chunks(head, generations), headers, failure, services.config, keepalive=BLANK_LINE)
+    outcomes = await while_connected(collect(generations), request.receive)
+    return json_response(whole(head, outcomes), headers=headers())
 
 
 def _head(invocation: Invocation, call: openai.Shared) -> Head:

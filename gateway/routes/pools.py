@@ -12,10 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import ServiceError
-from cluster.leases import Lease
 from cluster.node_table import NodeTable
 from cluster.redis_link import RedisAway
-from gateway.calls.holding import AUTOSCALER
+from gateway.calls.holding import AUTOSCALER, autoscaler
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
@@ -91,7 +90,7 @@ async def list_pools(_: Request, services: Services) -> Response:
         unplaced=Load(**_fields(loads.get(None) or PoolLoad(None))),
         workers=workers,
         stale=services.cluster.stale,
-        autoscaler=await _holder(services),
+        autoscaler=await autoscaler(services.leases),
     )
     return json_response(reply)
 
@@ -114,18 +113,7 @@ async def lease_autoscaler(request: Request, services: Services) -> Response:
         raise ServiceError(
             "unavailable", "the lease can't be had while the cluster state is away", retry_after=RETRY_AFTER
         ) from error
-    return json_response(_lease(held))
-
-
-async def _holder(services: Services) -> str | None:
-    try:
-        return (await services.leases.look(AUTOSCALER)).holder or None
-    except RedisAway:
-        return None
-
-
-def _lease(held: Lease) -> LeaseReply:
-    return LeaseReply(holder=held.holder or None, seconds=round(held.seconds, 3))
+    return json_response(LeaseReply(holder=held.holder or None, seconds=round(held.seconds, 3)))
 
 
 def _pool(name: str, load: PoolLoad, nodes: int, ready: int, occupied: float) -> Pool:

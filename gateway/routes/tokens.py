@@ -11,15 +11,14 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.errors import ServiceError
-from cluster.text import BaseText, TextError
+from cluster.text import BaseText
 from gateway.api import openai_schema as openai
 from gateway.api import schema
 from gateway.calls.model_names import policy_of
-from gateway.calls.prepare import served_context
-from gateway.calls.prompts import INLINE_CHARACTERS, MESSAGE_CHARACTERS, in_text_thread
-from gateway.calls.template_process import Job
+from gateway.calls.prepare import rendered, served_context
+from gateway.calls.prompts import Conversation, Prompts, RenderedConversation, Source, run_on_text
 from gateway.http.bodies import read_message
+from gateway.http.errors import invalid
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
 from gateway.services import Services
@@ -80,29 +79,18 @@ Tokenized = tuple[list[int], list[str] | None]
 async def tokenize(request: Request, services: Services, tenant: str) -> Response:
     call, template = await _read(request, services, tenant, TokenizeRequest)
     if (call.prompt is None) == (call.messages is None):
-        raise ServiceError("validation_failed", "send exactly one of prompt and messages", param="prompt")
+        raise invalid("prompt", "send exactly one of prompt and messages")
     if call.messages is None and call.add_generation_prompt is not None:
-        message = "add_generation_prompt is for messages; a prompt is taken as it is"
-        raise ServiceError("validation_failed", message, param="add_generation_prompt")
+        raise invalid("add_generation_prompt", "add_generation_prompt is for messages; a prompt is taken as it is")
 
-    rendered = None
-    if call.messages is not None and template is not None:
-        job = Job(
-            template,
-            [message.plain() for message in call.messages],
-            dict(services.text.special),
-            call.add_generation_prompt is not False,
-        )
-        deadline = time.monotonic() + services.config.request_timeout
-        rendered = await services.templates.render(tenant, job, deadline=deadline, receive=request.receive)
+    source, deadline = _source(call), time.monotonic() + services.config.request_timeout
+    source = await rendered(request, services, tenant=tenant, template=template, source=source, deadline=deadline)
 
     def work() -> Tokenized:
-        tokens = _encode(services.text, call, rendered)
+        tokens = _encode(services.text, call, source)
         return tokens, services.text.token_strings(tokens) if call.return_token_strs else None
 
-    field = "prompt" if call.messages is None else "messages"
-    size = _characters(call) if rendered is None else len(rendered)
-    tokens, strings = await _run(services, request, work, size, field)
+    tokens, strings = await _run(services, request, work, source.characters, source.field)
     context = await served_context(services)
     return json_response(TokenizeReply(len(tokens), context, tokens, strings))
 
@@ -131,33 +119,25 @@ async def _read(request: Request, services: Services, tenant: str, kind: type[Ca
     return call, (await policy_of(services, tenant, call.model)).defaults.chat_template
 
 
-def _encode(text: BaseText, call: TokenizeRequest, rendered: str | None) -> list[int]:
-    """`rendered`: the messages, where the function's own template has made a text of them. Raises TextError."""
-    if rendered is not None:
-        return text.encode_rendered(rendered, special=bool(call.add_special_tokens))
+def _source(call: TokenizeRequest) -> Source:
     if call.messages is not None:
-        return text.encode_chat(
-            [message.plain() for message in call.messages],
-            answer=call.add_generation_prompt is not False,
-            special=bool(call.add_special_tokens),
-        )
+        messages = [message.plain() for message in call.messages]
+        return Conversation(messages, answer=call.add_generation_prompt is not False)
+    return Prompts([call.prompt or ""])
+
+
+def _encode(text: BaseText, call: TokenizeRequest, source: Source) -> list[int]:
+    """Raises TextError."""
+    special = call.add_special_tokens
+    match source:
+        case RenderedConversation():
+            return text.encode_rendered(source.text, special=bool(special))
+        case Conversation():
+            return text.encode_chat(source.messages, answer=source.answer, special=bool(special))
     assert call.prompt is not None
-    return text.encode_plain(call.prompt) if call.add_special_tokens is False else text.encode_prompt(call.prompt)
-
-
-def _characters(call: TokenizeRequest) -> int:
-    if call.messages is None:
-        return len(call.prompt or "")
-    return sum(len(message.plain()["content"]) + MESSAGE_CHARACTERS for message in call.messages)
+    return text.encode_plain(call.prompt) if special is False else text.encode_prompt(call.prompt)
 
 
 async def _run(services: Services, request: Request, work: Callable[[], T], size: int, field: str) -> T:
-    """Returns what `work` returns; runs it inline where `size` is small, else in a thread. Raises ServiceError, which
-    names `field` when the text is at fault; ClientGone."""
-    deadline = time.monotonic() + services.config.request_timeout
-    try:
-        if size <= INLINE_CHARACTERS:
-            return work()
-        return await in_text_thread(services.text_threads, work, deadline, request.receive)
-    except TextError as error:
-        raise ServiceError("validation_failed", str(error), param=field) from error
+    deadline, threads = time.monotonic() + services.config.request_timeout, services.text_threads
+    return await run_on_text(work, size=size, field=field, threads=threads, deadline=deadline, receive=request.receive)

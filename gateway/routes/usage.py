@@ -15,6 +15,7 @@ from adapters.errors import NotFound
 from adapters.names import is_name
 from adapters.store import MAX_LIST
 from cluster.errors import ServiceError
+from gateway.http.errors import invalid
 from gateway.http.params import TENANT_HEADER
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
@@ -113,7 +114,7 @@ def _whose(request: Request, caller: Caller) -> str | None:
     """The tenant meant; None: all of them."""
     named, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
     if None not in (named, header) and named != header:
-        raise ServiceError("validation_failed", f"{TENANT_HEADER} names another tenant", param="tenant")
+        raise invalid("tenant", f"{TENANT_HEADER} names another tenant")
     wanted = named if named is not None else header
     if not caller.admin:
         if wanted not in (None, caller.tenant):
@@ -145,7 +146,7 @@ def _groups(request: Request) -> list[Group]:
     for group in groups:
         if group not in get_args(Group):
             shown = ", ".join(GROUPS)
-            raise ServiceError("validation_failed", f"group_by is a list of {shown}, by commas", param="group_by")
+            raise invalid("group_by", f"group_by is a list of {shown}, by commas")
     return [group for group in GROUPS if group in groups]
 
 
@@ -154,7 +155,7 @@ def _span(request: Request, now: float) -> tuple[int, int]:
     end = -(-_time(request, "to", now) // HOUR) * HOUR
     start = _time(request, "from", max(0, end - DEFAULT_HOURS * HOUR)) // HOUR * HOUR
     if not 0 < end - start <= MAX_HOURS * HOUR:
-        raise ServiceError("validation_failed", f"from must be before to, by {MAX_HOURS} hours at most", param="from")
+        raise invalid("from", f"from must be before to, by {MAX_HOURS} hours at most")
     return int(start), int(end)
 
 
@@ -173,5 +174,5 @@ def _time(request: Request, name: str, default: float) -> float:
             raise ValueError
     except (ValueError, OverflowError):
         expected = "expected Unix time, or a time such as 2026-11-21T17:00Z"
-        raise ServiceError("validation_failed", f"{name}: {expected}", param=name) from None
+        raise invalid(name, f"{name}: {expected}") from None
     return seconds

@@ -6,7 +6,7 @@ Taking it costs a few gathers of numbers; they are turned into words only when s
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -95,6 +95,8 @@ class Decision(msgspec.Struct, frozen=True):
 ONLY = np.zeros(1, np.int64)
 SCORED = ("prefill", "exposed_load", "decode", "step", "wait", "ttft", "spreading", "total")
 FIELDS = ("age", "running", "queued", "reserved", "modelled", "tier", *SCORED, "tpot_limit")
+TERMS = ("tier", "prefill", "exposed", "decode", "step", "wait", "ttft", "spreading")
+"""Of gateway.scheduling.cost.Terms, in the order that their FIELDS have."""
 
 
 class Picture(msgspec.Struct):
@@ -116,19 +118,17 @@ class Picture(msgspec.Struct):
         told = dict(zip(FIELDS, self.values[:, index].tolist(), strict=True))
         hidden = () if told["modelled"] else SCORED
         known = {name: value if math.isfinite(value) and name not in hidden else None for name, value in told.items()}
+        figures: dict[str, Any] = {name: known[name] for name in ("age", *SCORED)}
+        figures |= {name: int(told[name]) for name in ("running", "queued", "reserved")}
         return Candidate(
             node=self.nodes[index],
             chosen=index == self.chosen,
-            age=known["age"],
             tier=TIER_NAMES[int(told["tier"])],  # type: ignore[arg-type]
-            running=int(told["running"]),
-            queued=int(told["queued"]),
-            reserved=int(told["reserved"]),
             model="measured" if told["modelled"] else "assumed",
             model_problem=self.problems[index],
             widened=self.widened[index],
             broken=_broken(told, request),
-            **{name: known[name] for name in SCORED},
+            **figures,
         )
 
 
@@ -148,18 +148,8 @@ def picture(
         away = ABSENT if request.digest else DEVICE
         values[5] = [tiers.get(where, away) for where in rows.tolist()]
     else:
-        made = scores.terms
-        columns = (
-            made.tier,
-            made.prefill,
-            made.exposed,
-            made.decode,
-            made.step,
-            made.wait,
-            made.ttft,
-            made.spreading,
-        )
-        for index, column in enumerate((*columns, scores.totals, made.tpot_limit), 5):
+        columns = [getattr(scores.terms, name) for name in TERMS]
+        for index, column in enumerate((*columns, scores.totals, scores.terms.tpot_limit), 5):
             values[index] = column[shown]
     listed = rows.tolist()
     return Picture(

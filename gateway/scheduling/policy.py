@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from cluster.node_table import NodeTable
@@ -16,6 +15,8 @@ from gateway.scheduling.dlora import Dlora
 from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.toppings import Toppings
+
+Clock = Callable[[], float]
 
 
 class Policy(Protocol):
@@ -28,31 +29,25 @@ class Policy(Protocol):
         ...
 
 
-class PolicySettings(msgspec.Struct, frozen=True):
-    clock: Callable[[], float] = time.monotonic
-    """Seconds."""
-    seed: int = 0
-
-
 class UnknownPolicy(ValueError):
     """No policy of that name."""
 
 
-POLICIES: Mapping[str, Callable[[PolicySettings], Policy]] = MappingProxyType(
+POLICIES: Mapping[str, Callable[[Clock, int], Policy]] = MappingProxyType(
     {
-        "rank_aware": lambda settings: RankAware(settings.clock),
-        "toppings": lambda _: Toppings(),
-        "first_fit": lambda _: FirstFit(),
-        "random": lambda settings: Random(settings.seed),
-        "most_idle": lambda _: MostIdle(),
-        "dlora": lambda _: Dlora(),
+        "rank_aware": lambda clock, _: RankAware(clock),
+        "toppings": lambda *_: Toppings(),
+        "first_fit": lambda *_: FirstFit(),
+        "random": lambda _, seed: Random(seed),
+        "most_idle": lambda *_: MostIdle(),
+        "dlora": lambda *_: Dlora(),
     }
 )
-_DEFAULTS = PolicySettings()
+"""Makers, which are given a clock (seconds) and a seed."""
 
 
-def make_policy(name: str, settings: PolicySettings = _DEFAULTS) -> Policy:
+def make_policy(name: str, clock: Clock = time.monotonic, seed: int = 0) -> Policy:
     """Raises UnknownPolicy with the names that exist."""
     if name not in POLICIES:
         raise UnknownPolicy(f"placement policy {name!r} does not exist; known: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](settings)
+    return POLICIES[name](clock, seed)

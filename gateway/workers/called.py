@@ -4,34 +4,29 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 MAX_TENANTS = 4096
 MAX_DIGESTS = 1024
 """Per tenant; the one that was called least recently is forgotten."""
 
 
+@dataclass(kw_only=True)
 class CalledDigests:
     """Equal adapters of two tenants have one digest, and one copy on a node. Whoever never called it would learn from
     its residency that another tenant does.
     """
 
-    def __init__(
-        self,
-        on_first: Callable[[str, str], None] | None = None,
-        *,
-        max_tenants: int = MAX_TENANTS,
-        max_digests: int = MAX_DIGESTS,
-    ) -> None:
-        """`on_first` is called with each tenant and digest that `run` notes for the first time."""
-        self._on_first = on_first
-        self._max_tenants = max_tenants
-        self._max_digests = max_digests
-        self._digests: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
+    on_first: Callable[[str, str], None] = lambda *_: None
+    """Called with each tenant and digest that `run` notes for the first time."""
+    max_tenants: int = MAX_TENANTS
+    max_digests: int = MAX_DIGESTS
+    _digests: OrderedDict[str, OrderedDict[str, None]] = field(default_factory=OrderedDict, init=False)
 
     def run(self, tenant: str, digest: str) -> None:
         """The tenant has it run here."""
-        if self._on_first is not None and not self.has(tenant, digest):
-            self._on_first(tenant, digest)
+        if not self.has(tenant, digest):
+            self.on_first(tenant, digest)
         self.note(tenant, digest)
 
     def note(self, tenant: str, digest: str) -> None:
@@ -40,9 +35,9 @@ class CalledDigests:
         self._digests.move_to_end(tenant)
         own[digest] = None
         own.move_to_end(digest)
-        if len(own) > self._max_digests:
+        if len(own) > self.max_digests:
             own.popitem(last=False)
-        if len(self._digests) > self._max_tenants:
+        if len(self._digests) > self.max_tenants:
             self._digests.popitem(last=False)
 
     def has(self, tenant: str, digest: str) -> bool:

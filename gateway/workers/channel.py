@@ -10,8 +10,8 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -42,7 +42,7 @@ class Channel(Generic[M]):
         self._link, self._name = link, name
         self._waiting: deque[M] = deque(maxlen=most)
         self._some = asyncio.Event()
-        self.on_message: Callable[[M], None] = _ignore
+        self.on_message: Callable[[M], None] = lambda _: None
         self._asked: dict[str, asyncio.Future[bytes]] = {}
         self._decoder = msgspec.msgpack.Decoder(tuple[str, list[messages]])
         if link is not None:
@@ -77,14 +77,9 @@ class Channel(Generic[M]):
         if (asked := self._asked.get(number)) is not None and not asked.done():
             asked.set_result(reply)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Messages go out as long as the context lasts."""
-        if self._link is None:
-            yield
-            return
-        async with background(partial(self._send, self._link)):
-            yield
+        return background(*([] if self._link is None else [partial(self._send, self._link)]))
 
     async def _send(self, link: RedisLink) -> None:
         while True:
@@ -113,7 +108,3 @@ class Channel(Generic[M]):
             return
         for message in messages:
             self.on_message(message)
-
-
-def _ignore(_: Any) -> None:
-    return None

@@ -42,17 +42,18 @@ def gpu_metrics(views: Sequence[NodeView]) -> Iterator[Metric]:
     facts = [(view.record.id, view.record.gpu) for view in views if view.record.gpu is not None]
     loads = [(view.record.id, view.record.gpu_load) for view in views if view.record.gpu_load is not None]
     for field, name, told in OF_FACTS if facts else ():
-        yield _family(name, told, [(node, getattr(gpu, field)) for node, gpu in facts])
+        yield node_gauge(f"gpu_{name}", told, [(node, getattr(gpu, field)) for node, gpu in facts])
     for field, name, told in OF_TROUBLE if facts else ():
-        yield _family(name, told, [(node, bool(getattr(gpu, field))) for node, gpu in facts])
+        yield node_gauge(f"gpu_{name}", told, [(node, bool(getattr(gpu, field))) for node, gpu in facts])
     for field, name, told in OF_LOAD if loads else ():
-        yield _family(name, told, [(node, getattr(load, field)) for node, load in loads])
+        yield node_gauge(f"gpu_{name}", told, [(node, getattr(load, field)) for node, load in loads])
     if loads:
         yield _throttled([(node, load.throttled) for node, load in loads if load.throttled is not None])
 
 
-def _family(name: str, told: str, values: Sequence[tuple[str, float | None]]) -> Metric:
-    family = GaugeMetricFamily(f"garnish_node_gpu_{name}", told, labels=("node",))
+def node_gauge(name: str, told: str, values: Sequence[tuple[str, float | None]]) -> Metric:
+    """Returns a gauge with one value per node; without those of which there is none."""
+    family = GaugeMetricFamily(f"garnish_node_{name}", told, labels=("node",))
     for node, value in values:
         if value is not None:
             family.add_metric((node,), value)

@@ -31,9 +31,6 @@ class LastHour(SlidingSums[Counts]):
     def note(self, tenant: str, function: str, counts: Counts) -> None:
         self.add(name_of(tenant, function), counts)
 
-    def sums(self, tenant: str, function: str) -> Counts:
-        return self.of(name_of(tenant, function))[0]
-
 
 def name_of(tenant: str, function: str) -> str:
     """Neither name has a slash."""

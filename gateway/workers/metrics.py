@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from cluster.messages import ColdStart
 from cluster.node_book import NodeView
 from gateway.workers.attainment import PROMISES, WINDOWS, Kept, Promise
-from gateway.workers.gpu_metrics import gpu_metrics
+from gateway.workers.gpu_metrics import gpu_metrics, node_gauge
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -202,11 +202,7 @@ def _of_nodes(views: list[NodeView], stale: float) -> Iterator[Metric]:
         states.add_metric((state,), count)
     yield states
     for field, told in OF_NODES:
-        family = GaugeMetricFamily(f"garnish_node_{field}", told, labels=("node",))
-        for view in views:
-            if (value := getattr(view.record, field)) is not None:
-                family.add_metric((view.record.id,), value)
-        yield family
+        yield node_gauge(field, told, [(view.record.id, getattr(view.record, field)) for view in views])
 
 
 def _residency(views: list[NodeView]) -> Iterator[Metric]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -38,38 +38,23 @@ class Shared:
     residency: Channel[Message]
     events: Channel[EventQueued]
     link: RedisLink | None
-    workers: Callable[[], int]
-    """Of all gateways of the cluster, this one included; as last known while Redis is away."""
 
 
 @asynccontextmanager
 async def open_shared(config: GatewayConfig, secret: str) -> AsyncIterator[Shared]:
     if config.redis is None:
         cluster = MemoryClusterState(monotonic, expiry=config.record_expiry)
-        yield Shared(
-            cluster=cluster,
-            limits=MemoryLimits(monotonic),
-            leases=MemoryLeases(monotonic),
-            peers=Peers(None),
-            residency=make_channel(None),
-            events=make_event_channel(None),
-            link=None,
-            workers=lambda: 1,
-        )
+        yield _shared(cluster, MemoryLimits(monotonic), MemoryLeases(monotonic), None)
         return
     worker = f"{os.getpid()}-{secrets.token_hex(4)}"
     link = RedisLink(config.redis, prefix_of(secret), worker, monotonic)
-    shared = Shared(
-        cluster=RedisClusterState(link, expiry=config.record_expiry),
-        limits=RedisLimits(link, config.workers),
-        leases=RedisLeases(link),
-        peers=Peers(link),
-        residency=make_channel(link),
-        events=make_event_channel(link),
-        link=link,
-        workers=lambda: max(config.workers, link.workers),
-    )
+    mirror = RedisClusterState(link, expiry=config.record_expiry)
+    shared = _shared(mirror, RedisLimits(link, config.workers), RedisLeases(link), link)
     async with link.running(), shared.peers.running(), shared.events.running():
         if not await link.wait_until_up(START_SECONDS):
             log.error("Redis is still away: this worker starts without knowing any nodes")
         yield shared
+
+
+def _shared(cluster: ClusterState, limits: LimitState, leases: Leases, link: RedisLink | None) -> Shared:
+    return Shared(cluster, limits, leases, Peers(link), make_channel(link), make_event_channel(link), link)

@@ -9,10 +9,13 @@ import pytest
 
 from cluster.errors import ServiceError
 from gateway.catalog.deploy_slots import DeploySlots
+from gateway.config import GatewayConfig
 
 
 def slots(wait_seconds: float = 60.0) -> DeploySlots:
-    return DeploySlots(uploads=5, tenant_uploads=3, stores=3, tenant_stores=2, wait_seconds=wait_seconds)
+    limits = {"max_uploads": 5, "max_tenant_uploads": 3, "max_deploys": 3, "max_tenant_deploys": 2}
+    paths = dict.fromkeys(("model_dir", "base_id", "registry", "secret_file", "tmp_dir"), "")
+    return DeploySlots(GatewayConfig(**paths, **limits, deploy_wait=wait_seconds))
 
 
 def test_uploads_are_bounded_per_tenant_and_in_all() -> None:

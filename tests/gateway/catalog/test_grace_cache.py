@@ -170,7 +170,7 @@ def test_a_load_that_hangs_holds_up_nobody_twice(store: Store) -> None:
         assert await cache.get("a") == 1
         store.now, store.gate = 2.0, asyncio.Event()
         assert await cache.get("a") == 1
-        cache._patience = 3600.0
+        cache.patience = 3600.0
         async with asyncio.timeout(60):
             assert await cache.get("a") == 1
         store.gate.set()

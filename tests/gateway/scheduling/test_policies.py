@@ -13,7 +13,7 @@ from cluster.node_table import COLUMNS, Demand
 from garnish import service_file
 from garnish.config import built
 from gateway.config import GatewayConfig
-from gateway.scheduling.policy import POLICIES, PolicySettings, UnknownPolicy, make_policy
+from gateway.scheduling.policy import POLICIES, UnknownPolicy, make_policy
 from gateway.scheduling.toppings import PENALTY, Toppings
 from tests.told import OldRecord
 
@@ -112,7 +112,7 @@ def test_random_repeats_with_its_seed() -> None:
     nodes = table_of(*(node(str(index)) for index in range(5)))
 
     def draws(seed: int) -> list[str | None]:
-        policy = make_policy("random", PolicySettings(seed=seed))
+        policy = make_policy("random", seed=seed)
         return [chosen(policy, nodes) for _ in range(40)]
 
     assert draws(1) == draws(1) != draws(2)

@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.workers.last_hour import MAX_FUNCTIONS, Counts, LastHour
+from gateway.workers.last_hour import MAX_FUNCTIONS, Counts, LastHour, name_of
 
 SLICE = 60
 WINDOW = 60
@@ -35,9 +35,9 @@ def test_a_window_holds_what_was_counted_in_it(steps: list[tuple[float, str, int
     assert hours.take_unreported(1) == []
     for function in "fgh":
         inside = [n for at, whose, n in ended if whose == function and at > int(now // SLICE) - WINDOW]
-        sums = hours.sums("a", function)
+        sums = hours.of(name_of("a", function))[0]
         assert (sums.invocations, sums.completion_tokens) == (len(inside), sum(inside))
-        assert hours.sums("b", function) == Counts()
+        assert hours.of(name_of("b", function))[0] == Counts()
         recent = (n for (name, at), n in told.items() if name == f"a/{function}" and at > int(now // SLICE) - WINDOW)
         assert sum(recent) == sum(inside)
     hours.report_all()
@@ -53,7 +53,7 @@ def test_who_was_counted_least_recently_is_forgotten() -> None:
         hours.note("a", f"f{number}", Counts(invocations=1))
     hours.note("a", "f0", Counts(invocations=1))
     hours.note("a", "new", Counts(invocations=1))
-    kept = [hours.sums("a", name).invocations for name in ("f0", "f1", "f2", "new")]
+    kept = [hours.of(name_of("a", name))[0].invocations for name in ("f0", "f1", "f2", "new")]
     assert (len(hours.all()), kept) == (MAX_FUNCTIONS, [2, 0, 1, 1])
     told = {name: sums for name, _, sums in hours.take_unreported(10_000)}
     assert "a/new" not in told and told["a/f0"].invocations == 2, "no more is kept than is counted"
