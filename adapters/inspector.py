@@ -11,9 +11,8 @@ import msgspec
 from adapters.base_model import BaseModel
 from adapters.errors import InspectionBusy, InvalidAdapter, Problem, TooLarge
 from adapters.helper_process import HelperEnded, HelperProcess
-from adapters.inspector_process import READ_SECONDS, Answer, Failed, Job, Oversized, Refused
+from adapters.inspector_process import MATCH_SECONDS, READ_SECONDS, Answer, Failed, Job, Oversized, Refused
 from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, field_problem
-from adapters.peft_targets import MATCH_SECONDS
 from adapters.validate import Inspection
 
 WAIT_SECONDS = 60.0

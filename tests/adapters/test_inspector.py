@@ -66,6 +66,9 @@ def files(folder: Path, good: tuple[bytes, Path]) -> list[tuple[bytes, Path]]:
     return [
         good,
         adapter(folder / "regex", target_modules=r".*\.(q|v)_proj", rank_pattern={r"layers\.1\..*": 3}),
+        adapter(
+            folder / "list", target_modules=["q_proj"], rank_pattern={r"layers\.1\..*": 4}, alpha_pattern={"q_proj": 3}
+        ),
         *((config, folder / name) for name in broken),
         (b"{", weights),
         (b"{" + b" " * MAX_CONFIG_BYTES, weights),
@@ -102,6 +105,23 @@ def test_expressions_that_never_end(good: tuple[bytes, Path], inspector: Inspect
         inspector.inspect(changed(good[0], target_modules=ENDLESS), good[1])
     assert raised.value.problems[0].expected == "10 s"
     assert inspector.inspect(*good).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("target_modules", ENDLESS),
+        ("exclude_modules", r"([a-z0-9._]+)+X"),
+        ("rank_pattern", {r"(([a-z0-9._]+)+)+X": 4}),
+        ("alpha_pattern", {r"(([a-z0-9._]+)+)+X": 4}),
+    ],
+)
+def test_expressions_that_never_end_in_any_field(
+    good: tuple[bytes, Path], inspector: Inspector, field: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.inspector.MATCH_SECONDS", 1.0)
+    with pytest.raises(InvalidAdapter, match="take too long"):
+        inspector.inspect(changed(good[0], **{field: value}), good[1])
 
 
 @pytest.mark.parametrize("piece", [b"[{}],", b'{"":{}},'])
