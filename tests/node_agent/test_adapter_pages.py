@@ -23,12 +23,12 @@ from node_agent.adapter_memory.layout import ROW_ALIGN, contiguous_runs, lay_out
 from node_agent.adapter_memory.pages import PageMap, choose_page_size
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.adapter_memory.usage import device_usage, host_usage
 from node_agent.adapter_memory.weights import view_weights
 from node_agent.engine_process import Loop, WakeUp, ready_message
 from node_agent.types import GROUPS
 from tests.draws import draws
 from tests.node_agent.adapter_world import World, assert_contents, loaded_lease
+from tests.node_agent.memory_usage import device_usage, host_usage
 
 
 def base_of(hidden: int, inner: int, heads: int, kv: int, layers: int) -> BaseModel:

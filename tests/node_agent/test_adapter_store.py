@@ -25,7 +25,6 @@ from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.loads import HostHold
 from node_agent.adapter_memory.runs import FreeRuns
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.adapter_memory.usage import device_usage, host_usage
 from node_agent.config import LinkConfig
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 from tests.node_agent.adapter_world import (
@@ -40,6 +39,7 @@ from tests.node_agent.adapter_world import (
     measured,
     until,
 )
+from tests.node_agent.memory_usage import device_usage, host_usage
 
 
 class StoreMachine(RuleBasedStateMachine):
