@@ -172,25 +172,16 @@ class Tenants:
 
         self._update(tenant, end)
 
-    def add_key(self, tenant: str, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
-        """A new key of an existing tenant; the text is not kept anywhere. Raises NotFound, or Conflict at MAX_KEYS."""
-        text, key = new_key(tenant, made_by)
-        self._change_keys(tenant, lambda keys: _added(keys, key))
+    def add_key(self, owner: str | None, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
+        """A new key of an existing tenant, or of an administrator when `owner` is None; the text is not kept anywhere.
+        Raises NotFound, or Conflict at MAX_KEYS."""
+        text, key = new_key(owner, made_by)
+        self._change_keys(owner, lambda keys: _added(keys, key))
         return text, key
 
-    def revoke_key(self, tenant: str, key_id: str) -> None:
-        """Raises NotFound. Revoking twice is no error."""
-        self._change_keys(tenant, lambda keys: _revoked(keys, key_id))
-
-    def add_admin_key(self) -> tuple[str, KeyRecord]:
-        """A new admin key, which only starts make; the text is not kept anywhere."""
-        text, key = new_key(None, "start")
-        self._change_keys(None, lambda keys: _added(keys, key))
-        return text, key
-
-    def revoke_admin_key(self, key_id: str) -> None:
-        """Raises NotFound."""
-        self._change_keys(None, lambda keys: _revoked(keys, key_id))
+    def revoke_key(self, owner: str | None, key_id: str) -> None:
+        """`owner` as in `add_key`. Raises NotFound. Revoking twice is no error."""
+        self._change_keys(owner, lambda keys: _revoked(keys, key_id))
 
     def adopt_key(self, text: str) -> None:
         """Make a key that the operator has chosen valid, unless it was revoked.
