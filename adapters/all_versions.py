@@ -53,14 +53,6 @@ def all_versions(store: ObjectStore) -> Iterator[FoundVersion]:
             after = names[-1]
 
 
-def all_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
-    """Every object below the prefix, listed a page at a time. Those that are listed may be deleted meanwhile."""
-    after = ""
-    while page := store.list(prefix, after):
-        yield from page
-        after = page[-1].key
-
-
 def is_listed(store: ObjectStore, found: FoundVersion) -> bool:
     """Whether the function lists the version now."""
     record = read_record(store, f"{_folder(found.tenant)}{found.function}/function.json", FunctionRecord)
