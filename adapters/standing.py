@@ -18,7 +18,7 @@ from msgspec import Meta
 from adapters.epoch import update_marked
 from adapters.errors import Conflict, CorruptRecord, StoreUnavailable
 from adapters.functions import FunctionRecord, Policy, Provisioned, VersionEntry
-from adapters.records import read_record, update_record
+from adapters.records import find_record, update_record
 from adapters.store import ObjectStore
 from adapters.tenants import MAX_RESERVED, Tenant, tenant_key
 
@@ -119,8 +119,8 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
 
     def standing(known: Standing | None) -> Standing:
         known = known or Standing()
-        found = read_record(store, key, FunctionRecord)  # read here: of two who settle at once, the later one sees more
-        entry = None if found is None else _entry(found[0], known.functions.get(owner), store.now())
+        found = find_record(store, key, FunctionRecord)  # read here: of two who settle at once, the later one sees more
+        entry = None if found is None else _entry(found, known.functions.get(owner), store.now())
         if entry == known.functions.get(owner):
             return known
         others = {each: kept for each, kept in known.functions.items() if each != owner}
@@ -128,13 +128,13 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
 
     def reserved(known: Tenant | None) -> Tenant:
         known = known or Tenant(tenant)
-        found = read_record(store, key, FunctionRecord)
-        places = 0 if found is None or found[0].deleted else found[0].policy.reserved_concurrency or 0
+        found = find_record(store, key, FunctionRecord)
+        places = 0 if found is None or found.deleted else found.policy.reserved_concurrency or 0
         return _with_reserved(known, name, places)
 
     try:
         update_record(store, STANDING_KEY, Standing, standing)
-        if read_record(store, tenant_key(tenant), Tenant) is not None:
+        if find_record(store, tenant_key(tenant), Tenant) is not None:
             update_marked(store, tenant_key(tenant), Tenant, reserved)
     except (StoreUnavailable, CorruptRecord) as error:
         log.warning("what stands of a policy is not noted yet", extra={"function": owner, "why": str(error)})
@@ -142,8 +142,7 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
 
 def read_standing(store: ObjectStore) -> Standing:
     """Raises StoreUnavailable, CorruptRecord."""
-    found = read_record(store, STANDING_KEY, Standing)
-    return found[0] if found else Standing()
+    return find_record(store, STANDING_KEY, Standing) or Standing()
 
 
 def function_key(tenant: str, name: str) -> str:
@@ -171,7 +170,7 @@ def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRec
     """Raises Conflict with the sum that does not fit."""
     policy, owner = changed.policy, f"{tenant}/{changed.name}"
     places = policy.reserved_concurrency or 0
-    if places > (before.reserved_concurrency or 0) and read_record(store, tenant_key(tenant), Tenant) is not None:
+    if places > (before.reserved_concurrency or 0) and find_record(store, tenant_key(tenant), Tenant) is not None:
         update_marked(store, tenant_key(tenant), Tenant, lambda known: _claimed(known, tenant, changed.name, places))
     if not stands_in(policy):
         return

@@ -13,7 +13,7 @@ from adapters.epoch import update_marked
 from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.keys import KeyRecord, Principal, new_key, opens, operator_key, parse_key
 from adapters.names import is_name
-from adapters.records import read_record
+from adapters.records import find_record
 from adapters.slo import Slo, Weight
 from adapters.start_keys import bounded, unmarked_start_keys
 from adapters.store import ObjectStore
@@ -212,8 +212,7 @@ class Tenants:
 
     def admin_keys(self) -> tuple[KeyRecord, ...]:
         """Returns the keys of all administrators, revoked ones included."""
-        found = read_record(self.store, ADMIN_KEY, Admin)
-        return found[0].keys if found else ()
+        return (find_record(self.store, ADMIN_KEY, Admin) or Admin()).keys
 
     def verify(self, text: str) -> Principal | None:
         """The key's owner, or None for anything but a valid, unrevoked key."""
@@ -235,8 +234,7 @@ class Tenants:
             self._change(owner, lambda record: msgspec.structs.replace(record, keys=change(record.keys)))
 
     def _read(self, tenant: str) -> Tenant | None:
-        found = read_record(self.store, tenant_key(tenant), Tenant)
-        return found[0] if found else None
+        return find_record(self.store, tenant_key(tenant), Tenant)
 
     def _change(self, tenant: str, change: Callable[[Tenant], Tenant], create: bool = False) -> Tenant:
         return self._update(tenant, lambda record: self._checked(change(_live(record, tenant, create))))
