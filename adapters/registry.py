@@ -83,8 +83,8 @@ class Registry:
     """The functions of all tenants for one base model. Methods block; they may be called from any thread."""
 
     def __init__(self, store: ObjectStore, base: BaseModel, inspect: Inspect | None = None) -> None:
-        """`inspect`: what looks at adapters' configs and headers; by default the calling thread does it, without limits:
-        that is for files whose makers are trusted."""
+        """`inspect`: what looks at adapters' configs and headers; by default the calling thread does it, without
+        limits: that is for files whose makers are trusted."""
         self.store = store
         self.base = base
         self._inspect: Inspect = inspect or partial(inspect_files, base=base)

@@ -50,15 +50,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def says(self, policy: Policy) -> bool:
         """Whether it is what the policy asks for."""
-        copies = policy.provisioned or Provisioned()
-        asked = (
-            copies.device,
-            copies.host,
-            policy.idle_ttl,
-            policy.reserved_concurrency or 0,
-            policy.prefetch != "off",
-        )
-        return asked == (self.device, self.host, self.idle_ttl, self.reserved, self.prefetch)
+        return _asked(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, digests=())
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -204,14 +196,22 @@ def _entry(record: FunctionRecord, known: Entry | None, now: float) -> Entry | N
         return None
     named = {version for alias in record.aliases.values() for version in alias.weights}
     digests = [entry.digest for entry in record.versions if str(entry.version) in named]
-    copies = policy.provisioned
-    return Entry(
+    return msgspec.structs.replace(
+        _asked(policy),
         since=now if known is None else known.since,
-        device=0 if copies is None else copies.device,
-        host=0 if copies is None else copies.host,
         bytes=sum(entry.bytes for entry in live_versions(record)),
-        idle_ttl=policy.idle_ttl,
         digests=tuple(digests[-MAX_DIGESTS:]) if policy.idle_ttl is not None else (),
+    )
+
+
+def _asked(policy: Policy) -> Entry:
+    """Returns the fields of an entry that the policy alone decides."""
+    copies = policy.provisioned or Provisioned()
+    return Entry(
+        since=0.0,
+        device=copies.device,
+        host=copies.host,
+        idle_ttl=policy.idle_ttl,
         reserved=policy.reserved_concurrency or 0,
         prefetch=policy.prefetch != "off",
     )
