@@ -17,7 +17,7 @@ import torch
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import ROW_ALIGN
 from node_agent.adapter_memory.link import Link
-from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.weights import view_layer
@@ -45,7 +45,8 @@ class DeviceCopy:
         on_change: Callable[[], None],
     ) -> None:
         assert host.layout is not None and host.pages is not None  # measured, has room
-        self.host, self.layout, self.host_pages = host, host.layout, host.pages
+        self.load = self.host = host
+        self.layout, self.host_pages = host.layout, host.pages
         self.source, self.target, self.pages, self.base = source, target, pages, base
         self.states, self.link, self.threads, self.on_change = states, link, threads, on_change
         self.positions = host.layout.positions(pages)
@@ -57,14 +58,6 @@ class DeviceCopy:
             states.stream = torch.cuda.Stream(target.data.device)  # type: ignore[no-untyped-call]
 
     # --- a Job: under the threads' lock
-
-    @property
-    def priority(self) -> Priority:
-        return self.host.priority
-
-    @property
-    def leased(self) -> bool:
-        return self.host.leased
 
     def take(self, now: float, held: bool) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
         if self._running or self.over:

@@ -65,7 +65,8 @@ class Fetch:
         `on_change` is called when a layer has arrived, and when the load has ended (then under the threads' lock).
         """
         assert host.header is not None and host.layout is not None and host.pages is not None  # measured, has room
-        self.host, self.header, self.layout = host, host.header, host.layout
+        self.load = self.host = host
+        self.header, self.layout = host.header, host.layout
         self.store, self.base, self.pool, self.threads = store, base, pool, threads
         self.flow, self.staging, self.cache, self.on_change = flow, staging, cache, on_change
         self.positions = host.layout.positions(host.pages)
@@ -80,14 +81,6 @@ class Fetch:
         self._settle()
 
     # --- a Job: under the threads' lock
-
-    @property
-    def priority(self) -> Priority:
-        return self.host.priority
-
-    @property
-    def leased(self) -> bool:
-        return self.host.leased
 
     def take(self, now: float, held: bool) -> Callable[[], None] | None:
         if self.over:
@@ -111,7 +104,7 @@ class Fetch:
     @property
     def _most_in_flight(self) -> int:
         """Of a prefetch one range: so few bytes are before those of a request that comes now."""
-        return RANGES_IN_FLIGHT if self.priority == Priority.REQUEST else 1
+        return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
 
     def _settle(self) -> None:
         """Say how the load ended, once it has and nothing runs. Whoever wants it again until then finds it going on."""

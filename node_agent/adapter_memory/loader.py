@@ -14,7 +14,7 @@ from node_agent.adapter_memory.disk_cache import DiskCache
 from node_agent.adapter_memory.fetch import DAMAGE, Fetch
 from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.link import Link
-from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import FirstBytes, Staging
@@ -34,19 +34,11 @@ class _Awaited:
     while its header is read and while it waits for room."""
 
     def __init__(self, host: HostAdapter) -> None:
-        self._host = host
-
-    @property
-    def priority(self) -> Priority:
-        return self._host.priority
-
-    @property
-    def leased(self) -> bool:
-        return self._host.leased
+        self.load = host
 
     @property
     def over(self) -> bool:
-        return self._host.in_line or bool(self._host.failed) or self._host.unwanted
+        return self.load.in_line or bool(self.load.failed) or self.load.unwanted
 
     def take(self, now: float, held: bool) -> None:  # noqa: ARG002 - a Job's signature
         return None
@@ -131,7 +123,7 @@ class Loader:
     def close(self) -> None:
         for link in self._links:
             link.close()
-        self._measuring.close()
+        self._measuring.close(wait=False)
         self._fetching.close(wait=False)
         self._copying.close(wait=self.device.data.is_cuda)  # then pinned memory can be given up
         if self.cache is not None:

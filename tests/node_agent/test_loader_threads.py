@@ -29,6 +29,10 @@ class Steps:
         self.name, self.left, self.done, self.ended, self.not_before = name, left, done, ended, not_before
 
     @property
+    def load(self) -> Steps:
+        return self
+
+    @property
     def over(self) -> bool:
         return self.left == 0
 
