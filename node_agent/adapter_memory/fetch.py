@@ -20,7 +20,7 @@ from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable
 from adapters.store import ObjectStore
 from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
-from node_agent.adapter_memory.link import Flow, Transfer
+from node_agent.adapter_memory.link import Flow, Link, Transfer
 from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
@@ -54,13 +54,13 @@ class Fetch:
         store: ObjectStore,
         base: BaseModel,
         pool: Pool,
-        flow: Flow,
+        link: Link,
         staging: Staging,
         cache: DiskCache | None,
         threads: LoaderThreads,
         on_change: Callable[[], None],
     ) -> None:
-        """`flow`: this load's share of the simulated link; `cache`: where to keep what was verified, if anywhere.
+        """`link`: of which this load has a share; `cache`: where to keep what was verified, if anywhere.
 
         `on_change` is called when a layer has arrived, and when the load has ended (then under the threads' lock).
         """
@@ -68,7 +68,8 @@ class Fetch:
         self.load = self.host = host
         self.header, self.layout = host.header, host.layout
         self.store, self.base, self.pool, self.threads = store, base, pool, threads
-        self.flow, self.staging, self.cache, self.on_change = flow, staging, cache, on_change
+        self.link, self.flow, self.staging = link, Flow(), staging
+        self.cache, self.on_change = cache, on_change
         self.positions = host.layout.positions(host.pages)
         self.over = False
         self._first, host.first = host.first, None
@@ -95,7 +96,8 @@ class Fetch:
         self._running += 1
         source = self.host.cached
         layers = self.header.layers[ready.first : ready.end] if source is None else ()
-        return partial(self._bring, ready, source, [self.flow.begin(block.size) for block in layers])  # in layer order
+        transfers = [self.link.begin(self.flow, block.size) for block in layers]  # in layer order
+        return partial(self._bring, ready, source, transfers)
 
     def due(self) -> float | None:
         later = [r.not_before for r in self._ranges if r.not_before]
@@ -115,7 +117,7 @@ class Fetch:
         if not (self.host.complete or self._error or abandoned):
             return
         self.over = True
-        self.flow.close()
+        self.link.leave(self.flow)
         if self._writer is not None:
             self._writer.end()
         if not self.host.complete:
@@ -137,7 +139,7 @@ class Fetch:
                 if end > count:
                     return
                 if source is None:
-                    self.flow.wait(transfers[at - wanted.first])
+                    self.link.wait(transfers[at - wanted.first])
                 if self._error or self.host.given_up:
                     raise _GivenUp
                 if block.size:

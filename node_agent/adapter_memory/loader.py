@@ -79,8 +79,8 @@ class Loader:
     def fetch(self, host: HostAdapter) -> None:
         """Start to bring a measured adapter's weights to `host.pages`, which the caller has taken."""
         cache = self.cache if host.cached is None else None
-        flow = self.store_link.flow()
-        job = Fetch(host, self.store, self.base, self.host, flow, self._staging, cache, self._fetching, self._on_layer)
+        link, threads = self.store_link, self._fetching
+        job = Fetch(host, self.store, self.base, self.host, link, self._staging, cache, threads, self._on_layer)
         with self._fetching.changed:  # at once: no less urgent load finds a gap, or waits for one that has gone
             self._fetching.add(job)
             host.in_line = True
