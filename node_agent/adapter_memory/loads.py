@@ -191,11 +191,3 @@ class DeviceAdapter:
 def _moved(spans: Sequence[Span]) -> int:
     """Returns the bytes that a copy of a layer moves, those between rows and at pages' ends included."""
     return sum(span.end - span.begin for span in spans) * ROW_ALIGN
-
-
-@dataclass(frozen=True)
-class HostHold:
-    """The right of CPU workers to read an adapter's rows in host memory, in `slot` of the host table."""
-
-    host: HostAdapter
-    slot: int

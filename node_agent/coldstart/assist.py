@@ -6,7 +6,7 @@ import torch
 
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import AdapterLayout
-from node_agent.adapter_memory.loads import HostHold
+from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_lora import Handoff
 from node_agent.coldstart.costs import group_elements, group_shares
@@ -24,7 +24,7 @@ class Assist:
     def __init__(self, store: AdapterStore, base: BaseModel, profile: Profile, workers: WorkerPool) -> None:
         self.store, self.base, self.profile, self.workers = store, base, profile, workers
         self._shares = group_shares(base)
-        self._ended: list[tuple[HostHold, PassHandoffs]] = []
+        self._ended: list[tuple[HostAdapter, PassHandoffs]] = []
 
     def begin(self, lease: Lease, layout: AdapterLayout) -> AssistedPass | None:
         """Begins the assisted part of a cold pass of one adapter. Returns None when no worker is there or can be given
@@ -54,7 +54,7 @@ class Assist:
         budget = self.profile.layer_seconds(tokens) * self._shares[group]
         return self.profile.slice_tokens(elements, budget)
 
-    def end(self, hold: HostHold, handoffs: PassHandoffs) -> None:
+    def end(self, hold: HostAdapter, handoffs: PassHandoffs) -> None:
         """The pass reads the held rows no more; they are let go of once its handoffs have ended, and are quiet."""
         self._ended.append((hold, handoffs))
 
@@ -72,7 +72,7 @@ class Assist:
 class AssistedPass:
     """One adapter's part in the handoffs of a pass."""
 
-    def __init__(self, assist: Assist, hold: HostHold, layout: AdapterLayout, messages: PassMessages) -> None:
+    def __init__(self, assist: Assist, hold: HostAdapter, layout: AdapterLayout, messages: PassMessages) -> None:
         self._assist, self._hold, self._layout, self._messages = assist, hold, layout, messages
         self._armed, self._open = False, True
         self._arm()

@@ -27,7 +27,7 @@ from node_agent.adapter_memory.weights import view_weights
 from node_agent.engine_process import Loop, WakeUp, ready_message
 from node_agent.types import GROUPS
 from tests.draws import draws
-from tests.node_agent.adapter_world import World, assert_contents, loaded_lease
+from tests.node_agent.adapter_world import World, assert_contents, host_slot, loaded_lease
 from tests.node_agent.memory_usage import device_usage, host_usage
 
 
@@ -204,7 +204,7 @@ def test_a_damaged_host_table_is_named_and_healed(world: World, make_store: Call
     """CPU workers compute by it."""
     store = make_store()
     held = loaded_lease(store, world.adapters[0])
-    slot, table = store.host_slot(held), store.hosts.table
+    slot, table = host_slot(store, held), store.hosts.table
     layer, projection = (table.rank[slot] > 0).nonzero()[0].tolist()
     table.scale[slot, layer, projection] += 1
     name = ("q", "k", "v", "o", "gate", "up", "down")[projection]
