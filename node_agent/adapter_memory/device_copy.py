@@ -15,13 +15,12 @@ from functools import partial
 import torch
 
 from adapters.base_model import BaseModel
-from node_agent.adapter_memory.layout import ROW_ALIGN
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.weights import view_layer
-from node_agent.device import record_event
+from node_agent.device import Event, record_event
 from node_agent.types import LayerState
 
 AHEAD = 2
@@ -52,8 +51,8 @@ class DeviceCopy:
         self.positions = host.layout.positions(pages)
         self.over = False
         self._running = False
-        self._crossing: deque[int] = deque()
-        """layers that are enqueued; touched by the thread that runs"""
+        self._crossing: deque[tuple[int, Event]] = deque()
+        """layers that are enqueued, and the events behind their copies; touched by the thread that runs"""
         if target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
             states.stream = torch.cuda.Stream(target.data.device)  # type: ignore[no-untyped-call]
 
@@ -92,9 +91,7 @@ class DeviceCopy:
             if layer is not None:
                 self._enqueue(layer)
             if self._crossing and (layer is None or len(self._crossing) > AHEAD):
-                event = states.events[self._crossing[0]]
-                assert event is not None
-                event.synchronize()
+                self._crossing[0][1].synchronize()
             self._note_arrivals()
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
             states.failed = str(error) or type(error).__name__
@@ -112,20 +109,16 @@ class DeviceCopy:
     def _enqueue(self, layer: int) -> None:
         states, spans = self.states, self.layout.spans[layer]
         views = view_layer(self.target, self.positions, self.layout.layers[layer], self.base)
-        self.link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
+        self.link.carry(self.layout.moved[layer])
         with torch.cuda.stream(states.stream):
             for span in spans:
                 rows = self.source.span(self.host_pages[span.page], span)
                 self.target.span(self.pages[span.page], span).copy_(rows, non_blocking=True)
-            states.events[layer] = record_event(self.target.data.device)
+            event = states.events[layer] = record_event(self.target.data.device)
         states.views[layer] = views
         states.layers[layer] = LayerState.ENQUEUED
-        self._crossing.append(layer)
+        self._crossing.append((layer, event))
 
     def _note_arrivals(self) -> None:
-        while self._crossing:
-            event = self.states.events[self._crossing[0]]
-            assert event is not None
-            if not event.query():
-                break
-            self.states.layers[self._crossing.popleft()] = LayerState.DEVICE
+        while self._crossing and self._crossing[0][1].query():
+            self.states.layers[self._crossing.popleft()[0]] = LayerState.DEVICE

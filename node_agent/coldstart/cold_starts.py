@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from adapters.base_model import BaseModel
-from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
+from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora, PassWorkers
@@ -271,7 +271,7 @@ class ColdStarts:
         for layer in range(self.base.num_layers):
             state = self.store.state(lease, layer)
             if state != LayerState.DEVICE:
-                load[layer] = sum(span.end - span.begin for span in layout.spans[layer]) * ROW_ALIGN * per_byte
+                load[layer] = layout.moved[layer] * per_byte
             if state == LayerState.NO:
                 in_host[layer] = self.store.host_seconds(lease, layer)
             if assists:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from adapters.base_model import BaseModel
 from cluster.messages import Sampling
 from cluster.performance_fit import DecodeSample, PrefillSample
-from node_agent.adapter_memory.layout import AdapterLayout, lay_out_uniform
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.batch import Row
 from node_agent.engine.loop import Engine
@@ -189,7 +188,7 @@ def lent_adapters(
 ) -> Iterator[list[Lease]]:
     """Up to `each` made-up adapters of every rank, in turn, as long as there is room for another. They push out idle
     ones, but with `gives_way`: what calls have brought stays where it is then. Raises GaveWay."""
-    layouts = {rank: made_up_layout(store, base, rank, targets) for rank in ranks}
+    layouts = {rank: store.pool.uniform_layout(base, rank, targets) for rank in ranks}
     leases: list[Lease] = []
     try:
         for number in range(each):
@@ -204,11 +203,6 @@ def lent_adapters(
         for lease in leases:
             store.release(lease, ())
             store.discard(lease.digest)
-
-
-def made_up_layout(store: AdapterStore, base: BaseModel, rank: int, targets: Sequence[int] = TARGETS) -> AdapterLayout:
-    """Returns the layout of an adapter that adapts `targets` in every layer, with `rank`."""
-    return lay_out_uniform(base, rank, targets, store.pool.data.element_size(), store.pool.page_units)
 
 
 def all_cases(effort: Effort, bounds: Bounds, seed: int = 0) -> list[Case]:
