@@ -138,8 +138,6 @@ class Staging:
         """`size` bytes that are the calling thread's until it calls again."""
         if size > LARGEST_RANGE:
             return memoryview(bytearray(size))
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = bytearray()
-        if len(self._own.buffer) < size:
+        if len(getattr(self._own, "buffer", b"")) < size:
             self._own.buffer = bytearray(size)
         return memoryview(self._own.buffer)[:size]

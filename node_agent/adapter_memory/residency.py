@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from cluster.residency import AdapterState, AdapterStates, HeldTier, LayerName
-from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.loads import DeviceAdapter, HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.types import LayerState
@@ -74,7 +71,7 @@ def _on_device(store: AdapterStore, entry: DeviceAdapter) -> AdapterState:
         bytes=entry.size,
         in_use=entry.leases,
         waiting=store.hosts.waiting(host.digest),
-        ranks=_ranks(entry.layout),
+        ranks=list(entry.layout.ranks),
         layers=[STATE_NAMES[LayerState.FAILED if copy.failed else state] for state in layers],
     )
 
@@ -87,17 +84,10 @@ def _in_host(host: HostAdapter) -> AdapterState:
         tier="host" if there else host.origin,
         bytes=host.size,
         waiting=host.waiters,
-        ranks=_ranks(host.layout),
+        ranks=list(host.layout.ranks) if host.layout else [],
         layers=[STATE_NAMES[LayerState.FAILED if host.failed else state] for state in layers],
     )
 
 
 def _furthest(state: int, here: int) -> int:
     return LayerState.HOST if state == LayerState.NO and here else state
-
-
-def _ranks(layout: AdapterLayout | None) -> list[int]:
-    if layout is None:
-        return []
-    found = np.unique(layout.rank)
-    return [int(rank) for rank in found if rank]
