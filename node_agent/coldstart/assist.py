@@ -8,10 +8,9 @@ from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.cold_lora import Handoff
 from node_agent.coldstart.costs import group_elements, group_shares
 from node_agent.coldstart.handoffs import PassHandoffs
-from node_agent.coldstart.messages import PassMessages
+from node_agent.coldstart.messages import PassMessages, Share
 from node_agent.coldstart.profile import Profile
 from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.workers import WorkerPool
@@ -77,7 +76,8 @@ class AssistedPass:
         self._armed, self._open = False, True
         self._arm()
 
-    def open(self, x: torch.Tensor, layer: int, group: str) -> Handoff | None:
+    def open(self, x: torch.Tensor, layer: int, group: str) -> Share | None:
+        """Begins to compute the adapter's part for x [T, d_in]; None when no worker can take it."""
         self._arm()
         elements = group_elements(self._layout, layer, self._assist.base)[group]
         slice_tokens = self._assist.slice_tokens(elements, x.shape[0], group)
@@ -85,6 +85,7 @@ class AssistedPass:
 
     @property
     def failed(self) -> bool:
+        """A handoff failed that `wait` did not know of: on a device with a stream, certain once the pass has ended."""
         return self._messages.handoffs.failed
 
     def rest(self) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.assist import Assist
-from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora, PassWorkers
+from node_agent.coldstart.assist import Assist, AssistedPass
+from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora
 from node_agent.coldstart.costs import group_elements, group_shares, group_widths
 from node_agent.coldstart.learning import Correction, Outcome
 from node_agent.coldstart.planner import ChunkCosts, Contention, arrivals, choose, longest_step
@@ -140,7 +140,7 @@ class ColdStarts:
         self.store.set_order(lease, range(self.base.num_layers))
         return replace(plan, name="pipeline", assisted=0)
 
-    def lora(self, lease: Lease, on_device: PassLora, workers: PassWorkers | None) -> ColdLora:
+    def lora(self, lease: Lease, on_device: PassLora, workers: AssistedPass | None) -> ColdLora:
         """Returns the LoRA of rows of a leased adapter that is on its way; `on_device` adds layers that are there."""
         return ColdLora(
             on_device,

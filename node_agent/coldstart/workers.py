@@ -276,7 +276,7 @@ class WorkerPool:
         self._timeouts += 1
 
     def release(self, slot: int, parts: list[Part], arrived: bool) -> None:
-        """The slot is free as soon as nobody writes to it any more."""
+        """The slot is free as soon as nobody writes to it any more. `arrived`: all its workers have answered."""
         waiting = [part for part in parts if not self._settle(part, arrived)]
         if not waiting:
             self._free.append(slot)
