@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts, WorkersDecision
@@ -68,10 +66,9 @@ def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, load
 
 def workers_gain(starts: ColdStarts, config: EngineConfig, profile: Profile) -> bool:
     """Returns whether workers of the speed that the profile says would compute such a call sooner than the pipeline."""
-    base = starts.base
-    layout = starts.store.pool.uniform_layout(base, RANK, TARGETS)
+    layout = starts.store.pool.uniform_layout(starts.base, RANK, TARGETS)
     pipelined = pipelined_costs(profile, layout, PROMPT_TOKENS, config.max_cold)
-    cpu = np.array([starts.worker_layer_seconds(profile, layout, i, PROMPT_TOKENS) for i in range(base.num_layers)])
+    cpu = starts.worker_seconds(profile, layout, PROMPT_TOKENS)
     return choose(replace(pipelined, cpu=cpu)).name == "assist"
 
 
