@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from adapters.base_model import BaseModel
-from node_agent.adapter_memory.link import Link
-from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
-from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.weights import view_layer
 from node_agent.device import Event, record_event
 from node_agent.types import LayerState
+
+if TYPE_CHECKING:
+    from node_agent.adapter_memory.loader import Loader
 
 AHEAD = 2
 """Layers of a load that may be enqueued behind the one that crosses. A pass that waits for one on its stream waits for
@@ -31,30 +31,20 @@ those before it too, of every load: so they are few."""
 class DeviceCopy:
     """A Job of the copying threads."""
 
-    def __init__(
-        self,
-        host: HostAdapter,
-        source: Pool,
-        target: Pool,
-        pages: list[int],
-        states: CopyStates,
-        base: BaseModel,
-        link: Link,
-        threads: LoaderThreads,
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, host: HostAdapter, pages: list[int], states: CopyStates, loader: Loader) -> None:
         assert host.layout is not None and host.pages is not None  # measured, has room
         self.load = self.host = host
         self.layout, self.host_pages = host.layout, host.pages
-        self.source, self.target, self.pages, self.base = source, target, pages, base
-        self.states, self.link, self.threads, self.on_change = states, link, threads, on_change
+        self.source, self.target, self.pages, self.base = loader.host, loader.device, pages, loader.base
+        self.states, self.link, self.threads = states, loader.device_link, loader.copying
+        self.on_change = loader.on_change
         self.positions = host.layout.positions(pages)
         self.over = False
         self._running = False
         self._crossing: deque[tuple[int, Event]] = deque()
         """layers that are enqueued, and the events behind their copies; touched by the thread that runs"""
-        if target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
-            states.stream = torch.cuda.Stream(target.data.device)  # type: ignore[no-untyped-call]
+        if self.target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
+            states.stream = torch.cuda.Stream(self.target.data.device)  # type: ignore[no-untyped-call]
 
     # --- a Job: under the threads' lock
 

@@ -10,22 +10,23 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from adapters.artifact import check_layer
-from adapters.base_model import BaseModel
 from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable
-from adapters.store import ObjectStore
-from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
+from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
-from node_agent.adapter_memory.link import Flow, Link, Transfer
-from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
+from node_agent.adapter_memory.link import Flow, Transfer
+from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import HostAdapter
-from node_agent.adapter_memory.pool import Pool
-from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, Staging, plan_ranges
+from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, plan_ranges
 from node_agent.device import DTYPES
+
+if TYPE_CHECKING:
+    from node_agent.adapter_memory.loader import Loader
 
 RANGES_IN_FLIGHT = 3
 """Of one load."""
@@ -48,28 +49,16 @@ class _GivenUp(Exception):
 class Fetch:
     """A Job of the fetching threads. Sets `complete` or `failed` of `host` when none touches its pages any more."""
 
-    def __init__(
-        self,
-        host: HostAdapter,
-        store: ObjectStore,
-        base: BaseModel,
-        pool: Pool,
-        link: Link,
-        staging: Staging,
-        cache: DiskCache | None,
-        threads: LoaderThreads,
-        on_change: Callable[[], None],
-    ) -> None:
-        """`link`: of which this load has a share; `cache`: where to keep what was verified, if anywhere.
-
-        `on_change` is called when a layer has arrived, and when the load has ended (then under the threads' lock).
-        """
+    def __init__(self, host: HostAdapter, loader: Loader) -> None:
+        """The loader's `on_layer` is called when a layer has arrived, and when the load has ended (then under the
+        threads' lock)."""
         assert host.header is not None and host.layout is not None and host.pages is not None  # measured, has room
         self.load = self.host = host
         self.header, self.layout = host.header, host.layout
-        self.store, self.base, self.pool, self.threads = store, base, pool, threads
-        self.link, self.flow, self.staging = link, Flow(), staging
-        self.cache, self.on_change = cache, on_change
+        self.store, self.base, self.pool, self.threads = loader.store, loader.base, loader.host, loader.fetching
+        self.link, self.flow, self.staging, self.on_change = loader.store_link, Flow(), loader.staging, loader.on_layer
+        self.cache = loader.cache if host.cached is None else None
+        """where to keep what was verified, until that has been asked for a writer"""
         self.positions = host.layout.positions(host.pages)
         self.over = False
         self._first, host.first = host.first, None
