@@ -32,11 +32,6 @@ class Inspector:
         self._turn = threading.Lock()
         self.helper = HelperProcess("adapters.inspector_process", hello=base)
 
-    @property
-    def pid(self) -> int | None:
-        """Returns the pid of the latest helper process; None before the first one was needed."""
-        return None if self.helper.process is None else self.helper.process.pid
-
     def inspect(self, config: bytes, weights: Path) -> Inspection:
         """Raises InvalidAdapter, also for what takes too much memory or time; TooLarge; InspectionBusy."""
         if not self._turn.acquire(timeout=WAIT_SECONDS):
