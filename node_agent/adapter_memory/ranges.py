@@ -59,9 +59,7 @@ class FirstBytes:
         """As of a store; the first bytes of an artifact begin to be read when its start is asked for."""
         if start:
             return self._store.get_range(key, start, length)
-        behind = None
-        if length < FIRST_RANGE:
-            behind = self._submit(self._read_behind, key, length)
+        behind = self._submit(self._read_behind, key, length) if length < FIRST_RANGE else None
         head = self._store.get_range(key, 0, length)
         with self._changed:
             self._head = min(len(head), FIRST_RANGE)

@@ -4,7 +4,7 @@ workers are. Whether the link is a simulated one plays no part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.store import AdapterStore
@@ -23,13 +23,6 @@ LEAST_GAIN = 0.1
 MOST_WORKERS = 16
 """A prompt's slices fill no more."""
 TOO_SLOW = WorkersDecision(0, "they are slower than the load is: prompts are pipelined")
-
-
-@dataclass(frozen=True)
-class PlannedWorkers:
-    """What forecasts ask of workers that are not started yet."""
-
-    usable: int
 
 
 def decide_workers(
@@ -64,11 +57,12 @@ def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, load
     return costs.device * base.num_layers, choose(costs, ("wait", "pipeline")).exposed
 
 
-def workers_gain(starts: ColdStarts, config: EngineConfig, profile: Profile) -> bool:
-    """Returns whether workers of the speed that the profile says would compute such a call sooner than the pipeline."""
+def workers_gain(starts: ColdStarts, config: EngineConfig, profile: Profile, count: int) -> bool:
+    """Returns whether `count` workers of the speed that the profile says would compute such a call sooner than the
+    pipeline."""
     layout = starts.store.pool.uniform_layout(starts.base, RANK, TARGETS)
     pipelined = pipelined_costs(profile, layout, PROMPT_TOKENS, config.max_cold)
-    cpu = starts.worker_seconds(profile, layout, PROMPT_TOKENS)
+    cpu = starts.worker_seconds(profile, layout, PROMPT_TOKENS, count)
     return choose(replace(pipelined, cpu=cpu)).name == "assist"
 
 
@@ -78,6 +72,4 @@ def known_too_slow(starts: ColdStarts, config: EngineConfig, profile: Profile) -
     count = starts.decision.count
     if config.cpu_workers is not None or not count or profile.cpu is None or profile.key.workers != count:
         return False
-    planned = PlannedWorkers(count)
-    asked = ColdStarts(starts.store, starts.base, starts.way, profile, planned)  # type: ignore[arg-type]
-    return not workers_gain(asked, config, profile)
+    return not workers_gain(starts, config, profile, count)

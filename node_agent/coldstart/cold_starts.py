@@ -266,16 +266,15 @@ class ColdStarts:
                 load[layer] = layout.moved[layer] * per_byte
             if state == LayerState.NO:
                 in_host[layer] = self.store.host_seconds(lease, layer)
-        cpu = self.worker_seconds(profile, layout, n_tokens) if self.assists else np.full(layers, np.inf)
+        usable = self.workers.usable if self.workers is not None else 0
+        cpu = self.worker_seconds(profile, layout, n_tokens, usable) if usable else np.full(layers, np.inf)
         latency = profile.link.latency if load.any() else 0.0
         return ChunkCosts(profile.layer_seconds(n_tokens), cpu, load, in_host, latency)
 
-    def worker_seconds(self, profile: Profile, layout: AdapterLayout, n_tokens: int) -> np.ndarray:
-        """Returns f64[N]: the seconds of each layer whose adapter part the workers compute, as they are lately; there
-        must be some."""
-        assert self.workers is not None
+    def worker_seconds(self, profile: Profile, layout: AdapterLayout, n_tokens: int, workers: int) -> np.ndarray:
+        """Returns f64[N]: the seconds of each layer whose adapter part so many workers compute, as they are lately."""
         costs = RowCosts(profile, self.base)
-        work = self.cpu.value * costs.slices(layout, n_tokens, self.workers.usable)
+        work = self.cpu.value * costs.slices(layout, n_tokens, workers)
         longer = (work - costs.beside(n_tokens)).clip(0.0).sum(axis=1)
         crossings = costs.crossings(layout, n_tokens * self.store.pool.data.element_size()).sum(axis=1)
         seconds: np.ndarray = profile.layer_seconds(n_tokens) + crossings + longer

@@ -129,7 +129,7 @@ def _worth_keeping(engine: Engine, config: EngineConfig, profile: Profile, worke
         starts.decision = WorkersDecision(0, "none answered while they were measured")
     else:
         starts.use(profile, workers)
-        if config.cpu_workers is not None or workers_gain(starts, config, profile):
+        if config.cpu_workers is not None or workers_gain(starts, config, profile, workers.usable):
             return workers
         starts.decision = TOO_SLOW
     workers.close()

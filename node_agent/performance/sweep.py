@@ -47,20 +47,16 @@ class Sweep:
     prefill: list[PrefillSample] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Bench:
     """A free engine's rows and adapters, with which cases are run. Made by `bench`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        requests: list[Request],
-        leases: list[Lease],
-        bounds: Bounds,
-        deadline: float,
-        gives_way: Callable[[], bool] | None,
-    ) -> None:
-        self.engine, self.requests, self.leases, self.bounds = engine, requests, leases, bounds
-        self.deadline, self._gives_way = deadline, gives_way
+    engine: Engine
+    requests: list[Request]
+    leases: list[Lease]
+    bounds: Bounds
+    deadline: float
+    gives_way: Callable[[], bool] | None
 
     def run(self, case: Case) -> Run:
         """One pass, timed as the engine's hot passes are. Raises GaveWay."""
@@ -77,7 +73,7 @@ class Bench:
         return decode_sample(rows, seconds) if case.decode else prefill_sample(rows, seconds)
 
     def _forward(self, rows: list[Row], n_decode: int) -> None:
-        if self.engine.hot.forward(rows, n_decode, self._gives_way) is None:
+        if self.engine.hot.forward(rows, n_decode, self.gives_way) is None:
             raise GaveWay
 
     def fill(self, written: set[int], progress: Progress) -> None:
