@@ -62,6 +62,7 @@ class WorkerPool:
         self._polling: set[int] = set()
         """indices of the workers that were armed"""
         self.takeover_ns = int(takeover * 1e9)
+        """After so long without an answer another worker computes a slice, too."""
         self._closed = False
         self._x_bytes, self._dtype, self._host_dtype = layout.x_bytes, layout.dtype, layout.torch_dtype
 
