@@ -1,9 +1,10 @@
 """A batch over many adapters, its calls grouped by adapter as the service has them, over the file's own order.
 
 200 adapters of rank 64 on q, k and v, a pool for a tenth of them, a link of EVALUATION's scale: a rank-64 adapter takes
-0.68 of a warm prefill of 256 tokens. Calls have 60 tokens in and 20 out, shuffled over the adapters. Beside each batch
-one caller sends an interactive call of one function after another; alone, too. One gateway and one node, which serve
-both orders by turns; in file order everything else of a batch is the same.
+0.68 of a warm prefill of 256 tokens. Calls have 60 tokens in and 20 out, shuffled over the adapters. One gateway and
+one node, which serve both orders by turns and nothing else, once the node has measured its costs; in file order
+everything else of a batch is the same. Then one caller sends an interactive call of one function after another, alone
+and beside a batch of the file's first lines, grouped.
 """
 
 from __future__ import annotations
@@ -58,8 +59,12 @@ run(config)
 TENANT = "bench"
 NODE_SECONDS = 180.0
 """For a node to start."""
+MEASURED, MEASURE_SECONDS = "performance model measured", 900.0
+"""What a node logs once it knows its costs, which it measures while it is idle; until then batches get few rows."""
 WARM_PREFILLS = 5
 PREFILL_TOKENS = 256
+PROMPT_TOKENS = 60
+ALONE_CALLS = 60
 PAUSE_SECONDS = 0.2
 """Between two interactive calls."""
 JOINED = 32
@@ -73,9 +78,11 @@ class Size:
     calls: int
     pool: int
     """adapters that fit on the device"""
+    beside: int
+    """calls of the batch that runs beside interactive calls"""
 
 
-FULL, QUICK = Size(200, 64, 1000, 20), Size(6, 8, 48, 2)
+FULL, QUICK = Size(200, 64, 600, 20, 100), Size(6, 8, 48, 2, 16)
 
 
 class Bed:
@@ -112,7 +119,7 @@ class Bed:
         file = self.root / f"{name}.yml"
         service = {
             "service": "bench", "base_model": str(self.model), "registry": self.config.registry,
-            "node": {"device": "cpu", "dtype": "bfloat16", "kv_memory": "256MiB", **settings},
+            "node": {"device": "cpu", "dtype": "auto", "kv_memory": "256MiB", **settings},
         }  # fmt: skip
         file.write_text(json.dumps(service))
         command = ["-m", "garnish.cli.main", "node", "-f", str(file), "--gateway", self.url, "--node-id", name]
@@ -125,6 +132,14 @@ class Bed:
                 time.sleep(0.1)
             yield
         time.sleep(2 * RECORD_EXPIRY)  # until the gateway knows that it has gone
+
+    def wait_until_measured(self, node: str) -> None:
+        """Raises TimeoutError."""
+        deadline = time.monotonic() + MEASURE_SECONDS
+        while MEASURED not in (self.root / f"{node}.log").read_text():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the node does not end measuring its costs")
+            time.sleep(1)
 
     def ttft(self, function: str, prompt_tokens: int) -> float:
         """Seconds from receipt to the first token of one call, by the service."""
@@ -159,7 +174,7 @@ def write_calls(file: Path, size: Size, seed: int) -> None:
     rng.shuffle(functions)
     with file.open("w") as out:
         for number, function in enumerate(functions):
-            prompt = [rng.randrange(100, 500) for _ in range(60)]
+            prompt = [rng.randrange(100, 500) for _ in range(PROMPT_TOKENS)]
             body = {"model": function, "prompt": prompt, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
             call = {"custom_id": str(number), "method": "POST", "url": "/invoke", "body": body}
             out.write(json.dumps(call) + "\n")
@@ -180,26 +195,32 @@ async def beside(bed: Bed, ends: asyncio.Event) -> list[float]:
     """TTFTs of interactive calls, one after another until the event."""
     found: list[float] = []
     while not ends.is_set() or not found:
-        found.append(await asyncio.to_thread(bed.ttft, "a0", 60))
+        found.append(await asyncio.to_thread(bed.ttft, "a0", PROMPT_TOKENS))
         await asyncio.sleep(PAUSE_SECONDS)
     return found
 
 
-async def measured(bed: Bed, file: Path, *, grouped: bool) -> dict[str, Any]:
+def measured(bed: Bed, file: Path, *, grouped: bool) -> dict[str, Any]:
+    seconds, answers = bed.run_batch(file, grouped=grouped)
+    tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    return {"grouped": grouped, "seconds": seconds, "tokens_per_second": tokens / seconds, "loads": loads_of(answers)}
+
+
+async def interactive(bed: Bed, file: Path) -> dict[str, list[float]]:
+    """TTFTs, in seconds, alone and beside a batch of the file's calls."""
+    alone = [await asyncio.to_thread(bed.ttft, "a0", PROMPT_TOKENS) for _ in range(ALONE_CALLS)]
     ends = asyncio.Event()
-    calls = asyncio.create_task(beside(bed, ends))
+    ttfts = asyncio.create_task(beside(bed, ends))
     try:
-        seconds, answers = await asyncio.to_thread(bed.run_batch, file, grouped=grouped)
+        await asyncio.to_thread(bed.run_batch, file, grouped=True)
     finally:
         ends.set()
-    tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
-    ttfts = await calls
-    return {"grouped": grouped, "tokens_per_second": tokens / seconds, "loads": loads_of(answers),
-            "interactive_ttft_p95_ms": float(np.percentile(ttfts, 95)) * 1e3}  # fmt: skip
+    return {"alone_s": alone, "beside_s": await ttfts}
 
 
-def figures_of(rows: Sequence[dict[str, Any]], alone_p95_ms: float, adapters: int) -> dict[str, float]:
-    """Medians over the rounds."""
+def figures_of(rows: Sequence[dict[str, Any]], ttfts: dict[str, list[float]], adapters: int) -> dict[str, float]:
+    """Medians over the rounds; 95th percentiles of interactive first tokens."""
+    alone, together = (float(np.percentile(ttfts[name], 95)) * 1e3 for name in ("alone_s", "beside_s"))
 
     def of(name: str, *, grouped: bool) -> float:
         return float(median(row[name] for row in rows if row["grouped"] is grouped))
@@ -210,8 +231,9 @@ def figures_of(rows: Sequence[dict[str, Any]], alone_p95_ms: float, adapters: in
         "over_file_order": grouped / file_order,
         "loads_over_adapters": of("loads", grouped=True) / adapters,
         "file_order_loads_over_adapters": of("loads", grouped=False) / adapters,
-        "interactive_ttft_p95_ms": of("interactive_ttft_p95_ms", grouped=True),
-        "interactive_ttft_p95_ratio": of("interactive_ttft_p95_ms", grouped=True) / alone_p95_ms,
+        "alone_ttft_p95_ms": alone,
+        "interactive_ttft_p95_ms": together,
+        "interactive_ttft_p95_ratio": together / alone,
     }
 
 
@@ -235,11 +257,14 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         memory = f"{int(size.pool * bed.adapter_bytes * 1.02)}B"
         simulated = {"link": f"{round(rate / 1e6, 3)}MB/s"}
         stack.enter_context(bed.node("scaled", adapter_memory=memory, host_memory="4GiB", simulate=simulated))
-        bed.ttft("a0", 60)
-        alone = [bed.ttft("a0", 60) for _ in range(5 if options.quick else 60)]
+        if not options.quick:
+            bed.wait_until_measured("scaled")
         for _ in range(rounds):
             for grouped in (True, False):
-                rows.append(asyncio.run(measured(bed, file, grouped=grouped)))
+                rows.append(measured(bed, file, grouped=grouped))
+        part = file.with_name("part.jsonl")
+        part.write_text("".join(file.read_text().splitlines(keepends=True)[: size.beside]))
+        ttfts = asyncio.run(interactive(bed, part))
     settings = {
         "model": options.model.name,
         **vars(size),
@@ -247,8 +272,8 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         "link_mb_per_s": rate / 1e6,
         "quick": options.quick,
     }
-    figures = figures_of(rows, float(np.percentile(alone, 95)) * 1e3, size.adapters)
-    return report("batches", settings, options.seed, rows, figures, simulated=True)
+    figures = figures_of(rows, ttfts, size.adapters)
+    return report("batches", settings | ttfts, options.seed, rows, figures, simulated=True)
 
 
 def main() -> None:

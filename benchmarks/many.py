@@ -135,7 +135,7 @@ class Bench:
 
 
 def study(settings: Settings, root: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Measured settings and all rows, after each round."""
+    """Measured settings and the rows until then, after each row."""
     with far_store() as registry:
         bench = Bench(settings, root, registry)
         loads, limits = _measure(bench)
@@ -144,8 +144,9 @@ def study(settings: Settings, root: Path) -> Iterator[tuple[dict[str, Any], list
         rows: list[dict[str, Any]] = []
         for number, load in enumerate(loads):
             timed = Load(load.window, load.warmup, gap_s, load.prompts, load.tokens)
-            rows += [_row(bench, limits, timed, name=name, number=number) for name in settings.variants]
-            yield _measured(bench, loads, limits, gap_s=gap_s), rows
+            for name in settings.variants:
+                rows.append(_row(bench, limits, timed, name=name, number=number))
+                yield _measured(bench, loads, limits, gap_s=gap_s), rows
 
 
 @contextmanager

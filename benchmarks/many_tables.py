@@ -28,7 +28,8 @@ def many_table(document: dict[str, Any]) -> str:
         f"{median(settings['faster_than_trace']):.2g} times as fast as the trace. Median of {settings['rounds']} "
         "rounds (worst)."
     )
-    groups = {name: [row for row in rows if row["variant"] == name] for name in settings["variants"]}
+    measured = [name for name in settings["variants"] if any(row["variant"] == name for row in rows)]
+    groups = {name: [row for row in rows if row["variant"] == name] for name in measured}
     callers = [
         (NAMES[name], _cell(of, _cold, "{:.1f} %"), _ttft(of), _cell(of, _e2e, "{:.2f} s"), _goodput(of))
         for name, of in groups.items()

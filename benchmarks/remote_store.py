@@ -5,9 +5,11 @@ Adapters of ranks 8 to 64, half of them on q, k, v and half on all seven project
 network of 50 MB/s and 20 ms a request (benchmarks/slow_link.py). Each is called for the first time since the start,
 and then twice more, one call at a time, over HTTP. `bound`: a call's own, max(fetch, warm TTFT) + (warm E2E - warm
 TTFT); the fetch is 20 ms and the artifact's bytes over the rate. `cold_over_bound` is over all adapters,
-`cold_over_warm` over those whose fetch takes at most one warm TTFT. Of the warm calls the faster one counts. `auto` is
-the default; `wait` (`node.cold_start: wait`) loads, then computes: of one call at a time that is what both ONDMD, which
-stands still meanwhile, and OVERLAP, which computes others, do.
+`cold_over_warm` over those whose fetch takes at most one warm TTFT. Of the warm calls the faster one counts.
+`plain_fetch`: what one GET of the whole artifact by boto3 takes through the same network just before the cold call,
+while the service is idle; `cold_over_plain` has it in the bound in the place of the fetch. `auto` is the default;
+`wait` (`node.cold_start: wait`) loads, then computes: of one call at a time that is what both ONDMD, which stands
+still meanwhile, and OVERLAP, which computes others, do.
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ import asyncio
 import os
 import random
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+import boto3
 import torch
 
 from adapters.base_model import PROJECTIONS, load_base_model
+from adapters.choices import Resolved
 from adapters.open_store import open_store
 from adapters.registry import Registry
+from adapters.s3_url import parse_s3_url
 from benchmarks.cold_rig import TARGETS, make_adapters
 from benchmarks.cold_stream import s3_server
 from benchmarks.http_service import HttpService
@@ -59,21 +65,40 @@ def _rows(model: Path, paths: list[Path], root: Path, registry: str, way: str, s
     node = "" if way == "auto" else f", cold_start: {way}"
     with HttpService(model, paths, root, "auto", 0, node, registry=registry) as service:
         found = Registry(open_store(registry), load_base_model(model, model.name))
-        sizes = [found.resolve("bench", f"a{i}").bytes for i in range(len(paths))]
-        return asyncio.run(_calls(service, sizes, way, seed))
+        versions = [found.resolve("bench", f"a{i}") for i in range(len(paths))]
+        return asyncio.run(_calls(service, versions, registry, way, seed))
 
 
-async def _calls(service: HttpService, sizes: Sequence[int], way: str, seed: int) -> list[dict[str, Any]]:
-    rows = []
+class PlainClient:
+    """Fetches artifacts as a client does that wants nothing but their bytes."""
+
+    def __init__(self, registry: str) -> None:
+        self._place, self._s3 = parse_s3_url(registry), boto3.client("s3")
+
+    def fetch(self, key: str) -> float:
+        """Seconds from the request to the last byte."""
+        begin = time.perf_counter()
+        body = self._s3.get_object(Bucket=self._place.bucket, Key=f"{self._place.prefix}/{key}")["Body"]
+        for _ in body.iter_chunks(1 << 20):
+            pass
+        return time.perf_counter() - begin
+
+
+async def _calls(
+    service: HttpService, versions: Sequence[Resolved], registry: str, way: str, seed: int
+) -> list[dict[str, Any]]:
+    rows, plain = [], PlainClient(registry)
+    plain.fetch(versions[0].artifact_key)  # its connection is made
     words, rng = WORDS.split(), random.Random(seed)
     async with open_session(service.key) as session:
         call = OpenAiServer(session, service.url, TOKENS)
         for name in ("a0", service.base, service.base):  # a0 warms what a service's first call does, and has no row
             await _good(call, Planned(name, " ".join(rng.choices(words, k=TOKENS))))
-        for i, size in list(enumerate(sizes))[1:]:
+        for i, version in list(enumerate(versions))[1:]:
+            fetch_s = await asyncio.to_thread(plain.fetch, version.artifact_key)
             planned = Planned(f"a{i}", " ".join(rng.choices(words, k=TOKENS)))
             cold, *warm = [await _good(call, planned) for _ in range(3)]
-            rows.append(measured(way, i, size, cold, min(warm, key=lambda sample: sample.e2e)))
+            rows.append(measured(way, i, version.bytes, fetch_s, cold, min(warm, key=lambda sample: sample.e2e)))
     return rows
 
 
@@ -84,14 +109,18 @@ async def _good(call: OpenAiServer, planned: Planned) -> Sample:
     return sample
 
 
-def measured(way: str, adapter: int, size: int, cold: Sample, warm: Sample) -> dict[str, Any]:
+def measured(way: str, adapter: int, size: int, plain_fetch_s: float, cold: Sample, warm: Sample) -> dict[str, Any]:
     """One adapter's row; seconds."""
-    fetch = DELAY + size / RATE
-    return {
-        "way": way, "adapter": adapter, "bytes": size, "fetch_s": fetch,
+    row = {
+        "way": way, "adapter": adapter, "bytes": size, "fetch_s": DELAY + size / RATE, "plain_fetch_s": plain_fetch_s,
         "cold_ttft_s": cold.ttft, "cold_e2e_s": cold.e2e, "warm_ttft_s": warm.ttft, "warm_e2e_s": warm.e2e,
-        "bound_s": max(fetch, warm.ttft) + warm.e2e - warm.ttft,
     }  # fmt: skip
+    return row | {"bound_s": _bound(row, row["fetch_s"])}
+
+
+def _bound(row: dict[str, Any], fetch_s: float) -> float:
+    """The least seconds that the row's call can take if the fetch takes so long."""
+    return float(max(fetch_s, row["warm_ttft_s"]) + row["warm_e2e_s"] - row["warm_ttft_s"])
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -101,6 +130,8 @@ def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         of = [row for row in rows if row["way"] == way]
         ratios = {
             "cold_over_bound": [row["cold_e2e_s"] / row["bound_s"] for row in of],
+            "cold_over_plain": [row["cold_e2e_s"] / _bound(row, row["plain_fetch_s"]) for row in of],
+            "plain_over_fetch": [row["plain_fetch_s"] / row["fetch_s"] for row in of],
             "cold_over_warm": [
                 row["cold_e2e_s"] / row["warm_e2e_s"] for row in of if row["fetch_s"] <= row["warm_ttft_s"]
             ],

@@ -103,6 +103,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Those of adapters that went, or were no longer wanted, before they were called."""
     gpu_load: GpuLoad | None = None
     """None: it has no GPU, or knows nothing of it."""
+    best_effort: int = 0
+    """Requests of this class, of `running` and `queued`; older nodes don't report it."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

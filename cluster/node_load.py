@@ -67,6 +67,8 @@ class NodeLoad(msgspec.Struct, frozen=True):
     adapter_bytes: int
     loading_bytes: int
     strict: StrictLoad | None = None
+    best_effort: int = 0
+    """of the running and queued ones"""
 
 
 def load_of(record: NodeRecord) -> NodeLoad:
@@ -89,6 +91,7 @@ def load_of(record: NodeRecord) -> NodeLoad:
         adapter_bytes=count(record.adapter_bytes),
         loading_bytes=count(record.loading_bytes),
         strict=_strict_load(record),
+        best_effort=count(record.best_effort),
     )
 
 
@@ -119,13 +122,14 @@ def count(value: int) -> int:
 
 class ReservedLoad(msgspec.Struct):
     """What the requests with reserved places add up to: prompt tokens, prompt + `max_tokens`, prompt tokens x rank; of
-    `max_rank` the largest."""
+    `max_rank` the largest; how many are of best effort."""
 
     tokens: int = 0
     prompt_tokens: int = 0
     token_ranks: int = 0
     ranks: int = 0
     max_rank: int = 0
+    best_effort: int = 0
 
 
 def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
@@ -136,6 +140,7 @@ def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
         held.token_ranks += demand.prompt_tokens * demand.rank
         held.ranks += demand.rank
         held.max_rank = max(held.max_rank, demand.rank)
+        held.best_effort += demand.slo_class == "best_effort"
     return held
 
 

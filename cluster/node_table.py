@@ -45,6 +45,7 @@ ROW = np.dtype(
         ("modelled", "?"),  # whether its performance model is its own; else it is ASSUMED
         ("max_context", "i8"),
         ("requests", "f8"),  # running, queued and reserved
+        ("best_effort", "f8"),  # of them
         ("max_rank", "f8"),  # of them
         ("capacity", "f8"),  # rows; infinite where the node does not tell
         ("kv_tokens", "f8"),
@@ -284,9 +285,10 @@ class NodeTable:
         strict = found if load.strict is None else found_by_strict(load, load.strict, demands, model)
         self.table[row] = (  # in the order of ROW
             load.ready, waiting >= limit, waiting >= limit + room_for_others(limit), model is not ASSUMED,
-            load.max_context, requests, largest, capacity, load.kv_tokens, (found.rows_free, strict.rows_free),
-            (found.kv_room, strict.kv_room), (found.prompt_wait, strict.prompt_wait),
-            (tightest_tpot(promised, model), strict.tightest_tpot), strict.saved,
+            load.max_context, requests, load.best_effort + held.best_effort, largest, capacity, load.kv_tokens,
+            (found.rows_free, strict.rows_free), (found.kv_room, strict.kv_room),
+            (found.prompt_wait, strict.prompt_wait), (tightest_tpot(promised, model), strict.tightest_tpot),
+            strict.saved,
             decode.seconds(requests, load.contexts + prompts, min(ranks, MOST)),
             decode.base, decode.next_row(requests), decode.per_row, decode.flat_rows, decode.per_context,
             decode.per_rank, RANK_TERMS.index(decode.rank_term), prefill.base, prefill.per_token, prefill.per_token2,

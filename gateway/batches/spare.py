@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cluster.node_table import STANDARD, STRICT, NodeTable
+from cluster.node_table import STANDARD, NodeTable
 
 KEPT_SHARE = 1 / 8
 """Of a node's rows, rounded down: batches leave them free, for whoever comes next."""
@@ -36,11 +36,11 @@ class SpareRows:
             return max(0, 1 - in_flight)
         capacity, free = nodes.capacity[rows], nodes.rows_free[rows, STANDARD]
         kept = np.floor(np.where(np.isfinite(capacity), capacity, 0.0) * KEPT_SHARE)
-        best_effort = _best_effort(nodes, rows)
+        best_effort = nodes.best_effort[rows]
         most = np.minimum(self._most(nodes, rows, best_effort), capacity - kept)
         usable = ~nodes.full[rows] & (nodes.kv_room[rows, STANDARD] > 0)
         spare = np.where(usable, np.clip(np.minimum(free - kept, most - best_effort), 0.0, None), 0.0)
-        # What nodes tell is a moment old, and tells less than all of best effort while others wait.
+        # What nodes tell is a moment old.
         return float(max(0.0, min(np.sum(spare), np.sum(most) - in_flight)))
 
     def _most(self, nodes: NodeTable, rows: np.ndarray, best_effort: np.ndarray) -> np.ndarray:
@@ -66,13 +66,6 @@ class SpareRows:
         now = self._clock()
         self._called[rows[busy]] = now
         return np.asarray(now - self._called[rows] < CALLED_S)
-
-
-def _best_effort(nodes: NodeTable, rows: np.ndarray) -> np.ndarray:
-    """Returns the best-effort requests of each node: strict ones find the rows free that these would give up; 0 for
-    nodes that don't tell what strict ones find."""
-    free = np.where(np.isfinite(nodes.capacity[rows])[:, None], nodes.rows_free[rows], 0.0)
-    return np.asarray(np.clip(free[:, STRICT] - free[:, STANDARD], 0.0, nodes.requests[rows]))
 
 
 def _quotient(of: np.ndarray, by: np.ndarray) -> np.ndarray:

@@ -356,6 +356,7 @@ class RequestRegistry:
             cpu_workers_reason=ready.cpu_workers_reason if ready else "",
             gpu=gpu.facts if gpu is not None else None,
             gpu_load=gpu.load if gpu is not None else None,
+            best_effort=sum(entry.slo_class == "best_effort" for entry in self._in_flight.values()),
         )
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:

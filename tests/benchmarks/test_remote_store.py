@@ -72,8 +72,8 @@ def test_figures() -> None:
     """A fetch that is shorter than a warm prefill, and one that is longer."""
     short, long = int((0.08 - DELAY) * RATE), int((0.5 - DELAY) * RATE)
     rows = [
-        measured("auto", 1, short, sample(0.2, 1.2), sample(0.1, 1.1)),
-        measured("auto", 2, long, sample(0.6, 1.6), sample(0.1, 1.1)),
+        measured("auto", 1, short, 0.09, sample(0.2, 1.2), sample(0.1, 1.1)),
+        measured("auto", 2, long, 0.8, sample(0.6, 1.6), sample(0.1, 1.1)),
     ]
     assert [row["bound_s"] for row in rows] == pytest.approx([1.1, 1.5])
     found = figures_of(rows)
@@ -81,3 +81,5 @@ def test_figures() -> None:
     assert found["cold_over_warm_auto"] == pytest.approx(1.2 / 1.1)
     assert found["cold_over_bound_auto_max"] == pytest.approx(1.2 / 1.1)
     assert found["ttft_over_bound_auto"] == pytest.approx((2.0 + 1.2) / 2)
+    assert found["cold_over_plain_auto"] == pytest.approx((1.2 / 1.1 + 1.6 / 1.8) / 2)
+    assert found["plain_over_fetch_auto_max"] == pytest.approx(0.8 / 0.5)

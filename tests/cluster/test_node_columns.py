@@ -74,6 +74,7 @@ RECORDS = st.builds(
     adapter_bytes_free=COUNTS,
     adapter_bytes=COUNTS,
     loading_bytes=COUNTS,
+    best_effort=COUNTS,
     strict=st.none() | st.builds(StrictRoom, *[COUNTS] * 6, TPOTS),
     performance=st.none() | MODELS | st.sampled_from(BAD) | MODELS,
     acknowledged=st.lists(st.sampled_from("pqr"), max_size=2),
@@ -217,6 +218,7 @@ def _counts(record: OldRecord, held: list[Demand], model: PerformanceModel) -> d
         "max_rank": max(ranks, default=0),
         "modelled": model is not ASSUMED,
         "requests": there,
+        "best_effort": record.best_effort + sum(demand.slo_class == "best_effort" for demand in held),
         "capacity": record.max_rows or math.inf,
         "rows_free": (record.max_rows or math.inf) - there,
     }

@@ -123,3 +123,27 @@ def test_what_strict_requests_find_counts_those_that_the_engine_has_not_told_of(
                 await second.rest()
 
     run_scenario(scenario())
+
+
+def test_a_record_counts_requests_of_best_effort_from_receipt_to_end(tmp_path: Path, stories_dir: Path) -> None:
+    """Also while the engine computes their cold pass, in which their places can't be taken."""
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            call = request_of("a", token_ids=[1, 2, 3], slo_class="best_effort")
+            async with node.generate(call) as first, node.generate(request_of("b")) as second:
+                await engine.hear_submit()
+                await engine.hear_submit()
+                assert (await node.record()).best_effort == 1
+                await engine.say(admitted("a"), stats(batch_ranks=[8], batch_contexts=[2], batch_slots=[5]))
+                await first.next()
+                record = await node.record_where(lambda record: record.contexts == 2)
+                assert record.best_effort == 1
+                await engine.say(finished("a"), stats())
+                await first.rest()
+                assert (await node.record_where(lambda record: record.contexts == 0)).best_effort == 0
+                await engine.say(finished("b"), stats())
+                await second.rest()
+
+    run_scenario(scenario())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.news import NodeRecord, StrictRoom
+from cluster.news import NodeRecord
 from cluster.node_table import ASSUMED, NodeTable
 from cluster.performance_model import DecodeModel, PerformanceModel
 from gateway.batches.spare import CALLED_S, LONGER_SHARE, SpareRows
@@ -27,8 +27,7 @@ def record(name: str, **changed: Any) -> NodeRecord:
 
 def beside(others: int, batch: int, rows: int = 16, **changed: Any) -> dict[str, Any]:
     """What a node says that runs so many calls which are waited for, and so many of batches."""
-    room = StrictRoom(rows=rows - others, blocks=100)
-    return {"running": others + batch, "max_rows": rows, "strict": room, **changed}
+    return {"running": others + batch, "best_effort": batch, "max_rows": rows, **changed}
 
 
 def modelled(decode: DecodeModel) -> PerformanceModel:
