@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from adapters.errors import NotFound, StoreUnavailable
+from adapters.errors import NotFound
 from adapters.functions import FunctionRecord, Manifest, VersionEntry
-from adapters.records import read_record
+from adapters.records import decoded, find_record
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
-from adapters.stored import decode_record
 
 _OBJECT = re.compile(r"([^/]+)/(?:function|versions/(\d+))\.json", re.ASCII)
 
@@ -53,18 +52,10 @@ def all_versions(store: ObjectStore) -> Iterator[FoundVersion]:
             after = names[-1]
 
 
-def all_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
-    """Every object below the prefix, listed a page at a time. Those that are listed may be deleted meanwhile."""
-    after = ""
-    while page := store.list(prefix, after):
-        yield from page
-        after = page[-1].key
-
-
 def is_listed(store: ObjectStore, found: FoundVersion) -> bool:
     """Whether the function lists the version now."""
-    record = read_record(store, f"{_folder(found.tenant)}{found.function}/function.json", FunctionRecord)
-    return record is not None and any(entry.version == found.version for entry in record[0].versions)
+    record = find_record(store, f"{_folder(found.tenant)}{found.function}/function.json", FunctionRecord)
+    return record is not None and any(entry.version == found.version for entry in record.versions)
 
 
 class _Function:
@@ -94,8 +85,7 @@ class _Function:
                 if is_listed(store, found):
                     yield found
                 continue
-            stored = read_record(store, found.key, Manifest)
-            yield msgspec.structs.replace(found, manifest=stored[0] if stored else None, info=info)
+            yield msgspec.structs.replace(found, manifest=find_record(store, found.key, Manifest), info=info)
 
 
 def _of_tenant(store: ObjectStore, tenant: str, pool: ThreadPoolExecutor) -> Iterator[FoundVersion]:
@@ -110,7 +100,7 @@ def _of_tenant(store: ObjectStore, tenant: str, pool: ThreadPoolExecutor) -> Ite
                 yield from current.rest(store)
             current = _Function(tenant, parsed[1])
         if parsed[2] is None:
-            record = _record(info.key, data)
+            record = decoded(data, info.key, FunctionRecord)
             current.unmet = {entry.version: entry for entry in record.versions}
             current.removed = record.removed
         else:
@@ -132,13 +122,6 @@ def _contents(store: ObjectStore, prefix: str, pool: ThreadPoolExecutor) -> Iter
     while page := store.list(prefix, after, MAX_LIST):
         yield from zip(page, pool.map(read, page), strict=True)
         after = page[-1].key
-
-
-def _record(key: str, data: bytes) -> FunctionRecord:
-    try:
-        return decode_record(data, FunctionRecord)
-    except msgspec.DecodeError as error:
-        raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
 
 
 def _folder(tenant: str) -> str:

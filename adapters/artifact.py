@@ -105,19 +105,6 @@ def read_header(store: RangeReader, key: str) -> ArtifactHeader:
     return header
 
 
-def read_layer(store: ObjectStore, key: str, header: ArtifactHeader, layer: int) -> bytes:
-    """One layer's block, checked against its hash; empty if nothing is adapted there.
-
-    Raises NotFound or CorruptArtifact.
-    """
-    block = header.layers[layer]
-    if block.size == 0:
-        return b""
-    data = store.get_range(key, block.offset, block.size)
-    check_layer(header, layer, data)
-    return data
-
-
 def check_layer(header: ArtifactHeader, layer: int, data: bytes | memoryview) -> None:
     """Raise CorruptArtifact unless `data` is the layer's block."""
     block = header.layers[layer]

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from adapters.all_versions import FoundVersion, all_objects, all_versions
+from adapters.all_versions import FoundVersion, all_versions
 from adapters.contents import REWRITE_SECONDS, blob_key
 from adapters.disk_map import DiskMap
 from adapters.errors import CorruptArtifact
-from adapters.store import ObjectInfo, ObjectStore
+from adapters.store import ObjectInfo, ObjectStore, all_objects
 
 ORPHAN_SECONDS = 2 * REWRITE_SECONDS
 

@@ -6,7 +6,6 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 CACHE_KIB = 16_384
 BATCH = 1000
@@ -23,9 +22,7 @@ class DiskMap:
         self._base.execute("create table map (name text primary key, value text) without rowid")
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._base.close()
         self._folder.cleanup()
 

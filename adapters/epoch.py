@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from adapters.errors import CorruptRecord
-from adapters.records import read_record, update_record
+from adapters.records import find_record, update_record
 from adapters.store import ObjectStore
 
 EPOCH_KEY = "epoch.json"
@@ -64,11 +64,11 @@ class Epoch(msgspec.Struct, frozen=True):
 def read_epoch(store: ObjectStore) -> Epoch:
     """Made when there is none, or none that can be read. Raises StoreUnavailable."""
     try:
-        found = read_record(store, EPOCH_KEY, Epoch)
+        found = find_record(store, EPOCH_KEY, Epoch)
     except CorruptRecord:
         store.delete(EPOCH_KEY)
         found = None
-    return found[0] if found else update_record(store, EPOCH_KEY, Epoch, lambda known: known or _new(store.now()))
+    return found or update_record(store, EPOCH_KEY, Epoch, lambda known: known or _new(store.now()))
 
 
 def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> None:

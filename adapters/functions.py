@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from adapters.aliases import Alias, history_room, moved
 from adapters.destinations import Destination, check_destination
 from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.slo import SloClass
-from adapters.warm_windows import MAX_COPIES, MAX_WINDOWS, CronProblem, WarmWindow, check_windows
+from adapters.warm_windows import MAX_COPIES, MAX_WINDOWS, CronProblem, WarmWindow, window_state
 
 MAX_VERSIONS = 10_000
 MAX_ALIASES = 1000
@@ -163,11 +164,12 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
         told, _, path = str(error).partition(" - at `$.")
         field = f"{within}{path.rstrip('`')}"
         raise InvalidRequest(field, f"{field}: {told}") from None
-    try:
-        check_windows(stated.warm)
-    except CronProblem as problem:
-        index, told = problem.args
-        raise InvalidRequest(f"{within}warm[{index}].cron", f"{within}warm[{index}].cron: {told}") from None
+    for index, window in enumerate(stated.warm):
+        try:
+            window_state(window, time.time())
+        except CronProblem as problem:
+            field = f"{within}warm[{index}].cron"
+            raise InvalidRequest(field, f"{field}: {problem}") from None
     check_destination(stated.on_success, f"{within}on_success")
     check_destination(stated.on_failure, f"{within}on_failure")
     changed = msgspec.structs.replace(current, **{field: getattr(stated, field) for field in policy})

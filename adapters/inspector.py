@@ -11,9 +11,8 @@ import msgspec
 from adapters.base_model import BaseModel
 from adapters.errors import InspectionBusy, InvalidAdapter, Problem, TooLarge
 from adapters.helper_process import HelperEnded, HelperProcess
-from adapters.inspector_process import READ_SECONDS, Answer, Failed, Job, Oversized, Refused
+from adapters.inspector_process import MATCH_SECONDS, READ_SECONDS, Answer, Failed, Job, Oversized, Refused
 from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, field_problem
-from adapters.peft_targets import MATCH_SECONDS
 from adapters.validate import Inspection
 
 WAIT_SECONDS = 60.0
@@ -32,11 +31,6 @@ class Inspector:
     def __init__(self, base: BaseModel) -> None:
         self._turn = threading.Lock()
         self.helper = HelperProcess("adapters.inspector_process", hello=base)
-
-    @property
-    def pid(self) -> int | None:
-        """Returns the pid of the latest helper process; None before the first one was needed."""
-        return None if self.helper.process is None else self.helper.process.pid
 
     def inspect(self, config: bytes, weights: Path) -> Inspection:
         """Raises InvalidAdapter, also for what takes too much memory or time; TooLarge; InspectionBusy."""

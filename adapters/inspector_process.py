@@ -20,11 +20,13 @@ from adapters.base_model import BaseModel
 from adapters.errors import InvalidAdapter, Problem, TooLarge
 from adapters.helper_process import MEMORY_BYTES, NICENESS, bound_memory, holds_much, jobs, limited, receive, send
 from adapters.peft_config import WEIGHTS_FILE, LoraSettings, field_problem
-from adapters.peft_targets import MATCH_SECONDS, Target, match
+from adapters.peft_targets import Target, find_targets
 from adapters.validate import Inspection, inspect_files
 
 READ_SECONDS = 5.0
 """Processor time for all but matching; honest files need some hundredths."""
+MATCH_SECONDS = 10.0
+"""Processor time for matching, far above what honest patterns need."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -78,10 +80,10 @@ def outcome_of(job: Job, base: BaseModel) -> Outcome:
 
 
 def _find(seconds: float, settings: LoraSettings, names: Sequence[str]) -> list[Target]:
-    """`match`, under the limit for it alone."""
+    """`find_targets`, under the limit for it alone."""
     try:
         with limited(signal.ITIMER_PROF, 0.0), limited(signal.ITIMER_VIRTUAL, seconds):
-            return match(settings, names)
+            return find_targets(settings, names)
     except MemoryError:
         expected = f"at most {MEMORY_BYTES} bytes"
         problem = field_problem("target_modules", "its regular expressions take too much memory", expected)

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from itertools import islice
 from pathlib import Path
 from stat import S_ISREG
@@ -269,11 +269,7 @@ def _translated() -> Iterator[None]:
 def _copy(data: bytes | Path, out: BinaryIO) -> str:
     """Write the content to `out`; returns its SHA-256."""
     whole = hashlib.sha256()
-    if isinstance(data, bytes):
-        whole.update(data)
-        out.write(data)
-        return whole.hexdigest()
-    with data.open("rb") as source:
+    with BytesIO(data) if isinstance(data, bytes) else data.open("rb") as source:
         while chunk := source.read(CHUNK):
             whole.update(chunk)
             out.write(chunk)

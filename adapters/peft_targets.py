@@ -1,16 +1,12 @@
 """Which modules of the base a config adapts, decided as PEFT decides it.
 
 Patterns in a config are regular expressions from strangers, and one of a few characters can keep Python's `re` busy for
-years. Patterns without repetition are matched here; a config with any other is matched in a process of its own with a
-deadline.
+years: who serves strangers matches in a process with a limit (adapters.inspector_process).
 """
 
 from __future__ import annotations
 
 import re
-import resource
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -18,11 +14,6 @@ import msgspec
 from adapters.errors import InvalidAdapter
 from adapters.model_families import FAMILIES
 from adapters.peft_config import LoraSettings, field_problem
-
-MATCH_SECONDS = 10.0
-"""Far above what honest patterns need, process start included (well under a second)."""
-MATCH_BYTES = 1 << 30
-"""Address space of the matching process."""
 
 ALL_LINEAR = tuple({f".{path}" for family in FAMILIES.values() for path in family.projections})
 """What PEFT's `all-linear` means: names of modules that end so."""
@@ -48,37 +39,7 @@ def module_names(num_layers: int, model_type: str) -> list[str]:
 
 
 def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
-    """The adapted modules among `names`.
-
-    Raises InvalidAdapter when a pattern is not a regular expression or takes longer than MATCH_SECONDS.
-    """
-    if all(_is_plain(pattern) for pattern in _patterns(settings)):
-        return match(settings, names)
-    request = msgspec.json.encode((settings, list(names)))
-    try:
-        done = subprocess.run(  # our own interpreter and module; -P: never one of the working directory
-            [sys.executable, "-P", "-m", "adapters.peft_targets"],
-            input=request,
-            capture_output=True,
-            timeout=MATCH_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise InvalidAdapter(
-            [field_problem("target_modules", "its regular expressions take too long to match", f"{MATCH_SECONDS:g} s")]
-        ) from None
-    if done.returncode < 0:
-        raise InvalidAdapter([field_problem("target_modules", "its regular expressions break the matcher")])
-    if done.returncode > 0:
-        raise RuntimeError(f"the matching process failed: {done.stderr.decode(errors='replace')[-2000:]}")
-    outcome = msgspec.json.decode(done.stdout)
-    if "error" in outcome:
-        raise InvalidAdapter([field_problem(outcome["field"], "not a regular expression", found=outcome["error"])])
-    return msgspec.convert(outcome["targets"], list[Target])
-
-
-def match(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
-    """`find_targets` without the deadline. Raises _BadPattern."""
+    """The adapted modules among `names`. Raises InvalidAdapter when a pattern is not a regular expression."""
     ranks = [(_compile("rank_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.rank_pattern.items()]
     alphas = [(_compile("alpha_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.alpha_pattern.items()]
     targets = []
@@ -130,43 +91,8 @@ def _names_it(wanted: Sequence[str], name: str) -> bool:
     return name in wanted or name.endswith(tuple(f".{item}" for item in wanted))
 
 
-def _patterns(settings: LoraSettings) -> list[str]:
-    regexes = [*settings.rank_pattern, *settings.alpha_pattern, *settings.layers_pattern]
-    regexes += [value for value in (settings.target_modules, settings.exclude_modules) if isinstance(value, str)]
-    return regexes
-
-
-def _is_plain(pattern: str) -> bool:
-    """Names of modules, perhaps anchored or with escaped dots: matched in linear time."""
-    return re.fullmatch(r"\^?(?:[A-Za-z0-9_.-]|\\\.)*\$?", pattern, re.ASCII) is not None
-
-
-class _BadPattern(InvalidAdapter):
-    def __init__(self, field: str, text: str) -> None:
-        super().__init__([field_problem(field, "not a regular expression", found=text)])
-        self.field = field
-        self.text = text
-
-
 def _compile(field: str, source: str) -> re.Pattern[str]:
     try:
         return re.compile(source)
     except (re.error, RecursionError, OverflowError) as error:
-        raise _BadPattern(field, str(error)) from None
-
-
-def main() -> None:
-    """Match on behalf of `find_targets`: settings and names from standard input, targets to standard output."""
-    resource.setrlimit(resource.RLIMIT_AS, (MATCH_BYTES, MATCH_BYTES))
-    settings, names = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[LoraSettings, list[str]])
-    try:
-        reply: object = {"targets": match(settings, names)}
-    except _BadPattern as error:
-        reply = {"field": error.field, "error": error.text}
-    except MemoryError:
-        reply = {"field": "target_modules", "error": "it needs too much memory"}
-    sys.stdout.buffer.write(msgspec.json.encode(reply))
-
-
-if __name__ == "__main__":
-    main()
+        raise InvalidAdapter([field_problem(field, "not a regular expression", found=str(error))]) from None

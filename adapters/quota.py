@@ -17,7 +17,7 @@ import msgspec
 from adapters.errors import AdapterError, Conflict, PreconditionFailed, StoreUnavailable
 from adapters.functions import FunctionRecord
 from adapters.names import is_name
-from adapters.records import read_record, read_records, update_record
+from adapters.records import find_record, read_record, read_records, update_record
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.tenants import Held, Hold, Limits, Tenant, tenant_key, unknown
 
@@ -144,8 +144,7 @@ class Quota:
     def _read(self, tenant: str) -> Tenant | None:
         if not is_name(tenant):  # nobody's
             return None
-        found = read_record(self._store, tenant_key(tenant), Tenant)
-        return found[0] if found else None
+        return find_record(self._store, tenant_key(tenant), Tenant)
 
 
 class QuotaReservation:

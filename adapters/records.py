@@ -23,7 +23,13 @@ T = TypeVar("T")
 def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | None:
     """The record and its etag, or None if there is none. Raises StoreUnavailable, CorruptRecord."""
     found = _find(store, key)
-    return None if found is None else (_decoded(found, key, kind), found.etag)
+    return None if found is None else (decoded(found.data, key, kind), found.etag)
+
+
+def find_record(store: ObjectStore, key: str, kind: type[T]) -> T | None:
+    """The record without its etag. Raises as `read_record`."""
+    found = _find(store, key)
+    return None if found is None else decoded(found.data, key, kind)
 
 
 def _find(store: ObjectStore, key: str) -> Object | None:
@@ -34,23 +40,22 @@ def _find(store: ObjectStore, key: str) -> Object | None:
         return None
 
 
-def _decoded(found: Object, key: str, kind: type[T]) -> T:
+def decoded(data: bytes, key: str, kind: type[T]) -> T:
+    """Raises CorruptRecord."""
     try:
-        return decode_record(found.data, kind)
+        return decode_record(data, kind)
     except msgspec.DecodeError as error:
         raise CorruptRecord(f"the record {key} can't be read: {error}") from None
 
 
 def read_records(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
     """The records, in the order of `keys`; None where there is none. Raises as `read_record`."""
-    return _readable(read_each(store, keys, kind))
-
-
-def _readable(found: Sequence[T | CorruptRecord | None]) -> list[T | None]:
-    for record in found:
-        if isinstance(record, CorruptRecord):
-            raise record
-    return [record for record in found if not isinstance(record, CorruptRecord)]
+    records: list[T | None] = []
+    for found in read_each(store, keys, kind):
+        if isinstance(found, CorruptRecord):
+            raise found
+        records.append(found)
+    return records
 
 
 def read_each(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | CorruptRecord | None]:
@@ -59,10 +64,9 @@ def read_each(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T 
 
     def read(key: str) -> T | CorruptRecord | None:
         try:
-            found = read_record(store, key, kind)
+            return find_record(store, key, kind)
         except CorruptRecord as error:
             return error
-        return found[0] if found else None
 
     if store.readers == 1:
         return [read(key) for key in keys]
@@ -88,7 +92,7 @@ def update_record(
     """
     for attempt in range(ATTEMPTS):
         found = _find(store, key)
-        known = None if found is None else _decoded(found, key, kind)
+        known = None if found is None else decoded(found.data, key, kind)
         changed = change(known)
         if known is not None and changed is known:
             return changed

@@ -51,7 +51,7 @@ from adapters.functions import (
 from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
 from adapters.quota import Quota, QuotaReservation
-from adapters.records import read_each, read_record, read_records
+from adapters.records import find_record, read_each, read_records
 from adapters.schedules import note_schedule
 from adapters.standing import Memory, function_key, update_function
 from adapters.store import MAX_LIST, ObjectStore
@@ -83,7 +83,8 @@ class Registry:
     """The functions of all tenants for one base model. Methods block; they may be called from any thread."""
 
     def __init__(self, store: ObjectStore, base: BaseModel, inspect: Inspect | None = None) -> None:
-        """`inspect`: what looks at adapters' configs and headers; by default the calling thread does it."""
+        """`inspect`: what looks at adapters' configs and headers; by default the calling thread does it, without
+        limits: that is for files whose makers are trusted."""
         self.store = store
         self.base = base
         self._inspect: Inspect = inspect or partial(inspect_files, base=base)
@@ -297,10 +298,9 @@ class Registry:
 
     def _read(self, tenant: str, name: str) -> FunctionRecord | None:
         try:
-            found = read_record(self.store, function_key(tenant, name), FunctionRecord)
+            return find_record(self.store, function_key(tenant, name), FunctionRecord)
         except CorruptRecord:
             raise CorruptFunction(name) from None
-        return found[0] if found else None
 
     def _listed(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> VersionEntry:
         """The version that the record should list: the one it has of this digest, or one with a number of its own."""
@@ -331,8 +331,7 @@ class Registry:
         raise StoreUnavailable("what a deploy stores is removed again and again by garbage collections")
 
     def _manifest(self, tenant: str, name: str, version: int) -> Manifest:
-        found = read_record(self.store, _manifest_key(tenant, name, version), Manifest)
-        return _present(name, version, found[0] if found else None)
+        return _present(name, version, find_record(self.store, _manifest_key(tenant, name, version), Manifest))
 
     def _put_manifest(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> Manifest:
         """Take the next free number by writing its manifest; numbers of orphans are skipped."""

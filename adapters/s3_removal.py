@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from adapters.errors import StoreUnavailable
-from adapters.store import ObjectInfo, ObjectStore
+from adapters.store import ObjectStore, all_objects
 
 FOLDER = "removals/"
 BEGIN_SECONDS = 30.0
@@ -48,7 +48,7 @@ def await_removals(store: ObjectStore, keys: Collection[str]) -> None:
     names, until = {_name(key) for key in keys}, time.monotonic() + 2 * MARK_SECONDS
     while True:
         live = False
-        for mark in _marks(store):
+        for mark in all_objects(store, FOLDER):
             if store.now() - mark.modified > MARK_SECONDS:
                 store.delete(mark.key)
             else:
@@ -63,13 +63,6 @@ def await_removals(store: ObjectStore, keys: Collection[str]) -> None:
 def _is_older(store: ObjectStore, key: str, before: float) -> bool:
     info = store.head(key)
     return info is not None and info.modified < before
-
-
-def _marks(store: ObjectStore) -> Iterator[ObjectInfo]:
-    after = ""
-    while page := store.list(FOLDER, after):
-        yield from page
-        after = page[-1].key
 
 
 def _name(key: str) -> str:

@@ -21,7 +21,7 @@ from adapters.s3_ranges import read_range
 from adapters.s3_removal import await_removals, remove_older
 from adapters.s3_upload import read_slice, size_of, upload
 from adapters.s3_url import S3Place
-from adapters.store import MAX_KEY, MAX_LIST, Arrived, Object, ObjectInfo, check_key
+from adapters.store import MAX_KEY, MAX_LIST, Arrived, Object, ObjectInfo, check_key, is_key
 
 TRANSFERS = 8
 """Parts and pieces in flight at once, over all callers of a store: at most so many times `S3Limits.part` of memory."""
@@ -113,7 +113,8 @@ class S3Store:
             ObjectInfo(key=key, size=entry["Size"], modified=entry["LastModified"].timestamp())
             for page in self._pages(prefix, after, limit)
             for entry in page.get("Contents", ())
-            if (key := entry["Key"].removeprefix(self._root)) > after and _is_key(key)
+            # what others put into the bucket is not listed
+            if (key := entry["Key"].removeprefix(self._root)) > after and is_key(key)
         )
         return tuple(islice(found, min(limit, MAX_LIST)))
 
@@ -123,7 +124,7 @@ class S3Store:
             name[:-1]
             for page in self._pages(prefix, past and prefix + past + _LAST, limit, Delimiter="/")
             for entry in page.get("CommonPrefixes", ())
-            if (name := entry["Prefix"].removeprefix(self._root + prefix)) > past and _is_key(name[:-1])
+            if (name := entry["Prefix"].removeprefix(self._root + prefix)) > past and is_key(name[:-1])
         )
         return tuple(islice(found, min(limit, MAX_LIST)))
 
@@ -201,15 +202,6 @@ class S3Store:
                 return
             options["ContinuationToken"] = page["NextContinuationToken"]
         raise StoreUnavailable(f"bucket {self.place.bucket} took too long to list")
-
-
-def _is_key(name: str) -> bool:
-    """Whether it can be an object of ours, or a folder: what others put into the bucket is not listed."""
-    try:
-        check_key(name)
-    except InvalidRequest:
-        return False
-    return True
 
 
 def _absent(key: str, refused: Refused) -> AdapterError:

@@ -59,14 +59,11 @@ def upload(
         try:
             parts = _send_parts(calls, pool, target, data)
             return _complete(calls, target, parts, condition)
-        except Refused as refused:
+        except BaseException as error:
             _abort(calls, target)
-            # Another write of this key came between: S3 wants the upload begun anew, parts and all.
-            if refused.status != 409:
+            # 409: another write of this key came between. S3 wants the upload begun anew, parts and all.
+            if not isinstance(error, Refused) or error.status != 409:
                 raise
-        except BaseException:
-            _abort(calls, target)
-            raise
     raise StoreUnavailable(f"other writes of the same object came between {RESTARTS} uploads")
 
 

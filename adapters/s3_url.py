@@ -7,7 +7,7 @@ import re
 import msgspec
 
 from adapters.errors import InvalidRequest
-from adapters.store import check_key
+from adapters.store import is_key
 
 MAX_PREFIX = 256
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
@@ -34,19 +34,10 @@ def parse_s3_url(url: str) -> S3Place:
         raise InvalidRequest("registry", f"{bucket[:200]!r} in {url[:200]!r} is no name of an S3 bucket")
     if bucket.endswith("--x-s3"):
         raise InvalidRequest("registry", f"{bucket} is a directory bucket, and those do not list keys in order")
-    if prefix:
-        _check_prefix(prefix)
-    return S3Place(bucket, prefix)
-
-
-def _check_prefix(prefix: str) -> None:
-    try:
-        if len(prefix) > MAX_PREFIX:
-            raise InvalidRequest("registry", "too long")
-        check_key(prefix)
-    except InvalidRequest:
+    if prefix and (len(prefix) > MAX_PREFIX or not is_key(prefix)):
         raise InvalidRequest(
             "registry",
             f"the prefix {prefix[:200]!r} is not made of segments of letters, digits, '.', '_', '-' (no '.' in front) "
             f"or has more than {MAX_PREFIX} bytes",
-        ) from None
+        )
+    return S3Place(bucket, prefix)

@@ -11,7 +11,7 @@ from collections.abc import Collection
 import msgspec
 
 from adapters.errors import Conflict
-from adapters.records import read_record, update_record
+from adapters.records import find_record, update_record
 from adapters.store import ObjectStore
 
 SCHEDULES_KEY = "schedules.json"
@@ -46,8 +46,7 @@ def note_schedule(store: ObjectStore, tenant: str, function: str) -> None:
 
 def read_schedules(store: ObjectStore) -> Schedules:
     """Raises StoreUnavailable, CorruptRecord."""
-    found = read_record(store, SCHEDULES_KEY, Schedules)
-    return found[0] if found else Schedules()
+    return find_record(store, SCHEDULES_KEY, Schedules) or Schedules()
 
 
 def forget_schedules(store: ObjectStore, functions: Collection[str]) -> None:

@@ -18,7 +18,7 @@ from msgspec import Meta
 from adapters.epoch import update_marked
 from adapters.errors import Conflict, CorruptRecord, StoreUnavailable
 from adapters.functions import FunctionRecord, Policy, Provisioned, VersionEntry
-from adapters.records import read_record, update_record
+from adapters.records import find_record, update_record
 from adapters.store import ObjectStore
 from adapters.tenants import MAX_RESERVED, Tenant, tenant_key
 
@@ -50,15 +50,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def says(self, policy: Policy) -> bool:
         """Whether it is what the policy asks for."""
-        copies = policy.provisioned or Provisioned()
-        asked = (
-            copies.device,
-            copies.host,
-            policy.idle_ttl,
-            policy.reserved_concurrency or 0,
-            policy.prefetch != "off",
-        )
-        return asked == (self.device, self.host, self.idle_ttl, self.reserved, self.prefetch)
+        return _asked(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, digests=())
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -119,8 +111,8 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
 
     def standing(known: Standing | None) -> Standing:
         known = known or Standing()
-        found = read_record(store, key, FunctionRecord)  # read here: of two who settle at once, the later one sees more
-        entry = None if found is None else _entry(found[0], known.functions.get(owner), store.now())
+        found = find_record(store, key, FunctionRecord)  # read here: of two who settle at once, the later one sees more
+        entry = None if found is None else _entry(found, known.functions.get(owner), store.now())
         if entry == known.functions.get(owner):
             return known
         others = {each: kept for each, kept in known.functions.items() if each != owner}
@@ -128,13 +120,13 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
 
     def reserved(known: Tenant | None) -> Tenant:
         known = known or Tenant(tenant)
-        found = read_record(store, key, FunctionRecord)
-        places = 0 if found is None or found[0].deleted else found[0].policy.reserved_concurrency or 0
+        found = find_record(store, key, FunctionRecord)
+        places = 0 if found is None or found.deleted else found.policy.reserved_concurrency or 0
         return _with_reserved(known, name, places)
 
     try:
         update_record(store, STANDING_KEY, Standing, standing)
-        if read_record(store, tenant_key(tenant), Tenant) is not None:
+        if find_record(store, tenant_key(tenant), Tenant) is not None:
             update_marked(store, tenant_key(tenant), Tenant, reserved)
     except (StoreUnavailable, CorruptRecord) as error:
         log.warning("what stands of a policy is not noted yet", extra={"function": owner, "why": str(error)})
@@ -142,8 +134,7 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
 
 def read_standing(store: ObjectStore) -> Standing:
     """Raises StoreUnavailable, CorruptRecord."""
-    found = read_record(store, STANDING_KEY, Standing)
-    return found[0] if found else Standing()
+    return find_record(store, STANDING_KEY, Standing) or Standing()
 
 
 def function_key(tenant: str, name: str) -> str:
@@ -171,7 +162,7 @@ def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRec
     """Raises Conflict with the sum that does not fit."""
     policy, owner = changed.policy, f"{tenant}/{changed.name}"
     places = policy.reserved_concurrency or 0
-    if places > (before.reserved_concurrency or 0) and read_record(store, tenant_key(tenant), Tenant) is not None:
+    if places > (before.reserved_concurrency or 0) and find_record(store, tenant_key(tenant), Tenant) is not None:
         update_marked(store, tenant_key(tenant), Tenant, lambda known: _claimed(known, tenant, changed.name, places))
     if not stands_in(policy):
         return
@@ -205,14 +196,22 @@ def _entry(record: FunctionRecord, known: Entry | None, now: float) -> Entry | N
         return None
     named = {version for alias in record.aliases.values() for version in alias.weights}
     digests = [entry.digest for entry in record.versions if str(entry.version) in named]
-    copies = policy.provisioned
-    return Entry(
+    return msgspec.structs.replace(
+        _asked(policy),
         since=now if known is None else known.since,
-        device=0 if copies is None else copies.device,
-        host=0 if copies is None else copies.host,
         bytes=sum(entry.bytes for entry in live_versions(record)),
-        idle_ttl=policy.idle_ttl,
         digests=tuple(digests[-MAX_DIGESTS:]) if policy.idle_ttl is not None else (),
+    )
+
+
+def _asked(policy: Policy) -> Entry:
+    """Returns the fields of an entry that the policy alone decides."""
+    copies = policy.provisioned or Provisioned()
+    return Entry(
+        since=0.0,
+        device=copies.device,
+        host=copies.host,
+        idle_ttl=policy.idle_ttl,
         reserved=policy.reserved_concurrency or 0,
         prefetch=policy.prefetch != "off",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -107,7 +107,20 @@ class ObjectStore(Protocol):
         removes any more. Waits for those under way."""
 
 
+def all_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
+    """Every object below the prefix, listed a page at a time. Those that are listed may be deleted meanwhile."""
+    after = ""
+    while page := store.list(prefix, after):
+        yield from page
+        after = page[-1].key
+
+
+def is_key(text: str) -> bool:
+    """Whether it can be an object's key, or a part of one between slashes."""
+    return len(text) <= MAX_KEY and all(_SEGMENT.fullmatch(part) for part in text.split("/"))
+
+
 def check_key(key: str) -> None:
     """Raise InvalidRequest unless `key` is well-formed, so that no key can leave the store."""
-    if len(key) > MAX_KEY or not all(_SEGMENT.fullmatch(part) for part in key.split("/")):
+    if not is_key(key):
         raise InvalidRequest("key", f"malformed object key {key[:200]!r}")

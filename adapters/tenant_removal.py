@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from adapters.all_versions import all_objects
 from adapters.errors import NotFound
 from adapters.registry import Registry
-from adapters.store import ObjectStore
+from adapters.store import ObjectStore, all_objects
 from adapters.tenants import Tenants
 
 PAGE = 100

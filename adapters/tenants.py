@@ -13,7 +13,7 @@ from adapters.epoch import update_marked
 from adapters.errors import Conflict, InvalidRequest, NotFound
 from adapters.keys import KeyRecord, Principal, new_key, opens, operator_key, parse_key
 from adapters.names import is_name
-from adapters.records import read_record
+from adapters.records import find_record
 from adapters.slo import Slo, Weight
 from adapters.start_keys import bounded, unmarked_start_keys
 from adapters.store import ObjectStore
@@ -172,25 +172,16 @@ class Tenants:
 
         self._update(tenant, end)
 
-    def add_key(self, tenant: str, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
-        """A new key of an existing tenant; the text is not kept anywhere. Raises NotFound, or Conflict at MAX_KEYS."""
-        text, key = new_key(tenant, made_by)
-        self._change_keys(tenant, lambda keys: _added(keys, key))
+    def add_key(self, owner: str | None, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
+        """A new key of an existing tenant, or of an administrator when `owner` is None; the text is not kept anywhere.
+        Raises NotFound, or Conflict at MAX_KEYS."""
+        text, key = new_key(owner, made_by)
+        self._change_keys(owner, lambda keys: _added(keys, key))
         return text, key
 
-    def revoke_key(self, tenant: str, key_id: str) -> None:
-        """Raises NotFound. Revoking twice is no error."""
-        self._change_keys(tenant, lambda keys: _revoked(keys, key_id))
-
-    def add_admin_key(self) -> tuple[str, KeyRecord]:
-        """A new admin key, which only starts make; the text is not kept anywhere."""
-        text, key = new_key(None, "start")
-        self._change_keys(None, lambda keys: _added(keys, key))
-        return text, key
-
-    def revoke_admin_key(self, key_id: str) -> None:
-        """Raises NotFound."""
-        self._change_keys(None, lambda keys: _revoked(keys, key_id))
+    def revoke_key(self, owner: str | None, key_id: str) -> None:
+        """`owner` as in `add_key`. Raises NotFound. Revoking twice is no error."""
+        self._change_keys(owner, lambda keys: _revoked(keys, key_id))
 
     def adopt_key(self, text: str) -> None:
         """Make a key that the operator has chosen valid, unless it was revoked.
@@ -221,8 +212,7 @@ class Tenants:
 
     def admin_keys(self) -> tuple[KeyRecord, ...]:
         """Returns the keys of all administrators, revoked ones included."""
-        found = read_record(self.store, ADMIN_KEY, Admin)
-        return found[0].keys if found else ()
+        return (find_record(self.store, ADMIN_KEY, Admin) or Admin()).keys
 
     def verify(self, text: str) -> Principal | None:
         """The key's owner, or None for anything but a valid, unrevoked key."""
@@ -244,8 +234,7 @@ class Tenants:
             self._change(owner, lambda record: msgspec.structs.replace(record, keys=change(record.keys)))
 
     def _read(self, tenant: str) -> Tenant | None:
-        found = read_record(self.store, tenant_key(tenant), Tenant)
-        return found[0] if found else None
+        return find_record(self.store, tenant_key(tenant), Tenant)
 
     def _change(self, tenant: str, change: Callable[[Tenant], Tenant], create: bool = False) -> Tenant:
         return self._update(tenant, lambda record: self._checked(change(_live(record, tenant, create))))

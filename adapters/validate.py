@@ -79,14 +79,6 @@ class Inspection(msgspec.Struct, frozen=True, tag=True):
 FindTargets = Callable[[LoraSettings, Sequence[str]], list[Target]]
 
 
-def validate(adapter: PeftAdapter, base: BaseModel) -> LoraLayout:
-    """Check the adapter against the base model, reading every tensor once.
-
-    Raises InvalidAdapter with every problem of the config, of the mapping and of the tensors' values.
-    """
-    return check_values(inspect(adapter, base), adapter.weights)
-
-
 def inspect_files(config: bytes, weights: Path, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
     """`inspect` of an adapter's two files. Raises InvalidAdapter, TooLarge."""
     return inspect(read_peft(config, weights, base.num_layers * TENSORS_PER_LAYER + SPARE_TENSORS), base, find)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -28,15 +27,6 @@ class WarmWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 class CronProblem(ValueError):
     """What is wrong with a cron expression."""
-
-
-def check_windows(windows: Sequence[WarmWindow]) -> None:
-    """Raises CronProblem, with the window's index and what is wrong."""
-    for index, window in enumerate(windows):
-        try:
-            window_state(window, datetime.now(UTC).timestamp())
-        except CronProblem as problem:
-            raise CronProblem(index, str(problem)) from None
 
 
 def window_state(window: WarmWindow, now: float) -> tuple[bool, float]:

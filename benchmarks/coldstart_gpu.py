@@ -36,6 +36,7 @@ from benchmarks.peft_reference import TIE, PeftReference, draw_adapter, make_ada
 from benchmarks.random_model import HALF_TOLERANCE, write_half_llama
 from benchmarks.report import ROOT, arguments, publish, report, save
 from benchmarks.stream_baselines import plain_torch, synced
+from benchmarks.worker_counters import counters_of
 from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.stream import StreamPool
 from node_agent.config import RUNNERS
@@ -145,7 +146,7 @@ def _round_trip(pool: StreamPool, x: torch.Tensor) -> None:
     segment = Segment(0, x.shape[0], max(1, x.shape[0] // pool.layout.workers))
     found = one.open(x, [segment], 0, None) if one is not None else None
     if one is None or found is None:
-        raise RuntimeError(f"a handoff failed: {pool.counters()}")
+        raise RuntimeError(f"a handoff failed: {counters_of(pool)}")
     found.wait()
     one.end()
 

@@ -24,6 +24,7 @@ from benchmarks.forced import ForcedStarts, force
 from benchmarks.local_engine import LocalEngine, Outcome
 from benchmarks.peft_reference import TIE, PeftReference, draw_adapter, make_adapter
 from benchmarks.report import ROOT, arguments, publish, report
+from benchmarks.worker_counters import counters_of
 from node_agent.cores import spare_cores
 
 ADAPTERS = 24
@@ -84,7 +85,7 @@ def run_batch(
 def _circumstances(engine: LocalEngine, case: Case, outcome: Outcome) -> str:
     """What it takes to judge a wrong answer that may not come again."""
     adapter = case.directory.name if case.directory is not None else "no adapter"
-    workers = engine.engine.assist.workers.counters() if engine.engine.assist is not None else "none"
+    workers = counters_of(engine.engine.assist.workers) if engine.engine.assist is not None else "none"
     return (
         f"{adapter}, prompt {case.prompt}, chunks of {engine.engine.limits.chunk_tokens}, answer {outcome.tokens}, "
         f"{outcome.finished and outcome.finished.cold_start}, CPU workers so far: {workers}"

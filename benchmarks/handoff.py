@@ -28,6 +28,7 @@ import torch
 from benchmarks.handoff_model import engine_us_per_worker, fit, predictions, worst_error
 from benchmarks.host_case import HostCase, draw_host, square_widths
 from benchmarks.report import arguments, contention_probe, publish, report
+from benchmarks.worker_counters import counters_of
 from node_agent.coldstart.product import Product
 from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.slices import Segment
@@ -60,7 +61,7 @@ def percentiles(call: Callable[[], None], calls: int) -> tuple[float, float]:
 def hand_over(pool: WorkerPool, x: torch.Tensor, group: str | None) -> None:
     handoff = pool.open(x, [Segment(0, x.shape[0], -(-x.shape[0] // pool.layout.workers))], 0, group)
     if handoff is None or not handoff.wait():
-        raise RuntimeError(f"a handoff failed: {pool.counters()}")
+        raise RuntimeError(f"a handoff failed: {counters_of(pool)}")
     handoff.close()
 
 

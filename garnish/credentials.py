@@ -96,7 +96,7 @@ def prepare_keys(
     admin_key = known.admin_key if known else ""
     tenants.bound_start_keys(names, (admin_key, *(known.keys.values() if known else ())))
     if tenants.verify(admin_key) is None:
-        admin_key = made["admin"] = tenants.add_admin_key()[0]
+        admin_key = made["admin"] = tenants.add_key(None, "start")[0]
     keys: dict[str, str] = {}
     for name in names:
         tenants.put(name, declared=True)

@@ -12,11 +12,12 @@ from pathlib import Path
 import msgspec
 
 from adapters.errors import StoreUnavailable
+from cluster.json_file import write_json
 from cluster.logs import set_up_logging
 from cluster.performance_file import PerformanceProfile, write_performance
 from cluster.performance_fit import BadFit, BadSample
 from node_agent.child import die_with_parent, read_config, take_output
-from node_agent.coldstart.profile import Profile, write_profile
+from node_agent.coldstart.profile import Profile
 from node_agent.config import ProfileProcessConfig
 
 
@@ -65,7 +66,7 @@ def main() -> int:
     )
     try:
         check(cold)
-        write_profile(cold, Path(config.profile))
+        write_json(cold, Path(config.profile))
         performance = measure_performance(engine, config, base, lambda text, share: tell(Step(text, share)))
         write_performance(performance, performance_file(config.profile))
     except (OSError, ProfileError) as error:

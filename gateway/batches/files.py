@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from adapters.all_versions import all_objects
 from adapters.errors import NotFound
 from adapters.records import read_record, read_records
-from adapters.store import ObjectStore
+from adapters.store import ObjectStore, all_objects
 from adapters.tenant_removal import data_prefix, remove_below
 from gateway.batches.messages import FileObject, Purpose
 

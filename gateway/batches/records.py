@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from adapters.all_versions import all_objects
 from adapters.errors import Conflict, NotFound, PreconditionFailed
 from adapters.records import read_record, read_records, update_record
-from adapters.store import ObjectStore
+from adapters.store import ObjectStore, all_objects
 from adapters.tenant_removal import data_prefix
 from cluster.errors import ServiceError
 from gateway.batches.files import Part, is_id, listed_ids, new_id

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from adapters.all_versions import all_objects
 from adapters.errors import Conflict, CorruptRecord, PreconditionFailed
 from adapters.records import read_each, read_record
-from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
+from adapters.store import MAX_LIST, ObjectInfo, ObjectStore, all_objects
 from gateway.events.metrics import EventMetrics
 from gateway.events.records import EventRecord, Marker, event_key, markers_of, parse_marker
 

@@ -11,18 +11,17 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from adapters.base_model import BaseModel
-from node_agent.adapter_memory.layout import ROW_ALIGN
-from node_agent.adapter_memory.link import Link
-from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
-from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.weights import view_layer
-from node_agent.device import record_event
+from node_agent.device import Event, record_event
 from node_agent.types import LayerState
+
+if TYPE_CHECKING:
+    from node_agent.adapter_memory.loader import Loader
 
 AHEAD = 2
 """Layers of a load that may be enqueued behind the one that crosses. A pass that waits for one on its stream waits for
@@ -32,39 +31,22 @@ those before it too, of every load: so they are few."""
 class DeviceCopy:
     """A Job of the copying threads."""
 
-    def __init__(
-        self,
-        host: HostAdapter,
-        source: Pool,
-        target: Pool,
-        pages: list[int],
-        states: CopyStates,
-        base: BaseModel,
-        link: Link,
-        threads: LoaderThreads,
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, host: HostAdapter, pages: list[int], states: CopyStates, loader: Loader) -> None:
         assert host.layout is not None and host.pages is not None  # measured, has room
-        self.host, self.layout, self.host_pages = host, host.layout, host.pages
-        self.source, self.target, self.pages, self.base = source, target, pages, base
-        self.states, self.link, self.threads, self.on_change = states, link, threads, on_change
+        self.load = self.host = host
+        self.layout, self.host_pages = host.layout, host.pages
+        self.source, self.target, self.pages, self.base = loader.host, loader.device, pages, loader.base
+        self.states, self.link, self.threads = states, loader.device_link, loader.copying
+        self.on_change = loader.on_change
         self.positions = host.layout.positions(pages)
         self.over = False
         self._running = False
-        self._crossing: deque[int] = deque()
-        """layers that are enqueued; touched by the thread that runs"""
-        if target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
-            states.stream = torch.cuda.Stream(target.data.device)  # type: ignore[no-untyped-call]
+        self._crossing: deque[tuple[int, Event]] = deque()
+        """layers that are enqueued, and the events behind their copies; touched by the thread that runs"""
+        if self.target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
+            states.stream = torch.cuda.Stream(self.target.data.device)  # type: ignore[no-untyped-call]
 
     # --- a Job: under the threads' lock
-
-    @property
-    def priority(self) -> Priority:
-        return self.host.priority
-
-    @property
-    def leased(self) -> bool:
-        return self.host.leased
 
     def take(self, now: float, held: bool) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
         if self._running or self.over:
@@ -99,9 +81,7 @@ class DeviceCopy:
             if layer is not None:
                 self._enqueue(layer)
             if self._crossing and (layer is None or len(self._crossing) > AHEAD):
-                event = states.events[self._crossing[0]]
-                assert event is not None
-                event.synchronize()
+                self._crossing[0][1].synchronize()
             self._note_arrivals()
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
             states.failed = str(error) or type(error).__name__
@@ -119,20 +99,16 @@ class DeviceCopy:
     def _enqueue(self, layer: int) -> None:
         states, spans = self.states, self.layout.spans[layer]
         views = view_layer(self.target, self.positions, self.layout.layers[layer], self.base)
-        self.link.carry(sum(span.end - span.begin for span in spans) * ROW_ALIGN)
+        self.link.carry(self.layout.moved[layer])
         with torch.cuda.stream(states.stream):
             for span in spans:
                 rows = self.source.span(self.host_pages[span.page], span)
                 self.target.span(self.pages[span.page], span).copy_(rows, non_blocking=True)
-            states.events[layer] = record_event(self.target.data.device)
+            event = states.events[layer] = record_event(self.target.data.device)
         states.views[layer] = views
         states.layers[layer] = LayerState.ENQUEUED
-        self._crossing.append(layer)
+        self._crossing.append((layer, event))
 
     def _note_arrivals(self) -> None:
-        while self._crossing:
-            event = self.states.events[self._crossing[0]]
-            assert event is not None
-            if not event.query():
-                break
-            self.states.layers[self._crossing.popleft()] = LayerState.DEVICE
+        while self._crossing and self._crossing[0][1].query():
+            self.states.layers[self._crossing.popleft()[0]] = LayerState.DEVICE

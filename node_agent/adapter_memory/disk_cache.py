@@ -174,12 +174,10 @@ class DiskCache:
 
     def drop(self, digest: str, reason: str) -> None:
         """The file is not what was written, or can't be read."""
-        with self._lock:
-            if self._sizes.pop(self._name(digest), None) is None:
-                return
-            self.damaged += 1
-        log.warning("an adapter on the disk is not usable", extra={"digest": digest, "reason": reason})
-        self._remove([self._name(digest)])
+        if self.remove(digest):
+            with self._lock:
+                self.damaged += 1
+            log.warning("an adapter on the disk is not usable", extra={"digest": digest, "reason": reason})
 
     def remove(self, digest: str) -> bool:
         """The file is not wanted any more; False when there is none."""

@@ -10,22 +10,23 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from adapters.artifact import check_layer
-from adapters.base_model import BaseModel
 from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable
-from adapters.store import ObjectStore
-from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
+from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
 from node_agent.adapter_memory.link import Flow, Transfer
-from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
+from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import HostAdapter
-from node_agent.adapter_memory.pool import Pool
-from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, Staging, plan_ranges
+from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, plan_ranges
 from node_agent.device import DTYPES
+
+if TYPE_CHECKING:
+    from node_agent.adapter_memory.loader import Loader
 
 RANGES_IN_FLIGHT = 3
 """Of one load."""
@@ -48,26 +49,16 @@ class _GivenUp(Exception):
 class Fetch:
     """A Job of the fetching threads. Sets `complete` or `failed` of `host` when none touches its pages any more."""
 
-    def __init__(
-        self,
-        host: HostAdapter,
-        store: ObjectStore,
-        base: BaseModel,
-        pool: Pool,
-        flow: Flow,
-        staging: Staging,
-        cache: DiskCache | None,
-        threads: LoaderThreads,
-        on_change: Callable[[], None],
-    ) -> None:
-        """`flow`: this load's share of the simulated link; `cache`: where to keep what was verified, if anywhere.
-
-        `on_change` is called when a layer has arrived, and when the load has ended (then under the threads' lock).
-        """
+    def __init__(self, host: HostAdapter, loader: Loader) -> None:
+        """The loader's `on_layer` is called when a layer has arrived, and when the load has ended (then under the
+        threads' lock)."""
         assert host.header is not None and host.layout is not None and host.pages is not None  # measured, has room
-        self.host, self.header, self.layout = host, host.header, host.layout
-        self.store, self.base, self.pool, self.threads = store, base, pool, threads
-        self.flow, self.staging, self.cache, self.on_change = flow, staging, cache, on_change
+        self.load = self.host = host
+        self.header, self.layout = host.header, host.layout
+        self.store, self.base, self.pool, self.threads = loader.store, loader.base, loader.host, loader.fetching
+        self.link, self.flow, self.staging, self.on_change = loader.store_link, Flow(), loader.staging, loader.on_layer
+        self.cache = loader.cache if host.cached is None else None
+        """where to keep what was verified, until that has been asked for a writer"""
         self.positions = host.layout.positions(host.pages)
         self.over = False
         self._first, host.first = host.first, None
@@ -80,14 +71,6 @@ class Fetch:
         self._settle()
 
     # --- a Job: under the threads' lock
-
-    @property
-    def priority(self) -> Priority:
-        return self.host.priority
-
-    @property
-    def leased(self) -> bool:
-        return self.host.leased
 
     def take(self, now: float, held: bool) -> Callable[[], None] | None:
         if self.over:
@@ -102,7 +85,8 @@ class Fetch:
         self._running += 1
         source = self.host.cached
         layers = self.header.layers[ready.first : ready.end] if source is None else ()
-        return partial(self._bring, ready, source, [self.flow.begin(block.size) for block in layers])  # in layer order
+        transfers = [self.link.begin(self.flow, block.size) for block in layers]  # in layer order
+        return partial(self._bring, ready, source, transfers)
 
     def due(self) -> float | None:
         later = [r.not_before for r in self._ranges if r.not_before]
@@ -111,7 +95,7 @@ class Fetch:
     @property
     def _most_in_flight(self) -> int:
         """Of a prefetch one range: so few bytes are before those of a request that comes now."""
-        return RANGES_IN_FLIGHT if self.priority == Priority.REQUEST else 1
+        return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
 
     def _settle(self) -> None:
         """Say how the load ended, once it has and nothing runs. Whoever wants it again until then finds it going on."""
@@ -122,7 +106,7 @@ class Fetch:
         if not (self.host.complete or self._error or abandoned):
             return
         self.over = True
-        self.flow.close()
+        self.link.leave(self.flow)
         if self._writer is not None:
             self._writer.end()
         if not self.host.complete:
@@ -144,7 +128,7 @@ class Fetch:
                 if end > count:
                     return
                 if source is None:
-                    self.flow.wait(transfers[at - wanted.first])
+                    self.link.wait(transfers[at - wanted.first])
                 if self._error or self.host.given_up:
                     raise _GivenUp
                 if block.size:

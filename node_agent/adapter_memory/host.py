@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator
+from itertools import chain
 
 from cluster.messages import Adapter
 from cluster.residency import HeldTier
@@ -246,11 +247,9 @@ class HostTier:
 
     def _start_fetch(self, host: HostAdapter) -> bool:
         """False when there is no room yet."""
-        spared = self._spared.get(host.digest, ()) if host.priority == Priority.PREDICTED else ()
-        if not self._make_room(host.size, spared):
-            return False
         assert host.layout is not None  # measured
-        run = self._reserve(max(1, host.layout.rows), spared)
+        spared = self._spared.get(host.digest, ()) if host.priority == Priority.PREDICTED else ()
+        run = self._make_room(host.size, max(1, host.layout.rows), spared)
         if run is None:
             return False
         host.pages = self.pool.pages.take(host.layout.pages, host.digest)
@@ -261,23 +260,14 @@ class HostTier:
         self.loader.fetch(host)
         return True
 
-    def _reserve(self, rows: int, spared: Container[str]) -> int | None:
-        """A run of the table; idle adapters go where its free entries lie too scattered."""
-        if (run := self.table.reserve(rows)) is not None:
-            return run
-        for host in self._in_order(self._idle(spared)):
-            self._evict(host)
-            if (run := self.table.reserve(rows)) is not None:
-                return run
-        return None
-
     def _idle(self, spared: Container[str]) -> list[HostAdapter]:
         idle = [host for host in self._all.values() if host.complete and host.unwanted and host.pages is not None]
         return [host for host in idle if host.digest not in spared and host.digest not in self.pinned]
 
-    def _in_order(self, idle: list[HostAdapter]) -> list[HostAdapter]:
-        """The first to leave first."""
-        return [self._all[digest] for digest in self.eviction.order([*map(self._candidate, idle)], time.monotonic())]
+    def _in_order(self, idle: list[HostAdapter]) -> Iterator[HostAdapter]:
+        """The first to leave first. The order is made when that one has to."""
+        for digest in self.eviction.order([*map(self._candidate, idle)], time.monotonic()):
+            yield self._all[digest]
 
     def _candidate(self, host: HostAdapter) -> Candidate:
         assert host.pages is not None  # it is idle
@@ -285,10 +275,6 @@ class HostTier:
         if host.digest in self.on_device:
             reload_s *= REPEATED_SHARE
         return Candidate(host.digest, len(host.pages), reload_s, host.arrived)
-
-    def _evict(self, host: HostAdapter) -> None:
-        self.eviction.note_eviction(host.digest)
-        self.forget(host)
 
     def _fetched(self, host: HostAdapter) -> bool:
         if host.failed:
@@ -320,17 +306,18 @@ class HostTier:
         else:
             self.forget(host)
 
-    def _make_room(self, size: int, spared: Container[str] = ()) -> bool:
-        """Evict only if that is enough."""
-        used = self.used
-        if used + size <= self.memory and self._free_slots:
-            return True
+    def _make_room(self, size: int, rows: int, spared: Container[str] = ()) -> int | None:
+        """Returns a run of so many rows of the table once there is room for `size` bytes, too; None: there is not.
+        Evicts only if that makes enough room, and where the table's free entries lie too scattered."""
         idle = self._idle(spared)
-        if used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):
-            return False
-        for host in self._in_order(idle):
-            used -= host.size
-            self._evict(host)
-            if used + size <= self.memory and self._free_slots:
-                return True
-        return False
+        if self.used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):
+            return None
+        for host in chain([None], self._in_order(idle)):
+            if host is not None:
+                self.eviction.note_eviction(host.digest)
+                self.forget(host)
+            if self.used + size <= self.memory and self._free_slots:
+                run = self.table.reserve(rows)
+                if run is not None:
+                    return run
+        return None

@@ -78,6 +78,11 @@ class AdapterLayout:
         """The distinct ones, ascending."""
         return tuple(np.unique(self.rank[self.rank > 0]).tolist())
 
+    @cached_property
+    def moved(self) -> tuple[int, ...]:
+        """Per layer: bytes that a copy of it moves, those between rows and at pages' ends included."""
+        return tuple(sum(span.end - span.begin for span in spans) * ROW_ALIGN for spans in self.spans)
+
     @property
     def size(self) -> int:
         """Bytes of the pages it takes."""

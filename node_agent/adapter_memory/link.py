@@ -37,26 +37,13 @@ class Transfer:
     """when it was, by the clock"""
 
 
+@dataclass(eq=False)
 class Flow:
-    """Transfers that follow each other, with one share of the link among them. Close it when no more will come."""
+    """Transfers that follow each other, with one share of the link among them. It leaves when no more will come."""
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.target = 0.0
-        """virtual time at which all that it has been given is across"""
-        self.closed = False
-
-    def begin(self, size: int) -> Transfer:
-        """`size` bytes set out, behind those that set out before."""
-        return self.link.begin(self, size)
-
-    def wait(self, transfer: Transfer) -> None:
-        """Returns when the transfer has arrived. Raises LinkClosed when the flow or the link is closed before."""
-        self.link.wait(transfer)
-
-    def close(self) -> None:
-        """Takes the flow off the link: what has not arrived never will, and the other flows have its share."""
-        self.link.leave(self)
+    target: float = 0.0
+    """virtual time at which all that it has been given is across"""
+    closed: bool = False
 
 
 class Link:
@@ -79,14 +66,12 @@ class Link:
                 extra={"link": name, "bytes_per_second": config.bandwidth, "latency": config.latency},
             )
 
-    def flow(self) -> Flow:
-        return Flow(self)
-
     def carry(self, size: int) -> None:
         """Returns when `size` bytes would have arrived. Raises LinkClosed when the link is closed before."""
-        self.wait(self.begin(self.flow(), size))
+        self.wait(self.begin(Flow(), size))
 
     def begin(self, flow: Flow, size: int) -> Transfer:
+        """`size` bytes set out, behind those of the flow that set out before."""
         with self._changed:
             self._advance(self.clock())
             if self.config is None or flow.closed or self._closed:
@@ -100,6 +85,7 @@ class Link:
             return transfer
 
     def wait(self, transfer: Transfer) -> None:
+        """Returns when the transfer has arrived. Raises LinkClosed when its flow or the link is closed before."""
         if self.config is None:
             return
         with self._changed:
@@ -114,6 +100,7 @@ class Link:
                 self._changed.wait(min(left, LONGEST_WAIT))  # whoever joined meanwhile made it later: look again
 
     def leave(self, flow: Flow) -> None:
+        """Takes the flow off the link: what has not arrived never will, and the other flows have its share."""
         with self._changed:
             self._advance(self.clock())
             flow.closed = True
@@ -128,12 +115,6 @@ class Link:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    def arrival(self, transfer: Transfer) -> float:
-        """Returns when the transfer has arrived, or will if no other flow joins or leaves; in seconds of the clock."""
-        with self._changed:
-            self._advance(self.clock())
-            return self._arrival(transfer)
 
     # --- inside, under the lock
 
@@ -156,6 +137,7 @@ class Link:
         self._at = now
 
     def _arrival(self, transfer: Transfer) -> float:
+        """Returns when the transfer has arrived, or will if no other flow joins or leaves; in seconds of the clock."""
         assert self.config is not None
         if transfer.crossed is not None:
             return transfer.crossed + self.config.latency

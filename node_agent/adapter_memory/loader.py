@@ -14,7 +14,7 @@ from node_agent.adapter_memory.disk_cache import DiskCache
 from node_agent.adapter_memory.fetch import DAMAGE, Fetch
 from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.link import Link
-from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import FirstBytes, Staging
@@ -34,19 +34,11 @@ class _Awaited:
     while its header is read and while it waits for room."""
 
     def __init__(self, host: HostAdapter) -> None:
-        self._host = host
-
-    @property
-    def priority(self) -> Priority:
-        return self._host.priority
-
-    @property
-    def leased(self) -> bool:
-        return self._host.leased
+        self.load = host
 
     @property
     def over(self) -> bool:
-        return self._host.in_line or bool(self._host.failed) or self._host.unwanted
+        return self.load.in_line or bool(self.load.failed) or self.load.unwanted
 
     def take(self, now: float, held: bool) -> None:  # noqa: ARG002 - a Job's signature
         return None
@@ -75,70 +67,65 @@ class Loader:
         self.store_link, self.device_link, self.cache = store_link, device_link, cache
         self._links = store_link, device_link
         self._measuring = Tasks("measure", MEASURE_THREADS, MEASURE_AHEAD)
-        self._fetching = LoaderThreads("fetch", STORE_THREADS)
-        self._copying = LoaderThreads("copy", COPY_THREADS)
-        self._staging = Staging()
+        self.fetching = LoaderThreads("fetch", STORE_THREADS)
+        self.copying = LoaderThreads("copy", COPY_THREADS)
+        self.staging = Staging()
 
     def measure(self, host: HostAdapter) -> None:
         """Start to read the adapter's header; `host.layout` is its outcome."""
-        self._fetching.add(_Awaited(host))
+        self.fetching.add(_Awaited(host))
         self._measuring.submit(host, self._measure, host)
 
     def fetch(self, host: HostAdapter) -> None:
         """Start to bring a measured adapter's weights to `host.pages`, which the caller has taken."""
-        cache = self.cache if host.cached is None else None
-        flow = self.store_link.flow()
-        job = Fetch(host, self.store, self.base, self.host, flow, self._staging, cache, self._fetching, self._on_layer)
-        with self._fetching.changed:  # at once: no less urgent load finds a gap, or waits for one that has gone
-            self._fetching.add(job)
+        job = Fetch(host, self)
+        with self.fetching.changed:  # at once: no less urgent load finds a gap, or waits for one that has gone
+            self.fetching.add(job)
             host.in_line = True
 
     def claim(self, host: HostAdapter) -> bool:
         """The device will copy from it: from now on nobody gives the load up. False when it has ended badly."""
-        with self._fetching.changed:
+        with self.fetching.changed:
             host.placed = not host.failed
             return host.placed
 
     def copy(self, host: HostAdapter, pages: list[int], states: CopyStates) -> None:
         """Start to copy an adapter to these pages of the device, each layer once it is in host memory."""
-        job = DeviceCopy(
-            host, self.host, self.device, pages, states, self.base, self.device_link, self._copying, self.on_change
-        )
-        self._copying.add(job)
+        self.copying.add(DeviceCopy(host, pages, states, self))
 
     def set_order(self, states: CopyStates, order: Sequence[int]) -> None:
         """Makes the copy take the layers that wait in host memory by `order` from now on. Raises ValueError unless
         `order` names each layer once."""
         if sorted(order) != list(range(len(states.layers))):
             raise ValueError(f"an order of {len(states.layers)} layers names each of them once, not {list(order)}")
-        with self._copying.changed:
+        with self.copying.changed:
             states.order = tuple(order)
 
     def abandon(self, states: CopyStates) -> None:
         """Nobody wants the copy any more: it ends as failed, unless it has ended."""
-        with self._copying.changed:
+        with self.copying.changed:
             if not states.ended.is_set():
                 states.abandoned = True
                 states.failed = states.failed or "nobody waits for it any more"
-        self._copying.wake()
+        self.copying.wake()
 
     def wake(self) -> None:
         """Loads have become more or less urgent, or unwanted."""
         self._measuring.wake()
-        self._fetching.wake()
-        self._copying.wake()
+        self.fetching.wake()
+        self.copying.wake()
 
     def close(self) -> None:
         for link in self._links:
             link.close()
-        self._measuring.close()
-        self._fetching.close(wait=False)
-        self._copying.close(wait=self.device.data.is_cuda)  # then pinned memory can be given up
+        self._measuring.close(wait=False)
+        self.fetching.close(wait=False)
+        self.copying.close(wait=self.device.data.is_cuda)  # then pinned memory can be given up
         if self.cache is not None:
             self.cache.close()
 
-    def _on_layer(self) -> None:
-        self._copying.wake()
+    def on_layer(self) -> None:
+        self.copying.wake()
         self.on_change()
 
     def _measure(self, host: HostAdapter) -> None:
@@ -156,7 +143,7 @@ class Loader:
         except Exception as error:  # the border of a thread: whatever failed becomes the adapter's state
             host.damaged = isinstance(error, DAMAGE)
             host.failed = f"{type(error).__name__}: {error}"
-            self._fetching.wake()
+            self.fetching.wake()
         self.on_change()
 
     def _cached_header(self, host: HostAdapter) -> ArtifactHeader | None:

@@ -29,16 +29,20 @@ class Priority(IntEnum):
     """a prefetch for a call that is only forecast"""
 
 
+class Load(Protocol):
+    """How urgent a job is. Whoever changes that calls `wake`."""
+
+    priority: Priority
+    leased: bool
+    """A request with a place in the batch waits for it: it goes before others of its priority."""
+
+
 class Job(Protocol):
     """What a load does in one tier. Its methods are called under the threads' lock, and never block."""
 
     @property
-    def priority(self) -> Priority:
-        """It may change at any time; whoever changes it calls `wake`."""
-
-    @property
-    def leased(self) -> bool:
-        """A request with a place in the batch waits for it: it goes before others of its priority."""
+    def load(self) -> Load:
+        """The load that it is a part of."""
 
     @property
     def over(self) -> bool:
@@ -112,7 +116,7 @@ class LoaderThreads:
                     return work
                 now = time.monotonic()
                 first = self._first()
-                dues = (job.due() for job in self._jobs if job.priority <= first)
+                dues = (job.due() for job in self._jobs if job.load.priority <= first)
                 due = min((at for at in dues if at is not None), default=now + LONGEST_WAIT)
                 self._idle += 1
                 self.changed.wait(min(max(0.0, due - now), LONGEST_WAIT))
@@ -131,8 +135,8 @@ class LoaderThreads:
 
     def _take_once(self) -> Callable[[], None] | None:
         now, first = time.monotonic(), self._first()
-        for job in sorted(self._jobs, key=lambda job: not job.leased):
-            found = job.take(now, held=job.priority > first)
+        for job in sorted(self._jobs, key=lambda job: not job.load.leased):
+            found = job.take(now, held=job.load.priority > first)
             if found is not None:
                 self._jobs.remove(job)
                 self._jobs.append(job)
@@ -141,4 +145,4 @@ class LoaderThreads:
 
     def _first(self) -> Priority:
         """Returns the priority of the most urgent job that is not over."""
-        return min((job.priority for job in self._jobs if not job.over), default=Priority.REQUEST)
+        return min((job.load.priority for job in self._jobs if not job.over), default=Priority.REQUEST)

@@ -12,7 +12,7 @@ import torch
 from adapters.artifact import ArtifactHeader
 from cluster.residency import HeldTier
 from node_agent.adapter_memory.disk_cache import CachedFile
-from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, Span
+from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.ranges import FirstBytes
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
@@ -171,31 +171,15 @@ class DeviceAdapter:
     @property
     def bytes_left(self) -> int:
         """Returns the bytes of the layers that are not on the device."""
-        return sum(
-            _moved(spans)
-            for spans, state in zip(self.layout.spans, self.copy.layers, strict=True)
-            if state != LayerState.DEVICE
-        )
+        moved = zip(self.layout.moved, self.copy.layers, strict=True)
+        return sum(size for size, state in moved if state != LayerState.DEVICE)
 
     @property
     def copied(self) -> float:
         """Returns the share, 0 to 1, of what a copy moves that is on the device."""
-        return 1 - self.bytes_left / max(1, sum(_moved(spans) for spans in self.layout.spans))
+        return 1 - self.bytes_left / max(1, sum(self.layout.moved))
 
     @property
     def idle(self) -> bool:
         """Nobody reads or writes it."""
         return self.leases == 0 and self.settled
-
-
-def _moved(spans: Sequence[Span]) -> int:
-    """Returns the bytes that a copy of a layer moves, those between rows and at pages' ends included."""
-    return sum(span.end - span.begin for span in spans) * ROW_ALIGN
-
-
-@dataclass(frozen=True)
-class HostHold:
-    """The right of CPU workers to read an adapter's rows in host memory, in `slot` of the host table."""
-
-    host: HostAdapter
-    slot: int

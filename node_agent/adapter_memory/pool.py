@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 
 import torch
 
-from node_agent.adapter_memory.layout import ROW_ALIGN, Span, row_units
+from adapters.base_model import BaseModel
+from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, Span, lay_out_uniform, row_units
 from node_agent.adapter_memory.pages import PageMap
 
 MADV_HUGEPAGE = 14
@@ -33,6 +35,10 @@ class Pool:
     @property
     def free_bytes(self) -> int:
         return self.pages.free * self.page_size
+
+    def uniform_layout(self, base: BaseModel, rank: int, projections: Sequence[int]) -> AdapterLayout:
+        """Returns the layout here of an adapter that has the same rank on these projections of every layer."""
+        return lay_out_uniform(base, rank, projections, self.data.element_size(), self.page_units)
 
     def span(self, page: int, span: Span) -> torch.Tensor:
         """The flat elements of a stretch of one page."""

@@ -59,9 +59,7 @@ class FirstBytes:
         """As of a store; the first bytes of an artifact begin to be read when its start is asked for."""
         if start:
             return self._store.get_range(key, start, length)
-        behind = None
-        if length < FIRST_RANGE:
-            behind = self._submit(self._read_behind, key, length)
+        behind = self._submit(self._read_behind, key, length) if length < FIRST_RANGE else None
         head = self._store.get_range(key, 0, length)
         with self._changed:
             self._head = min(len(head), FIRST_RANGE)
@@ -138,8 +136,6 @@ class Staging:
         """`size` bytes that are the calling thread's until it calls again."""
         if size > LARGEST_RANGE:
             return memoryview(bytearray(size))
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = bytearray()
-        if len(self._own.buffer) < size:
+        if len(getattr(self._own, "buffer", b"")) < size:
             self._own.buffer = bytearray(size)
         return memoryview(self._own.buffer)[:size]

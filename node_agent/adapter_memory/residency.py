@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
 from cluster.residency import AdapterState, AdapterStates, HeldTier, LayerName
-from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.loads import DeviceAdapter, HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.types import LayerState
@@ -65,39 +64,30 @@ def evict(store: AdapterStore, digest: str) -> bool:
 
 def _on_device(store: AdapterStore, entry: DeviceAdapter) -> AdapterState:
     host, copy = entry.host, entry.copy
-    layers: list[int] = []
-    if entry.weights is None:
-        layers = [_furthest(state, here) for state, here in zip(copy.layers, host.here, strict=True)]
     return AdapterState(
         digest=host.digest,
         tier=tier_of(store, host.digest),
         bytes=entry.size,
         in_use=entry.leases,
         waiting=store.hosts.waiting(host.digest),
-        ranks=_ranks(entry.layout),
-        layers=[STATE_NAMES[LayerState.FAILED if copy.failed else state] for state in layers],
+        ranks=list(entry.layout.ranks),
+        layers=_layer_names(copy.layers, host.here, copy.failed) if entry.weights is None else [],
     )
 
 
 def _in_host(host: HostAdapter) -> AdapterState:
-    there = host.complete and not host.failed
-    layers = [] if there else [_furthest(LayerState.NO, here) for here in host.here]
+    there, here = host.complete and not host.failed, host.here
     return AdapterState(
         digest=host.digest,
         tier="host" if there else host.origin,
         bytes=host.size,
         waiting=host.waiters,
-        ranks=_ranks(host.layout),
-        layers=[STATE_NAMES[LayerState.FAILED if host.failed else state] for state in layers],
+        ranks=list(host.layout.ranks) if host.layout else [],
+        layers=[] if there else _layer_names([LayerState.NO] * len(here), here, host.failed),
     )
 
 
-def _furthest(state: int, here: int) -> int:
-    return LayerState.HOST if state == LayerState.NO and here else state
-
-
-def _ranks(layout: AdapterLayout | None) -> list[int]:
-    if layout is None:
-        return []
-    found = np.unique(layout.rank)
-    return [int(rank) for rank in found if rank]
+def _layer_names(states: Sequence[int], in_host: Sequence[int], failed: str) -> list[LayerName]:
+    both = zip(states, in_host, strict=True)
+    found = (LayerState.HOST if state == LayerState.NO and here else state for state, here in both)
+    return [STATE_NAMES[LayerState.FAILED if failed else state] for state in found]

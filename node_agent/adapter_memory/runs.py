@@ -10,17 +10,12 @@ class FreeRuns:
 
     def __init__(self, size: int) -> None:
         self._runs: list[tuple[int, int]] = [(0, size)] if size else []
-        self.free = size
-
-    def fits(self, length: int) -> bool:
-        return any(run >= length for _, run in self._runs)
 
     def take(self, length: int) -> int | None:
         """Start of a run of `length` >= 1, or None when no free run is long enough."""
         for i, (start, run) in enumerate(self._runs):
             if run >= length:
                 self._runs[i : i + 1] = [(start + length, run - length)] if run > length else []
-                self.free -= length
                 return start
         return None
 
@@ -38,4 +33,3 @@ class FreeRuns:
         if after and after[0] == end:
             end, high = sum(after), i + 1
         self._runs[low:high] = [(begin, end - begin)]
-        self.free += length

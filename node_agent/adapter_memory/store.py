@@ -28,7 +28,7 @@ from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader import Loader
 from node_agent.adapter_memory.loader_threads import Priority
-from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter, HostHold
+from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.adapter_memory.pool import device_pool
 from node_agent.adapter_memory.table import AdapterTable, rows_for
@@ -239,24 +239,18 @@ class AdapterStore:
         """Returns what another process needs to read host memory."""
         return export(self.host_memory, self.host_table)
 
-    def hold_host(self, lease: Lease) -> HostHold | None:
-        """The leased adapter's host pages stay where they are until `release_host`, even if its load ends or fails.
+    def hold_host(self, lease: Lease) -> HostAdapter | None:
+        """The leased adapter's host pages, and its slot of the host table, stay what they are until `release_host`,
+        even if its load ends or fails.
 
         None when it has none (any more). Only layers whose state is HOST or later may be read.
         """
         host = self.device[lease.digest].host
-        return HostHold(host, host.slot) if self.hosts.hold(host) else None
+        return host if self.hosts.hold(host) else None
 
-    def release_host(self, hold: HostHold) -> None:
+    def release_host(self, host: HostAdapter) -> None:
         """No worker reads it any more. Raises RuntimeError when it was released before."""
-        self.hosts.let_go(hold.host)
-
-    def host_slot(self, lease: Lease) -> int:
-        """The adapter's slot in the host table. Raises RuntimeError when it is not in host memory."""
-        slot = self.device[lease.digest].host.slot
-        if slot < 0:
-            raise RuntimeError(f"adapter {lease.digest} is not in host memory")
-        return slot
+        self.hosts.let_go(host)
 
     # --- for prefetches
 

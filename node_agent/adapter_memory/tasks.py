@@ -5,46 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
-from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
-
-
-class Load(Protocol):
-    """What a piece of work is for; its properties are those of a Job."""
-
-    @property
-    def priority(self) -> Priority: ...
-
-    @property
-    def leased(self) -> bool: ...
+from node_agent.adapter_memory.loader_threads import Load, LoaderThreads, Priority
 
 
-class Tasks:
+class Tasks(LoaderThreads):
     def __init__(self, name: str, count: int, most_ahead: int) -> None:
         """`count`: threads. Work for a load that is less urgent than requests begins while less than `most_ahead` are
         busy for such loads, and no more urgent work goes on."""
-        self.threads, self.most_ahead = LoaderThreads(name, count), most_ahead
+        super().__init__(name, count)
+        self.most_ahead = most_ahead
         self.ahead = 0
-        """threads that are busy for such loads; changed under the threads' lock"""
+        """threads that are busy for such loads; changed under `changed` alone"""
 
     def submit(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
         """Has a thread call the work. It never begins once the threads are closed; then nothing sets its result."""
-        return self._add(_Task(self, load, lambda: work(*arguments), follows=False))
+        return self._submit(_Task(self, load, lambda: work(*arguments), follows=False))
 
     def follow(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
         """As `submit`, of work that belongs to some which has begun: it stands behind nothing."""
-        return self._add(_Task(self, load, lambda: work(*arguments), follows=True))
+        return self._submit(_Task(self, load, lambda: work(*arguments), follows=True))
 
-    def wake(self) -> None:
-        """Loads have become more or less urgent."""
-        self.threads.wake()
-
-    def close(self) -> None:
-        self.threads.close(wait=False)
-
-    def _add(self, task: _Task) -> Future[Any]:
-        self.threads.add(task)
+    def _submit(self, task: _Task) -> Future[Any]:
+        self.add(task)
         return task.result
 
 
@@ -52,23 +36,15 @@ class _Task:
     """A Job of one piece."""
 
     def __init__(self, tasks: Tasks, load: Load, work: Callable[[], Any], *, follows: bool) -> None:
-        self._tasks, self._load, self._work, self._follows = tasks, load, work, follows
+        self.load, self._tasks, self._work, self._follows = load, tasks, work, follows
         self._begun = self._is_ahead = False
         self.over = False
         self.result: Future[Any] = Future()
 
-    @property
-    def priority(self) -> Priority:
-        return self._load.priority
-
-    @property
-    def leased(self) -> bool:
-        return self._load.leased
-
     def take(self, now: float, held: bool) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
         if self._begun:
             return None
-        is_ahead = self.priority > Priority.REQUEST
+        is_ahead = self.load.priority > Priority.REQUEST
         waits = held or (is_ahead and self._tasks.ahead >= self._tasks.most_ahead)
         if waits and not self._follows:
             return None
@@ -90,6 +66,6 @@ class _Task:
             self.result.set_result(found)
 
     def _end(self) -> None:
-        with self._tasks.threads.changed:
+        with self._tasks.changed:
             self.over = True
             self._tasks.ahead -= self._is_ahead

@@ -6,12 +6,11 @@ import torch
 
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import AdapterLayout
-from node_agent.adapter_memory.loads import HostHold
+from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.cold_lora import Handoff
 from node_agent.coldstart.costs import group_elements, group_shares
 from node_agent.coldstart.handoffs import PassHandoffs
-from node_agent.coldstart.messages import PassMessages
+from node_agent.coldstart.messages import PassMessages, Share
 from node_agent.coldstart.profile import Profile
 from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.workers import WorkerPool
@@ -24,7 +23,7 @@ class Assist:
     def __init__(self, store: AdapterStore, base: BaseModel, profile: Profile, workers: WorkerPool) -> None:
         self.store, self.base, self.profile, self.workers = store, base, profile, workers
         self._shares = group_shares(base)
-        self._ended: list[tuple[HostHold, PassHandoffs]] = []
+        self._ended: list[tuple[HostAdapter, PassHandoffs]] = []
 
     def begin(self, lease: Lease, layout: AdapterLayout) -> AssistedPass | None:
         """Begins the assisted part of a cold pass of one adapter. Returns None when no worker is there or can be given
@@ -54,7 +53,7 @@ class Assist:
         budget = self.profile.layer_seconds(tokens) * self._shares[group]
         return self.profile.slice_tokens(elements, budget)
 
-    def end(self, hold: HostHold, handoffs: PassHandoffs) -> None:
+    def end(self, hold: HostAdapter, handoffs: PassHandoffs) -> None:
         """The pass reads the held rows no more; they are let go of once its handoffs have ended, and are quiet."""
         self._ended.append((hold, handoffs))
 
@@ -72,12 +71,13 @@ class Assist:
 class AssistedPass:
     """One adapter's part in the handoffs of a pass."""
 
-    def __init__(self, assist: Assist, hold: HostHold, layout: AdapterLayout, messages: PassMessages) -> None:
+    def __init__(self, assist: Assist, hold: HostAdapter, layout: AdapterLayout, messages: PassMessages) -> None:
         self._assist, self._hold, self._layout, self._messages = assist, hold, layout, messages
         self._armed, self._open = False, True
         self._arm()
 
-    def open(self, x: torch.Tensor, layer: int, group: str) -> Handoff | None:
+    def open(self, x: torch.Tensor, layer: int, group: str) -> Share | None:
+        """Begins to compute the adapter's part for x [T, d_in]; None when no worker can take it."""
         self._arm()
         elements = group_elements(self._layout, layer, self._assist.base)[group]
         slice_tokens = self._assist.slice_tokens(elements, x.shape[0], group)
@@ -85,6 +85,7 @@ class AssistedPass:
 
     @property
     def failed(self) -> bool:
+        """A handoff failed that `wait` did not know of: on a device with a stream, certain once the pass has ended."""
         return self._messages.handoffs.failed
 
     def rest(self) -> None:

@@ -4,16 +4,13 @@ workers are. Whether the link is a simulated one plays no part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import inf
-
-import numpy as np
+from dataclasses import replace
 
 from adapters.base_model import BaseModel
-from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, lay_out_uniform
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts, WorkersDecision
-from node_agent.coldstart.planner import ChunkCosts, choose
+from node_agent.coldstart.costs import pipelined_costs
+from node_agent.coldstart.planner import choose
 from node_agent.coldstart.profile import Profile
 from node_agent.coldstart.shared import DTYPES
 from node_agent.config import EngineConfig
@@ -26,13 +23,6 @@ LEAST_GAIN = 0.1
 MOST_WORKERS = 16
 """A prompt's slices fill no more."""
 TOO_SLOW = WorkersDecision(0, "they are slower than the load is: prompts are pipelined")
-
-
-@dataclass(frozen=True)
-class PlannedWorkers:
-    """What forecasts ask of workers that are not started yet."""
-
-    usable: int
 
 
 def decide_workers(
@@ -63,15 +53,16 @@ def decide_workers(
 def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, loads: int) -> tuple[float, float]:
     """Returns a warm prefill's seconds, and what the call waits beyond them while its adapter's layers are pipelined
     over a link that `loads` loads share."""
-    costs = _costs(store, base, profile, loads)
+    costs = pipelined_costs(profile, store.pool.uniform_layout(base, RANK, TARGETS), PROMPT_TOKENS, loads)
     return costs.device * base.num_layers, choose(costs, ("wait", "pipeline")).exposed
 
 
-def workers_gain(starts: ColdStarts, config: EngineConfig, profile: Profile) -> bool:
-    """Returns whether workers of the speed that the profile says would compute such a call sooner than the pipeline."""
-    layout, base = _layout(starts.store, starts.base), starts.base
-    pipelined = _costs(starts.store, base, profile, config.max_cold)
-    cpu = np.array([starts.worker_layer_seconds(profile, layout, i, PROMPT_TOKENS) for i in range(base.num_layers)])
+def workers_gain(starts: ColdStarts, config: EngineConfig, profile: Profile, count: int) -> bool:
+    """Returns whether `count` workers of the speed that the profile says would compute such a call sooner than the
+    pipeline."""
+    layout = starts.store.pool.uniform_layout(starts.base, RANK, TARGETS)
+    pipelined = pipelined_costs(profile, layout, PROMPT_TOKENS, config.max_cold)
+    cpu = starts.worker_seconds(profile, layout, PROMPT_TOKENS, count)
     return choose(replace(pipelined, cpu=cpu)).name == "assist"
 
 
@@ -81,23 +72,4 @@ def known_too_slow(starts: ColdStarts, config: EngineConfig, profile: Profile) -
     count = starts.decision.count
     if config.cpu_workers is not None or not count or profile.cpu is None or profile.key.workers != count:
         return False
-    planned = PlannedWorkers(count)
-    asked = ColdStarts(starts.store, starts.base, starts.way, profile, planned)  # type: ignore[arg-type]
-    return not workers_gain(asked, config, profile)
-
-
-def _costs(store: AdapterStore, base: BaseModel, profile: Profile, loads: int) -> ChunkCosts:
-    spans = _layout(store, base).spans
-    sizes = np.array([sum(span.end - span.begin for span in layer) * ROW_ALIGN for layer in spans], float)
-    layers, link = base.num_layers, profile.link
-    return ChunkCosts(
-        device=profile.layer_seconds(PROMPT_TOKENS),
-        cpu=np.full(layers, inf),
-        load=loads * sizes / link.bandwidth,
-        in_host=np.zeros(layers),
-        latency=link.latency,
-    )
-
-
-def _layout(store: AdapterStore, base: BaseModel) -> AdapterLayout:
-    return lay_out_uniform(base, RANK, TARGETS, store.pool.data.element_size(), store.pool.page_units)
+    return not workers_gain(starts, config, profile, count)

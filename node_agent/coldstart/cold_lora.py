@@ -4,46 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
+from node_agent.coldstart.assist import AssistedPass
+from node_agent.coldstart.messages import Share
 from node_agent.types import LayerState, PassLora
 
 ON_DEVICE = (LayerState.ENQUEUED, LayerState.DEVICE)
 """What is computed there: a layer whose copy is enqueued is awaited on the stream."""
-
-
-class Handoff(Protocol):
-    """One projection group's adapter part, being computed by CPU workers."""
-
-    def wait(self) -> bool:
-        """Bounded; on a device with a stream, enqueued there. False: it will not come, and nobody may read
-        `outputs`."""
-
-    @property
-    def outputs(self) -> Sequence[torch.Tensor]:
-        """One [T, d_out] per projection of the group: scale * x A B. Valid after `wait`, until `close`."""
-
-    def close(self) -> None:
-        """Nobody reads `outputs` any more."""
-
-
-class PassWorkers(Protocol):
-    """The CPU workers, as one pass uses them."""
-
-    @property
-    def failed(self) -> bool:
-        """A handoff failed that `wait` did not know of: on a device with a stream, certain once the pass has ended."""
-
-    def open(self, x: torch.Tensor, layer: int, group: str) -> Handoff | None:
-        """Begin to compute the adapter's part for x [T, d_in]; None when no worker can take it."""
-
-    def rest(self) -> None:
-        """The pass asks for nothing in this layer."""
-
-    def end(self) -> None:
-        """The pass asks for nothing more."""
 
 
 class ColdLora:
@@ -59,7 +28,7 @@ class ColdLora:
         on_device: PassLora,
         state: Callable[[int], int],
         adapted: Callable[[int, str], bool],
-        workers: PassWorkers | None,
+        workers: AssistedPass | None,
         await_copy: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`on_device` adds a layer whose weights have arrived, or will have when `await_copy` has been enqueued for it;
@@ -67,7 +36,7 @@ class ColdLora:
         self._on_device, self._state, self._adapted, self._workers = on_device, state, adapted, workers
         self._await_copy = await_copy
         self._here: dict[int, bool] = {}
-        self._handoff: Handoff | None = None
+        self._handoff: Share | None = None
         self._failed = False
         self.waited = 0.0
         """seconds, for workers"""

@@ -10,11 +10,10 @@ from functools import partial
 import numpy as np
 
 from adapters.base_model import BaseModel
-from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout
+from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.assist import Assist
-from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora, PassWorkers
-from node_agent.coldstart.costs import group_elements, group_shares, group_widths
+from node_agent.coldstart.assist import Assist, AssistedPass
+from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora
 from node_agent.coldstart.learning import Correction, Outcome
 from node_agent.coldstart.planner import ChunkCosts, Contention, arrivals, choose, longest_step
 from node_agent.coldstart.profile import Profile
@@ -74,7 +73,6 @@ class ColdStarts:
     ) -> None:
         """Without a profile every plan is `wait`."""
         self.store, self.base, self.way = store, base, way
-        self._shares = group_shares(base)
         self.use(profile, workers)
         self.decision = WorkersDecision(0, "")
         self.cpu, self.row_cpu, self.link = Correction(), Correction(), Correction()
@@ -140,7 +138,7 @@ class ColdStarts:
         self.store.set_order(lease, range(self.base.num_layers))
         return replace(plan, name="pipeline", assisted=0)
 
-    def lora(self, lease: Lease, on_device: PassLora, workers: PassWorkers | None) -> ColdLora:
+    def lora(self, lease: Lease, on_device: PassLora, workers: AssistedPass | None) -> ColdLora:
         """Returns the LoRA of rows of a leased adapter that is on its way; `on_device` adds layers that are there."""
         return ColdLora(
             on_device,
@@ -204,13 +202,12 @@ class ColdStarts:
     def observe(self, lease: Lease, outcome: Outcome) -> None:
         """Learn from a chunk of the leased adapter that was computed."""
         self.outcomes.append(outcome)
-        if self.profile is None or not self.assists or not outcome.layers_cpu:
+        if self.profile is None or self.workers is None or not self.assists or not outcome.layers_cpu:
             return
-        layers, device = self.base.num_layers, self.profile.layer_seconds(outcome.tokens)
-        layout = self.store.layout(lease)
-        work = [self._beside(self.profile, layout, i, outcome.tokens, device) for i in range(layers)]
-        cpu, between = (outcome.layers_cpu / layers * sum(pair[at] for of in work for pair in of) for at in (0, 1))
-        self._learn(self.cpu, cpu, between, outcome.waited)
+        costs, share = RowCosts(self.profile, self.base), outcome.layers_cpu / self.base.num_layers
+        work = costs.slices(self.store.layout(lease), outcome.tokens, self.workers.usable)
+        between = np.where(work > 0, costs.beside(outcome.tokens), 0.0)
+        self._learn(self.cpu, share * float(work.sum()), share * float(between.sum()), outcome.waited)
 
     def _learn(self, correction: Correction, cpu: float, between: float, waited: float) -> None:
         """Learns that workers who were to take `cpu` seconds had the `between` ones of the base's products, and
@@ -260,53 +257,25 @@ class ColdStarts:
     def costs(self, lease: Lease, n_tokens: int, profile: Profile) -> ChunkCosts:
         """Returns what each layer of the chunk costs by the profile, corrected by what was observed lately and with the
         link shared as it is now."""
-        layout = self.store.layout(lease)
-        device = profile.layer_seconds(n_tokens)
+        layout, layers = self.store.layout(lease), self.base.num_layers
         per_byte = max(1, self.store.loads_in_flight) * self.link.value / profile.link.bandwidth
-        assists = self.assists
-        load = np.zeros(self.base.num_layers)
-        in_host = np.zeros(self.base.num_layers)
-        cpu = np.full(self.base.num_layers, np.inf)
-        seconds: dict[tuple[int, ...], float] = {}
-        for layer in range(self.base.num_layers):
+        load, in_host = np.zeros(layers), np.zeros(layers)
+        for layer in range(layers):
             state = self.store.state(lease, layer)
             if state != LayerState.DEVICE:
-                load[layer] = sum(span.end - span.begin for span in layout.spans[layer]) * ROW_ALIGN * per_byte
+                load[layer] = layout.moved[layer] * per_byte
             if state == LayerState.NO:
                 in_host[layer] = self.store.host_seconds(lease, layer)
-            if assists:
-                ranks = tuple(layout.rank[layer].tolist())  # layers of equal ranks cost the same
-                if ranks not in seconds:
-                    seconds[ranks] = self.worker_layer_seconds(profile, layout, layer, n_tokens)
-                cpu[layer] = seconds[ranks]
-        return ChunkCosts(device, cpu, load, in_host, profile.link.latency if load.any() else 0.0)
+        usable = self.workers.usable if self.workers is not None else 0
+        cpu = self.worker_seconds(profile, layout, n_tokens, usable) if usable else np.full(layers, np.inf)
+        latency = profile.link.latency if load.any() else 0.0
+        return ChunkCosts(profile.layer_seconds(n_tokens), cpu, load, in_host, latency)
 
-    def worker_layer_seconds(self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int) -> float:
-        """Returns the seconds of a layer whose adapter part the workers compute, as they are lately; there must be
-        some."""
-        device, slower = profile.layer_seconds(n_tokens), self.cpu.value
-        pairs = self._beside(profile, layout, layer, n_tokens, device)
-        longer = sum(max(0.0, slower * worker - base) for worker, base in pairs)
-        return device + self._crossing(profile, layout, layer, n_tokens) + longer
-
-    def _beside(
-        self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int, device: float
-    ) -> list[tuple[float, float]]:
-        """Returns, for each projection group, the seconds that a worker takes for its slice and those of the base's
-        product beside it."""
-        assert self.workers is not None
-        found = []
-        for group, elements in group_elements(layout, layer, self.base).items():
-            beside = self._shares[group] * device
-            wanted = -(-n_tokens // profile.slice_tokens(elements, beside))
-            slices = max(1, min(wanted, self.workers.usable))
-            found.append((profile.cpu_seconds(-(-n_tokens // slices), elements), beside))
-        return found
-
-    def _crossing(self, profile: Profile, layout: AdapterLayout, layer: int, n_tokens: int) -> float:
-        """Seconds in which a layer's inputs and results cross between a device and the workers."""
-        row, seconds = n_tokens * self.store.pool.data.element_size(), 0.0
-        for group in group_elements(layout, layer, self.base):
-            handed, answered = group_widths(self.base, group)
-            seconds += profile.crossing_seconds(row * handed, row * answered)
+    def worker_seconds(self, profile: Profile, layout: AdapterLayout, n_tokens: int, workers: int) -> np.ndarray:
+        """Returns f64[N]: the seconds of each layer whose adapter part so many workers compute, as they are lately."""
+        costs = RowCosts(profile, self.base)
+        work = self.cpu.value * costs.slices(layout, n_tokens, workers)
+        longer = (work - costs.beside(n_tokens)).clip(0.0).sum(axis=1)
+        crossings = costs.crossings(layout, n_tokens * self.store.pool.data.element_size()).sum(axis=1)
+        seconds: np.ndarray = profile.layer_seconds(n_tokens) + crossings + longer
         return seconds

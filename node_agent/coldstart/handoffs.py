@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.slices import Segment
+
+if TYPE_CHECKING:
+    from node_agent.coldstart.workers import WorkerPool
 
 WAIT_LIMIT_S = 1.0
 """For a worker's answer; a slice takes a hundredth of it."""
@@ -49,36 +52,12 @@ class PassHandoffs(Protocol):
         """It has ended, and no worker reads anything for it any more, as far as the last `poll` knows."""
 
 
-class HandoffOwner(Protocol):
-    """What a handoff asks of the pool that opened it."""
-
-    takeover_ns: int
-    """After so long without an answer another worker computes a slice, too"""
-
-    def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None: ...
-
-    def await_part(self, part: Part, end_ns: int) -> bool:
-        """Whether its worker answered before it ended and before `end_ns`, monotonic."""
-
-    def take_over(self, part: Part) -> Handoff | None:
-        """Returns a handoff of the part's slice to another worker, None where none, or no slot, can be had."""
-
-    def note_timeout(self) -> None:
-        """A handoff's wait has ended by its limit."""
-
-    def release(self, slot: int, parts: list[Part], arrived: bool) -> None:
-        """Nobody reads the slot's outputs any more; `arrived`: all its workers have answered."""
-
-    def reads(self, parts: Iterable[Part]) -> bool:
-        """Whether the worker of any of the parts, which were abandoned, may still be at it."""
-
-
 class HostPass:
     """Handoffs of an engine that computes on a CPU: each is awaited by its caller, who sees there how it went."""
 
     failed = False
 
-    def __init__(self, pool: HandoffOwner) -> None:
+    def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._opened: list[Handoff] = []
         self._ended = False
@@ -101,7 +80,7 @@ class Handoff:
     """One projection group's adapter part, being computed. The slice of a worker that ends or stalls is computed by
     another one; where none can be had, the handoff fails."""
 
-    def __init__(self, pool: HandoffOwner, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
+    def __init__(self, pool: WorkerPool, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
         """`outputs`: views of the slot's y area."""
         self._pool, self._slot, self._parts, self._views = pool, slot, parts, outputs
         self._outputs = outputs

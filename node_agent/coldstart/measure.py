@@ -115,18 +115,19 @@ def _link_cost(store: AdapterStore, taken: list[int], rounds: int) -> LinkCost:
         for to, of in places[:count]:
             device.data[to].copy_(host.data[of], non_blocking=True)
 
-    seconds = {}
-    for count in (1, pages):
-        found = [device_seconds(device.data.device, partial(copy, count)) for _ in range(rounds + 1)]
-        seconds[count] = median(found[1:])
+    one, most = (_median_seconds(device.data.device, partial(copy, count), rounds) for count in (1, pages))
     size = host.page_size
-    per_byte = (seconds[pages] - seconds[1]) / (size * (pages - 1)) if pages > 1 else seconds[1] / size
-    per_byte = max(per_byte, 1e-13)
-    latency = max(0.0, seconds[1] - size * per_byte)
+    per_byte = max((most - one) / (size * (pages - 1)) if pages > 1 else one / size, 1e-13)
+    latency = max(0.0, one - size * per_byte)
     simulated = store.simulated_link
     if simulated is not None:
         per_byte, latency = per_byte + 1 / simulated.bandwidth, latency + simulated.latency
     return LinkCost(latency, 1 / per_byte)
+
+
+def _median_seconds(device: torch.device, work: Callable[[], object], rounds: int) -> float:
+    """Of `rounds` runs behind a first one, which does not count."""
+    return median([device_seconds(device, work) for _ in range(rounds + 1)][1:])
 
 
 def _page(number: int, elements: int) -> slice:
@@ -142,8 +143,7 @@ def measure_handoff(workers: StreamPool, rounds: int) -> LinkCost:
     try:
         for tokens in sizes:
             x = torch.zeros(tokens, width, dtype=workers.layout.torch_dtype, device=workers.device)
-            found = [device_seconds(workers.device, partial(_hand_over, workers, x)) for _ in range(rounds + 1)]
-            seconds.append(median(found[1:]))
+            seconds.append(_median_seconds(workers.device, partial(_hand_over, workers, x), rounds))
     finally:
         workers.disarm()
     row = width * workers.layout.torch_dtype.itemsize

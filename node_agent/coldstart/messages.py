@@ -82,21 +82,24 @@ class Message:
 
 
 class Share:
-    """The rows of one adapter in a message: a cold_lora.Handoff."""
+    """The rows of one adapter in a message: its part of the adapters' work, being computed by CPU workers."""
 
     def __init__(self, message: Message, begin: int, end: int) -> None:
         self._message, self._begin, self._end = message, begin, end
         self._open = True
 
     def wait(self) -> bool:
-        """Returns False when the message's rows do not come: then no share of it does."""
+        """Waits, within a bound; on a device with a stream, is enqueued there. Returns False when the message's rows do
+        not come: then no share of it does, and nobody may read `outputs`."""
         return self._message.wait()
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
+        """One [T, d_out] per projection of the group: scale * x A B. Valid after `wait`, until `close`."""
         return [y[self._begin : self._end] for y in self._message.outputs]
 
     def close(self) -> None:
+        """Nobody reads `outputs` any more."""
         if self._open:
             self._open = False
             self._message.close_share()

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.json_file import write_json
-
 PROFILE_VERSION = 2
 """1: workers multiplied long slices of bf16 by bf16 products on every processor."""
 MAX_PROFILE_BYTES = 1 << 20
@@ -119,10 +117,6 @@ def read_profile(file: Path, key: ProfileKey) -> Profile:
         raise ProfileError(f"{file}: made for {profile.key} (version {profile.version}), here is {key}")
     check(profile)
     return profile
-
-
-def write_profile(profile: Profile, file: Path) -> None:
-    write_json(profile, file)
 
 
 def check(profile: Profile) -> None:

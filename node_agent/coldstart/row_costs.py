@@ -23,7 +23,7 @@ MOST_JOINED = 4
 
 
 class RowCosts:
-    """What a node's profile says of decode rows."""
+    """What a node's profile says of decode rows, and of the workers' part of chunks."""
 
     def __init__(self, profile: Profile, base: BaseModel) -> None:
         self.profile, self.base = profile, base
@@ -33,13 +33,24 @@ class RowCosts:
         return self.base.num_layers * self.profile.layer_seconds(rows)
 
     def beside(self, rows: int) -> np.ndarray:
-        """Returns f64[groups]: seconds of the base's products in each layer of a step of so many rows."""
+        """Returns f64[groups]: seconds of the base's products in each layer of a step, or a chunk, of so many rows."""
         shares = group_shares(self.base)
         return self.profile.layer_seconds(rows) * np.array([shares[name] for name in NAMES])
 
     def work(self, layout: AdapterLayout, rows: int) -> np.ndarray:
         """Returns the workers' seconds for the adapter's part of so many rows."""
         return self._by_group(layout, lambda _, elements: self.profile.cpu_seconds(rows, elements))
+
+    def slices(self, layout: AdapterLayout, tokens: int, workers: int) -> np.ndarray:
+        """Returns the seconds that a worker takes for its slice of a chunk of so many tokens, which `workers` workers
+        share."""
+        budgets = dict(zip(NAMES, self.beside(tokens).tolist(), strict=True))
+
+        def of_slice(group: str, elements: int) -> float:
+            wanted = -(-tokens // self.profile.slice_tokens(elements, budgets[group]))
+            return self.profile.cpu_seconds(-(-tokens // max(1, min(wanted, workers))), elements)
+
+        return self._by_group(layout, of_slice)
 
     def crossings(self, layout: AdapterLayout, row_bytes: int) -> np.ndarray:
         """Returns the seconds in which inputs and results cross between a device and the workers; `row_bytes`: of one

@@ -11,13 +11,14 @@ import torch
 from msgspec.structs import replace
 
 from adapters.base_model import BaseModel
+from cluster.json_file import write_json
 from kernels.build import CompileError
 from kernels.handoff_device import stream_kernels
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.auto_workers import TOO_SLOW, decide_workers, known_too_slow, workers_gain
 from node_agent.coldstart.cold_starts import WAYS, WorkersDecision
 from node_agent.coldstart.measure import SHORT, measure, measure_cpu, measure_handoff
-from node_agent.coldstart.profile import Profile, ProfileError, ProfileKey, check, read_profile, write_profile
+from node_agent.coldstart.profile import Profile, ProfileError, ProfileKey, check, read_profile
 from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.stream import BrokenHandoff, StreamPool
 from node_agent.coldstart.workers import WorkerPool
@@ -128,7 +129,7 @@ def _worth_keeping(engine: Engine, config: EngineConfig, profile: Profile, worke
         starts.decision = WorkersDecision(0, "none answered while they were measured")
     else:
         starts.use(profile, workers)
-        if config.cpu_workers is not None or workers_gain(starts, config, profile):
+        if config.cpu_workers is not None or workers_gain(starts, config, profile, workers.usable):
             return workers
         starts.decision = TOO_SLOW
     workers.close()
@@ -200,7 +201,7 @@ def _keep(profile: Profile, file: Path | None) -> None:
         return
     try:
         check(profile)  # a worker that did not answer just now may do so then
-        write_profile(profile, file)
+        write_json(profile, file)
     except (ProfileError, OSError) as error:
         log.warning("the profile is not kept", extra={"reason": str(error)})
 

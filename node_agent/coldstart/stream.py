@@ -19,7 +19,6 @@ The kernels run on any device; on a CPU (Triton's interpreter) the stream is the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -32,7 +31,7 @@ from node_agent.coldstart.handoffs import WAIT_LIMIT_S, Part
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, HandoffMemory, Layout
 from node_agent.coldstart.slices import Segment, slices_wanted
-from node_agent.coldstart.workers import STALL_LIMIT_S, Counters, WorkerPool
+from node_agent.coldstart.workers import STALL_LIMIT_S, WorkerPool
 from node_agent.device import Event, record_event
 
 
@@ -100,11 +99,6 @@ class StreamPool(WorkerPool):
             else:
                 self._ending.append(one)
         super().poll()
-
-    def counters(self) -> Counters:
-        self.poll()
-        found = super().counters()
-        return replace(found, in_quarantine=found.in_quarantine + len(self._ending))
 
     def check(self) -> None:
         """Hand random rows over and compare what lies there: before any request does. Workers must be warm.

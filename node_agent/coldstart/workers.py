@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,22 +24,6 @@ STALL_LIMIT_S = 5.0
 """A worker that answers nothing for so long after a time-out is killed and started again."""
 CHECK_NS = 200_000
 """Between two looks at whether the awaited worker lives."""
-
-
-@dataclass(frozen=True)
-class Counters:
-    handoffs: int
-    timeouts: int
-    """handoffs whose wait ended by its limit"""
-    deaths: int
-    """worker processes that ended by themselves or were killed"""
-    restarts: int
-    quarantined: int
-    """slots that were closed before all their workers had answered"""
-    in_quarantine: int
-    """of these, how many still are"""
-    takeovers: int
-    """slices that another worker computed instead"""
 
 
 class WorkerPool:
@@ -79,6 +62,7 @@ class WorkerPool:
         self._polling: set[int] = set()
         """indices of the workers that were armed"""
         self.takeover_ns = int(takeover * 1e9)
+        """After so long without an answer another worker computes a slice, too."""
         self._closed = False
         self._x_bytes, self._dtype, self._host_dtype = layout.x_bytes, layout.dtype, layout.torch_dtype
 
@@ -175,12 +159,6 @@ class WorkerPool:
         late = [part for _, waiting in self._quarantine for part in waiting]
         return bool(late) and any(part in late for part in parts)
 
-    def counters(self) -> Counters:
-        self._sweep()
-        keeper = self._keeper
-        counted = (self._handoffs, self._timeouts, keeper.deaths, keeper.restarts, self._quarantined)
-        return Counters(*counted, len(self._quarantine), self._takeovers)
-
     def close(self) -> None:
         """End the workers. Open handoffs fail; the memory goes with the last view of it."""
         if not self._closed:
@@ -195,9 +173,6 @@ class WorkerPool:
     def _worker_config(self, index: int, epoch: int) -> WorkerConfig:
         cores = tuple(self._cores) if index >= len(self._cores) else (self._cores[index],)
         return WorkerConfig(os.getpid(), index, cores, epoch, self.fd, self._armed_fds[index], self.layout, self._host)
-
-    def _widths(self, code: int) -> tuple[int, ...]:
-        return self.memory.group_widths[code][1]
 
     def _check(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, code: int) -> None:
         shape, most = x.shape, self.layout.max_tokens
@@ -230,7 +205,8 @@ class WorkerPool:
         for part in parts:
             self._flags.post(self.memory.command_flags[part.at][part.worker.index], part.value)
         self._handoffs += 1
-        return Handoff(self, slot, parts, [] if code == ECHO else self.memory.y(slot, tokens, self._widths(code)))
+        outputs = [] if code == ECHO else self.memory.y(slot, tokens, self.memory.group_widths[code][1])
+        return Handoff(self, slot, parts, outputs)
 
     def _choose(self, most: int) -> list[WorkerState]:
         able = self.able
@@ -276,7 +252,7 @@ class WorkerPool:
         self._timeouts += 1
 
     def release(self, slot: int, parts: list[Part], arrived: bool) -> None:
-        """The slot is free as soon as nobody writes to it any more."""
+        """The slot is free as soon as nobody writes to it any more. `arrived`: all its workers have answered."""
         waiting = [part for part in parts if not self._settle(part, arrived)]
         if not waiting:
             self._free.append(slot)

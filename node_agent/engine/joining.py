@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
-from node_agent.coldstart.assist import Assist
-from node_agent.coldstart.cold_lora import ColdLora, PassWorkers
+from node_agent.coldstart.assist import Assist, AssistedPass
+from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.messages import PassMessages
 from node_agent.coldstart.mixed_lora import LoadingPart, MixedLora
 from node_agent.engine.batch import Row, build_lora
@@ -62,7 +62,7 @@ class Joined:
         self._cold, self._runner, self._start_lora = cold, runner, start_lora
         self._messages: PassMessages | None = None
         """what goes to the workers, of all adapters together"""
-        self._workers: dict[str, PassWorkers | None] = {}
+        self._workers: dict[str, AssistedPass | None] = {}
         self._parts: list[tuple[list[Row], Lease, LoadingPart]] = []
         self.left_out: list[Row] = []
 
@@ -83,7 +83,7 @@ class Joined:
             cold.exposed += time.monotonic() - cold.waits_since
             cold.waits_since = 0.0
 
-    def _begin(self, lease: Lease, assist: Assist | None) -> PassWorkers | None:
+    def _begin(self, lease: Lease, assist: Assist | None) -> AssistedPass | None:
         """Returns None where no worker can be had for the adapter."""
         if assist is None:
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from adapters.base_model import PROJECTIONS, BaseModel
-from node_agent.adapter_memory.layout import lay_out_uniform
 from node_agent.adapter_memory.pool import Pool
 from node_agent.engine.loop import Engine
 from node_agent.performance.speed import tokens_per_second
@@ -26,19 +25,17 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 def capacity_of(engine: Engine, base: BaseModel) -> Capacity:
-    store, itemsize = engine.store, engine.runner.dtype.itemsize
-    slots = store.table.shape.slots
+    store, slots = engine.store, engine.store.table.shape.slots
     return Capacity(
         kv_tokens=engine.blocks.total * engine.runner.block_tokens,
-        device_adapters={str(rank): min(slots, fitting(store.pool, base, itemsize, rank)) for rank in RANKS},
-        host_adapters={str(rank): fitting(store.host_memory.pool, base, itemsize, rank) for rank in RANKS},
+        device_adapters={str(rank): min(slots, fitting(store.pool, base, rank)) for rank in RANKS},
+        host_adapters={str(rank): fitting(store.host_memory.pool, base, rank) for rank in RANKS},
         tokens_per_second={callers: round(rate, 2) for callers, rate in tokens_per_second(engine).items()},
         device=str(engine.runner.device),
         dtype=str(engine.runner.dtype).removeprefix("torch."),
     )
 
 
-def fitting(pool: Pool, base: BaseModel, itemsize: int, rank: int) -> int:
+def fitting(pool: Pool, base: BaseModel, rank: int) -> int:
     """How many adapters of one rank, on all projections of all layers, an empty pool takes."""
-    layout = lay_out_uniform(base, rank, range(len(PROJECTIONS)), itemsize, pool.page_units)
-    return pool.pages.count // layout.pages
+    return pool.pages.count // pool.uniform_layout(base, rank, range(len(PROJECTIONS))).pages

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -28,6 +29,8 @@ BOUND = 2.0
 """A factor lies between its inverse and it."""
 WORTH = 0.02
 """A factor that is off by no more stays: records change, and schedulers look again, only where it matters."""
+
+T = TypeVar("T", DecodeModel, PrefillModel)
 
 log = logging.getLogger("garnish.engine")
 
@@ -103,22 +106,13 @@ def _together(model: PerformanceModel, decoding: Sequence[Row], prompts: Sequenc
 
 def corrected(model: PerformanceModel, decode: float, prefill: float) -> PerformanceModel:
     """The model with the costs of decode steps and of prompt passes multiplied."""
-    of_decode: DecodeModel = model.decode
-    of_prefill: PrefillModel = model.prefill
     return replace(
         model,
-        decode=replace(
-            of_decode,
-            base=of_decode.base * decode,
-            per_row=of_decode.per_row * decode,
-            per_context=of_decode.per_context * decode,
-            per_rank=of_decode.per_rank * decode,
-        ),
-        prefill=replace(
-            of_prefill,
-            base=of_prefill.base * prefill,
-            per_token=of_prefill.per_token * prefill,
-            per_token2=of_prefill.per_token2 * prefill,
-            per_token_rank=of_prefill.per_token_rank * prefill,
-        ),
+        decode=_times(model.decode, decode, "base", "per_row", "per_context", "per_rank"),
+        prefill=_times(model.prefill, prefill, "base", "per_token", "per_token2", "per_token_rank"),
     )
+
+
+def _times(costs: T, factor: float, *names: str) -> T:
+    """The costs, of which those of these names are multiplied."""
+    return replace(costs, **{name: getattr(costs, name) * factor for name in names})

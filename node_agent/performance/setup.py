@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from importlib.metadata import version
-from math import inf
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 from msgspec.structs import replace
 
 from adapters.base_model import BaseModel
@@ -30,10 +28,10 @@ from cluster.performance_fit import (
     fit_prefill,
 )
 from cluster.performance_model import ModelKey, Transfer, rank_terms
-from node_agent.adapter_memory.layout import ROW_ALIGN
 from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.costs import pipelined_costs
 from node_agent.coldstart.measure import measure_link
-from node_agent.coldstart.planner import ChunkCosts, choose
+from node_agent.coldstart.planner import choose
 from node_agent.coldstart.profile import Profile
 from node_agent.config import EngineConfig
 from node_agent.device import hardware_name
@@ -42,7 +40,7 @@ from node_agent.gpu.devices import expected_link
 from node_agent.performance.cases import LONG, RANKS, grid_cases
 from node_agent.performance.drift import Drift
 from node_agent.performance.links import measure_store, store_transfer
-from node_agent.performance.sweep import Bench, Progress, Sweep, all_cases, bench, made_up_layout
+from node_agent.performance.sweep import TARGETS, Bench, Progress, Sweep, all_cases, bench
 
 LONG_BUDGET = 900.0
 """Seconds that `garnish profile` measures passes for at most; fewer repeats then."""
@@ -163,17 +161,12 @@ def exposed_share(profile: Profile, way: Way, engine: Engine, base: BaseModel) -
     """Returns what a cold request waits beyond a warm one's prefill, as a share (1 at most) of the load alone on its
     link, by the planner's forecast without CPU workers: the median over ranks and prompt lengths."""
     plans = tuple(plan for plan in way.plans if plan != "assist")
-    layers = base.num_layers
     shares = []
     for rank in RANKS:
-        spans = made_up_layout(engine.store, base, rank).spans
-        sizes = np.array([sum(span.end - span.begin for span in layer) * ROW_ALIGN for layer in spans], float)
-        load = sizes / profile.link.bandwidth
-        whole = profile.link.latency + float(load.sum())
+        layout = engine.store.pool.uniform_layout(base, rank, TARGETS)
         for tokens in PROMPTS:
-            device = profile.layer_seconds(tokens)
-            costs = ChunkCosts(device, np.full(layers, inf), load, np.zeros(layers), profile.link.latency)
-            shares.append(choose(costs, plans or ("wait",)).exposed / whole)
+            costs = pipelined_costs(profile, layout, tokens)
+            shares.append(choose(costs, plans or ("wait",)).exposed / (costs.latency + float(costs.load.sum())))
     return min(1.0, median(shares))
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from adapters.base_model import BaseModel
 from cluster.messages import Sampling
 from cluster.performance_fit import DecodeSample, PrefillSample
-from node_agent.adapter_memory.layout import AdapterLayout, lay_out_uniform
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.batch import Row
 from node_agent.engine.loop import Engine
@@ -48,20 +47,16 @@ class Sweep:
     prefill: list[PrefillSample] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Bench:
     """A free engine's rows and adapters, with which cases are run. Made by `bench`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        requests: list[Request],
-        leases: list[Lease],
-        bounds: Bounds,
-        deadline: float,
-        gives_way: Callable[[], bool] | None,
-    ) -> None:
-        self.engine, self.requests, self.leases, self.bounds = engine, requests, leases, bounds
-        self.deadline, self._gives_way = deadline, gives_way
+    engine: Engine
+    requests: list[Request]
+    leases: list[Lease]
+    bounds: Bounds
+    deadline: float
+    gives_way: Callable[[], bool] | None
 
     def run(self, case: Case) -> Run:
         """One pass, timed as the engine's hot passes are. Raises GaveWay."""
@@ -78,7 +73,7 @@ class Bench:
         return decode_sample(rows, seconds) if case.decode else prefill_sample(rows, seconds)
 
     def _forward(self, rows: list[Row], n_decode: int) -> None:
-        if self.engine.hot.forward(rows, n_decode, self._gives_way) is None:
+        if self.engine.hot.forward(rows, n_decode, self.gives_way) is None:
             raise GaveWay
 
     def fill(self, written: set[int], progress: Progress) -> None:
@@ -189,7 +184,7 @@ def lent_adapters(
 ) -> Iterator[list[Lease]]:
     """Up to `each` made-up adapters of every rank, in turn, as long as there is room for another. They push out idle
     ones, but with `gives_way`: what calls have brought stays where it is then. Raises GaveWay."""
-    layouts = {rank: made_up_layout(store, base, rank, targets) for rank in ranks}
+    layouts = {rank: store.pool.uniform_layout(base, rank, targets) for rank in ranks}
     leases: list[Lease] = []
     try:
         for number in range(each):
@@ -204,11 +199,6 @@ def lent_adapters(
         for lease in leases:
             store.release(lease, ())
             store.discard(lease.digest)
-
-
-def made_up_layout(store: AdapterStore, base: BaseModel, rank: int, targets: Sequence[int] = TARGETS) -> AdapterLayout:
-    """Returns the layout of an adapter that adapts `targets` in every layer, with `rank`."""
-    return lay_out_uniform(base, rank, targets, store.pool.data.element_size(), store.pool.page_units)
 
 
 def all_cases(effort: Effort, bounds: Bounds, seed: int = 0) -> list[Case]:

@@ -13,10 +13,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from adapters.artifact import ArtifactHeader, check_layer
 from adapters.base_model import BaseModel
 from adapters.errors import InvalidAdapter, Problem
-from adapters.peft_format import read_peft
-from adapters.validate import LoraLayout, validate
+from adapters.peft_format import PeftAdapter, read_peft
+from adapters.store import ObjectStore
+from adapters.validate import LoraLayout, check_values, inspect
 
 LAYERS = 3
 SIZES = {
@@ -86,6 +88,14 @@ def load(model: PreTrainedModel, folder: Path) -> PeftModel:
         return PeftModel.from_pretrained(model, str(folder))
 
 
+def validate(adapter: PeftAdapter, base: BaseModel) -> LoraLayout:
+    """Check the adapter against the base model, reading every tensor once.
+
+    Raises InvalidAdapter with every problem of the config, of the mapping and of the tensors' values.
+    """
+    return check_values(inspect(adapter, base), adapter.weights)
+
+
 def read(config: bytes, weights: Path, base: BaseModel) -> LoraLayout:
     return validate(read_peft(config, weights), base)
 
@@ -94,3 +104,16 @@ def problems(config: bytes, weights: Path, base: BaseModel) -> list[Problem]:
     with pytest.raises(InvalidAdapter) as raised:
         read(config, weights, base)
     return raised.value.problems
+
+
+def read_layer(store: ObjectStore, key: str, header: ArtifactHeader, layer: int) -> bytes:
+    """One layer's block, checked against its hash; empty if nothing is adapted there.
+
+    Raises NotFound or CorruptArtifact.
+    """
+    block = header.layers[layer]
+    if block.size == 0:
+        return b""
+    data = store.get_range(key, block.offset, block.size)
+    check_layer(header, layer, data)
+    return data

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import safetensors.torch
 import torch
-from peft_files import ALL, LAYERS, adapter
+from peft_files import ALL, LAYERS, adapter, read_layer, validate
 
 from adapters.artifact import (
     ALIGN,
@@ -20,14 +20,12 @@ from adapters.artifact import (
     Pair,
     artifact_key,
     read_header,
-    read_layer,
     write_artifact,
 )
 from adapters.base_model import BaseModel
 from adapters.errors import CorruptArtifact, InvalidAdapter, NotFound
 from adapters.local_store import LocalStore
 from adapters.peft_format import read_peft
-from adapters.validate import validate
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from peft_files import changed
 
-from adapters.all_versions import all_objects
 from adapters.base_model import BaseModel
 from adapters.collect import ORPHAN_SECONDS, Collected, collect
 from adapters.contents import blob_key
@@ -22,7 +21,7 @@ from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Manifest, VersionEntry
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
-from adapters.store import ObjectStore
+from adapters.store import ObjectStore, all_objects
 from adapters.verify import verify
 
 Good = tuple[bytes, Path]

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peft_files import safetensors_bytes
+from peft_files import safetensors_bytes, validate
 
 from adapters.base_model import BaseModel
 from adapters.errors import AdapterError, InvalidAdapter, Problem
 from adapters.peft_config import HARMLESS, REFUSED, SERVED
 from adapters.peft_format import read_peft
-from adapters.validate import validate
 
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

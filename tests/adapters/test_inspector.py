@@ -57,6 +57,11 @@ def outcome(config: bytes, weights: Path, look: object) -> Inspection | list[obj
         return [type(error), str(error)]
 
 
+def pid_of(inspector: Inspector) -> int | None:
+    """Of the latest helper process; None before the first one was needed."""
+    return None if inspector.helper.process is None else inspector.helper.process.pid
+
+
 def files(folder: Path, good: tuple[bytes, Path]) -> list[tuple[bytes, Path]]:
     config, weights = good
     many = {f"model.layers.0.lora.{number}": 1 for number in range(3000)}
@@ -66,6 +71,9 @@ def files(folder: Path, good: tuple[bytes, Path]) -> list[tuple[bytes, Path]]:
     return [
         good,
         adapter(folder / "regex", target_modules=r".*\.(q|v)_proj", rank_pattern={r"layers\.1\..*": 3}),
+        adapter(
+            folder / "list", target_modules=["q_proj"], rank_pattern={r"layers\.1\..*": 4}, alpha_pattern={"q_proj": 3}
+        ),
         *((config, folder / name) for name in broken),
         (b"{", weights),
         (b"{" + b" " * MAX_CONFIG_BYTES, weights),
@@ -88,12 +96,12 @@ def test_outcomes_are_those_of_this_process(
 
 def test_one_process_of_low_priority_looks_at_all(good: tuple[bytes, Path], inspector: Inspector) -> None:
     inspector.inspect(*good)
-    pid = inspector.pid
+    pid = pid_of(inspector)
     assert pid is not None
     with ThreadPoolExecutor(4) as pool:
         seen = list(pool.map(lambda _: inspector.inspect(*good), range(20)))
     assert all(each == seen[0] for each in seen)
-    assert inspector.pid == pid
+    assert pid_of(inspector) == pid
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
 
 
@@ -102,6 +110,23 @@ def test_expressions_that_never_end(good: tuple[bytes, Path], inspector: Inspect
         inspector.inspect(changed(good[0], target_modules=ENDLESS), good[1])
     assert raised.value.problems[0].expected == "10 s"
     assert inspector.inspect(*good).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("target_modules", ENDLESS),
+        ("exclude_modules", r"([a-z0-9._]+)+X"),
+        ("rank_pattern", {r"(([a-z0-9._]+)+)+X": 4}),
+        ("alpha_pattern", {r"(([a-z0-9._]+)+)+X": 4}),
+    ],
+)
+def test_expressions_that_never_end_in_any_field(
+    good: tuple[bytes, Path], inspector: Inspector, field: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.inspector.MATCH_SECONDS", 1.0)
+    with pytest.raises(InvalidAdapter, match="take too long"):
+        inspector.inspect(changed(good[0], **{field: value}), good[1])
 
 
 @pytest.mark.parametrize("piece", [b"[{}],", b'{"":{}},'])
@@ -121,7 +146,7 @@ def test_headers_that_need_too_much_memory(
         ("reading its header takes too long", "5 s"),
     )
     inspector.inspect(*good)
-    resident = int(Path(f"/proc/{inspector.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    resident = int(Path(f"/proc/{pid_of(inspector)}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
     assert resident < 128 << 20  # what the hostile one took is given back
 
 
@@ -147,11 +172,12 @@ def test_a_header_of_too_many_tensors(
 def test_a_process_that_is_killed_is_replaced(good: tuple[bytes, Path], inspector: Inspector) -> None:
     """Idle, and in the middle of its work, which may then be tried again."""
     inspector.inspect(*good)
-    assert inspector.pid is not None
-    os.kill(inspector.pid, signal.SIGKILL)
-    _until_ended(inspector.pid)
+    first = pid_of(inspector)
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    _until_ended(first)
     inspector.inspect(*good)
-    pid = inspector.pid
+    pid = pid_of(inspector)
     assert pid is not None
     with ThreadPoolExecutor(1) as pool:
         looking = pool.submit(inspector.inspect, changed(good[0], target_modules=ENDLESS), good[1])
@@ -169,8 +195,9 @@ def test_who_waits_too_long_may_try_again(
 ) -> None:
     with closing(Inspector(base)) as inspector:
         inspector.inspect(*good)
-        assert inspector.pid is not None
-        os.kill(inspector.pid, signal.SIGSTOP)
+        first = pid_of(inspector)
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
         monkeypatch.setattr("adapters.inspector.ANSWER_SECONDS", 0.2)
         with pytest.raises(InspectionBusy, match="too busy to look at an adapter"):
             inspector.inspect(*good)

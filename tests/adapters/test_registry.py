@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from peft_files import changed
+from peft_files import changed, read_layer
 
-from adapters.artifact import artifact_key, read_header, read_layer
+from adapters.artifact import artifact_key, read_header
 from adapters.base_model import BaseModel
 from adapters.contents import blob_key
 from adapters.deployment import Deployment

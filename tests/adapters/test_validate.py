@@ -20,18 +20,19 @@ from peft_files import (
     load,
     peft_model,
     read,
+    read_layer,
     save,
     tiny_model,
+    validate,
 )
 from transformers import AutoModelForCausalLM
 
-from adapters.artifact import read_header, read_layer, write_artifact
+from adapters.artifact import read_header, write_artifact
 from adapters.base_model import BaseModel, load_base_model
 from adapters.errors import InvalidAdapter
 from adapters.local_store import LocalStore
 from adapters.model_families import LLAMA
 from adapters.peft_format import read_peft
-from adapters.validate import validate
 
 MODEL = tiny_model()
 

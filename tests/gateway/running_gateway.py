@@ -61,7 +61,7 @@ def start_gateway(stack: ExitStack, model: Path, folder: Path, **changed: Any) -
     """A gateway over a registry in `folder`, with an admin key and the tenants `acme` and `other`; its nodes' records
     never expire within a test. `changed`: fields of GatewayConfig. It is stopped when the stack is closed."""
     tenants = Tenants(LocalStore(folder / "registry"))
-    keys = {"admin": tenants.add_admin_key()[0]}
+    keys = {"admin": tenants.add_key(None, "start")[0]}
     for tenant in ("acme", "other"):
         tenants.put(tenant)
         keys[tenant] = tenants.add_key(tenant)[0]

@@ -54,7 +54,7 @@ def start(
             store = LocalStore(Path(config.registry))
             tenants = Tenants(store)
             tenants.put("acme")
-            (key, record), admin = tenants.add_key("acme"), tenants.add_admin_key()[0]
+            (key, record), admin = tenants.add_key("acme"), tenants.add_key(None, "start")[0]
             registry = Registry(store, load_base_model(Path(config.model_dir), config.base_id))
             for name in ("pirate", "space"):
                 folder = stories_adapters[name]

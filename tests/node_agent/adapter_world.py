@@ -32,6 +32,14 @@ LAYERS = 5
 """of stories260K"""
 
 
+def host_slot(store: AdapterStore, lease: Lease) -> int:
+    """The adapter's slot in the host table. Raises RuntimeError when it is not in host memory."""
+    slot = store.device[lease.digest].host.slot
+    if slot < 0:
+        raise RuntimeError(f"adapter {lease.digest} is not in host memory")
+    return slot
+
+
 class World:
     """Six deployed adapters and a way to make stores over them."""
 

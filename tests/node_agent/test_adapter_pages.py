@@ -23,12 +23,12 @@ from node_agent.adapter_memory.layout import ROW_ALIGN, contiguous_runs, lay_out
 from node_agent.adapter_memory.pages import PageMap, choose_page_size
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.adapter_memory.usage import device_usage, host_usage
 from node_agent.adapter_memory.weights import view_weights
 from node_agent.engine_process import Loop, WakeUp, ready_message
 from node_agent.types import GROUPS
 from tests.draws import draws
-from tests.node_agent.adapter_world import World, assert_contents, loaded_lease
+from tests.node_agent.adapter_world import World, assert_contents, host_slot, loaded_lease
+from tests.node_agent.memory_usage import device_usage, host_usage
 
 
 def base_of(hidden: int, inner: int, heads: int, kv: int, layers: int) -> BaseModel:
@@ -204,7 +204,7 @@ def test_a_damaged_host_table_is_named_and_healed(world: World, make_store: Call
     """CPU workers compute by it."""
     store = make_store()
     held = loaded_lease(store, world.adapters[0])
-    slot, table = store.host_slot(held), store.hosts.table
+    slot, table = host_slot(store, held), store.hosts.table
     layer, projection = (table.rank[slot] > 0).nonzero()[0].tolist()
     table.scale[slot, layer, projection] += 1
     name = ("q", "k", "v", "o", "gate", "up", "down")[projection]

@@ -22,10 +22,9 @@ from adapters.store import Arrived, ObjectStore
 from cluster.messages import Adapter
 from node_agent.adapter_memory.eviction import POLICIES
 from node_agent.adapter_memory.integrity import check_memory
-from node_agent.adapter_memory.loads import HostHold
+from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.runs import FreeRuns
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.adapter_memory.usage import device_usage, host_usage
 from node_agent.config import LinkConfig
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 from tests.node_agent.adapter_world import (
@@ -35,11 +34,13 @@ from tests.node_agent.adapter_world import (
     assert_layer,
     comes_with_header,
     header_only,
+    host_slot,
     lease,
     loaded_lease,
     measured,
     until,
 )
+from tests.node_agent.memory_usage import device_usage, host_usage
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -53,7 +54,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.late: list[LateEvent] = []
         self.reading: list[tuple[LateEvent, str, list[int]]] = []
         self.pinned_here: set[str] = set()
-        self.holds: list[tuple[HostHold, list[int]]] = []
+        self.holds: list[tuple[HostAdapter, list[int]]] = []
 
     def teardown(self) -> None:
         for event in self.late:
@@ -125,8 +126,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.set_order(held, order)
         hold = self.store.hold_host(held)
         if hold is not None:
-            assert hold.slot == self.store.host_slot(held)
-            self.holds.append((hold, list(hold.host.pages or ())))
+            assert hold.slot == host_slot(self.store, held)
+            self.holds.append((hold, list(hold.pages or ())))
 
     @rule(which=st.integers(0, 7))
     def end_on_the_host(self, which: int) -> None:
@@ -174,9 +175,9 @@ class StoreMachine(RuleBasedStateMachine):
     def what_workers_read_stays(self) -> None:
         hosts = self.store.hosts
         for hold, pages in self.holds:
-            assert hold.host.pages == pages
-            for layer in (at for at, here in enumerate(hold.host.here) if here):
-                assert_layer(self.world, hold.host.digest, hosts.table, hosts.pool.data, hold.slot, layer)
+            assert hold.pages == pages
+            for layer in (at for at, here in enumerate(hold.here) if here):
+                assert_layer(self.world, hold.digest, hosts.table, hosts.pool.data, hold.slot, layer)
 
     @invariant()
     def nothing_has_two_owners(self) -> None:

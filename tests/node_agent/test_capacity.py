@@ -26,7 +26,7 @@ def test_as_many_as_their_rows_take(rank: int, dtype: torch.dtype) -> None:
     pool = device_pool(32 << 20, choose_page_size(BASE, dtype.itemsize), torch.device("cpu"), dtype)
     rows = [width * dtype.itemsize for pair in WIDTHS for width in pair]
     one = BASE.num_layers * rank * sum(-(-row // ROW_ALIGN) * ROW_ALIGN for row in rows)
-    count = fitting(pool, BASE, dtype.itemsize, rank)
+    count = fitting(pool, BASE, rank)
     assert count * one <= pool.size
     assert (count + 1) * (one + 2 * pool.page_size) > pool.size
 

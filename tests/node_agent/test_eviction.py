@@ -19,7 +19,7 @@ from node_agent.adapter_memory.eviction import HYSTERESIS, POLICIES, SETTLES_S, 
 from node_agent.adapter_memory.host import REPEATED_SHARE
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.load_rates import FIRST_RATES, LoadRates
-from node_agent.adapter_memory.loads import HostHold
+from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import EngineConfig
 from node_agent.types import Lease
@@ -228,7 +228,7 @@ def test_only_idle_adapters_can_leave(world: World, eviction: str, data: st.Data
     store = world.store(eviction=eviction, adapter_slots=2, host_memory=512 << 10)
     _check_candidates(store)
     held: list[Lease] = []
-    hold: HostHold | None = None
+    hold: HostAdapter | None = None
     try:
         for adapter in data.draw(st.lists(st.sampled_from(large), min_size=6, max_size=14)):
             store.room.pinned = {data.draw(st.sampled_from(sorted(store.device)))} if len(store.device) == 2 else set()

@@ -154,7 +154,7 @@ def test_a_read_that_fails_behind_its_last_layer_has_ended(
     monkeypatch.setattr(turnstile, "get_range_into", get_range_into)
     held = lease(store, adapter)
     until(store, lambda: store.loaded(held))
-    until(store, lambda: all(job.over for job in store.loader._fetching._jobs))
+    until(store, lambda: all(job.over for job in store.loader.fetching._jobs))
     assert reads == [length]
     assert_contents(store, world, held)
     store.release(held, [])

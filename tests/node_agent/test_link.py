@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node_agent.adapter_memory.link import Link, LinkClosed
+from node_agent.adapter_memory.link import Flow, Link, LinkClosed, Transfer
 from node_agent.config import LinkConfig
 
 
@@ -20,6 +20,13 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def arrival(link: Link, transfer: Transfer) -> float:
+    """When the transfer has arrived, or will if no other flow joins or leaves; in seconds of the clock."""
+    with link._changed:
+        link._advance(link.clock())
+        return link._arrival(transfer)
 
 
 @dataclass
@@ -71,7 +78,7 @@ def test_flows_share_equally(jobs: list[Job], bandwidth: float, latency: float, 
     """However often the link is looked at meanwhile, each transfer arrives when processor sharing says."""
     clock = Clock()
     link = Link(LinkConfig(bandwidth, latency), clock=clock)
-    flows = [link.flow() for _ in jobs]
+    flows = [Flow() for _ in jobs]
     begun = [[] for _ in jobs]  # type: ignore[var-annotated]
     events = [(begin, 0, j, size) for j, job in enumerate(jobs) for begin, size in job.transfers]
     events += [(job.closed, 1, j, 0) for j, job in enumerate(jobs) if job.closed is not None]
@@ -79,49 +86,49 @@ def test_flows_share_equally(jobs: list[Job], bandwidth: float, latency: float, 
         if looks:
             clock.now = (clock.now + now) / 2
             for transfer in (t for flow in begun for t in flow if not t.flow.closed):
-                link.arrival(transfer)
+                arrival(link, transfer)
         clock.now = now
         if closes:
-            flows[j].close()
+            link.leave(flows[j])
         elif not flows[j].closed:
-            begun[j].append(flows[j].begin(size))
+            begun[j].append(link.begin(flows[j], size))
     clock.now = 1e6
     for j, expected in enumerate(processor_sharing(jobs, bandwidth)):
         for transfer, end in zip(begun[j], expected, strict=False):
             if end is None or (flows[j].closed and transfer.crossed is None):
                 assert end is None and transfer.crossed is None
             else:
-                assert link.arrival(transfer) == pytest.approx(end + latency) if not flows[j].closed else True
+                assert arrival(link, transfer) == pytest.approx(end + latency) if not flows[j].closed else True
                 assert transfer.crossed == pytest.approx(end)
 
 
 def test_the_forecast_is_what_happens_if_nobody_joins() -> None:
     clock = Clock()
     link = Link(LinkConfig(10.0, 1.0), clock=clock)
-    long, short = link.flow().begin(100), link.flow().begin(20)
-    assert (link.arrival(short), link.arrival(long)) == (5.0, 13.0)  # 20 at half the rate; 80 more at the whole
+    long, short = link.begin(Flow(), 100), link.begin(Flow(), 20)
+    assert (arrival(link, short), arrival(link, long)) == (5.0, 13.0)  # 20 at half the rate; 80 more at the whole
     clock.now = 2.0
-    link.flow().begin(1000)
-    assert link.arrival(short) == pytest.approx(1.0 + 2.0 + 10 / (10 / 3))
+    link.begin(Flow(), 1000)
+    assert arrival(link, short) == pytest.approx(1.0 + 2.0 + 10 / (10 / 3))
 
 
 def test_one_load_has_one_share_however_many_transfers_it_begins() -> None:
     link = Link(LinkConfig(10.0), clock=Clock())
-    many, one = link.flow(), link.flow()
-    first, second, other = many.begin(10), many.begin(10), one.begin(20)
-    assert [link.arrival(t) for t in (first, second, other)] == pytest.approx([2.0, 4.0, 4.0])
+    many, one = Flow(), Flow()
+    first, second, other = link.begin(many, 10), link.begin(many, 10), link.begin(one, 20)
+    assert [arrival(link, t) for t in (first, second, other)] == pytest.approx([2.0, 4.0, 4.0])
 
 
 @pytest.mark.parametrize("whole_link", [False, True])
 def test_a_close_ends_the_wait(whole_link: bool) -> None:
     link = Link(LinkConfig(1e-6))  # a byte takes eleven days
-    flow = link.flow()
-    transfer = flow.begin(1)
+    flow = Flow()
+    transfer = link.begin(flow, 1)
     answers: list[Exception] = []
 
     def wait() -> None:
         try:
-            flow.wait(transfer)
+            link.wait(transfer)
         except LinkClosed as error:
             answers.append(error)
 
@@ -130,7 +137,7 @@ def test_a_close_ends_the_wait(whole_link: bool) -> None:
     if whole_link:
         link.close()
     else:
-        flow.close()
+        link.leave(flow)
     waiter.join(30)
     assert len(answers) == 1
     if whole_link:
@@ -161,8 +168,8 @@ def test_it_waits_at_least_as_long_as_it_says() -> None:
 def test_without_a_config_nothing_is_delayed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         link = Link(None)
-        flow = link.flow()
-        flow.wait(flow.begin(1 << 60))
+        flow = Flow()
+        link.wait(link.begin(flow, 1 << 60))
         link.carry(1 << 60)
         assert not caplog.records
         Link(LinkConfig(5.0), "store")

@@ -23,6 +23,10 @@ class Pieces:
         self.asked = 0
 
     @property
+    def load(self) -> Pieces:
+        return self
+
+    @property
     def over(self) -> bool:
         return self.left == 0
 
@@ -90,7 +94,7 @@ class Standing:
     leased = False
 
     def __init__(self, priority: Priority) -> None:
-        self.priority, self.over, self.may_end = priority, False, False
+        self.load, self.priority, self.over, self.may_end = self, priority, False, False
 
     def take(self, now: float, held: bool) -> None:
         self.over = self.may_end

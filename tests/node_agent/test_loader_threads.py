@@ -13,7 +13,7 @@ import pytest
 from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
-from node_agent.adapter_memory.loads import HostHold
+from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import DiskCacheConfig, LinkConfig
 from node_agent.types import LayerState, Lease
@@ -27,6 +27,10 @@ class Steps:
 
     def __init__(self, name: str, left: int, done: list[str], ended: threading.Event, not_before: float = 0.0) -> None:
         self.name, self.left, self.done, self.ended, self.not_before = name, left, done, ended, not_before
+
+    @property
+    def load(self) -> Steps:
+        return self
 
     @property
     def over(self) -> bool:
@@ -126,7 +130,7 @@ class Caller:
         self.store, self.world, self.rng = store, world, random.Random(seed)
         self.held: list[Lease] = []
         self.waiting: list[str] = []
-        self.holds: list[HostHold] = []
+        self.holds: list[HostAdapter] = []
 
     def step(self) -> None:
         adapter, store = self.rng.choice(self.world.adapters), self.store
@@ -160,9 +164,9 @@ class Caller:
                     store.layer_weights(held, layer)
                     assert_layer(self.world, held.digest, store.table, store.pool.data, held.slot, layer)
         for hold in self.holds:
-            for layer in (at for at, here in enumerate(hold.host.here) if here):
+            for layer in (at for at, here in enumerate(hold.here) if here):
                 pool = store.hosts.pool
-                assert_layer(self.world, hold.host.digest, store.hosts.table, pool.data, hold.slot, layer)
+                assert_layer(self.world, hold.digest, store.hosts.table, pool.data, hold.slot, layer)
 
     def leave(self) -> None:
         for digest in self.waiting:

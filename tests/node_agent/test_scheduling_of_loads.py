@@ -271,7 +271,7 @@ def test_nothing_is_evicted_in_vain(make_engine: MakeEngine, by_size: list[Path]
         engine.run()
         step_until(engine, lambda digest=adapter.digest: store.ready(digest))  # type: ignore[misc]
     assert store.room._victims(store.pool.pages.count + 1) is None
-    assert not store.hosts._make_room(store.hosts.memory + 1)
+    assert store.hosts._make_room(store.hosts.memory + 1, 1) is None
     assert all(store.ready(adapter.digest) and store.hosts.get(adapter.digest) for adapter in small)
 
 

@@ -30,6 +30,7 @@ from tests.node_agent.adapter_world import (
     World,
     assert_contents,
     assert_layer,
+    host_slot,
     lease,
     measured,
     starts,
@@ -69,7 +70,7 @@ def test_layers_go_on_in_whatever_order_they_arrive(
             assert store.state(held, other) == (LayerState.DEVICE if other in arrived else LayerState.NO)
         for there in arrived:
             assert_layer(world, adapter.digest, store.table, store.pool.data, held.slot, there)
-            assert_layer(world, adapter.digest, store.hosts.table, store.hosts.pool.data, store.host_slot(held), there)
+            assert_layer(world, adapter.digest, store.hosts.table, store.hosts.pool.data, host_slot(store, held), there)
             assert_views(store, held, there)
         assert check_memory(store) == []
     until(store, lambda: store.loaded(held))
@@ -142,26 +143,26 @@ def test_a_hold_keeps_host_pages(store: AdapterStore, turnstile: Turnstile, worl
     held = lease(store, adapter)
     until(store, lambda: store.loaded(held))
     hold, second = store.hold_host(held), store.hold_host(held)
-    assert hold is not None and second is not None and hold.slot == store.host_slot(held)
-    pages = list(hold.host.pages or ())
-    assert not store.hosts._make_room(store.hosts.memory)
-    store.hosts.forget(hold.host)
+    assert hold is not None and second is not None and hold.slot == host_slot(store, held)
+    pages = list(hold.pages or ())
+    assert store.hosts._make_room(store.hosts.memory, 1) is None
+    store.hosts.forget(hold)
     assert store.hold_host(held) is None, "it is on its way out"
     store.release(held, [])
     store.release_host(hold)
     store.poll()
-    assert hold.host.pages == pages
+    assert hold.pages == pages
     assert check_memory(store) == []
     assert_layer(world, adapter.digest, store.hosts.table, store.hosts.pool.data, hold.slot, 0)
     store.release_host(second)
     store.poll()
-    assert hold.host.pages is None and store.hosts.used == 0
+    assert hold.pages is None and store.hosts.used == 0
     assert not store.hosts.table.rank.any()
     with pytest.raises(RuntimeError, match="released twice"):
         store.release_host(second)
     again = lease(store, adapter)
     with pytest.raises(RuntimeError, match="not in host memory"):
-        store.host_slot(again)
+        host_slot(store, again)
     store.release(again, [])
 
 
@@ -252,7 +253,7 @@ def test_another_process_reads_host_memory(
     turnstile.open_all()
     held = lease(store, adapter)
     until(store, lambda: store.loaded(held))
-    exported, slot = store.host_map, store.host_slot(held)
+    exported, slot = store.host_map, host_slot(store, held)
     command = [sys.executable, "-c", CHILD, msgspec.json.encode(exported).decode(), str(slot)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -330,7 +331,7 @@ def test_one_load_however_many_ask_for_it(
     leases = [lease(store, adapter) for _ in range(4)]
     until(store, lambda: store.loaded(leases[0]))
     assert len(turnstile.reads) == 1 and len({held.slot for held in leases}) == 1
-    assert torch.equal(store.hosts.table.scale[store.host_slot(leases[0])], store.table.scale[leases[0].slot])
+    assert torch.equal(store.hosts.table.scale[host_slot(store, leases[0])], store.table.scale[leases[0].slot])
     for held in leases:
         store.retract(adapter.digest)
         store.release(held, [])

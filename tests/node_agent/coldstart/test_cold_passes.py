@@ -16,6 +16,7 @@ from benchmarks.exactness import run_batch
 from benchmarks.forced import force
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from benchmarks.worker_counters import counters_of
 from node_agent.coldstart.learning import Outcome
 from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.workers import WorkerPool
@@ -84,7 +85,7 @@ def test_a_prompt_is_computed_without_one_byte_on_the_device(
     assert (cold.plan, cold.layers_cpu, cold.layers_device, cold.replays) == ("assist", assisted.base.num_layers, 0, 0)
     assert exact(assisted, reference, adapter_dir, request, 6)
     assisted.assert_clean()
-    assert pool_of(assisted).counters().timeouts == 0
+    assert counters_of(pool_of(assisted)).timeouts == 0
 
 
 @needs_core
@@ -122,7 +123,7 @@ def test_a_worker_that_fails_costs_time_and_no_token(
     again = assisted.submit([*STORY, 5], 3, ignore_eos=True)
     assisted.run()
     assert assisted.outcomes[again].finished is not None
-    counters = pool.counters()
+    counters = counters_of(pool)
     assert counters.timeouts == (1 if number == signal.SIGSTOP else 0)
     assert counters.deaths == (1 if number == signal.SIGKILL else 0)
 

@@ -15,6 +15,7 @@ from benchmarks.exactness import run_batch
 from benchmarks.forced import DrawnLink, force
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from benchmarks.worker_counters import counters_of
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.residency import InUse, evict
 from node_agent.coldstart.learning import Correction
@@ -90,9 +91,10 @@ def test_all_rows_of_a_step_share_a_handoff(engine: LocalEngine, directories: li
     link, adapters = HeldLink(engine), [engine.deploy(directory) for directory in directories]
     requests = [engine.submit(STORY, 40, adapters[i], ignore_eos=True) for i in (0, 0, 1)]
     engine.run(until=lambda: all(len(engine.outcomes[request].tokens) > 1 for request in requests))
-    before, tokens = workers_of(engine).counters().handoffs, len(engine.outcomes[requests[0]].tokens)
+    before, tokens = counters_of(workers_of(engine)).handoffs, len(engine.outcomes[requests[0]].tokens)
     engine.run(until=lambda: len(engine.outcomes[requests[0]].tokens) == tokens + 2)
-    assert workers_of(engine).counters().handoffs - before == 2 * 4 * engine.base.num_layers  # a layer has four groups
+    made = counters_of(workers_of(engine)).handoffs - before
+    assert made == 2 * 4 * engine.base.num_layers  # a layer has four groups
     link.open()
     engine.run()
     engine.assert_clean()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.json_file import write_json
 from node_agent.coldstart import measure
 from node_agent.coldstart.measure import fit_cpu
 from node_agent.coldstart.profile import (
@@ -20,7 +21,6 @@ from node_agent.coldstart.profile import (
     ProfileError,
     ProfileKey,
     read_profile,
-    write_profile,
 )
 from tests.node_agent.adapter_world import World
 
@@ -30,7 +30,7 @@ PROFILE = Profile(KEY, ((16, 1e-3), (64, 2e-3), (256, 6e-3)), CpuLora(1e-5, 1e-1
 
 def test_a_written_profile_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "profile.json"
-    write_profile(PROFILE, file)
+    write_json(PROFILE, file)
     assert read_profile(file, KEY) == PROFILE
     assert [path.name for path in file.parent.iterdir()] == ["profile.json"]
 
@@ -51,7 +51,7 @@ def test_a_profile_of_something_else_or_a_damaged_one_is_refused(
     tmp_path: Path, change: dict[str, object], word: str
 ) -> None:
     file = tmp_path / "profile.json"
-    write_profile(msgspec.structs.replace(PROFILE, **change), file)
+    write_json(msgspec.structs.replace(PROFILE, **change), file)
     with pytest.raises(ProfileError, match=word):
         read_profile(file, KEY)
 

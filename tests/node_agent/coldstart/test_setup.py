@@ -150,7 +150,7 @@ def test_a_profile_is_of_this_processor(make_engine: MakeEngine) -> None:
 def held(world: World) -> Iterator[tuple[ColdStarts, Lease]]:
     """An adapter of which nothing crosses the link."""
     store = world.store()
-    store.loader._copying.close(wait=True)
+    store.loader.copying.close(wait=True)
     yield ColdStarts(store, world.base, WAYS["auto"]), lease(store, world.adapters[0])
     store.close()
 

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store and atomic_poll came with Triton 3.9")
 
 from benchmarks.host_case import HostCase
+from benchmarks.worker_counters import counters_of
 from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels
 from node_agent.coldstart import stream
@@ -110,8 +111,8 @@ def test_a_pass_after_the_other(case: HostCase) -> None:
             found = SimpleNamespace(outputs=[y[rows] for y in handoff.outputs])
             assert is_right(found, case, x[rows], slot, 0, "qkv")  # type: ignore[arg-type]
         one.end()
-        assert pool.counters().handoffs == 10
-        assert not pool.counters().quarantined
+        assert counters_of(pool).handoffs == 10
+        assert not counters_of(pool).quarantined
 
         one = begun(pool)
         assert hand_over(one, draw_x(8, 40, case.host.torch_dtype), 2, 0, "qkv", 4) is not None
@@ -129,7 +130,7 @@ def test_what_the_device_has_not_finished_is_nobody_elses(case: HostCase, held: 
         pool.disarm()
         one.end()
         assert pool.begin_pass() is None
-        assert pool.counters().in_quarantine == 1
+        assert counters_of(pool).in_quarantine == 1
         assert pool._armed == 1
         held[0].over = True
         pool.poll()
@@ -137,7 +138,7 @@ def test_what_the_device_has_not_finished_is_nobody_elses(case: HostCase, held: 
         assert pool.begin_pass() is None
         held[1].over = True
         assert pool.begin_pass() is not None
-        assert pool.counters().in_quarantine == 0
+        assert counters_of(pool).in_quarantine == 0
         pool.arm()
 
 
@@ -154,7 +155,7 @@ def test_a_worker_that_is_late_and_then_dies(case: HostCase) -> None:
                 handoff.wait()
             assert one.failed
             one.end()
-            counters = pool.counters()
+            counters = counters_of(pool)
             assert (counters.timeouts, counters.in_quarantine) == (1, 1)
             assert pool.usable == 0
             other = begun(pool)
@@ -163,14 +164,14 @@ def test_a_worker_that_is_late_and_then_dies(case: HostCase) -> None:
             other.end()
         finally:
             os.kill(pid, signal.SIGCONT)
-        eventually(lambda: not pool.counters().in_quarantine)
+        eventually(lambda: not counters_of(pool).in_quarantine)
         first, second = (parts[0] for parts in one.handoffs)
         assert pool.memory.command_value(first.at, 0) == first.value
         assert pool.memory.command_value(second.at, 0) != second.value
         again = begun(pool)
         assert handed_over(pool, again, case, 4, "o", 1)
         again.end()
-        eventually(lambda: not pool.counters().in_quarantine)
+        eventually(lambda: not counters_of(pool).in_quarantine)
 
         os.kill(pid, signal.SIGSTOP)
         one = begun(pool)
@@ -180,7 +181,7 @@ def test_a_worker_that_is_late_and_then_dies(case: HostCase) -> None:
         handoff.wait()
         assert one.failed
         one.end()
-        eventually(lambda: not pool.counters().in_quarantine)
+        eventually(lambda: not counters_of(pool).in_quarantine)
         assert pool.wait_ready(LONG) == 1
         assert handed_over(pool, begun(pool), case, 4, "o", 1)
 
@@ -197,7 +198,7 @@ def test_a_worker_that_dies_holds_up_the_stream_no_longer_than_its_end_takes(cas
         handoff.wait()
         assert one.failed
         one.end()
-        eventually(lambda: not pool.counters().in_quarantine)
+        eventually(lambda: not counters_of(pool).in_quarantine)
         assert pool.wait_ready(LONG) == 1
         write, (worker,) = pool.write, pool._keeper.workers
 
@@ -216,7 +217,7 @@ def test_a_worker_that_dies_holds_up_the_stream_no_longer_than_its_end_takes(cas
         pool.write = write  # type: ignore[method-assign]
         assert pool.wait_ready(LONG) == 1
         assert time.monotonic() - begin < LONG / 2
-        eventually(lambda: not pool.counters().in_quarantine)
+        eventually(lambda: not counters_of(pool).in_quarantine)
         for _ in range(3):
             three = begun(pool)
             assert handed_over(pool, three, case, 4, "o", 1)

@@ -21,6 +21,7 @@ from benchmarks.exactness import run_batch
 from benchmarks.forced import force
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from benchmarks.worker_counters import counters_of
 from kernels.handoff_triton import TritonKernels
 from node_agent.adapter_memory import device_copy
 from node_agent.adapter_memory.store import AdapterStore
@@ -72,7 +73,7 @@ def test_answers_are_exact(
     pool, layers = engine.engine.assist.workers, engine.base.num_layers
     assert isinstance(pool, StreamPool)
     (pid,) = pool.pids()
-    written, before = pool.command, pool.counters().handoffs
+    written, before = pool.command, counters_of(pool).handoffs
 
     def fail(at: int, *given: int) -> object:
         if fault is not None and at % pool.layout.steps == 4:
@@ -96,8 +97,8 @@ def test_answers_are_exact(
     assert cold.replays == (fault is not None)
     if fault is None:
         assert (cold.layers_cpu, cold.layers_device) == (layers, 0)
-        assert pool.counters().handoffs == before + 4 * layers
-    eventually(lambda: not pool.counters().in_quarantine)
+        assert counters_of(pool).handoffs == before + 4 * layers
+    eventually(lambda: not counters_of(pool).in_quarantine)
     assert pool.wait_ready(LONG) == 1
     engine.assert_clean()
     assert not any(host.holds for hosts in engine.engine.store.hosts.owned().values() for host in hosts)

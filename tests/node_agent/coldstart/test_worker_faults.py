@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from benchmarks.host_case import HostCase
+from benchmarks.worker_counters import counters_of
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.shared import Layout
@@ -87,7 +88,7 @@ def test_killed_during_a_layer(case: HostCase) -> None:
         check_exact(pool, case, rounds=20)
         flags = pool._flags
         assert not flags.wait(pool.memory.done_flags[slot][0], value, 0)
-        counters = pool.counters()
+        counters = counters_of(pool)
         assert (counters.deaths, counters.restarts, counters.timeouts, counters.in_quarantine) == (1, 1, 0, 0)
         assert counters.takeovers == 1
 
@@ -105,15 +106,15 @@ def test_stopped_during_a_layer(case: HostCase) -> None:
             assert not handoff.wait(0.01)
             assert outputs[0][:20].isnan().all()
             handoff.close()
-            assert pool.counters().in_quarantine == 1 and pool.counters().timeouts == 1
+            assert counters_of(pool).in_quarantine == 1 and counters_of(pool).timeouts == 1
             check_exact(pool, case, rounds=20)  # in the other slot, by the other worker
             assert outputs[0][:20].isnan().all()
             assert pool.pids() == [first, second]
-        eventually(lambda: pool.counters().in_quarantine == 0)
+        eventually(lambda: counters_of(pool).in_quarantine == 0)
         for y, want in zip(outputs, case.expected(x, 0, 0, "qkv"), strict=True):
             assert torch.allclose(y.double(), want, atol=1e-4)
         check_exact(pool, case, rounds=20)
-        counters = pool.counters()
+        counters = counters_of(pool)
         assert (counters.deaths, counters.quarantined, counters.timeouts) == (0, 1, 1)
 
 
@@ -124,9 +125,9 @@ def test_a_worker_that_stays_stopped_is_replaced(case: HostCase) -> None:
             handoff = hand_over(pool, draw_x(40, 40, torch.float32), 0, 0, "qkv", 20)
             assert handoff is not None and not handoff.wait(0.01)
             handoff.close()
-            eventually(lambda: pool.counters().deaths == 1)
+            eventually(lambda: counters_of(pool).deaths == 1)
         assert pool.wait_ready(LONG) == 2 and first not in pool.pids()
-        assert pool.counters().in_quarantine == 0
+        assert counters_of(pool).in_quarantine == 0
         check_exact(pool, case)
 
 
@@ -149,7 +150,7 @@ def test_a_worker_that_can_not_be_started_again_for_a_while(case: HostCase, monk
             check_exact(pool, case)
         assert pool.wait_ready(LONG) == 2
         check_exact(pool, case)
-        counters = pool.counters()
+        counters = counters_of(pool)
         assert (counters.deaths, counters.restarts) == (1, 1)
 
 
@@ -180,13 +181,13 @@ def test_a_quarantined_slot_keeps_its_own_rows_alone(case: HostCase) -> None:
             assert not handoff.wait(0.05)
             handoff.close()
             late.end()
-            assert pool.counters().in_quarantine == 1
+            assert counters_of(pool).in_quarantine == 1
             handoff = hand_over(fine._messages.handoffs, x, 2, 0, "qkv", 4)
             assert handoff.wait(LONG)
             handoff.close()
             fine.end()
             assert rows.held == ["late"]
-        eventually(lambda: not pool.counters().in_quarantine)
+        eventually(lambda: not counters_of(pool).in_quarantine)
         assist.poll()
         assert not rows.held
 
@@ -202,7 +203,7 @@ def test_all_slots_in_quarantine(case: HostCase) -> None:
         assert hand_over(pool, x, 0, 0, "qkv", 4) is None
         second.close()
         stack.close()
-        eventually(lambda: pool.counters().in_quarantine == 0)
+        eventually(lambda: counters_of(pool).in_quarantine == 0)
         check_exact(pool, case)
         with stopped(pool.pids()[0]):
             handoff = hand_over(pool, x, 0, 0, "qkv", 4)
@@ -211,7 +212,7 @@ def test_all_slots_in_quarantine(case: HostCase) -> None:
         with pytest.raises(RuntimeError, match="between a successful wait"):
             _ = handoff.outputs
         handoff.close()
-        assert pool.counters().takeovers == 0
+        assert counters_of(pool).takeovers == 0
 
 
 def test_a_spare_worker_takes_over(case: HostCase) -> None:
@@ -231,9 +232,9 @@ def test_a_spare_worker_takes_over(case: HostCase) -> None:
             assert all(y.isnan().all() for y in late)
             handoff.close()
             pool.takeover_ns = takeover_ns
-            assert pool.usable == 1 and pool.counters().in_quarantine == 1
+            assert pool.usable == 1 and counters_of(pool).in_quarantine == 1
             check_exact(pool, case)  # by the spare one
-        eventually(lambda: pool.counters().in_quarantine == 0)
+        eventually(lambda: counters_of(pool).in_quarantine == 0)
         assert pool.able[0].process.pid == first
         with stopped(first):
             handoff = hand_over(pool, x, 1, 0, "gate_up", 20)
@@ -245,7 +246,7 @@ def test_a_spare_worker_takes_over(case: HostCase) -> None:
         eventually(lambda: first not in pool.pids())
         assert pool.wait_ready(LONG, 2) == 2 and pool.able[0].process.pid not in (first, spare)
         check_exact(pool, case)
-        counters = pool.counters()
+        counters = counters_of(pool)
         assert (counters.deaths, counters.timeouts, counters.takeovers) == (1, 0, 2)
 
 
@@ -257,7 +258,7 @@ def test_killed_at_any_point(case: HostCase, seed: int) -> None:
 
         def kill() -> None:
             # With no end of it a slow host, where workers take seconds to come back, would hardly get an answer.
-            while pool.counters().deaths < 4 and not done.wait(draw.random() * 0.05):
+            while counters_of(pool).deaths < 4 and not done.wait(draw.random() * 0.05):
                 pids = pool.pids()
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(draw.choice(pids), signal.SIGKILL) if len(pids) == 2 else None
@@ -266,7 +267,7 @@ def test_killed_at_any_point(case: HostCase, seed: int) -> None:
         killer.start()
         right = failed = 0
         try:
-            while pool.counters().deaths < 3 or right < 200:
+            while counters_of(pool).deaths < 3 or right < 200:
                 poison_x = draw_x(draw.randint(1, 96), 40, torch.float32, draw.randint(0, 99))
                 handoff = hand_over(pool, poison_x, 2, 0, "qkv", draw.randint(1, 96))
                 if handoff is None:
@@ -281,9 +282,9 @@ def test_killed_at_any_point(case: HostCase, seed: int) -> None:
             done.set()
             killer.join()
         assert pool.wait_ready(LONG) == 2
-        eventually(lambda: pool.counters().in_quarantine == 0)
+        eventually(lambda: counters_of(pool).in_quarantine == 0)
         check_exact(pool, case)
-        counters = pool.counters()
+        counters = counters_of(pool)
         assert counters.restarts == counters.deaths and counters.timeouts == 0
         assert counters.handoffs == right + failed + counters.takeovers + 5
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.host_case import HostCase
+from benchmarks.worker_counters import counters_of
 from node_agent.coldstart.product import LONG_SLICE, Product
 from node_agent.coldstart.shared import DTYPES, MAX_SEGMENTS, Layout
 from node_agent.coldstart.slices import Segment
@@ -103,7 +104,7 @@ def test_several_handoffs_at_once(world: World) -> None:
     """As many as there are slots; the next is refused, and taken when one is closed."""
     case, pool = world
     poison(pool)
-    before = pool.counters().handoffs
+    before = counters_of(pool).handoffs
     calls = [(draw_x(20 + i, 40, pool.layout.torch_dtype, i), i, 0, "qkv") for i in range(3)]
     opened = [hand_over(pool, *call, 7) for call in calls]
     assert hand_over(pool, *calls[0], 7) is None
@@ -114,7 +115,7 @@ def test_several_handoffs_at_once(world: World) -> None:
     again = hand_over(pool, *calls[1], 7)
     assert again is not None and again.wait(LONG) and is_right(again, case, *calls[1])
     again.close()
-    assert pool.counters().handoffs == before + 4
+    assert counters_of(pool).handoffs == before + 4
 
 
 def test_an_abandoned_handoff_frees_its_slot_when_answered(world: World) -> None:
