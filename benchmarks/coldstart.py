@@ -49,7 +49,7 @@ SHARES = {
 """The parts of the study, and the share of its time that each gets; any other setting gets as much as S1."""
 OWN_ENGINES = ("stream", "busy")
 """Parts that start engines of their own."""
-QUICK = "S3,MAF-256,ranks,pipelining,regret,interruptions,stream"
+QUICK = "S3,MAF-512,ranks,pipelining,regret,interruptions,stream"
 FIGURES: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
     "pipelining": pipelining_figures, "regret": regret_figures, "interruptions": interruption_figures,
     "stream": streaming_figures, "busy": busy_figures, "ranks": ranks_figures,

@@ -27,7 +27,8 @@ from benchmarks.report import ROOT, arguments, publish, report
 from benchmarks.worker_counters import counters_of
 from node_agent.cores import spare_cores
 
-ADAPTERS = 24
+CASES, QUICK_CASES = 2000, 16
+ADAPTERS, QUICK_ADAPTERS = 24, 8
 LARGE: tuple[dict[str, Any], ...] = (
     {"r": 512, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"]},
     {"r": 128, "lora_alpha": 16, "target_modules": ["k_proj", "o_proj", "down_proj"]},
@@ -93,7 +94,7 @@ def _circumstances(engine: LocalEngine, case: Case, outcome: Outcome) -> str:
 
 
 def study(options: Any, root: Path) -> dict[str, Any]:
-    wanted = 40 if options.quick else options.cases
+    wanted, adapters = (QUICK_CASES, QUICK_ADAPTERS) if options.quick else (options.cases, ADAPTERS)
     rng = random.Random(options.seed)
     model = Path(options.model).absolute()
     engine = LocalEngine(
@@ -102,7 +103,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     )  # fmt: skip
     forced = force(engine.engine, random.Random(options.seed + 1), FAULTS)
     kinds = [Case(None, None, [], 0)]
-    for i in range(ADAPTERS):
+    for i in range(adapters):
         config = LARGE[i] if i < len(LARGE) else draw_adapter(rng, engine.base.num_layers)
         path = make_adapter(model, root / f"drawn{i}", i, DTYPES[i % 3], **config)
         kinds.append(Case(path, engine.deploy(path), [], 0))
@@ -113,7 +114,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
     engine.close()
     settings = {
-        "model": model.name, "adapters": ADAPTERS, "adapter_file_bytes": sizes, "adapter_memory": POOL,
+        "model": model.name, "adapters": adapters, "adapter_file_bytes": sizes, "adapter_memory": POOL,
         "faults": FAULTS, "tie": TIE, "quick": options.quick,
     }  # fmt: skip
     figures: dict[str, float] = {
@@ -134,7 +135,7 @@ def _forced(forced: ForcedStarts) -> dict[str, int]:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", default=str(ROOT / "models" / "stories260K"))
-    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--cases", type=int, default=CASES)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:

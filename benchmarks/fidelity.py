@@ -42,7 +42,7 @@ from garnish.simulation.profile import NodeProfile
 from garnish.simulation.slo import DEFAULT_SLO, parse_slo
 from garnish.simulation.study import simulate
 
-NODES = 2
+NODES, QUICK_NODES = 2, 1
 READY_SECONDS = 120.0
 LOADS = (0.1, 0.2, 0.3)
 PROMPTS, ANSWERS = (8, 96), (8, 48)
@@ -93,15 +93,15 @@ def node_profile(record: NodeRecord, assume: bool) -> NodeProfile:
     )
 
 
-def records(service: HttpService) -> list[NodeRecord]:
+def records(service: HttpService, nodes: int) -> list[NodeRecord]:
     """Of all nodes, once each is ready."""
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         found = _records(service)
-        if len(found) == NODES and all(record.state == "ready" for record in found):
+        if len(found) == nodes and all(record.state == "ready" for record in found):
             return found
         time.sleep(0.2)
-    raise TimeoutError(f"of {NODES} nodes some are not ready after {READY_SECONDS:g} s")
+    raise TimeoutError(f"of {nodes} nodes some are not ready after {READY_SECONDS:g} s")
 
 
 def _records(service: HttpService) -> list[NodeRecord]:
@@ -138,7 +138,7 @@ def _good(samples: list[Sample]) -> list[Sample]:
 
 
 def compare(
-    found: Bed, profile: NodeProfile, requests: list[TraceRequest], words: float, load: float
+    found: Bed, profile: NodeProfile, requests: list[TraceRequest], words: float, load: float, nodes: int
 ) -> dict[str, Any]:
     """The trace on the service and simulated. Prompts are as long as the service counted them."""
     samples = _good(asyncio.run(play(found, requests, words, stream=True)))
@@ -149,7 +149,7 @@ def compare(
     slo = parse_slo(DEFAULT_SLO, profile)
     assert slo.tpt is not None
     began = time.perf_counter()
-    simulator, summary = simulate(counted, profile, NODES, default_policy(), slo)
+    simulator, summary = simulate(counted, profile, nodes, default_policy(), slo)
     took = time.perf_counter() - began
     real = {"ttft": [sample.ttft for sample in samples], "tpt": [sample.tpt for sample in samples]}
     row: dict[str, Any] = {"load": load, "requests": len(samples), "speedup": requests[-1].at / took}
@@ -179,32 +179,33 @@ def measure(
     rng, words = np.random.default_rng(seed), 100 / len(BaseText(model_dir).encode_prompt("the " * 100))
     paths = sorted((ROOT / "examples" / "adapters" / model_dir.name).iterdir())[:ADAPTERS]
     with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
-        options = ("--nodes", str(NODES))
+        nodes = settings["nodes"]
+        options = ("--nodes", str(nodes))
         service = HttpService(model_dir, paths, Path(root) / "service", settings["dtype"], 1, options=options)
         if settings["profiled"]:
             measure_host(service, earlier)
         stack.enter_context(service)
         found = Bed(service.url, service.key, 1)
-        profile = node_profile(records(service)[0], assume=not settings["profiled"])
+        profile = node_profile(records(service, nodes)[0], assume=not settings["profiled"])
         overhead = overhead_of(found, profile, "a0", words)
         adapters = functions_of(service, [f"a{i}" for i in range(len(paths))])
         per_rank = round(median(size / rank for _, rank, size in adapters))
         profile = msgspec.structs.replace(profile, overhead=overhead, bytes_per_rank=per_rank)
         rows = []
         for load in settings["loads"]:
-            rate = settings.get("rate", load * NODES * capacity(profile))
+            rate = settings.get("rate", load * nodes * capacity(profile))
             _good(asyncio.run(play(found, draw(rate, settings["warm_up"], adapters, rng), words, stream=True)))
-            model = corrected(service, profile.performance)
+            model = corrected(service, nodes, profile.performance)
             requests = draw(rate, max(12, int(rate * settings["seconds"])), adapters, rng)
             row = {"overhead_ms": overhead * 1e3, "corrected": model.decode.base / profile.performance.decode.base}
             now = msgspec.structs.replace(profile, performance=model)
-            rows.append(row | compare(found, now, requests, words, load))
+            rows.append(row | compare(found, now, requests, words, load, nodes))
         return rows, profile
 
 
-def corrected(service: HttpService, measured: PerformanceModel) -> PerformanceModel:
+def corrected(service: HttpService, nodes: int, measured: PerformanceModel) -> PerformanceModel:
     """The model that has moved furthest from what was measured: a light load may have left the other node idle."""
-    told = [record.performance for record in records(service) if record.performance is not None]
+    told = [record.performance for record in records(service, nodes) if record.performance is not None]
     return max(told, key=lambda model: abs(model.decode.base / measured.decode.base - 1), default=measured)
 
 
@@ -223,12 +224,16 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="write what the nodes told here, as a profile for simulations")
     parser.add_argument("--earlier", type=Path, metavar="DIR", help="profiles/ of an earlier `garnish profile`, reused")
     options = parser.parse_args()
-    settings: dict[str, Any] = {"loads": LOADS, "seconds": 180.0, "warm_up": WARM_UP, "profiled": True}
+    settings: dict[str, Any] = {
+        "loads": LOADS, "seconds": 180.0, "warm_up": WARM_UP, "profiled": True, "nodes": NODES,
+    }  # fmt: skip
     if options.quick:
-        settings = {"loads": LOADS[-1:], "seconds": 2.0, "warm_up": 2, "profiled": False, "rate": 6.0}
+        settings = {
+            "loads": LOADS[-1:], "seconds": 2.0, "warm_up": 2, "profiled": False, "rate": 6.0, "nodes": QUICK_NODES,
+        }  # fmt: skip
         if options.profile is not None:
             parser.error("--quick profiles nothing: --profile would write assumed numbers")
-    settings |= {"nodes": NODES, "dtype": options.dtype, "model": options.model.name, "policy": default_policy()}
+    settings |= {"dtype": options.dtype, "model": options.model.name, "policy": default_policy()}
     probe = contention_probe()
     rows, profile = measure(options.model.absolute(), settings, options.seed, options.earlier)
     if options.profile is not None:

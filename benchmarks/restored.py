@@ -24,8 +24,8 @@ from benchmarks.http_service import HttpService
 from benchmarks.peft_reference import make_adapter
 from benchmarks.report import ROOT, arguments, publish, report
 
-NODES = 3
-COPIES, QUICK_COPIES = (1, 24), (1, 6)
+NODES, QUICK_NODES = 3, 2
+COPIES, QUICK_COPIES = (1, 24), (6,)
 RANK = 16
 STORE = 1_000_000
 """Bytes per second at which adapters reach a node."""
@@ -36,10 +36,10 @@ Places = dict[str, str]
 """The node with the device copy, by function."""
 
 
-def measure(model: Path, copies: int, rounds: int, root: Path) -> list[dict[str, float]]:
+def measure(model: Path, copies: int, rounds: int, nodes: int, root: Path) -> list[dict[str, float]]:
     adapters = [make_adapter(model, root / f"adapter{number}", number, r=RANK) for number in range(copies)]
     node = f", adapter_memory: 64MiB, host_memory: 64MiB, kv_memory: 64MiB, simulate: {{store: {STORE}B/s}}"
-    options = ("--nodes", str(NODES))
+    options = ("--nodes", str(nodes))
     with HttpService(model, adapters, root / "service", "float32", 1, node, "", options) as service:
         headers = {"authorization": f"Bearer {service.key}"}
         with (
@@ -49,16 +49,18 @@ def measure(model: Path, copies: int, rounds: int, root: Path) -> list[dict[str,
             for number in range(copies):
                 set_policy = client.patch(f"/functions/a{number}", json={"provisioned": {"device": 1}})
                 set_policy.raise_for_status()
-            return [_round(service, client, operator, copies) for _ in range(rounds)]
+            return [_round(service, client, operator, copies, nodes) for _ in range(rounds)]
 
 
 def _admin(service: HttpService) -> dict[str, str]:
     return {"authorization": f"Bearer {service.admin_key}"}
 
 
-def _round(service: HttpService, client: httpx.Client, operator: httpx.Client, copies: int) -> dict[str, float]:
+def _round(
+    service: HttpService, client: httpx.Client, operator: httpx.Client, copies: int, nodes: int
+) -> dict[str, float]:
     deadline = time.monotonic() + READY_S
-    while len(places := _places(client)) < copies or _ready(operator) < NODES:
+    while len(places := _places(client)) < copies or _ready(operator) < nodes:
         assert time.monotonic() < deadline, "the copies never came"
         time.sleep(0.2)
     lost = max(set(places.values()), key=list(places.values()).count)
@@ -125,11 +127,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "stories260K")
     options = parser.parse_args()
-    rounds, every = (1, QUICK_COPIES) if options.quick else (options.rounds, COPIES)
+    rounds, every, nodes = (1, QUICK_COPIES, QUICK_NODES) if options.quick else (options.rounds, COPIES, NODES)
     rows: list[dict[str, Any]] = []
     for copies in every:
         with tempfile.TemporaryDirectory() as root:
-            rows += [{"copies": copies, **row} for row in measure(options.model, copies, rounds, Path(root))]
+            rows += [{"copies": copies, **row} for row in measure(options.model, copies, rounds, nodes, Path(root))]
     figures: dict[str, float] = {}
     for copies in every:
         own = [row for row in rows if row["copies"] == copies]
@@ -138,7 +140,7 @@ def main() -> None:
             f"worst_s_{copies}": max(row["all_s"] for row in own),
             f"link_share_{copies}": median(row["link_share"] for row in own),
         }
-    settings = {"nodes": NODES, "rounds": rounds, "store": STORE, "rank": RANK, "model": options.model.name}
+    settings = {"nodes": nodes, "rounds": rounds, "store": STORE, "rank": RANK, "model": options.model.name}
     publish(report("restored", settings, options.seed, rows, figures, simulated=True), options.json)
 
 

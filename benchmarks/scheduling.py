@@ -45,14 +45,14 @@ FULL = {
     "oracle_seconds": 30.0, "functions": SIM_FUNCTIONS, "ablate_loads": [1.0, 0.75],
     "ablate_seeds": 5, "ablate_bed_seconds": 120.0,
     "sim_policies": list(POLICIES), "bed_policies": list(POLICIES), "bed_loads": [0.6, 0.8, 1.0],
-    "bed_seconds": 30.0, "bed_functions": 64, "bed_longest": 256,
+    "bed_seconds": 30.0, "bed_functions": 64, "bed_longest": 256, "bed_nodes": NODES,
 }  # fmt: skip
 QUICK = {
     "sim_nodes": 6, "sim_loads": [1.0, 0.6], "sim_seconds": 8.0,
     "oracle_seconds": 4.0, "functions": 400, "ablate_loads": [1.0],
     "ablate_seeds": 1, "ablate_bed_seconds": 2.0,
     "sim_policies": list(POLICIES), "bed_policies": ["rank_aware", "dlora"], "bed_loads": [0.6],
-    "bed_seconds": 2.0, "bed_functions": 8, "bed_longest": 30,
+    "bed_seconds": 2.0, "bed_functions": 8, "bed_longest": 30, "bed_nodes": 2,
 }  # fmt: skip
 SCREEN = {"bed_loads": [0.8, 1.0], "ablate_bed_seconds": 60.0}
 """Of FULL, while terms are chosen."""
@@ -115,10 +115,11 @@ def bed_rows(
     with tempfile.TemporaryDirectory() as root:
         registry, key = registry_of(model_dir, functions, slo, Path(root))
         for load in settings["bed_loads"]:
-            rate = load * NODES / work(profile)
+            rate = load * settings["bed_nodes"] / work(profile)
             requests = poisson_trace(rate, settings, functions, context, rng)
             for policy in settings["bed_policies"]:
-                with bed(model_dir, registry, key, cached, policy, Path(root) / f"{policy}-{load}") as found:
+                folder = Path(root) / f"{policy}-{load}"
+                with bed(model_dir, registry, key, cached, policy, folder, settings["bed_nodes"]) as found:
                     samples = asyncio.run(play(found, requests, words, stream=False))
                 good = [sample for sample in samples if not sample.error]
                 tpt = [sample.tpt for sample in good]

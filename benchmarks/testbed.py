@@ -72,8 +72,10 @@ def registry_of(model_dir: Path, functions: dict[str, int], tpot: float, root: P
 
 
 @contextmanager
-def bed(model_dir: Path, registry: Path, key: str, profile: NodeProfile, policy: str, root: Path) -> Iterator[Bed]:
-    """A gateway with the policy, and eight node processes."""
+def bed(
+    model_dir: Path, registry: Path, key: str, profile: NodeProfile, policy: str, root: Path, count: int = NODES
+) -> Iterator[Bed]:
+    """A gateway with the policy, and `count` node processes."""
     base = load_base_model(model_dir, model_dir.name)
     root.mkdir(parents=True)
     secret = create_secret(root / "secret")
@@ -88,7 +90,7 @@ def bed(model_dir: Path, registry: Path, key: str, profile: NodeProfile, policy:
         log = root / "gateway.log"
         gateway = stack.enter_context(process(["-c", GATEWAY], msgspec.json.encode(config), log))
         nodes = []
-        for number in range(NODES):
+        for number in range(count):
             told = ModelNodeConfig(
                 url, secret, base.fingerprint, base.id, base.max_context, profile, f"node-{number}"
             )  # fmt: skip

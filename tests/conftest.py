@@ -26,6 +26,7 @@ from adapters.s3_store import S3Store
 from adapters.s3_url import S3Place
 from node_agent.collector import settle, stop_collecting
 from tests.draws import MANY, USUAL, draws
+from tests.interpreted import patched_once
 from tests.lanes import lacks_wanted, order, pytest_xdist_make_scheduler
 from tests.quick import deselect, is_left_out, pytest_addoption
 
@@ -124,6 +125,13 @@ def stories_adapters() -> dict[str, Path]:
 def smollm_adapters() -> dict[str, Path]:
     """Directories of the committed PEFT adapters of SmolLM2-135M-Instruct by name."""
     return _adapters("SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="session")
+def quick_interpreter() -> Iterator[None]:
+    """For tests whose Triton kernels are interpreted where there is no GPU."""
+    with patched_once():
+        yield
 
 
 @pytest.fixture(scope="session")

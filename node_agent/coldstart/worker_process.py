@@ -14,12 +14,16 @@ import sys
 
 import msgspec
 
+from node_agent.collector import settle, stop_collecting
+
+if __name__ == "__main__":
+    stop_collecting()  # before the next lines load torch
+
 from cluster.lifeline import die_with_parent
 from cluster.logs import set_up_logging
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.child import read_config
 from node_agent.coldstart.shared import Layout
-from node_agent.collector import settle, stop_collecting
 
 POLL_NS = 100_000_000
 """An armed worker's look at signals."""
@@ -55,7 +59,6 @@ def main() -> None:
     report = os.dup(sys.stdout.fileno())  # and whatever a library prints goes to the log
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     os.sched_setaffinity(0, config.cores)  # before torch counts the cores
-    stop_collecting()
     import torch
 
     from node_agent.coldstart.worker import Worker, warm_up

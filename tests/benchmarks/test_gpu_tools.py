@@ -22,6 +22,7 @@ from tests.benchmarks.studies import run_study
 from tests.kernels.drawn import DEVICE
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
 
 def test_every_operation_is_checked() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.studies import run_study
+from tests.benchmarks.studies import KeptService, run_study
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"study", "commit", "machine", "versions", "settings", "seed", "simulated", "rows", "figures"}
@@ -22,7 +23,16 @@ SERVE = {
 }  # fmt: skip
 OWN_PROCESS = ("coldstart",)
 """It moves threads between cores."""
+SHARING = ("engine", "serve")
+"""They start equal services."""
 COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_slowed")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
+    service = KeptService(tmp_path_factory.mktemp("kept"))
+    yield service
+    service.close()
 
 
 @pytest.mark.parametrize(
@@ -33,7 +43,8 @@ COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_sl
             ["--dtype", "float32", "--model"],
             {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"},
         ),
-        ("restored", ["--model"], {"all_s_1", "worst_s_1", "all_s_6", "link_share_6"}),
+        ("serve", ["--base"], SERVE),
+        ("restored", ["--model"], {"all_s_6", "worst_s_6", "link_share_6"}),
         ("random_keys", ["--model"], {"ttft_p99_ms_beside_nothing", "ttft_p99_ms_beside_flood", "flood_rps"}),
         (
             "control_plane",
@@ -79,7 +90,6 @@ COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_sl
             {"r2_decode", "r2_prefill", "r2_paper_form", "heldout_median_error", "eval_us"},
         ),
         ("fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
-        ("serve", ["--base"], SERVE),
         (
             "coldstart",
             ["--model"],
@@ -106,6 +116,7 @@ def test_quick_run(
     stories_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    kept: KeptService,
     name: str,
     options: list[str],
     figures: set[str],
@@ -117,7 +128,11 @@ def test_quick_run(
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout + done.stderr
     else:
+        if name in SHARING:
+            monkeypatch.setattr(f"benchmarks.{name}.HttpService", kept.open)
         run_study(monkeypatch, name, *arguments)
+        if name == SHARING[-1]:
+            kept.close()
     document = json.loads(file.read_text())
     assert set(document) == KEYS
     assert (document["study"], document["seed"]) == (name, 3)

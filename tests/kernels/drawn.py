@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -13,7 +14,14 @@ from kernels.launch import Launch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SMALL = Launch(tokens=16, ranks=16, shrink_width=32, expand_width=32, splits=2, rank_programs=2)
-"""Tiles so small that small shapes have several of each kind."""
+"""Tiles so small that small shapes have several of each kind. Where they are interpreted, a program takes as long
+whatever its tile is: what a test takes goes by how many programs it has."""
+POPULAR = [
+    pytest.param(popularity, dtype, marks=() if number == turn % len(TOLERANCE) else pytest.mark.slow)
+    for turn, popularity in enumerate(POPULARITY)
+    for number, dtype in enumerate(TOLERANCE)
+]
+"""(popularity, dtype): every one of each. All pairs in `make test-long`."""
 
 Operation = Callable[[list[torch.Tensor], Case], None]
 

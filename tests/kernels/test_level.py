@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.report import level_environment
 from kernels.level import LEVELS, SWITCH, host_level, levels_up_to, used_level
+from tests.draws import WANTED
 
 ROOT = Path(__file__).parents[2]
 LANES = {"avx2": 8, "avx512": 16, "avx512_bf16": 16, "amx": 16}
@@ -22,7 +23,7 @@ CHOSEN = (
 
 
 def at_level(level: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | level_environment(level)
+    environment = os.environ | level_environment(level) | {WANTED: "few"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
@@ -42,7 +43,7 @@ def test_operators_are_compiled_for_the_level(level: str) -> None:
 def test_operators_are_exact_at_every_lower_level(level: str) -> None:
     if level == host_level():
         pytest.skip(f"{level} is this processor's own level: these tests run at it anyway")
-    done = at_level(level, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CHOSEN)
+    done = at_level(level, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *CHOSEN)
     assert done.returncode == 0, done.stdout[-3000:]
 
 

@@ -8,26 +8,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from benchmarks.kernel_cases import POPULARITY, Case, draw_case, relative_error
+from benchmarks.kernel_cases import Case, draw_case, relative_error
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from kernels.view import KernelArgumentError
 from tests.draws import draws
-from tests.kernels.drawn import DEVICE, SMALL, TOLERANCE, cases, check, popular_case
+from tests.kernels.drawn import DEVICE, POPULAR, SMALL, TOLERANCE, cases, check, popular_case
 
 
 def run(ys: list[torch.Tensor], case: Case) -> None:
     mbgmv(case.call(ys), SMALL)
 
 
-@pytest.mark.parametrize("popularity", POPULARITY)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("popularity", "dtype"), POPULAR)
 def test_popularity(popularity: str, dtype: torch.dtype) -> None:
     check(run, popular_case(popularity, dtype, 5, 1, 40, [33, 20, 1]))
 
 
-@settings(max_examples=draws(12))
-@given(case=cases(largest_rank=40, longest=4, widest=80))
+@settings(max_examples=draws(4))
+@given(case=cases(largest_rank=40, longest=4, widest=40))
 def test_drawn(case: Case) -> None:
     check(run, case)
 

@@ -24,6 +24,7 @@ from node_agent.types import GROUPS, Lease, LoraBatch, RunnerSettings
 from tests.node_agent.adapter_world import World, loaded_lease
 from tests.node_agent.test_triton_lora import SMALL
 
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 ROWS = 6
 """Of a captured pass; a batch has fewer."""
 

@@ -35,6 +35,7 @@ from tests.draws import draws
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.late_stream import SlowStream
 
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 VOCAB = 97
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("lightllm") is None:
     pytest.skip("lightllm is not installed (make install-dev): its runner is NOT tested", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 VOCAB = 97
 SHAPE = {**HALF_SHAPE, "vocab_size": VOCAB}
 BLOCK = 4

@@ -24,6 +24,7 @@ from tests.node_agent.adapter_world import loaded_lease
 SMALL = Launch(tokens=16, ranks=64, shrink_width=64, expand_width=256, splits=1, rank_programs=1)
 """Few programs: the interpreter runs one after the other."""
 
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 ADAPTERS = [
     {"r": 3, "target_modules": ["q_proj", "v_proj"]},
     {"r": 33, "target_modules": ["o_proj", "down_proj"], "use_rslora": True},

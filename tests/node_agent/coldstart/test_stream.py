@@ -40,6 +40,7 @@ from tests.node_agent.coldstart.pools import (
 )
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
 
 @pytest.fixture
@@ -55,8 +56,18 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[HeldEvent]:
     return events
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.fixture(
+    scope="module", params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
 def case(request: pytest.FixtureRequest) -> Iterator[HostCase]:
+    """For what does not depend on numbers."""
+    found = drawn_case(request.param)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def case_of_each(request: pytest.FixtureRequest) -> Iterator[HostCase]:
     found = drawn_case(request.param)
     yield found
     found.close()
@@ -92,8 +103,9 @@ def handed_over(pool: StreamPool, one: StreamPass, case: HostCase, tokens: int, 
     return is_right(handoff, case, x, 2, layer, group)  # type: ignore[arg-type]
 
 
-def test_a_pass_after_the_other(case: HostCase) -> None:
+def test_a_pass_after_the_other(case_of_each: HostCase) -> None:
     """The last one is dropped half way."""
+    case = case_of_each
     with streaming(case, slots=1) as pool:
         for number in range(3):
             poison(pool)

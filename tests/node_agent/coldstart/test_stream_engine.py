@@ -37,6 +37,7 @@ from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.coldstart.pools import LONG, eventually
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
 
 

@@ -24,7 +24,7 @@ from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.shared import Layout
 from node_agent.coldstart.worker_process import WorkerConfig
-from node_agent.coldstart.workers import WorkerPool
+from node_agent.coldstart.workers import Counters, WorkerPool
 from tests.node_agent.coldstart.pools import (
     CORES,
     LONG,
@@ -50,6 +50,29 @@ def case() -> Iterator[HostCase]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def kept(case: HostCase) -> Iterator[WorkerPool]:
+    """To start workers takes longer than most tests. They sleep between two of these."""
+    with started(case, 2) as pool:
+        pool.disarm()
+        yield pool
+
+
+@pytest.fixture
+def pool(kept: WorkerPool) -> Iterator[WorkerPool]:
+    """Two armed workers, for tests that leave two, no slot in quarantine, and the pool armed."""
+    assert kept.wait_ready(LONG) == 2 and not counters_of(kept).in_quarantine
+    kept.arm()
+    yield kept
+    kept.disarm()
+
+
+def counted(pool: WorkerPool, before: Counters) -> Counters:
+    """What has come since."""
+    now = vars(counters_of(pool))
+    return Counters(**{name: now[name] - then for name, then in vars(before).items()})
+
+
 def check_exact(pool: WorkerPool, case: HostCase, rounds: int = 5) -> None:
     for seed in range(rounds):
         x = draw_x(40, 40, torch.float32, seed)
@@ -57,6 +80,15 @@ def check_exact(pool: WorkerPool, case: HostCase, rounds: int = 5) -> None:
         assert handoff is not None and handoff.wait(LONG)
         assert is_right(handoff, case, x, seed % 3, 0, "gate_up")
         handoff.close()
+
+
+def all_back(pool: WorkerPool) -> bool:
+    """Whether both workers are there again. Until then the one that lives sleeps: it would poll all the time."""
+    pool.disarm()
+    try:
+        return pool.wait_ready(LONG) == 2
+    finally:
+        pool.arm()
 
 
 @contextlib.contextmanager
@@ -70,27 +102,26 @@ def stopped(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_killed_during_a_layer(case: HostCase) -> None:
+def test_killed_during_a_layer(case: HostCase, pool: WorkerPool) -> None:
     """Noticed long before the wait's limit; another takes over; the next process does not touch the old command."""
-    with started(case, 2) as pool:
-        first, second = pool.pids()
-        poison(pool)
-        x = draw_x(40, 40, torch.float32)
-        with stopped(first):
-            handoff = hand_over(pool, x, 0, 0, "qkv", 20)
-            assert handoff is not None
-            slot, value = handoff._slot, handoff._parts[0].value
-            os.kill(first, signal.SIGKILL)
-            assert handoff.wait(LONG) and is_right(handoff, case, x, 0, 0, "qkv")
-        handoff.close()
-        check_exact(pool, case)  # by whoever lives
-        assert pool.wait_ready(LONG) == 2 and first not in pool.pids() and second in pool.pids()
-        check_exact(pool, case, rounds=20)
-        flags = pool._flags
-        assert not flags.wait(pool.memory.done_flags[slot][0], value, 0)
-        counters = counters_of(pool)
-        assert (counters.deaths, counters.restarts, counters.timeouts, counters.in_quarantine) == (1, 1, 0, 0)
-        assert counters.takeovers == 1
+    (first, second), before = pool.pids(), counters_of(pool)
+    poison(pool)
+    x = draw_x(40, 40, torch.float32)
+    with stopped(first):
+        handoff = hand_over(pool, x, 0, 0, "qkv", 20)
+        assert handoff is not None
+        slot, value = handoff._slot, handoff._parts[0].value
+        os.kill(first, signal.SIGKILL)
+        assert handoff.wait(LONG) and is_right(handoff, case, x, 0, 0, "qkv")
+    handoff.close()
+    check_exact(pool, case)  # by whoever lives
+    assert all_back(pool) and first not in pool.pids() and second in pool.pids()
+    check_exact(pool, case, rounds=20)
+    flags = pool._flags
+    assert not flags.wait(pool.memory.done_flags[slot][0], value, 0)
+    counters = counted(pool, before)
+    assert (counters.deaths, counters.restarts, counters.timeouts, counters.in_quarantine) == (1, 1, 0, 0)
+    assert counters.takeovers == 1
 
 
 def test_stopped_during_a_layer(case: HostCase) -> None:
@@ -126,32 +157,33 @@ def test_a_worker_that_stays_stopped_is_replaced(case: HostCase) -> None:
             assert handoff is not None and not handoff.wait(0.01)
             handoff.close()
             eventually(lambda: counters_of(pool).deaths == 1)
-        assert pool.wait_ready(LONG) == 2 and first not in pool.pids()
+        assert all_back(pool) and first not in pool.pids()
         assert counters_of(pool).in_quarantine == 0
         check_exact(pool, case)
 
 
-def test_a_worker_that_can_not_be_started_again_for_a_while(case: HostCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_can_not_be_started_again_for_a_while(
+    case: HostCase, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where the host has no memory or process left: the other works on, and the place is filled when it can be."""
-    with started(case, 2) as pool:
-        first, second = pool.pids()
-        tries = 0
+    (first, second), before = pool.pids(), counters_of(pool)
+    tries = 0
 
-        def refuse(*_: object, **__: object) -> None:
-            nonlocal tries
-            tries += 1
-            raise BlockingIOError(errno.EAGAIN, "no more processes")
+    def refuse(*_: object, **__: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(subprocess, "Popen", refuse)
-            os.kill(first, signal.SIGKILL)
-            eventually(lambda: tries > 1)
-            assert pool.pids() == [second]
-            check_exact(pool, case)
-        assert pool.wait_ready(LONG) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: tries > 1)
+        assert pool.pids() == [second]
         check_exact(pool, case)
-        counters = counters_of(pool)
-        assert (counters.deaths, counters.restarts) == (1, 1)
+    assert all_back(pool)
+    check_exact(pool, case)
+    counters = counted(pool, before)
+    assert (counters.deaths, counters.restarts) == (1, 1)
 
 
 class HeldRows:
@@ -169,27 +201,26 @@ class HeldRows:
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="two workers need a core each")
-def test_a_quarantined_slot_keeps_its_own_rows_alone(case: HostCase) -> None:
-    with started(case, 2) as pool:
-        rows = HeldRows()
-        assist = Assist(rows, SimpleNamespace(widths=case.widths), None, pool)  # type: ignore[arg-type]
-        x = draw_x(4, 40, case.host.torch_dtype)
-        late, fine = (assist.begin(name, None) for name in ("late", "fine"))  # type: ignore[arg-type]
-        assert late is not None and fine is not None and rows.held == ["late", "fine"]
-        with stopped(pool.pids()[0]):
-            handoff = hand_over(late._messages.handoffs, x, 2, 0, "qkv", 4)
-            assert not handoff.wait(0.05)
-            handoff.close()
-            late.end()
-            assert counters_of(pool).in_quarantine == 1
-            handoff = hand_over(fine._messages.handoffs, x, 2, 0, "qkv", 4)
-            assert handoff.wait(LONG)
-            handoff.close()
-            fine.end()
-            assert rows.held == ["late"]
-        eventually(lambda: not counters_of(pool).in_quarantine)
-        assist.poll()
-        assert not rows.held
+def test_a_quarantined_slot_keeps_its_own_rows_alone(case: HostCase, pool: WorkerPool) -> None:
+    rows = HeldRows()
+    assist = Assist(rows, SimpleNamespace(widths=case.widths), None, pool)  # type: ignore[arg-type]
+    x = draw_x(4, 40, case.host.torch_dtype)
+    late, fine = (assist.begin(name, None) for name in ("late", "fine"))  # type: ignore[arg-type]
+    assert late is not None and fine is not None and rows.held == ["late", "fine"]
+    with stopped(pool.pids()[0]):
+        handoff = hand_over(late._messages.handoffs, x, 2, 0, "qkv", 4)
+        assert not handoff.wait(0.05)
+        handoff.close()
+        late.end()
+        assert counters_of(pool).in_quarantine == 1
+        handoff = hand_over(fine._messages.handoffs, x, 2, 0, "qkv", 4)
+        assert handoff.wait(LONG)
+        handoff.close()
+        fine.end()
+        assert rows.held == ["late"]
+    eventually(lambda: not counters_of(pool).in_quarantine)
+    assist.poll()
+    assert not rows.held
 
 
 def test_all_slots_in_quarantine(case: HostCase) -> None:
@@ -250,15 +281,15 @@ def test_a_spare_worker_takes_over(case: HostCase) -> None:
         assert (counters.deaths, counters.timeouts, counters.takeovers) == (1, 0, 2)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_at_any_point(case: HostCase, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "deaths"), [(0, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
+def test_killed_at_any_point(case: HostCase, seed: int, deaths: int) -> None:
     """Every handoff is right or fails; never a wrong number, never a wait without an end."""
     draw, done = random.Random(seed), threading.Event()
     with started(case, 2) as pool:
 
         def kill() -> None:
             # With no end of it a slow host, where workers take seconds to come back, would hardly get an answer.
-            while counters_of(pool).deaths < 4 and not done.wait(draw.random() * 0.05):
+            while counters_of(pool).deaths < deaths and not done.wait(draw.random() * 0.05):
                 pids = pool.pids()
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(draw.choice(pids), signal.SIGKILL) if len(pids) == 2 else None
@@ -267,7 +298,7 @@ def test_killed_at_any_point(case: HostCase, seed: int) -> None:
         killer.start()
         right = failed = 0
         try:
-            while counters_of(pool).deaths < 3 or right < 200:
+            while counters_of(pool).deaths < min(deaths, 3) or right < 200:
                 poison_x = draw_x(draw.randint(1, 96), 40, torch.float32, draw.randint(0, 99))
                 handoff = hand_over(pool, poison_x, 2, 0, "qkv", draw.randint(1, 96))
                 if handoff is None:
@@ -281,7 +312,7 @@ def test_killed_at_any_point(case: HostCase, seed: int) -> None:
         finally:
             done.set()
             killer.join()
-        assert pool.wait_ready(LONG) == 2
+        assert all_back(pool)
         eventually(lambda: counters_of(pool).in_quarantine == 0)
         check_exact(pool, case)
         counters = counters_of(pool)
@@ -289,29 +320,29 @@ def test_killed_at_any_point(case: HostCase, seed: int) -> None:
         assert counters.handoffs == right + failed + counters.takeovers + 5
 
 
-def test_only_armed_workers_poll(case: HostCase) -> None:
+def test_only_armed_workers_poll(case: HostCase, pool: WorkerPool) -> None:
     """Each alone on its core, and without CUDA."""
-    with started(case, 2) as pool:
-        pids = pool.pids()
-        assert [os.sched_getaffinity(pid) for pid in pids] == [{core} for core in CORES[:2]]
-        for worker in pool._keeper.workers:
-            assert worker.ready is not None and worker.ready.compiled and not worker.ready.cuda
+    pids = pool.pids()
+    assert [os.sched_getaffinity(pid) for pid in pids] == [{core} for core in CORES[:2]]
+    for worker in pool._keeper.workers:
+        assert worker.ready is not None and worker.ready.compiled and not worker.ready.cuda
+    pool.arm()
+    pool.disarm()  # one of two
+    check_exact(pool, case)
+    x = draw_x(40, 40, torch.float32)
+    handoff = hand_over(pool, x, 0, 0, "qkv", 20)
+    pool.disarm()  # what was posted before is still answered
+    assert handoff is not None and handoff.wait(LONG) and is_right(handoff, case, x, 0, 0, "qkv")
+    handoff.close()
+    eventually(lambda: [state(pid) for pid in pids] == ["S", "S"])
+    assert all(_waits_in_a_read(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="between arm"):
+        hand_over(pool, x, 0, 0, "qkv", 20)
+    for _ in range(50):
         pool.arm()
-        pool.disarm()  # one of two
-        check_exact(pool, case)
-        x = draw_x(40, 40, torch.float32)
-        handoff = hand_over(pool, x, 0, 0, "qkv", 20)
-        pool.disarm()  # what was posted before is still answered
-        assert handoff is not None and handoff.wait(LONG) and is_right(handoff, case, x, 0, 0, "qkv")
-        handoff.close()
-        eventually(lambda: [state(pid) for pid in pids] == ["S", "S"])
-        assert all(_waits_in_a_read(pid) for pid in pids)
-        with pytest.raises(RuntimeError, match="between arm"):
-            hand_over(pool, x, 0, 0, "qkv", 20)
-        for _ in range(50):
-            pool.arm()
-            check_exact(pool, case, rounds=1)
-            pool.disarm()
+        check_exact(pool, case, rounds=1)
+        pool.disarm()
+    pool.arm()
 
 
 def _waits_in_a_read(pid: int) -> bool:

@@ -32,9 +32,14 @@ from tests.node_agent.coldstart.pools import (
 )
 
 World = tuple[HostCase, WorkerPool]
+WORLDS = [
+    pytest.param((dtype, scattered), marks=() if scattered == (dtype is torch.bfloat16) else pytest.mark.slow)
+    for dtype, scattered in itertools.product((torch.float32, torch.bfloat16), (False, True))
+]
+"""Each dtype, and rows one after the other or anywhere; both with both in `make test-long`."""
 
 
-@pytest.fixture(scope="module", params=itertools.product((torch.float32, torch.bfloat16), (False, True)), ids=str)
+@pytest.fixture(scope="module", params=WORLDS, ids=str)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     dtype, scattered = request.param
     case = drawn_case(dtype, seed=3, scattered=scattered)

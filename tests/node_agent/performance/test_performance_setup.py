@@ -45,6 +45,8 @@ from tests.cluster.measured import PROFILE
 DECODE = DecodeModel(0.02, 2e-3, 1e-6, 2e-5, "adapter_ranks")
 COLD_KEY = ProfileKey("fingerprint", "float32", "cpu", 1, 0)
 PREFILL = PrefillModel(0.01, 1e-3, 1e-7, 1e-6)
+FEWER = {"rows": (1, 2, 4, 8), "draws": 1, "tokens": (16, 48, 128), "cache": 1024}
+"""Of an effort: times that are given are fitted whatever it is."""
 
 
 @pytest.fixture
@@ -82,7 +84,8 @@ def take_known_times(monkeypatch: pytest.MonkeyPatch, engine: LocalEngine) -> No
         return real(rows, n_decode, gives_way, joined)
 
     monkeypatch.setattr(engine.engine.hot, "forward", forward)
-    monkeypatch.setattr(idle_module, "IDLE", dataclasses.replace(IDLE, rounds=2))  # a third would take the same times
+    few = dataclasses.replace(IDLE, rounds=2, **FEWER)  # a third round would take the same times
+    monkeypatch.setattr(idle_module, "IDLE", few)
     monkeypatch.setattr(sweep, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=lambda: 0.0))
 
 
@@ -211,7 +214,7 @@ def test_a_thorough_measurement(
     known: LocalEngine, stories_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an adapter in the registry, reads from it are measured, too."""
-    monkeypatch.setattr(setup, "LONG", dataclasses.replace(setup.LONG, rounds=1, cache=2048))
+    monkeypatch.setattr(setup, "LONG", dataclasses.replace(setup.LONG, rounds=1, **FEWER))
     known.deploy(next(iter(stories_adapters.values())))
     config = config_of(known, None)
     told: list[str] = []
