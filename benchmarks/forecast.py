@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.forecast_replay import MONDAY, Judged, metrics, replay, second_arrivals, servegen_arrivals
 from benchmarks.forecast_training import Recorder, train
-from benchmarks.lstm import Lstm
-from benchmarks.lstm_cells import Parameters, draw_parameters, read_out, states
-from benchmarks.lstm_training import Observations, Trainer
 from benchmarks.report import arguments, publish, report
 from benchmarks.trace import minute_counts
 from cluster.forecast.chances import HORIZONS_S
 from cluster.forecast.forecaster import PARTS, Forecaster, Maker
+from cluster.forecast.lstm import Lstm
+from cluster.forecast.lstm_cells import Parameters, draw_parameters, read_out, states
+from cluster.forecast.lstm_training import Observations, Trainer
 from cluster.forecast.recent_rate import LastWindow
 
 BEGIN = MONDAY + 8 * 3600.0
@@ -79,7 +79,7 @@ def names_of(forecaster: Forecaster, mixture: str) -> list[str]:
 def record(minutes: np.ndarray, window_s: float, seed: int) -> list[Observations]:
     """What the network would have been trained on."""
     recorder = Recorder(draw_parameters(np.random.default_rng(seed)))
-    forecaster = Forecaster({"lstm": partial(Lstm, trainer=recorder, window_s=window_s)})
+    forecaster = Forecaster(mixed={"lstm": partial(Lstm, trainer=recorder, window_s=window_s)})
     for second, counts in enumerate(second_arrivals(minutes, seed, BEGIN).counts, 1):
         forecaster.observe(BEGIN + second, counts)
     return recorder.lots
@@ -102,7 +102,7 @@ def rows_of(kind: str, judged: Judged, names: list[str], *, horizons: range, of:
 def functions_held_out(minutes: np.ndarray, parameters: Parameters, *, warm_up_s: float, seed: int) -> list[Row]:
     """Every predictor on functions that nothing was chosen on."""
     arrivals = second_arrivals(minutes, seed + 1, BEGIN)
-    plain, wide = Forecaster(), Forecaster(with_lstm(Trainer(parameters)))
+    plain, wide = Forecaster(), Forecaster(mixed=with_lstm(Trainer(parameters)))
     judged_plain = replay(plain, arrivals, every=EVERY, judged_from=warm_up_s)
     with_network = replay(wide, arrivals, every=EVERY, judged_from=warm_up_s)
     more = with_network.chances[:, :, -2:]
@@ -169,7 +169,7 @@ def drift(minutes: np.ndarray, parameters: Parameters, seed: int) -> list[Row]:
     for frozen in (False, True):
         trainer = FreezingTrainer(parameters)
         freeze_at = half * 60 if frozen else None
-        forecasters = {"mix": Freezing(), "lstm": Freezing({"lstm": partial(Lstm, trainer=trainer)})}
+        forecasters = {"mix": Freezing(), "lstm": Freezing(mixed={"lstm": partial(Lstm, trainer=trainer)})}
         for name, forecaster in forecasters.items():
             at_tick = partial(freeze, forecaster, trainer, freeze_at)
             judged = replay(forecaster, arrivals, every=EVERY, judged_from=half * 60.0, at_tick=at_tick)
@@ -185,7 +185,7 @@ def freeze(forecaster: Freezing, trainer: FreezingTrainer, at: int | None, tick:
 
 def windows(minutes: np.ndarray, scale: Scale, seed: int) -> list[Row]:
     """The last window, and the network without further training, by the length of a window; on functions held out."""
-    forecaster = Forecaster({f"{window:g}": partial(LastWindow, window_s=window) for window in scale.windows_s})
+    forecaster = Forecaster(mixed={f"{window:g}": partial(LastWindow, window_s=window) for window in scale.windows_s})
     judged = replay(forecaster, second_arrivals(minutes[1::2], seed, BEGIN), every=EVERY, judged_from=scale.warm_up_s)
     rows = []
     for number, window in enumerate(scale.windows_s):
@@ -228,7 +228,7 @@ def cost(sizes: tuple[int, ...], seconds: int) -> list[Row]:
 
 
 def cost_of(predictor: str, size: int, seconds: int) -> Row:
-    before, forecaster = resident_mb(), Forecaster({"lstm": Lstm} if predictor == "lstm" else PARTS)
+    before, forecaster = resident_mb(), Forecaster(predictor)
     forecaster.observe(MONDAY, {f"tenant/early-{number}": 1 for number in range(size)})
     times = timed(forecaster, MONDAY + 7200.0, [f"tenant/function-{number}" for number in range(size)], seconds)
     return {

@@ -1,6 +1,6 @@
 """The first training of the forecasting network, in torch, from what those functions did that are not reported on.
 
-It is trained further, in numpy, by `benchmarks.lstm_training`.
+It is trained further, in numpy, by `cluster.forecast.lstm_training`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.lstm_cells import EMBEDDING, FEATURES, MOMENT, UNITS, Parameters
-from benchmarks.lstm_training import Observations, Trainer
+from cluster.forecast.lstm_cells import EMBEDDING, FEATURES, MOMENT, UNITS, Parameters
+from cluster.forecast.lstm_training import Observations, Trainer
 
 BATCH = 128
 LEARNING_RATE = 2e-3
@@ -33,7 +33,7 @@ class Recorder(Trainer):
 
 
 class Network(nn.Module):
-    """As in lstm_cells.py, with an embedding of each function behind the shared one."""
+    """As in cluster/forecast/lstm_cells.py, with an embedding of each function behind the shared one."""
 
     def __init__(self, functions: int) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from cluster.forecast.calibration import ALL, Calibration, log_odds
 from cluster.forecast.chances import HORIZONS_S, Forecasts
 from cluster.forecast.forecast_error import ForecastError
 from cluster.forecast.idle_times import IdleTimes
+from cluster.forecast.lstm import Lstm
 from cluster.forecast.outcomes import Outcomes
 from cluster.forecast.predictor import Predictor, Second
 from cluster.forecast.recent_rate import Ewma, LastWindow
@@ -25,8 +26,11 @@ PARTS: dict[str, Maker] = {
     "seasonal": Seasonal,
     "histogram": IdleTimes,
 }
-"""What is mixed, each weighted by what it got right lately. A recurrent network (benchmarks/lstm.py) is not among them:
-it takes nearly as long as all others together, and adds nothing (docs/results/forecast.md)."""
+PREDICTORS: dict[str, Maker] = PARTS | {"lstm": Lstm}
+"""The network is no part of the mixture: it takes nearly as long as all others together, and adds nothing
+(docs/results/forecast.md)."""
+DEFAULT = "mix"
+"""Mixes all of PARTS, each weighted by what it got right lately."""
 MAX_FUNCTIONS = 40_000
 """At most so many functions are known; beyond them the least recently called ones are forgotten."""
 ACTIVE_S = 1800.0
@@ -39,11 +43,14 @@ FADING = 0.9998
 class Forecaster:
     """Learns from the calls of every second. Not safe for use by several threads."""
 
-    def __init__(self, mixed: Mapping[str, Maker] = PARTS) -> None:
-        """`mixed`: the predictors by name."""
+    def __init__(self, predictor: str = DEFAULT, *, mixed: Mapping[str, Maker] = PARTS) -> None:
+        """`mixed`: what the default mixes. Raises ValueError, which names the predictors that there are."""
+        if predictor != DEFAULT and predictor not in PREDICTORS:
+            raise ValueError(f"unknown predictor {predictor!r}; known are {', '.join((DEFAULT, *PREDICTORS))}")
+        makers = mixed if predictor == DEFAULT else {predictor: PREDICTORS[predictor]}
         self._table = FunctionTable(MAX_FUNCTIONS, ACTIVE_S + HORIZONS_S[-1] + 1)
-        self.parts = tuple(mixed)
-        self._predictors = [make(self._table) for make in mixed.values()]
+        self.parts = tuple(makers)
+        self._predictors = [make(self._table) for make in makers.values()]
         size = len(self.parts)
         self._outcomes = Outcomes(self._table, size + 1)
         self._weights = Weights(self._table, len(HORIZONS_S), size)

@@ -26,6 +26,10 @@ class Column:
         """The table's rows, as a view: it is valid until functions enter or leave."""
         return self._values[: len(self._table)]
 
+    @property
+    def bytes(self) -> int:
+        return int(self._values.nbytes)
+
     def grow(self, room: int) -> None:
         """Does nothing if there is as much room."""
         if room > len(self._values):
@@ -60,6 +64,11 @@ class FunctionTable:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all columns, with their room for more functions."""
+        return sum(column.bytes for column in self._columns)
 
     def column(self, shape: tuple[int, ...] = (), *, fill: float = 0.0, dtype: type = np.float32) -> Column:
         """Returns a new column, in which a function that enters has `fill`."""

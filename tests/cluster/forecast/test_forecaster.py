@@ -76,7 +76,7 @@ def test_the_mixture_is_no_worse_than_its_parts() -> None:
 
 @pytest.mark.parametrize("predictor", ["mix", *PARTS])
 def test_silence_is_forecast(predictor: str) -> None:
-    forecaster = Forecaster(PARTS if predictor == "mix" else {predictor: PARTS[predictor]})
+    forecaster = Forecaster(predictor)
     assert forecaster.forecast(MONDAY) == {}
     for second in range(1, 400):
         forecaster.observe(MONDAY + second, {"a": 1, "none": 0} if second == 5 else {})
@@ -108,6 +108,11 @@ def test_the_likeliest_functions() -> None:
     assert [each.key for each in found.likeliest(0.1, 10)] == ["b", "e", "d", "a"]
     assert found.likeliest(0.1, 3)[2] == Likely("d", 0.5)
     assert (found["d"], found.get("f"), found.likeliest(0.95, 3)) == (Chances(0.0, 0.0, 0.5, 1.0), None, [])
+
+
+def test_unknown_predictor() -> None:
+    with pytest.raises(ValueError, match="'arima'; known are mix, last_window, ewma, seasonal, histogram, lstm"):
+        Forecaster("arima")
 
 
 def test_half_an_hour_of_silence() -> None:

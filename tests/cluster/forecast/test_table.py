@@ -66,4 +66,4 @@ def test_room_grows_to_the_limit() -> None:
     rows, _ = table.record(keys, 1.0)
     assert len(rows) == len(table) == 5000
     assert value.live[:1000].tolist() == list(range(1000)) and not value.live[1000:].any()
-    assert sum(column._values.nbytes for column in table._columns) == 5000 * (8 + 4)
+    assert table.bytes == 5000 * (8 + 4)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.lstm_cells import EMBEDDING, Parameters, loss_and_gradients
+from cluster.forecast.lstm_cells import EMBEDDING, Parameters, loss_and_gradients
 from cluster.forecast.table import Array
 
 REPLAY = 10_000

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.lstm_cells import FEATURES, MOMENT, UNITS, draw_parameters, read_out, states
-from benchmarks.lstm_training import UPDATE_EVERY, Observations, Trainer, embedding_of
 from cluster.forecast.chances import HORIZONS_S
+from cluster.forecast.lstm_cells import FEATURES, MOMENT, UNITS, draw_parameters, read_out, states
+from cluster.forecast.lstm_training import UPDATE_EVERY, Observations, Trainer, embedding_of
 from cluster.forecast.outcomes import TOLERANCE_S
 from cluster.forecast.predictor import Second
 from cluster.forecast.table import Array, FunctionTable

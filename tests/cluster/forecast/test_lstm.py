@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.lstm import OBSERVED, STEPS, Lstm
-from benchmarks.lstm_cells import (
+from cluster.forecast.forecaster import Forecaster
+from cluster.forecast.lstm import OBSERVED, STEPS, Lstm
+from cluster.forecast.lstm_cells import (
     EMBEDDING,
     FEATURES,
     MOMENT,
@@ -20,8 +21,7 @@ from benchmarks.lstm_cells import (
     read_out,
     states,
 )
-from benchmarks.lstm_training import BATCH, REPLAY, Adam, Observations, Trainer, embedding_of
-from cluster.forecast.forecaster import Forecaster
+from cluster.forecast.lstm_training import BATCH, REPLAY, Adam, Observations, Trainer, embedding_of
 from tests.cluster.forecast.seconds import MONDAY, Calls, drive
 
 
@@ -172,7 +172,7 @@ def test_forecasts_follow_the_states() -> None:
 
 
 def test_in_the_forecaster() -> None:
-    forecaster = Forecaster({"lstm": Lstm})
+    forecaster = Forecaster("lstm")
     for second in range(1, 200):
         forecaster.observe(MONDAY + second, {"a": 40} if second % 3 == 0 else {"b": 1} if second == 50 else {})
         found = forecaster.forecast(MONDAY + second)
