@@ -135,7 +135,8 @@ class Tenants:
     def replace(self, tenant: str, limits: Limits, slo: Slo | None = None, weight: float = 1.0) -> tuple[Tenant, bool]:
         """Make the tenant, or give it these limits, this SLO and weight and no others, as an administrator may.
 
-        Returns it and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml declares.
+        Returns it and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml declares, and
+        for a lower `concurrent` than its functions have reserved.
         """
         created = False
 
@@ -144,6 +145,7 @@ class Tenants:
             created = record is None or record.deleted
             current = _live(record, tenant, create=True)
             _check_undeclared(current)
+            _check_reserved(current, limits.concurrent)
             return self._checked(msgspec.structs.replace(current, limits=limits, slo=slo or Slo(), weight=weight))
 
         return self._update(tenant, change), created
@@ -289,6 +291,16 @@ def _live(record: Tenant | None, tenant: str, create: bool) -> Tenant:
 def _check_undeclared(record: Tenant) -> None:
     if record.declared:
         raise Conflict(f"tenant {record.id} is declared in serverless.yml: change it there")
+
+
+def _check_reserved(record: Tenant, concurrent: int | None) -> None:
+    """Raises Conflict where fewer generations are allowed than before, and fewer than functions have reserved."""
+    before, total = record.limits.concurrent, sum(record.reserved.values())
+    if concurrent is not None and concurrent < total and (before is None or concurrent < before):
+        raise Conflict(
+            f"limits.concurrent: {concurrent}, and the tenant's functions have {total} reserved in all "
+            "(reserved_concurrency); take some back first"
+        )
 
 
 def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
