@@ -25,6 +25,10 @@ MAX_KEYS = 1000
 MAX_RESERVED = 32
 """Functions of one tenant with reserved concurrency: each call looks at the places of all of them."""
 
+MAX_WEBHOOK_HOSTS = 100
+WebhookHost = Annotated[str, Meta(min_length=1, max_length=253)]
+"""A host, `*.domain`, address or network."""
+
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -74,6 +78,8 @@ class Tenant(msgspec.Struct, frozen=True):
     weight: Weight = 1.0
     declared: bool = False
     """Whether serverless.yml declares it: then only its keys may be changed through the API."""
+    webhook_hosts: Annotated[tuple[WebhookHost, ...], Meta(max_length=MAX_WEBHOOK_HOSTS)] = ()
+    """Where the tenant's webhooks may go, beside where all may."""
     reserved: dict[str, int] = {}
     """By function: generations for which calls of the others leave room (adapters.standing)."""
     held: Held | None = None
@@ -119,6 +125,7 @@ class Tenants:
         slo: Slo | None = None,
         limits: Limits | None = None,
         weight: float | None = None,
+        webhook_hosts: tuple[str, ...] | None = None,
         declared: bool | None = None,
     ) -> Tenant:
         """Make the tenant, or change what is given; its keys stay.
@@ -128,12 +135,21 @@ class Tenants:
         """
         if not is_name(tenant):
             raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
-        given = {"slo": slo, "limits": limits, "weight": weight, "declared": declared}
+        given = {
+            "slo": slo, "limits": limits, "weight": weight, "webhook_hosts": webhook_hosts, "declared": declared,
+        }  # fmt: skip
         fields = {name: value for name, value in given.items() if value is not None}
         return self._change(tenant, lambda record: msgspec.structs.replace(record, **fields), create=True)
 
-    def replace(self, tenant: str, limits: Limits, slo: Slo | None = None, weight: float = 1.0) -> tuple[Tenant, bool]:
-        """Make the tenant, or give it these limits, this SLO and weight and no others, as an administrator may.
+    def replace(
+        self,
+        tenant: str,
+        limits: Limits,
+        slo: Slo | None = None,
+        weight: float = 1.0,
+        webhook_hosts: tuple[str, ...] = (),
+    ) -> tuple[Tenant, bool]:
+        """Make the tenant, or give it these settings and no others, as an administrator may.
 
         Returns it and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml declares, and
         for a lower `concurrent` than its functions have reserved.
@@ -146,7 +162,8 @@ class Tenants:
             current = _live(record, tenant, create=True)
             _check_undeclared(current)
             _check_reserved(current, limits.concurrent)
-            return self._checked(msgspec.structs.replace(current, limits=limits, slo=slo or Slo(), weight=weight))
+            fields = {"limits": limits, "slo": slo or Slo(), "weight": weight, "webhook_hosts": webhook_hosts}
+            return self._checked(msgspec.structs.replace(current, **fields))
 
         return self._update(tenant, change), created
 

@@ -22,6 +22,7 @@ from garnish.hub import is_hub_place, local_folder
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
+from gateway.events.webhook_hosts import parse_webhook_hosts
 from gateway.usage.prices import Prices
 from node_agent.config import RUNNERS
 
@@ -155,6 +156,11 @@ def _refuse_unbuilt(document: Document) -> None:
 
 
 def _check_addresses(document: Document, loaded: ServiceFile) -> None:
+    for name, tenant in loaded.tenants.items():
+        try:
+            parse_webhook_hosts(tenant.webhook_hosts or ())
+        except ValueError as error:
+            raise document.error(("tenants", name, "webhook_hosts"), str(error)) from None
     for source in loaded.gateway.allowed_sources or ():
         try:
             parse_s3_url(source)

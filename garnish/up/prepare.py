@@ -181,6 +181,7 @@ def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str
             limits=written.limits or Limits(),
             slo=written.slo or Slo(),
             weight=1.0 if written.weight is None else written.weight,
+            webhook_hosts=tuple(written.webhook_hosts or ()),
         )
     for name in set(before) - names:
         with suppress(NotFound):  # another registry than the credentials were made for

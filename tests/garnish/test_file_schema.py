@@ -36,7 +36,7 @@ SHAPE: dict[str, Any] = {
         "eviction", "prefetch", "prefetch_waste", "predictor", "tensor_parallel", "disk_cache", "simulate",
     ),
     "infra": ("state",),
-    "tenants": {"weight", "slo", "limits"},
+    "tenants": {"weight", "slo", "limits", "webhook_hosts"},
     "functions": {"adapter", "alias", "provisioned", "idle_ttl", "prefetch"},
     "node_pools": {"backend", "instance_type", "scale_to_zero_after", "scaling"},
 }  # fmt: skip
