@@ -29,6 +29,10 @@ MAX_WEBHOOK_HOSTS = 100
 WebhookHost = Annotated[str, Meta(min_length=1, max_length=253)]
 """A host, `*.domain`, address or network."""
 
+FileBytes = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
+FILE_BYTES = 10 << 30
+"""Of a tenant's files, unless it may have more or less."""
+
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -80,6 +84,8 @@ class Tenant(msgspec.Struct, frozen=True):
     """Whether serverless.yml declares it: then only its keys may be changed through the API."""
     webhook_hosts: Annotated[tuple[WebhookHost, ...], Meta(max_length=MAX_WEBHOOK_HOSTS)] = ()
     """Where the tenant's webhooks may go, beside where all may."""
+    file_bytes: FileBytes = FILE_BYTES
+    """Of all its files (/v1/files) together."""
     reserved: dict[str, int] = {}
     """By function: generations for which calls of the others leave room (adapters.standing)."""
     held: Held | None = None
@@ -126,6 +132,7 @@ class Tenants:
         limits: Limits | None = None,
         weight: float | None = None,
         webhook_hosts: tuple[str, ...] | None = None,
+        file_bytes: int | None = None,
         declared: bool | None = None,
     ) -> Tenant:
         """Make the tenant, or change what is given; its keys stay.
@@ -136,7 +143,8 @@ class Tenants:
         if not is_name(tenant):
             raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
         given = {
-            "slo": slo, "limits": limits, "weight": weight, "webhook_hosts": webhook_hosts, "declared": declared,
+            "slo": slo, "limits": limits, "weight": weight, "webhook_hosts": webhook_hosts, "file_bytes": file_bytes,
+            "declared": declared,
         }  # fmt: skip
         fields = {name: value for name, value in given.items() if value is not None}
         return self._change(tenant, lambda record: msgspec.structs.replace(record, **fields), create=True)
@@ -148,6 +156,7 @@ class Tenants:
         slo: Slo | None = None,
         weight: float = 1.0,
         webhook_hosts: tuple[str, ...] = (),
+        file_bytes: int = FILE_BYTES,
     ) -> tuple[Tenant, bool]:
         """Make the tenant, or give it these settings and no others, as an administrator may.
 
@@ -162,8 +171,11 @@ class Tenants:
             current = _live(record, tenant, create=True)
             _check_undeclared(current)
             _check_reserved(current, limits.concurrent)
-            fields = {"limits": limits, "slo": slo or Slo(), "weight": weight, "webhook_hosts": webhook_hosts}
-            return self._checked(msgspec.structs.replace(current, **fields))
+            changed = msgspec.structs.replace(
+                current, limits=limits, slo=slo or Slo(), weight=weight, webhook_hosts=webhook_hosts,
+                file_bytes=file_bytes,
+            )  # fmt: skip
+            return self._checked(changed)
 
         return self._update(tenant, change), created
 

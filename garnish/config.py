@@ -107,6 +107,7 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "functions.*.max_age": parse_seconds,
     "functions.*.idle_ttl": parse_seconds,
     "tenants.*.limits.bytes": parse_bytes,
+    "tenants.*.file_bytes": parse_bytes,
     "gateway.hold": parse_seconds,
     "node_pools.*.scale_to_zero_after": parse_seconds,
     "node_pools.*.scaling.queue_wait": parse_seconds,

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from adapters.functions import SUPPORTED_POLICY, Policy, Provisioned
 from adapters.slo import Slo, Weight
-from adapters.tenants import MAX_WEBHOOK_HOSTS, Limits, WebhookHost
+from adapters.tenants import MAX_WEBHOOK_HOSTS, FileBytes, Limits, WebhookHost
 from gateway.usage.prices import Prices
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -75,6 +75,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slo: Slo | None = None
     limits: Limits | None = None
     webhook_hosts: Annotated[list[WebhookHost], Meta(max_length=MAX_WEBHOOK_HOSTS)] | None = None
+    file_bytes: FileBytes | None = None
 
 
 class Function(Policy, frozen=True, forbid_unknown_fields=True, kw_only=True):

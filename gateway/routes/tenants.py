@@ -14,7 +14,7 @@ from adapters import tenant_removal
 from adapters.errors import NotFound
 from adapters.names import NAME_RULE, is_name
 from adapters.slo import Slo, Weight
-from adapters.tenants import MAX_WEBHOOK_HOSTS, Limits, Tenant, WebhookHost
+from adapters.tenants import FILE_BYTES, MAX_WEBHOOK_HOSTS, FileBytes, Limits, Tenant, WebhookHost
 from cluster.errors import ServiceError
 from gateway.events.webhook_hosts import parse_webhook_hosts
 from gateway.http.bodies import read_message
@@ -41,6 +41,8 @@ class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     webhook_hosts: Annotated[list[WebhookHost], Meta(max_length=MAX_WEBHOOK_HOSTS)] = []
     """Where its webhooks may go beside `gateway.webhook_hosts`: hosts, `*.domain`, addresses and networks, which may be
     private."""
+    file_bytes: FileBytes = FILE_BYTES
+    """Of all its files (/v1/files) together."""
 
 
 class KeyItem(msgspec.Struct, frozen=True):
@@ -69,6 +71,7 @@ class TenantReply(msgspec.Struct, frozen=True):
     limits: Limits
     weight: float
     webhook_hosts: list[str]
+    file_bytes: int
     declared: bool
     """Whether serverless.yml declares it: then only its keys can be changed here."""
     keys: list[KeyItem]
@@ -106,7 +109,15 @@ async def put_tenant(request: Request, services: Services) -> Response:
     except ValueError as error:
         raise ServiceError("validation_failed", str(error), param="webhook_hosts") from None
     made, created = await _change(
-        services, name, services.tenants.replace, name, limits, asked.slo, asked.weight, hosts
+        services,
+        name,
+        services.tenants.replace,
+        name,
+        limits,
+        asked.slo,
+        asked.weight,
+        webhook_hosts=hosts,
+        file_bytes=asked.file_bytes,
     )
     return json_response(await _reply(services, made), 201 if created else 200)
 
@@ -173,6 +184,7 @@ async def _reply(services: Services, tenant: Tenant) -> TenantReply:
         limits=tenant.limits,
         weight=tenant.weight,
         webhook_hosts=list(tenant.webhook_hosts),
+        file_bytes=tenant.file_bytes,
         declared=tenant.declared,
         keys=keys,
         attainment=windows,

@@ -10,7 +10,7 @@ import pytest
 from adapters.errors import Conflict, NotFound
 from adapters.local_store import LocalStore
 from adapters.slo import Slo
-from adapters.tenants import Limits, Tenants
+from adapters.tenants import FILE_BYTES, Limits, Tenants
 from garnish.config import ServiceFile, load_service_file
 from garnish.up.prepare import make_keys
 
@@ -30,7 +30,7 @@ def test_the_file_decides(tmp_path: Path) -> None:
         service(
             tmp_path,
             "tenants: {a: {limits: {adapters: 5}, weight: 2, slo: {class: strict}, webhook_hosts: [a.example]}, "
-            "b: {limits: {bytes: 1KiB}}}\n",
+            "b: {limits: {bytes: 1KiB}, file_bytes: 2KiB}}\n",
         ),
         state,
         URL,
@@ -39,6 +39,7 @@ def test_the_file_decides(tmp_path: Path) -> None:
     assert (tenants.get("a").limits, tenants.get("b").limits) == (Limits(adapters=5), Limits(bytes=1024))
     assert (tenants.get("a").slo, tenants.get("a").weight) == (Slo(slo_class="strict"), 2.0)
     assert (tenants.get("a").webhook_hosts, tenants.get("b").webhook_hosts) == (("a.example",), ())
+    assert (tenants.get("a").file_bytes, tenants.get("b").file_bytes) == (FILE_BYTES, 2048)
     for name in ("a", "b"):
         with pytest.raises(Conflict):
             tenants.replace(name, Limits())
