@@ -31,7 +31,7 @@ class Inspector:
 
     def __init__(self, base: BaseModel) -> None:
         self._turn = threading.Lock()
-        self.helper = HelperProcess("adapters.inspector_process", hello=base)
+        self.helper = HelperProcess("adapters.inspector_process", hello=lambda: base)
 
     @property
     def pid(self) -> int | None:

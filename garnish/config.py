@@ -122,8 +122,15 @@ def _policies() -> tuple[object, ...]:
     return tuple(POLICIES)
 
 
+def _predictors() -> tuple[object, ...]:
+    from gateway.residency.remote_trainer import CHOICES  # numpy, too
+
+    return CHOICES
+
+
 BUILT: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
     "gateway.policy": _policies,
+    "gateway.predictor": _predictors,
     "node.runner": ("auto", *RUNNERS),
     "node.tensor_parallel": (1,),
 }

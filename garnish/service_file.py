@@ -28,6 +28,7 @@ class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_hosts: list[Text] | None = None
     allowed_sources: list[Text] | None = None
     policy: Text = "rank_aware"
+    predictor: Text = "mix"
     hold: float | None = None
 
 

@@ -111,6 +111,7 @@ def gateway_config(
         allowed_sources=tuple(service.gateway.allowed_sources or ()),
         webhook_hosts=tuple(service.gateway.webhook_hosts or ()),
         policy=service.gateway.policy,
+        predictor=service.gateway.predictor,
         prices=service.prices,
     )
     if service.gateway.hold is not None:

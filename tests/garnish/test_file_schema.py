@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = {
     "auth": None,
     "gateway": (
         "host", "port", "workers", "secret_file", "redis", "webhook_hosts", "allowed_sources", "node_hosts", "policy",
-        "hold",
+        "predictor", "hold",
     ),
     "node": (
         "device", "runner", "dtype", "adapter_memory", "kv_memory", "host_memory", "cpu_workers", "cold_start",

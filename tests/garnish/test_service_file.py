@@ -153,6 +153,7 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
     ("field", "text"),
     [
         ("gateway.policy", "gateway: {policy: best}"),
+        ("gateway.predictor", "gateway: {predictor: arima}"),
         ("node.runner", "node: {runner: vllm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
     ],
