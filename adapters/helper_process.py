@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -46,8 +46,8 @@ class HelperEnded(Exception):
 class HelperProcess:
     """Starts with the first job, and again after it has ended. Methods block; one job at a time."""
 
-    def __init__(self, module: str, hello: object = None) -> None:
-        """`hello`: the first message to each process."""
+    def __init__(self, module: str, hello: Callable[[], object] | None = None) -> None:
+        """`hello` makes the first message to each process."""
         self._module, self._hello = module, hello
         self.process: subprocess.Popen[bytes] | None = None
         """The latest one; None before the first job."""
@@ -109,7 +109,7 @@ class HelperProcess:
         self.connection = ours
         ours.settimeout(seconds)
         if self._hello is not None:
-            send(ours, self._hello)
+            send(ours, self._hello())
         return ours
 
 

@@ -30,7 +30,7 @@ class Inspector:
 
     def __init__(self, base: BaseModel) -> None:
         self._turn = threading.Lock()
-        self.helper = HelperProcess("adapters.inspector_process", hello=base)
+        self.helper = HelperProcess("adapters.inspector_process", hello=lambda: base)
 
     def inspect(self, config: bytes, weights: Path) -> Inspection:
         """Raises InvalidAdapter, also for what takes too much memory or time; TooLarge; InspectionBusy."""

@@ -25,6 +25,14 @@ MAX_KEYS = 1000
 MAX_RESERVED = 32
 """Functions of one tenant with reserved concurrency: each call looks at the places of all of them."""
 
+MAX_WEBHOOK_HOSTS = 100
+WebhookHost = Annotated[str, Meta(min_length=1, max_length=253)]
+"""A host, `*.domain`, address or network."""
+
+FileBytes = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
+FILE_BYTES = 10 << 30
+"""Of a tenant's files, unless it may have more or less."""
+
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -74,6 +82,10 @@ class Tenant(msgspec.Struct, frozen=True):
     weight: Weight = 1.0
     declared: bool = False
     """Whether serverless.yml declares it: then only its keys may be changed through the API."""
+    webhook_hosts: Annotated[tuple[WebhookHost, ...], Meta(max_length=MAX_WEBHOOK_HOSTS)] = ()
+    """Where the tenant's webhooks may go, beside where all may."""
+    file_bytes: FileBytes = FILE_BYTES
+    """Of all its files (/v1/files) together."""
     reserved: dict[str, int] = {}
     """By function: generations for which calls of the others leave room (adapters.standing)."""
     held: Held | None = None
@@ -119,6 +131,8 @@ class Tenants:
         slo: Slo | None = None,
         limits: Limits | None = None,
         weight: float | None = None,
+        webhook_hosts: tuple[str, ...] | None = None,
+        file_bytes: int | None = None,
         declared: bool | None = None,
     ) -> Tenant:
         """Make the tenant, or change what is given; its keys stay.
@@ -128,14 +142,26 @@ class Tenants:
         """
         if not is_name(tenant):
             raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
-        given = {"slo": slo, "limits": limits, "weight": weight, "declared": declared}
+        given = {
+            "slo": slo, "limits": limits, "weight": weight, "webhook_hosts": webhook_hosts, "file_bytes": file_bytes,
+            "declared": declared,
+        }  # fmt: skip
         fields = {name: value for name, value in given.items() if value is not None}
         return self._change(tenant, lambda record: msgspec.structs.replace(record, **fields), create=True)
 
-    def replace(self, tenant: str, limits: Limits, slo: Slo | None = None, weight: float = 1.0) -> tuple[Tenant, bool]:
-        """Make the tenant, or give it these limits, this SLO and weight and no others, as an administrator may.
+    def replace(
+        self,
+        tenant: str,
+        limits: Limits,
+        slo: Slo | None = None,
+        weight: float = 1.0,
+        webhook_hosts: tuple[str, ...] = (),
+        file_bytes: int = FILE_BYTES,
+    ) -> tuple[Tenant, bool]:
+        """Make the tenant, or give it these settings and no others, as an administrator may.
 
-        Returns it and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml declares.
+        Returns it and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml declares, and
+        for a lower `concurrent` than its functions have reserved.
         """
         created = False
 
@@ -144,7 +170,12 @@ class Tenants:
             created = record is None or record.deleted
             current = _live(record, tenant, create=True)
             _check_undeclared(current)
-            return self._checked(msgspec.structs.replace(current, limits=limits, slo=slo or Slo(), weight=weight))
+            _check_reserved(current, limits.concurrent)
+            changed = msgspec.structs.replace(
+                current, limits=limits, slo=slo or Slo(), weight=weight, webhook_hosts=webhook_hosts,
+                file_bytes=file_bytes,
+            )  # fmt: skip
+            return self._checked(changed)
 
         return self._update(tenant, change), created
 
@@ -278,6 +309,16 @@ def _live(record: Tenant | None, tenant: str, create: bool) -> Tenant:
 def _check_undeclared(record: Tenant) -> None:
     if record.declared:
         raise Conflict(f"tenant {record.id} is declared in serverless.yml: change it there")
+
+
+def _check_reserved(record: Tenant, concurrent: int | None) -> None:
+    """Raises Conflict where fewer generations are allowed than before, and fewer than functions have reserved."""
+    before, total = record.limits.concurrent, sum(record.reserved.values())
+    if concurrent is not None and concurrent < total and (before is None or concurrent < before):
+        raise Conflict(
+            f"limits.concurrent: {concurrent}, and the tenant's functions have {total} reserved in all "
+            "(reserved_concurrency); take some back first"
+        )
 
 
 def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:

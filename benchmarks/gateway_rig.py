@@ -24,6 +24,7 @@ from adapters.tenants import Tenants
 from benchmarks.latency import Sample
 from benchmarks.stream_client import Streams
 from benchmarks.stub_node import StubConfig
+from benchmarks.tether import tethered
 from cluster.secret import create_secret
 from gateway.config import GatewayConfig
 
@@ -90,7 +91,7 @@ def process(
     """`told` is all of its standard input (None: that ends when the context does); `tree`: whose code it runs."""
     settings = {} if tree is None else {"cwd": tree, "env": os.environ | {"PYTHONPATH": str(tree)}}
     with log.open("wb") as errors:
-        command = [sys.executable, *arguments]
+        command = tethered([sys.executable, *arguments])
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, **settings)  # type: ignore[call-overload]
     assert process.stdin is not None and process.stdout is not None
     try:

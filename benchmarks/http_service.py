@@ -15,6 +15,7 @@ from types import TracebackType
 
 import aiohttp
 
+from benchmarks.tether import tethered
 from cluster.secret import read_secret
 from garnish.credentials import FILE_NAME, read_credentials
 
@@ -63,7 +64,7 @@ class HttpService:
         command = [str(Path(sys.executable).parent / "garnish"), "up", "-f", "serverless.yml", "--port", str(self.port)]
         command += self.options
         self._log = (self.root / "up.log").open("w")
-        self._process = subprocess.Popen(command, cwd=self.root, stdout=self._log, stderr=subprocess.STDOUT)
+        self._process = subprocess.Popen(tethered(command), cwd=self.root, stdout=self._log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + START_LIMIT
         while "\nready" not in (self.root / "up.log").read_text():
             if self._process.poll() is not None or time.monotonic() > deadline:

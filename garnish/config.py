@@ -22,6 +22,7 @@ from garnish.hub import is_hub_place, local_folder
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
+from gateway.events.webhook_hosts import parse_webhook_hosts
 from gateway.usage.prices import Prices
 from node_agent.config import RUNNERS
 
@@ -102,6 +103,7 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "functions.*.max_age": parse_seconds,
     "functions.*.idle_ttl": parse_seconds,
     "tenants.*.limits.bytes": parse_bytes,
+    "tenants.*.file_bytes": parse_bytes,
     "gateway.hold": parse_seconds,
     "node_pools.*.scale_to_zero_after": parse_seconds,
     "node_pools.*.scaling.queue_wait": parse_seconds,
@@ -116,8 +118,15 @@ def _policies() -> tuple[object, ...]:
     return tuple(POLICIES)
 
 
+def _predictors() -> tuple[object, ...]:
+    from gateway.residency.remote_trainer import CHOICES  # numpy, too
+
+    return CHOICES
+
+
 BUILT: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
     "gateway.policy": _policies,
+    "gateway.predictor": _predictors,
     "node.runner": ("auto", *RUNNERS),
     "node.tensor_parallel": (1,),
 }
@@ -151,6 +160,11 @@ def _refuse_unbuilt(document: Document) -> None:
 
 
 def _check_addresses(document: Document, loaded: ServiceFile) -> None:
+    for name, tenant in loaded.tenants.items():
+        try:
+            parse_webhook_hosts(tenant.webhook_hosts or ())
+        except ValueError as error:
+            raise document.error(("tenants", name, "webhook_hosts"), str(error)) from None
     for source in loaded.gateway.allowed_sources or ():
         try:
             parse_s3_url(source)

@@ -154,8 +154,10 @@ def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantSte
         return TenantStep(name, "none")
     with connect(None, admin=True) as client:
         known = client.tenant(name)
-    now = {field: known[field] for field in ("limits", "slo", "weight")}
-    changed = [field for field in stated if stated[field] != now[field]]
+    # a service of the release before has none of the last two
+    fields = ("limits", "slo", "weight", "webhook_hosts", "file_bytes")
+    now = {field: known[field] for field in fields if field in known}
+    changed = [field for field in stated if stated[field] != now.get(field)]
     if not changed or known["declared"]:
         return TenantStep(name, "later" if changed else "none", changed)
     return TenantStep(name, "change", changed, {**now, **stated})

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from adapters.functions import SUPPORTED_POLICY, Policy, Provisioned
 from adapters.slo import Slo, Weight
-from adapters.tenants import Limits
+from adapters.tenants import MAX_WEBHOOK_HOSTS, FileBytes, Limits, WebhookHost
 from gateway.usage.prices import Prices
 from infra.stack import Aws, Text
 
@@ -28,6 +28,7 @@ class Gateway(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node_hosts: list[Text] | None = None
     allowed_sources: list[Text] | None = None
     policy: Text = "rank_aware"
+    predictor: Text = "mix"
     hold: float | None = None
 
 
@@ -74,6 +75,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight: Weight | None = None
     slo: Slo | None = None
     limits: Limits | None = None
+    webhook_hosts: Annotated[list[WebhookHost], Meta(max_length=MAX_WEBHOOK_HOSTS)] | None = None
+    file_bytes: FileBytes | None = None
 
 
 class Function(Policy, frozen=True, forbid_unknown_fields=True, kw_only=True):

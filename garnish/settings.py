@@ -115,6 +115,7 @@ def gateway_config(
         allowed_sources=tuple(service.gateway.allowed_sources or ()),
         webhook_hosts=tuple(service.gateway.webhook_hosts or ()),
         policy=service.gateway.policy,
+        predictor=service.gateway.predictor,
         prices=service.prices,
         **{name: seconds for name, seconds in bounds.items() if seconds is not None},
     )

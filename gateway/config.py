@@ -64,6 +64,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     auth: Literal["keys", "none"] = "keys"
     policy: str = "rank_aware"
     """How requests are placed: one of gateway.scheduling.policy.POLICIES."""
+    predictor: str = "mix"
+    """What forecasts calls: one of gateway.residency.remote_trainer.CHOICES."""
     allowed_sources: tuple[str, ...] = ()
     """`s3://bucket/prefix`es from below which tenants may deploy."""
     prices: Prices | None = None

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic, time
 
@@ -25,7 +26,6 @@ from adapters.standing import Memory, function_key
 from adapters.store import ObjectStore
 from adapters.tenants import Tenants
 from cluster.errors import ServiceError
-from cluster.forecast.forecaster import Forecaster
 from cluster.leases import Leases
 from cluster.record_check import RecordRates
 from cluster.secret import read_secret
@@ -60,6 +60,7 @@ from gateway.leader.turn import Job
 from gateway.residency.history import CallHistory
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ResidencyOrders
+from gateway.residency.remote_trainer import RemoteTrainer, make_forecaster
 from gateway.residency.residency import Parts, Residency
 from gateway.residency.schedules import WarmSchedules
 from gateway.residency.standing import StandingPolicies, memory_of
@@ -211,6 +212,7 @@ class _Opened:
     base: BaseModel
     inspector: Inspector
     templates: ChatTemplates
+    trainer: RemoteTrainer
     store: ObjectStore
     secret: str
     usage: UsageLedger
@@ -229,13 +231,17 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
     store = await asyncio.to_thread(open_checked_store, config.registry)
     await asyncio.to_thread(_compare_clocks, store)
     secret = read_secret(Path(config.secret_file))
-    with closing(Inspector(base)) as inspector, closing(ChatTemplates()) as templates:
+    with (
+        closing(Inspector(base)) as inspector,
+        closing(ChatTemplates()) as templates,
+        closing(RemoteTrainer()) as trainer,
+    ):
         async with (
             open_ledger(usage_directory(config), store) as usage,
             _session() as session,
             open_shared(config, secret) as shared,
         ):
-            opened = _Opened(base, inspector, templates, store, secret, usage, session, shared)
+            opened = _Opened(base, inspector, templates, trainer, store, secret, usage, session, shared)
             services = _make_services(config, metrics, opened)
             services.name_watch.on_mark, services.name_watch.forget_all = services.marked, services.forget_all
             services.peers.on_message, services.functions.on_change = services.heard, services.function_changed
@@ -274,7 +280,7 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
     functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)
     node_calls = NodeCalls(opened.session, opened.secret, connect=config.connect_seconds)
-    residency = _make_residency(opened, metrics, functions, threads, node_calls)
+    residency = _make_residency(config, opened, metrics, functions, threads, node_calls)
     dispatcher = _make_dispatcher(config, metrics, opened, functions, residency)
     callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
     event_threads = StoreThreads(config.store_seconds, EVENT_THREADS)
@@ -322,11 +328,16 @@ def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> 
 
 
 def _make_residency(
-    opened: _Opened, metrics: Metrics, functions: Functions, threads: StoreThreads, node_calls: NodeCalls
+    config: GatewayConfig,
+    opened: _Opened,
+    metrics: Metrics,
+    functions: Functions,
+    threads: StoreThreads,
+    node_calls: NodeCalls,
 ) -> Residency:
     shared, shown = opened.shared, ResidencyMetrics(metrics.registry)
     parts = Parts(
-        history=CallHistory(Forecaster, monotonic, time),
+        history=CallHistory(partial(make_forecaster, config.predictor, opened.trainer), monotonic, time),
         schedules=WarmSchedules(opened.store, threads, functions, unix=time),
         standing=StandingPolicies(opened.store, threads, functions),
         owners=Owners(),

@@ -8,7 +8,7 @@ import numpy as np
 
 from cluster.forecast.chances import HORIZONS_S
 from cluster.forecast.lstm_cells import FEATURES, MOMENT, UNITS, draw_parameters, read_out, states
-from cluster.forecast.lstm_training import UPDATE_EVERY, Observations, Trainer, embedding_of
+from cluster.forecast.lstm_training import UPDATE_EVERY, Observations, Trainer, TrainerLike, embedding_of
 from cluster.forecast.outcomes import TOLERANCE_S
 from cluster.forecast.predictor import Second
 from cluster.forecast.table import Array, FunctionTable
@@ -38,10 +38,10 @@ class _Waiting:
 class Lstm:
     """Runs the network over the last windows of every function when a window ends, and its readout every second."""
 
-    def __init__(self, table: FunctionTable, trainer: Trainer | None = None, window_s: float = WINDOW_S) -> None:
+    def __init__(self, table: FunctionTable, trainer: TrainerLike | None = None, window_s: float = WINDOW_S) -> None:
         """Starts from drawn parameters without a `trainer`."""
         self._table, self._window_s = table, window_s
-        self._trainer = trainer or Trainer(draw_parameters(np.random.default_rng(0)))
+        self._trainer: TrainerLike = trainer or Trainer(draw_parameters(np.random.default_rng(0)))
         self._counts = table.column((STEPS + 1,))
         """Calls in the last windows, and in the one that runs"""
         self._state = table.column((UNITS,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -30,6 +31,17 @@ class Observations:
     """f32[n, MOMENT]"""
     came: Array
     """f32[n, horizons]: 1 where a call came within the horizon."""
+
+
+class TrainerLike(Protocol):
+    """A Trainer, or what stands for one that is elsewhere."""
+
+    parameters: Parameters
+    embeddings: dict[str, Array]
+
+    def add(self, lot: Observations) -> None: ...
+
+    def update(self) -> object: ...
 
 
 class Adam:
@@ -103,7 +115,7 @@ class Trainer:
         )
 
 
-def embedding_of(trainer: Trainer, keys: list[str]) -> Array:
+def embedding_of(trainer: TrainerLike, keys: list[str]) -> Array:
     """Returns f32[functions, EMBEDDING], with the shared one for functions that were not trained."""
     if not keys:
         return np.zeros((0, EMBEDDING), np.float32)

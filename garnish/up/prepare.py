@@ -16,7 +16,7 @@ import msgspec
 from adapters.errors import AdapterError, NotFound
 from adapters.open_store import open_checked_store
 from adapters.slo import Slo
-from adapters.tenants import Limits, Tenants
+from adapters.tenants import FILE_BYTES, Limits, Tenants
 from cluster.redis_link import RedisAway, check_redis
 from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
@@ -181,6 +181,8 @@ def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str
             limits=written.limits or Limits(),
             slo=written.slo or Slo(),
             weight=1.0 if written.weight is None else written.weight,
+            webhook_hosts=tuple(written.webhook_hosts or ()),
+            file_bytes=written.file_bytes or FILE_BYTES,
         )
     for name in set(before) - names:
         with suppress(NotFound):  # another registry than the credentials were made for

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from adapters.errors import NotFound
-from adapters.records import read_record, read_records
+from adapters.errors import Conflict, NotFound
+from adapters.records import read_each, read_record, read_records
 from adapters.store import ObjectStore, all_objects
 from adapters.tenant_removal import data_prefix, remove_below
+from gateway.batches.file_quota import FileQuota
 from gateway.batches.messages import FileObject, Purpose
 
 MAX_FILE_BYTES = 200 << 20
-MAX_FILES = 500
-"""Files of one tenant; outputs of batches may go beyond it."""
 PART_BYTES = 8 << 20
 """In which an upload is stored."""
 READ_BYTES = 1 << 20
@@ -58,12 +57,19 @@ class FileStore:
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
+        self.quota = FileQuota(store, self._count)
 
-    def begin(self, tenant: str) -> str:
-        """Returns the id of a file that is to be uploaded."""
+    def begin(self, tenant: str, size: int, limit: int) -> str:
+        """Returns the id of a file that is to be uploaded and may have `size` bytes. Raises Conflict where the tenant's
+        files would have more than `limit`, or be too many."""
         self._sweep(tenant)
         file_id = new_id("file-", self.store.now())
         self.store.put(_upload_key(tenant, file_id), b"")
+        try:
+            self.quota.take(tenant, file_id, size, limit)
+        except Conflict:
+            self.store.delete(_upload_key(tenant, file_id))
+            raise
         return file_id
 
     def put_part(self, tenant: str, file_id: str, name: str, data: bytes) -> Part:
@@ -73,6 +79,7 @@ class FileStore:
     def commit(self, tenant: str, record: FileRecord) -> FileRecord:
         """Makes the file what the record says; from now on it is listed."""
         self.store.put(_key(tenant, record.id), msgspec.json.encode(record))
+        self.quota.note(tenant, record.id, record.bytes)
         self.store.delete(_upload_key(tenant, record.id))
         return record
 
@@ -80,6 +87,7 @@ class FileStore:
         """Removes what there is of an upload, also after a `commit` that the store has failed half-way."""
         self.store.delete(_key(tenant, file_id))
         self._remove_parts(tenant, file_id)
+        self.quota.note(tenant, file_id, None)
         self.store.delete(_upload_key(tenant, file_id))
 
     def get(self, tenant: str, file_id: str) -> FileRecord:
@@ -123,7 +131,18 @@ class FileStore:
                 file_id = info.key.rpartition("/")[2]
                 if self.store.head(_key(tenant, file_id)) is None:
                     self._remove_parts(tenant, file_id)
+                    self.quota.note(tenant, file_id, None)
                 self.store.delete(info.key)
+
+    def _count(self, tenant: str, known: Mapping[str, int]) -> dict[str, int]:
+        """Does what FileQuota wants. Records of known files are not read; damaged ones count nothing."""
+        folder = f"{data_prefix(tenant)}uploads/"  # listed first: an upload that ends meanwhile is among the files
+        under_way = {info.key.removeprefix(folder) for info in all_objects(self.store, folder)}
+        ids = self.ids(tenant)
+        found = read_each(self.store, [_key(tenant, each) for each in ids if each not in known], FileRecord)
+        new = {record.id: record.bytes for record in found if isinstance(record, FileRecord)}
+        there = under_way.union(ids)
+        return new | {file_id: size for file_id, size in known.items() if file_id in there}
 
     def _remove_parts(self, tenant: str, file_id: str) -> None:
         remove_below(self.store, part_key(tenant, file_id, ""))

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from adapters.errors import NotFound
+from adapters.errors import CorruptRecord, NotFound
 from gateway.batches.files import FileRecord, FileStore, piece_starts
 from gateway.batches.line_reader import AHEAD_LINES, LineReader
 from gateway.batches.lines import Line, LineScanner
@@ -90,7 +90,11 @@ class BatchRun:
     async def scan(self) -> None:
         """Reads the input, and validates it if that was not done yet: afterwards the batch is in progress, or failed.
         Raises NotFound when the file was deleted."""
-        source = await self._threads.run(lambda: self._files.get(self.record.tenant, self.record.input_file))
+        try:
+            source = await self._threads.run(lambda: self._files.get(self.record.tenant, self.record.input_file))
+        except CorruptRecord:
+            self.end("failed", BatchProblem("input_file_damaged", "the input file is damaged: upload it again"))
+            return
         scanner = LineScanner(self.record.endpoint)
         for start, length in piece_starts(source.bytes):
             await self._threads.run(partial(self._feed, scanner, source, start, length))

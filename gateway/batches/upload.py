@@ -9,7 +9,7 @@ from starlette.requests import Request
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
 from cluster.printable import printable
-from gateway.batches.files import MAX_FILE_BYTES, MAX_FILES, PART_BYTES, FileRecord, FileStore, Part
+from gateway.batches.files import MAX_FILE_BYTES, PART_BYTES, FileRecord, FileStore, Part
 from gateway.catalog.threads import StoreThreads
 from gateway.config import GatewayConfig
 from gateway.http.bodies import stream_body
@@ -23,12 +23,13 @@ MAX_FILENAME = 200
 
 
 async def receive_file(
-    request: Request, config: GatewayConfig, files: FileStore, threads: StoreThreads, tenant: str
+    request: Request, config: GatewayConfig, files: FileStore, threads: StoreThreads, tenant: str, limit: int
 ) -> FileRecord:
-    """Stores the file of a multipart body. Raises ServiceError; nothing of the file is left then."""
-    if len(await threads.read(files.ids, tenant)) >= MAX_FILES:
-        raise ServiceError("conflict", f"the tenant has {MAX_FILES} files, the most that it may; delete some first")
-    upload = _Upload(FormParts(request, FILE_FORM), files, threads, tenant, await threads.write(files.begin, tenant))
+    """Stores the file of a multipart body; all of the tenant's may have `limit` bytes. Raises ServiceError, Conflict;
+    nothing of the file is left then."""
+    form = FormParts(request, FILE_FORM)
+    file_id = await threads.write(files.begin, tenant, _size_of(request), limit)
+    upload = _Upload(form, files, threads, tenant, file_id)
     try:
         await upload.receive(request, config)
         return await upload.commit()
@@ -36,6 +37,12 @@ async def receive_file(
         with suppress(StoreUnavailable):  # then the tenant's later uploads remove it
             await threads.write(files.abandon, tenant, upload.file_id)
         raise
+
+
+def _size_of(request: Request) -> int:
+    """Returns how many bytes the file has at most; what its form adds to them is not known yet."""
+    stated = request.headers.get("content-length", "")
+    return min(int(stated), MAX_FILE_BYTES) if stated.isdecimal() else MAX_FILE_BYTES
 
 
 class _Upload:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,9 @@ from gateway.calls.reply import invoke_reply
 from gateway.calls.spare_request import spare_request
 from gateway.events.deliveries import Deliveries
 from gateway.events.records import MAX_AGE_S, RETRIES, EventRecord, new_nonce
-from gateway.events.webhook_hosts import NotAllowed, parse_webhook_hosts
+from gateway.events.webhook_hosts import NotAllowed, WebhookHosts, parse_webhook_hosts
 from gateway.events.webhook_secrets import read_secrets
-from gateway.events.webhooks import open_webhooks
+from gateway.events.webhooks import Webhooks
 from gateway.events.worker import NotKnownHere, Worker
 from gateway.http.stopwatch import Stopwatch
 from gateway.services import Services
@@ -108,12 +108,17 @@ async def running_events(services: Services) -> AsyncIterator[None]:
             return Policy()
         return choices[0].version.policy
 
-    allowed, events = parse_webhook_hosts(services.config.webhook_hosts), services.events
-    async with (
-        open_webhooks(allowed) as webhooks,
-        Worker(events, partial(execute, services), Deliveries(events, webhooks, policy_of), can_run).running(),
-    ):
+    events, webhooks = services.events, Webhooks(lambda tenant: _webhook_hosts(services, tenant))
+    async with Worker(events, partial(execute, services), Deliveries(events, webhooks, policy_of), can_run).running():
         yield
+
+
+async def _webhook_hosts(services: Services, tenant: str) -> WebhookHosts:
+    """Returns where the tenant's webhooks may go: where all may, and by its own list. Raises StoreUnavailable."""
+    own: tuple[str, ...] = ()
+    with suppress(NotFound):  # it is being removed, and its calls with it
+        own = (await services.callers.account(tenant)).webhook_hosts
+    return parse_webhook_hosts((*services.config.webhook_hosts, *own))
 
 
 async def _check(services: Services, tenant: str, destination: Destination | None, field: str) -> None:
@@ -122,7 +127,7 @@ async def _check(services: Services, tenant: str, destination: Destination | Non
     if destination is None or destination.webhook is None:
         return
     try:
-        parse_webhook_hosts(services.config.webhook_hosts).check_url(destination.webhook)
+        (await _webhook_hosts(services, tenant)).check_url(destination.webhook)
     except NotAllowed as error:
         raise ServiceError("validation_failed", str(error), param=f"{field}.webhook") from None
     if not await services.threads.read(read_secrets, services.registry.store, tenant):

@@ -70,7 +70,8 @@ class Deliveries:
             return await self._call(event, delivery.to.function)
         assert delivery.to.webhook is not None
         secrets = await self._events.threads.read(read_secrets, self._events.store.objects, event.tenant)
-        await self._webhooks.send(delivery.to.webhook, message_id(event), webhook_body(event), secrets)
+        url, body = delivery.to.webhook, webhook_body(event)
+        await self._webhooks.send(event.tenant, url, message_id(event), body, secrets)
         return None
 
     async def _call(self, event: EventRecord, destination: str) -> None:

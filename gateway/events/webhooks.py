@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 
 import aiohttp
@@ -27,23 +26,26 @@ class NotDelivered(Exception):
         self.for_good = for_good
 
 
+HostsOf = Callable[[str], Awaitable[WebhookHosts]]
+"""Returns where a tenant's webhooks may go. Raises StoreUnavailable."""
+
+
 class Webhooks:
     """Of one worker."""
 
-    def __init__(self, allowed: WebhookHosts, session: aiohttp.ClientSession) -> None:
-        self.allowed = allowed
-        self._session = session
+    def __init__(self, hosts_of: HostsOf) -> None:
+        self._hosts_of = hosts_of
+        self._places = asyncio.Semaphore(CONNECTIONS)
 
-    async def send(self, url: str, message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> None:
-        """Raises NotDelivered unless the receiver answers 2xx."""
+    async def send(self, tenant: str, url: str, message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> None:
+        """Raises NotDelivered unless the receiver answers 2xx, StoreUnavailable."""
         if not secrets:
             raise NotDelivered("the tenant has no webhook secret any more")
+        allowed = await self._hosts_of(tenant)
         try:
-            self.allowed.check_url(url)
-            async with asyncio.timeout(SEND_S):
-                request = self._session.post(
-                    url, data=body, headers=signed(message_id, body, secrets), allow_redirects=False
-                )
+            allowed.check_url(url)
+            async with asyncio.timeout(SEND_S), self._places, _session(allowed) as session:
+                request = session.post(url, data=body, headers=signed(message_id, body, secrets), allow_redirects=False)
                 async with request as reply:
                     status = reply.status
         except NotAllowed as error:
@@ -72,11 +74,7 @@ def signed(message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> di
     }
 
 
-@asynccontextmanager
-async def open_webhooks(allowed: WebhookHosts) -> AsyncIterator[Webhooks]:
-    connector = aiohttp.TCPConnector(
-        resolver=CheckedResolver(allowed), limit=CONNECTIONS, use_dns_cache=False, force_close=True
-    )
-    jar = aiohttp.DummyCookieJar()
-    async with aiohttp.ClientSession(connector=connector, cookie_jar=jar, trust_env=False) as session:
-        yield Webhooks(allowed, session)
+def _session(allowed: WebhookHosts) -> aiohttp.ClientSession:
+    """Returns a session for one webhook: whom a connection may go to is up to the tenant, so that none is kept."""
+    connector = aiohttp.TCPConnector(resolver=CheckedResolver(allowed), use_dns_cache=False, force_close=True)
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)

@@ -64,9 +64,12 @@ class StandingPolicies:
 
     async def _look(self, turn: Turn) -> None:
         standing = await self._threads.read(read_standing, self._store)
+        # A gateway that does not know `prefetch` takes out what stands for it alone: here it is put in again.
+        dropped = dict.fromkeys(self.not_prefetched - standing.functions.keys(), Entry(since=0.0))
+        entries = {**standing.functions, **dropped}
         found, idle, stale, not_prefetched = list[_Found](), dict[str, float](), list[str](), set[str]()
-        async for key, choices in look_up(self._functions, list(standing.functions), turn):
-            entry = standing.functions[key]
+        async for key, choices in look_up(self._functions, list(entries), turn):
+            entry = entries[key]
             wanted = _wanted(key, entry, choices)
             if wanted is None or not wanted.is_settled:
                 stale.append(key)
@@ -81,7 +84,7 @@ class StandingPolicies:
         turn.work += len(self.wishes)
         for key in stale:
             turn.check()
-            await self._threads.write(_settle_old, self._store, key, standing.functions[key])
+            await self._threads.write(_settle_old, self._store, key, entries[key])
 
 
 def _wanted(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _Found | None:

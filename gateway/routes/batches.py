@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.errors import ServiceError
-from gateway.batches.files import MAX_FILES
 from gateway.batches.messages import Batch, BatchList, BatchRequest
 from gateway.batches.pages import Page, page_parameters
 from gateway.http.bodies import read_message
@@ -32,8 +30,8 @@ async def create_batch(request: Request, services: Services, tenant: str) -> Res
     source = await services.threads.read(batches.files.get, tenant, asked.input_file_id)
     if source.purpose != "batch":
         raise invalid("input_file_id", "the file's purpose is not batch")
-    if len(await services.threads.read(batches.files.ids, tenant)) > MAX_FILES:
-        raise ServiceError("conflict", f"the tenant has more than {MAX_FILES} files; delete some first")
+    limit = (await services.callers.account(tenant)).file_bytes
+    await services.threads.write(batches.files.quota.check, tenant, limit)
     by_admin = caller.tenant is None
     made = await services.threads.write(batches.records.create, tenant, asked, caller.key_id, by_admin=by_admin)
     batches.runner.wake()

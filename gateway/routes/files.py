@@ -45,8 +45,9 @@ FILE_ID = parameter("path", "file_id", "The file")
 async def create_file(request: Request, services: Services, tenant: str) -> Response:
     if media_type(request) != "multipart/form-data":
         raise ServiceError("unsupported_media_type", "send multipart/form-data with `file` and `purpose`")
+    files, limit = services.batches.files, (await services.callers.account(tenant)).file_bytes
     with services.deploys.deploy(tenant):
-        made = await receive_file(request, services.config, services.batches.files, services.threads, tenant)
+        made = await receive_file(request, services.config, files, services.threads, tenant, limit)
     await _check_tenant(services, tenant, made)
     return json_response(made.reply())
 
@@ -97,6 +98,7 @@ async def _check_tenant(services: Services, tenant: str, made: FileRecord) -> No
         await services.callers.account(tenant)
     except NotFound:
         await services.threads.write(services.batches.files.abandon, tenant, made.id)
+        await services.threads.write(services.batches.files.quota.forget, tenant)
         raise
 
 

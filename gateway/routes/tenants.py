@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +14,9 @@ from adapters import tenant_removal
 from adapters.errors import NotFound
 from adapters.names import NAME_RULE, is_name
 from adapters.slo import Slo, Weight
-from adapters.tenants import Limits, Tenant
+from adapters.tenants import FILE_BYTES, MAX_WEBHOOK_HOSTS, FileBytes, Limits, Tenant, WebhookHost
+from cluster.errors import ServiceError
+from gateway.events.webhook_hosts import parse_webhook_hosts
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
@@ -35,6 +38,11 @@ class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits | None = None
     weight: Weight = 1.0
     """Its share of the nodes is to the others' as its weight is to theirs."""
+    webhook_hosts: Annotated[list[WebhookHost], Meta(max_length=MAX_WEBHOOK_HOSTS)] = []
+    """Where its webhooks may go beside `gateway.webhook_hosts`: hosts, `*.domain`, addresses and networks, which may be
+    private."""
+    file_bytes: FileBytes = FILE_BYTES
+    """Of all its files (/v1/files) together."""
 
 
 class KeyItem(msgspec.Struct, frozen=True):
@@ -62,6 +70,8 @@ class TenantReply(msgspec.Struct, frozen=True):
     slo: Slo
     limits: Limits
     weight: float
+    webhook_hosts: list[str]
+    file_bytes: int
     declared: bool
     """Whether serverless.yml declares it: then only its keys can be changed here."""
     keys: list[KeyItem]
@@ -85,7 +95,7 @@ async def get_tenant(request: Request, services: Services) -> Response:
 
 @routes.admin(
     "PUT /tenants/{tenant}",
-    "Make a tenant, or replace its limits",
+    "Make a tenant, or replace its settings",
     {201: TenantReply, 200: TenantReply},
     body=TenantRequest,
     errors=(409,),
@@ -93,8 +103,22 @@ async def get_tenant(request: Request, services: Services) -> Response:
 async def put_tenant(request: Request, services: Services) -> Response:
     name = _name(request)
     asked = await read_message(request, services.config, TenantRequest)
-    limits = asked.limits or Limits()
-    made, created = await _change(services, name, services.tenants.replace, name, limits, asked.slo, asked.weight)
+    limits, hosts = asked.limits or Limits(), tuple(asked.webhook_hosts)
+    try:
+        parse_webhook_hosts(hosts)
+    except ValueError as error:
+        raise ServiceError("validation_failed", str(error), param="webhook_hosts") from None
+    made, created = await _change(
+        services,
+        name,
+        services.tenants.replace,
+        name,
+        limits,
+        asked.slo,
+        asked.weight,
+        webhook_hosts=hosts,
+        file_bytes=asked.file_bytes,
+    )
     return json_response(await _reply(services, made), 201 if created else 200)
 
 
@@ -154,4 +178,14 @@ async def _reply(services: Services, tenant: Tenant) -> TenantReply:
         Attainment(seconds, kept.calls, kept.share("ttft"), kept.share("tpot"), kept.share("all"))
         for seconds, kept in zip(WINDOWS, attained, strict=False)
     ]
-    return TenantReply(tenant.id, tenant.slo, tenant.limits, tenant.weight, tenant.declared, keys, windows)
+    return TenantReply(
+        id=tenant.id,
+        slo=tenant.slo,
+        limits=tenant.limits,
+        weight=tenant.weight,
+        webhook_hosts=list(tenant.webhook_hosts),
+        file_bytes=tenant.file_bytes,
+        declared=tenant.declared,
+        keys=keys,
+        attainment=windows,
+    )

@@ -78,19 +78,31 @@ def usable_gpus(gpus: Sequence[Gpu], devices: Sequence[int] | None, environment:
     if missing:
         raise NoGpu(f"node.devices: there is no GPU {missing[0]} on this host; it has {len(gpus)}")
     allowed = [gpu for gpu in gpus if devices is None or gpu.index in devices]
-    allowed = [gpu for gpu in allowed if _is_visible(gpu, environment.get(VISIBLE))]
+    seen = _visible(gpus, environment.get(VISIBLE))
+    allowed = [gpu for gpu in allowed if gpu.index in seen]
     usable = [gpu for gpu in allowed if not gpu.fault]
     if allowed and not usable:
         raise NoGpu("; ".join(f"GPU {gpu.index} can't be used: {gpu.fault}" for gpu in allowed))
     return usable
 
 
-def _is_visible(gpu: Gpu, visible: str | None) -> bool:
-    """CUDA counts as NVML does only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which a node's processes get."""
+def _visible(gpus: Sequence[Gpu], visible: str | None) -> set[int]:
+    """Returns the indices of the GPUs that CUDA shows: as it does, none of those behind the first entry that does not
+    name one. It counts as NVML does only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which a node's processes get."""
     if visible is None:
-        return True
-    named = [entry.strip() for entry in visible.split(",")]
-    return str(gpu.index) in named or any(gpu.uuid.startswith(name) for name in named if name.startswith("GPU-"))
+        return {gpu.index for gpu in gpus}
+    seen = set[int]()
+    for entry in map(str.strip, visible.split(",")):
+        named = {gpu.index for gpu in gpus if entry == str(gpu.index) or _is_uuid_of(gpu, entry)}
+        if len(named) != 1:
+            break
+        seen |= named
+    return seen
+
+
+def _is_uuid_of(gpu: Gpu, entry: str) -> bool:
+    """Whether the entry is the GPU's UUID, or its beginning."""
+    return entry.startswith("GPU-") and gpu.uuid.startswith(entry)
 
 
 def _list() -> list[Gpu]:

@@ -129,6 +129,24 @@ def test_a_refusal_says_the_sum(filled: Registry, good: tuple[bytes, Path]) -> N
     assert read_standing(filled.store).functions["acme/f"].reserved == 8
 
 
+def test_a_tenant_s_limit_does_not_go_below_what_is_reserved(filled: Registry) -> None:
+    tenants = Tenants(filled.store)
+    filled.changes.set_policy("acme", "f", {"reserved_concurrency": 4})
+    filled.changes.set_policy("acme", "g", {"reserved_concurrency": 3})
+    with pytest.raises(Conflict, match="6, and the tenant's functions have 7 reserved in all"):
+        tenants.replace("acme", Limits(concurrent=6))
+    assert tenants.get("acme").limits == Limits(concurrent=10)
+    tenants.replace("acme", Limits(concurrent=7, rps=5))
+    tenants.replace("acme", Limits())
+    with pytest.raises(Conflict, match="7 reserved in all"):
+        tenants.replace("acme", Limits(concurrent=6))
+    tenants.put("acme", limits=Limits(concurrent=2))  # as serverless.yml may say at a start
+    tenants.replace("acme", Limits(concurrent=2), weight=2.0)
+    tenants.replace("acme", Limits(concurrent=3))
+    with pytest.raises(Conflict, match="2, and"):
+        tenants.replace("acme", Limits(concurrent=2))
+
+
 def test_a_deleted_function_gives_back_what_it_had(filled: Registry) -> None:
     filled.changes.set_policy("acme", "f", {"provisioned": {"host": 1}, "idle_ttl": 9, "reserved_concurrency": 4})
     assert books(filled)[1] == {"f": 4}

@@ -10,7 +10,7 @@ import pytest
 from adapters.errors import Conflict, NotFound
 from adapters.local_store import LocalStore
 from adapters.slo import Slo
-from adapters.tenants import Limits, Tenants
+from adapters.tenants import FILE_BYTES, Limits, Tenants
 from garnish.config import ServiceFile, load_service_file
 from garnish.up.prepare import make_keys
 
@@ -29,7 +29,8 @@ def test_the_file_decides(tmp_path: Path) -> None:
     make_keys(
         service(
             tmp_path,
-            "tenants: {a: {limits: {adapters: 5}, weight: 2, slo: {class: strict}}, b: {limits: {bytes: 1KiB}}}\n",
+            "tenants: {a: {limits: {adapters: 5}, weight: 2, slo: {class: strict}, webhook_hosts: [a.example]}, "
+            "b: {limits: {bytes: 1KiB}, file_bytes: 2KiB}}\n",
         ),
         state,
         URL,
@@ -37,13 +38,15 @@ def test_the_file_decides(tmp_path: Path) -> None:
     tenants = Tenants(LocalStore(tmp_path / "registry"))
     assert (tenants.get("a").limits, tenants.get("b").limits) == (Limits(adapters=5), Limits(bytes=1024))
     assert (tenants.get("a").slo, tenants.get("a").weight) == (Slo(slo_class="strict"), 2.0)
+    assert (tenants.get("a").webhook_hosts, tenants.get("b").webhook_hosts) == (("a.example",), ())
+    assert (tenants.get("a").file_bytes, tenants.get("b").file_bytes) == (FILE_BYTES, 2048)
     for name in ("a", "b"):
         with pytest.raises(Conflict):
             tenants.replace(name, Limits())
     credentials, made = make_keys(service(tmp_path, "tenants: {a: {}}\n"), state, URL)
     assert (made, list(credentials.keys)) == ({}, ["a"])
     assert tenants.get("a").limits == Limits()
-    assert (tenants.get("a").slo, tenants.get("a").weight) == (Slo(), 1.0)
+    assert (tenants.get("a").slo, tenants.get("a").weight, tenants.get("a").webhook_hosts) == (Slo(), 1.0, ())
     assert not tenants.get("b").declared
     assert tenants.get("b").limits == Limits(bytes=1024), "what is no longer declared stays as it was"
     tenants.delete("b")

@@ -29,14 +29,14 @@ SHAPE: dict[str, Any] = {
     "auth": None,
     "gateway": (
         "host", "port", "workers", "secret_file", "redis", "webhook_hosts", "allowed_sources", "node_hosts", "policy",
-        "hold",
+        "predictor", "hold",
     ),
     "node": (
         "device", "runner", "dtype", "adapter_memory", "kv_memory", "host_memory", "cpu_workers", "cold_start",
         "eviction", "prefetch", "prefetch_waste", "predictor", "tensor_parallel", "disk_cache", "simulate",
     ),
     "infra": ("state",),
-    "tenants": {"weight", "slo", "limits"},
+    "tenants": {"weight", "slo", "limits", "webhook_hosts", "file_bytes"},
     "functions": {"adapter", "alias", "provisioned", "idle_ttl", "prefetch"},
     "node_pools": {"backend", "instance_type", "scale_to_zero_after", "scaling"},
 }  # fmt: skip
@@ -84,6 +84,7 @@ def has_text_of_a_number(value: Any, path: tuple[str, ...] = ()) -> bool:
         "idle_ttl",
         "scale_to_zero_after",
         "hold",
+        "file_bytes",
     )
     return value == "${env:X}" or (value in ("7", "10", "0") and not quantity)
 

@@ -93,6 +93,7 @@ def test_the_least_that_is_needed(tmp_path: Path) -> None:
         (HEAD + "tenants: {Acme: {}}\n", 3, "tenants.Acme", "expected a name of 1 to 64"),
         (HEAD + "tenants: {a: {limits: {adapter: 5}}}\n", 3, "tenants.a.limits.adapter", "did you mean `adapters`?"),
         (HEAD + "tenants: {a: {limits: {concurrent: 0}}}\n", 3, "tenants.a.limits.concurrent", "expected `int` >= 1"),
+        (HEAD + "tenants: {a: {webhook_hosts: [a/b]}}\n", 3, "tenants.a.webhook_hosts", "'a/b' does not appear to be"),
         (HEAD + "tenants: {a: {limits: {bytes: much}}}\n", 3, "tenants.a.limits.bytes", "expected a size such as"),
         (HEAD + "functions:\n  f: {}\n", 4, "functions.f.adapter", "the key is missing"),
         (HEAD + "functions:\n  f:\n    adapter: a\n    aliass: b\n", 6, "functions.f.aliass", "did you mean `alias`?"),
@@ -152,6 +153,7 @@ def test_sources_are_places_in_s3(tmp_path: Path) -> None:
     ("field", "text"),
     [
         ("gateway.policy", "gateway: {policy: best}"),
+        ("gateway.predictor", "gateway: {predictor: arima}"),
         ("node.runner", "node: {runner: vllm}"),
         ("node.tensor_parallel", "node: {tensor_parallel: 2}"),
     ],

@@ -321,6 +321,20 @@ def test_a_record_that_can_not_be_read_holds_up_no_other(world: World) -> None:
     assert asyncio.run(run()).status == "completed"
 
 
+def test_a_batch_whose_input_s_record_is_damaged_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "LEASE_SECONDS", 0.4)
+    batch = world.submit("acme", ["f"])
+    world.store.put(f"data/acme/files/{batch.input_file}.json", b"{")
+
+    async def run() -> BatchRecord:
+        async with world.gateway("one", good), asyncio.timeout(60):
+            return await world.ended(batch)
+
+    record = asyncio.run(run())
+    assert (record.status, record.claim, world.began) == ("failed", 1, [])
+    assert [(problem.code, problem.line) for problem in record.problems] == [("input_file_damaged", None)]
+
+
 def test_a_batch_of_a_removed_tenant_ends_without_a_trace(world: World) -> None:
     """Nor is anything left of answers that come when its record is gone already."""
     batch = world.submit("acme", ["f"] * 10)

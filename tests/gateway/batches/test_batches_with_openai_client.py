@@ -145,7 +145,7 @@ def test_refused_uploads_leave_nothing(
     client: openai.OpenAI, deployed: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = Path(deployed.config.registry) / "data" / "acme"
-    before = {path for path in data.rglob("*") if path.is_file()}
+    before = {path for path in data.rglob("*") if path.is_file()} - {data / "file_sizes.json"}
     monkeypatch.setattr("gateway.batches.upload.PART_BYTES", 1000)
     monkeypatch.setattr("gateway.batches.upload.MAX_FILE_BYTES", 100_000)
     with pytest.raises(openai.APIStatusError) as large:
@@ -156,10 +156,28 @@ def test_refused_uploads_leave_nothing(
     assert purpose.value.param == "purpose"
     with pytest.raises(openai.BadRequestError):
         client.files.create(file=("x", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
-    monkeypatch.setattr("gateway.batches.upload.MAX_FILES", 0)
+    monkeypatch.setattr("gateway.batches.file_quota.MAX_FILES", 0)
     with pytest.raises(openai.ConflictError):
         client.files.create(file=("x", b"x"), purpose="batch")
-    assert {path for path in data.rglob("*") if path.is_file()} == before
+    assert {path for path in data.rglob("*") if path.is_file()} - {data / "file_sizes.json"} == before
+
+
+def test_a_tenant_s_files_have_so_many_bytes_at_most(deployed: Running) -> None:
+    admin = deployed.client("admin")
+    assert admin.put("/tenants/small", json={"file_bytes": 3000}).json()["file_bytes"] == 3000
+    key = admin.post("/tenants/small/keys").json()["key"]
+    with openai.OpenAI(base_url=f"{deployed.url}/v1", api_key=key, max_retries=0) as client:
+        first = client.files.create(file=("x", b"x" * 2000), purpose="batch")
+        with pytest.raises(openai.ConflictError, match="may have 3000 bytes of files") as full:
+            client.files.create(file=("x", b"x" * 2000), purpose="batch")
+        assert (full.value.code, full.value.type) == ("conflict", "invalid_request_error")
+        client.files.delete(first.id)
+        second = client.files.create(file=("x", b"x" * 2000), purpose="batch")
+        admin.put("/tenants/small", json={"file_bytes": 1000}).raise_for_status()
+        with pytest.raises(openai.ConflictError, match="with 0 more has 2000; delete some first"):
+            client.batches.create(input_file_id=second.id, endpoint="/v1/completions", completion_window="24h")
+        admin.put("/tenants/small", json={}).raise_for_status()
+        client.batches.create(input_file_id=second.id, endpoint="/v1/completions", completion_window="24h")
 
 
 def test_a_batch_goes_by_the_registry_s_clock(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:

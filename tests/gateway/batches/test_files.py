@@ -26,12 +26,13 @@ class NoDeletes(LocalStore):
 def test_nothing_is_left_of_an_upload_whose_commit_failed_half_way(tmp_path: Path) -> None:
     store = NoDeletes(tmp_path / "registry")
     files = FileStore(store)
-    file_id = files.begin("acme")
+    file_id = files.begin("acme", 1, 1)
     part = files.put_part("acme", file_id, "0", b"x")
     with pytest.raises(StoreUnavailable):
         files.commit("acme", FileRecord(file_id, "calls", "batch", time.time(), (part,)))
     store.failing = False
     files.abandon("acme", file_id)
+    files.quota.forget("acme")
     assert not store.list("data/")
 
 
@@ -53,7 +54,7 @@ class FewDeletes(LocalStore):
 def test_what_a_removal_that_died_has_left_is_removed_by_the_next_upload(tmp_path: Path) -> None:
     store = FewDeletes(tmp_path / "registry")
     files = FileStore(store)
-    file_id = files.begin("acme")
+    file_id = files.begin("acme", 3, 9)
     parts = tuple(files.put_part("acme", file_id, str(number), b"x") for number in range(3))
     files.commit("acme", FileRecord(file_id, "calls", "batch", time.time(), parts))
     store.left = 2  # the record, and one part of it
@@ -61,5 +62,5 @@ def test_what_a_removal_that_died_has_left_is_removed_by_the_next_upload(tmp_pat
         files.delete("acme", file_id)
     assert files.ids("acme") == []
     store.left, store.ahead = 100, ABANDONED_SECONDS + 1
-    files.begin("acme")
+    files.begin("acme", 1, 1)
     assert not store.list(f"data/acme/parts/{file_id}/")

@@ -12,6 +12,7 @@ import msgspec
 import openai
 import pytest
 from event_world import RESULT, World, new_event, no_policy, open_events
+from running_gateway import Running, until
 from served_app import served
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -27,7 +28,7 @@ from gateway.events.deliveries import MAX_DEPTH, Deliveries
 from gateway.events.event_store import EventStore
 from gateway.events.records import EventRecord, new_nonce
 from gateway.events.transitions import claimed, succeeded
-from gateway.events.webhook_hosts import NotAllowed, parse_webhook_hosts
+from gateway.events.webhook_hosts import NotAllowed, WebhookHosts, parse_webhook_hosts
 from gateway.events.webhook_secrets import WebhookSecret, add_secret, end_secret, read_secrets
 
 LOOPBACK = ("127.0.0.0/8", "localhost")
@@ -72,11 +73,14 @@ def world(tmp_path: Path) -> World:
 def deliver(world: World, event: EventRecord, allowed: Sequence[str] = LOOPBACK) -> EventRecord:
     """Stores an event that has ended, tries its delivery once, and returns it."""
 
+    async def hosts_of(tenant: str) -> WebhookHosts:
+        assert tenant == event.tenant
+        return parse_webhook_hosts(allowed)
+
     async def work() -> EventRecord:
         events = open_events(world.store())
         added = await events.threads.write(events.store.add, event)
-        async with webhooks.open_webhooks(parse_webhook_hosts(allowed)) as sender:
-            await Deliveries(events, sender, no_policy).deliver(added)
+        await Deliveries(events, webhooks.Webhooks(hosts_of), no_policy).deliver(added)
         return await events.get(event.tenant, event.id)
 
     return asyncio.run(work())
@@ -195,6 +199,30 @@ def test_a_name_that_leads_to_a_private_address_is_refused(
     assert deliver(world, ended_event(world, f"{named}/hook", 2), ("localhost", "127.0.0.1", "::1")).delivery.state == (
         "delivered"
     )
+
+
+def test_a_tenant_s_own_hosts(deployed: Running, receiver_url: tuple[Receiver, str]) -> None:
+    """Beside those of the service, which has none, and for this tenant alone."""
+    receiver, url = receiver_url
+    call = {"prompt": "x", "max_tokens": 1, "background": True, "on_success": {"webhook": f"{url}/hook"}}
+    before = len(receiver.received)
+    for tenant, hosts in (("hooked", ["127.0.0.1", "*.acme.example"]), ("closed", [])):
+        admin = deployed.client("admin", **{"x-garnish-tenant": tenant})
+        assert admin.put(f"/tenants/{tenant}", json={"webhook_hosts": hosts}).json()["webhook_hosts"] == hosts
+        assert admin.post(f"/tenants/{tenant}/webhook-secrets").status_code == 201
+        reply = admin.post("/invoke/stories260K", json=call)
+        if not hosts:
+            assert (reply.status_code, reply.json()["error"]["param"]) == (422, "on_success.webhook")
+            continue
+        assert reply.status_code == 202, reply.text
+        where = f"/invocations/{reply.json()['id']}"
+        until(
+            lambda where=where, client=admin: (client.get(where).json()["delivery"] or {}).get("state") == "delivered"
+        )
+    assert len(receiver.received) == before + 1
+    admin.put("/tenants/hooked", json={}).raise_for_status()
+    acting = {"x-garnish-tenant": "hooked"}
+    assert admin.post("/invoke/stories260K", json=call, headers=acting).status_code == 422
 
 
 @pytest.mark.parametrize(

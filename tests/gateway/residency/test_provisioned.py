@@ -234,6 +234,22 @@ def test_functions_that_are_not_to_be_prefetched(tmp_path: Path) -> None:
     assert looks.policies.not_prefetched == frozenset()
 
 
+def test_what_a_gateway_takes_out_that_knows_no_prefetch_is_put_in_again(tmp_path: Path) -> None:
+    """It leaves the function's own record as it is, but for what it changes."""
+    looks = Looks(tmp_path, {"a": Policy(prefetch="off"), "bb": Policy(idle_ttl=9.0)})
+    looks.wanted()
+    others = {"t/bb": read_standing(looks.store).functions["t/bb"]}
+    looks.store.put(books.STANDING_KEY, msgspec.json.encode(books.Standing(others)))
+    looks.wanted()
+    assert looks.policies.not_prefetched == {"t/a"}
+    assert read_standing(looks.store).functions["t/a"].prefetch is False
+    looks.store.put(function_key("t", "a"), msgspec.json.encode(FunctionRecord("a", 1.0)))
+    looks.store.put(books.STANDING_KEY, msgspec.json.encode(books.Standing(others)))
+    looks.functions.policies["a"] = Policy()
+    looks.wanted()
+    assert looks.policies.not_prefetched == frozenset() and read_standing(looks.store).functions == others
+
+
 # --- a gateway
 
 

@@ -97,6 +97,9 @@ def test_cores_near_the_gpu_are_the_node_s(three: FakeNvml, tmp_path: Path) -> N
         (None, "GPU-1", [1]),
         (None, "", []),
         (None, "MIG-1234", []),
+        (None, "0,-1,1", [0]),
+        (None, "0,7,1", [0]),
+        (None, "GPU-2,,1", [2]),
     ],
 )
 def test_which_gpus_nodes_may_have(
