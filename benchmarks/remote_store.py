@@ -111,7 +111,7 @@ async def _good(call: OpenAiServer, planned: Planned) -> Sample:
 
 def measured(way: str, adapter: int, size: int, plain_fetch_s: float, cold: Sample, warm: Sample) -> dict[str, Any]:
     """One adapter's row; seconds."""
-    row = {
+    row: dict[str, Any] = {
         "way": way, "adapter": adapter, "bytes": size, "fetch_s": DELAY + size / RATE, "plain_fetch_s": plain_fetch_s,
         "cold_ttft_s": cold.ttft, "cold_e2e_s": cold.e2e, "warm_ttft_s": warm.ttft, "warm_e2e_s": warm.e2e,
     }  # fmt: skip

@@ -38,6 +38,7 @@ class _Connected(Methods, Generic[Http]):
     """What both clients have in common: the connection, and most of their methods."""
 
     _http_kind: type[Http]
+    _http: Http
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -98,7 +99,7 @@ def gateway_config(
     shutdown_seconds: float | None = None,
 ) -> GatewayConfig:
     """`host` and `port` of the command line win over the file. Raises ServiceFileError."""
-    bounds = {"hold_seconds": service.gateway.hold, "shutdown_seconds": shutdown_seconds}
+    bounds: dict[str, Any] = {"hold_seconds": service.gateway.hold, "shutdown_seconds": shutdown_seconds}
     config = GatewayConfig(
         model_dir=str(base.directory),
         base_id=base.id,

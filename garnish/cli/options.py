@@ -104,7 +104,7 @@ def flat(command: Command) -> Command:
     """Returns the command as Typer knows commands: the options of its groups, which are dataclasses, are parameters of
     their own, behind the others."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
-    groups = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
     own = [each for each in parameters if each.name not in groups]
     options = [each for kind in groups.values() for each in inspect.signature(kind, eval_str=True).parameters.values()]
 
