@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from adapters.base_model import load_base_model
 from adapters.peft_format import read_peft
-from adapters.validate import validate
+from adapters.validate import check_values, inspect
 from adapters.wrong_files import LFS_POINTER
 from garnish.adapter_folder import CONVERT, adapter_files
 from garnish.errors import GarnishError
@@ -160,7 +160,8 @@ def test_a_pickle_is_converted_by_the_command_that_is_told(
     command = shlex.split(line.partition("are installed: ")[2])
     subprocess.run([sys.executable, *command[1:]], check=True, timeout=120)
     files = adapter_files(folder, USE)
-    layout = validate(read_peft(files.config.read_bytes(), files.weights), load_base_model(stories_dir))
+    adapter = read_peft(files.config.read_bytes(), files.weights)
+    layout = check_values(inspect(adapter, load_base_model(stories_dir)), adapter.weights)
     assert layout.ranks == (json.loads(files.config.read_bytes())["r"],)
     after = load_file(folder / WEIGHTS)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

@@ -44,7 +44,7 @@ class LastSeen:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "Forecaster", LastSeen)
+    monkeypatch.setattr(services, "make_forecaster", lambda *_: LastSeen())
     monkeypatch.setattr(history, "WATCH_SECONDS", 0.0)
     monkeypatch.setattr(residency, "SECOND", 0.05)
     monkeypatch.setattr(residency, "PLAN_SECONDS", 0.05)

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from benchmarks.host_case import HostCase
-from benchmarks.worker_counters import counters_of
+from benchmarks.worker_counters import Counters, counters_of
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.shared import Layout
 from node_agent.coldstart.worker_process import WorkerConfig
-from node_agent.coldstart.workers import Counters, WorkerPool
+from node_agent.coldstart.workers import WorkerPool
 from tests.node_agent.coldstart.pools import (
     CORES,
     LONG,
