@@ -36,10 +36,10 @@ log = logging.getLogger("gateway")
 
 def make_forecaster(predictor: str, trainer: RemoteTrainer) -> Forecaster:
     """`predictor`: one of CHOICES."""
-    lstm: dict[str, Maker] = {"lstm": partial(Lstm, trainer=trainer)}
-    every: dict[str, Maker] = PARTS | lstm
-    mixtures = {MIX: PARTS, WITH_LSTM: every}
-    return Forecaster(mixed=mixtures.get(predictor) or {predictor: every[predictor]})
+    if predictor == MIX:
+        return Forecaster()
+    every: dict[str, Maker] = PARTS | {"lstm": partial(Lstm, trainer=trainer)}
+    return Forecaster(mixed=every if predictor == WITH_LSTM else {predictor: every[predictor]})
 
 
 class RemoteTrainer:

@@ -30,7 +30,7 @@ from gateway.residency import messages
 from gateway.server import run
 
 class Called:
-    def __init__(self, **_):
+    def __init__(self):
         self.calls = {}
     def observe(self, now, counts):
         for key, count in counts.items():

@@ -17,8 +17,7 @@ from wanting_node import WantingNode, wanting_node
 
 from cluster.forecast.chances import Forecasts
 from cluster.residency import WantedAdapter
-from gateway import services
-from gateway.residency import history, residency, schedules, standing
+from gateway.residency import history, remote_trainer, residency, schedules, standing
 
 CALL = {"prompt": "x", "max_tokens": 1}
 OPEN = {"cron": "* * * * *", "for": 3600}
@@ -44,7 +43,7 @@ class LastSeen:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "make_forecaster", lambda *_: LastSeen())
+    monkeypatch.setattr(remote_trainer, "Forecaster", LastSeen)
     monkeypatch.setattr(history, "WATCH_SECONDS", 0.0)
     monkeypatch.setattr(residency, "SECOND", 0.05)
     monkeypatch.setattr(residency, "PLAN_SECONDS", 0.05)
