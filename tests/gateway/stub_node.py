@@ -35,6 +35,7 @@ from cluster.messages import (
 )
 from cluster.news import NodeRecord, Resident, whole
 from cluster.received import Received
+from cluster.residency import Moved, PrefetchOrder
 from cluster.secret import authorization, is_authorized
 
 Script = Callable[["StubNode", GenerateRequest], AsyncIterator[Event | bytes]]
@@ -61,7 +62,12 @@ class StubNode:
     places: Received = field(default_factory=Received)
 
     def app(self) -> Starlette:
-        return Starlette(routes=[Route("/generate", self.generate, methods=["POST"])])
+        return Starlette(
+            routes=[
+                Route("/generate", self.generate, methods=["POST"]),
+                Route("/adapters/prefetch", self.prefetch, methods=["POST"]),
+            ]
+        )
 
     async def generate(self, request: Request) -> Response:
         if not is_authorized(request.headers.get("authorization"), self.secret):
@@ -70,6 +76,13 @@ class StubNode:
         self.received.append(asked)
         self.places = self.places.with_one(asked.place)
         return _Stream(self, asked)
+
+    async def prefetch(self, request: Request) -> Response:
+        """Says that a load began, which never ends."""
+        if not is_authorized(request.headers.get("authorization"), self.secret):
+            return Response(status_code=401)
+        digest = msgspec.msgpack.decode(await request.body(), type=PrefetchOrder).adapter.digest
+        return Response(msgspec.msgpack.encode(Moved(digest, None)), 202)
 
     def record(self, state: str = "ready", **changed: object) -> NodeRecord:
         self.seq += 1

@@ -36,7 +36,6 @@ class WantingNode(StubNode):
 
     def app(self) -> Starlette:
         app = super().app()
-        app.router.routes.append(Route("/adapters/prefetch", self.prefetch, methods=["POST"]))
         if self.knows_wanted:
             app.router.routes.append(Route("/adapters/wanted", self.want, methods=["POST"]))
         return app

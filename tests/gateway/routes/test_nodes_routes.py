@@ -50,7 +50,7 @@ class OperatedNode(StubNode):
     def app(self) -> Starlette:
         app = super().app()
         paths = ("/record", "/drain", "/undrain", "/adapters", "/adapters/prefetch", "/adapters/evict")
-        app.router.routes += [Route(path, self.operate, methods=["GET", "POST"]) for path in paths]
+        app.router.routes[:0] = [Route(path, self.operate, methods=["GET", "POST"]) for path in paths]
         return app
 
     async def operate(self, request: Request) -> Response:

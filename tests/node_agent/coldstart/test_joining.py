@@ -209,8 +209,10 @@ def test_drawn_steps_arrivals_and_faults(
     engine.engine.store.loader.device_link = DrawnLink(random.Random(19), rates=(50, 20, 5))  # type: ignore[assignment]
     kinds = [Case(path, engine.deploy(path), [], 0) for path in drawn_adapters]
     problems: list[str] = []
-    # whether a row joins is a matter of time, and a stalled host's loads end before their requests decode
+    # whether a row joins is a matter of time: a stalled host's loads end before their requests decode, and beside other
+    # tests a killed worker takes longer to come back than all the cases
     while tally.cases < 60 or (not forced.joined and tally.cases < 600):
+        assert forced.joined or workers_of(engine).wait_ready(60)
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
     assert not problems, "\n".join(problems)
     assert forced.joined
