@@ -2,8 +2,9 @@
 least that is possible.
 
 Adapters of ranks 8 to 64, half of them on q, k, v and half on all seven projections, lie on moto's S3 server behind a
-network of 50 MB/s and 20 ms a request (benchmarks/slow_link.py). Each is called for the first time since the start,
-and then twice more, one call at a time, over HTTP. `bound`: a call's own, max(fetch, warm TTFT) + (warm E2E - warm
+network of 50 MB/s and 20 ms a request (benchmarks/slow_link.py). A service of each way is up. Each adapter is called
+for the first time since the start, and then twice more, one call at a time, over HTTP, of one service and then of the
+other. `bound`: a call's own, max(fetch, warm TTFT) + (warm E2E - warm
 TTFT); the fetch is 20 ms and the artifact's bytes over the rate. `cold_over_bound` is over all adapters,
 `cold_over_warm` over those whose fetch takes at most one warm TTFT. Of the warm calls the faster one counts.
 `plain_fetch`: what one GET of the whole artifact by boto3 takes through the same network just before the cold call,
@@ -19,7 +20,9 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,15 +61,26 @@ def study(model: Path, root: Path, adapters: int, seed: int) -> list[dict[str, A
         assert server is not None
         with slow_link(server, RATE, DELAY) as port:
             os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{port}"
-            return [row for way in WAYS for row in _rows(model, paths, root / way, f"{url}/{way}", way, seed)]
+            with ExitStack() as stack:
+                services = [stack.enter_context(_service(model, paths, root, f"{url}/{way}", way)) for way in WAYS]
+                return asyncio.run(_rows(services, seed))
 
 
-def _rows(model: Path, paths: list[Path], root: Path, registry: str, way: str, seed: int) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Service:
+    way: str
+    http: HttpService
+    plain: PlainClient
+    versions: list[Resolved]
+
+
+@contextmanager
+def _service(model: Path, paths: list[Path], root: Path, registry: str, way: str) -> Iterator[Service]:
     node = "" if way == "auto" else f", cold_start: {way}"
-    with HttpService(model, paths, root, "auto", 0, node, registry=registry) as service:
+    with HttpService(model, paths, root / way, "auto", 0, node, registry=registry) as http:
         found = Registry(open_store(registry), load_base_model(model, model.name))
         versions = [found.resolve("bench", f"a{i}") for i in range(len(paths))]
-        return asyncio.run(_calls(service, versions, registry, way, seed))
+        yield Service(way, http, PlainClient(registry), versions)
 
 
 class PlainClient:
@@ -84,21 +98,25 @@ class PlainClient:
         return time.perf_counter() - begin
 
 
-async def _calls(
-    service: HttpService, versions: Sequence[Resolved], registry: str, way: str, seed: int
-) -> list[dict[str, Any]]:
-    rows, plain = [], PlainClient(registry)
-    plain.fetch(versions[0].artifact_key)  # its connection is made
-    words, rng = WORDS.split(), random.Random(seed)
-    async with open_session(service.key) as session:
-        call = OpenAiServer(session, service.url, TOKENS)
-        for name in ("a0", service.base, service.base):  # a0 warms what a service's first call does, and has no row
-            await _good(call, Planned(name, " ".join(rng.choices(words, k=TOKENS))))
-        for i, version in list(enumerate(versions))[1:]:
-            fetch_s = await asyncio.to_thread(plain.fetch, version.artifact_key)
+async def _rows(services: Sequence[Service], seed: int) -> list[dict[str, Any]]:
+    """All ways of an adapter one after the other, in turns the first one first and the last one first."""
+    rows, words, rng = list[dict[str, Any]](), WORDS.split(), random.Random(seed)
+    async with AsyncExitStack() as stack:
+        calls = {}
+        for each in services:
+            session = await stack.enter_async_context(open_session(each.http.key))
+            calls[each.way] = call = OpenAiServer(session, each.http.url, TOKENS)
+            each.plain.fetch(each.versions[0].artifact_key)  # its connection is made
+            for name in ("a0", each.http.base, each.http.base):  # what a service's first calls warm
+                await _good(call, Planned(name, " ".join(rng.choices(words, k=TOKENS))))
+        for i in range(1, len(services[0].versions)):
             planned = Planned(f"a{i}", " ".join(rng.choices(words, k=TOKENS)))
-            cold, *warm = [await _good(call, planned) for _ in range(3)]
-            rows.append(measured(way, i, version.bytes, fetch_s, cold, min(warm, key=lambda sample: sample.e2e)))
+            for each in services if i % 2 else reversed(services):
+                version = each.versions[i]
+                fetch_s = await asyncio.to_thread(each.plain.fetch, version.artifact_key)
+                cold, *warm = [await _good(calls[each.way], planned) for _ in range(3)]
+                least = min(warm, key=lambda sample: sample.e2e)
+                rows.append(measured(each.way, i, version.bytes, fetch_s, cold, least))
     return rows
 
 

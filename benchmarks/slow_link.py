@@ -16,6 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PIECE = 1 << 16
+AHEAD = 64
+"""Pieces of a connection that have come and wait to cross."""
+Pieces = asyncio.Queue[tuple[float, bytes]]
+"""Each with the loop's time from which it may cross; an empty one is the end."""
 
 
 class Link:
@@ -34,11 +38,12 @@ class Link:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to, out = await asyncio.open_connection("127.0.0.1", self.port)
-        asked = [0.0]
+        asked, pieces = [0.0], Pieces(AHEAD)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._requests(reader, out, asked))
-                group.create_task(self._answers(to, writer, asked))
+                group.create_task(self._read_answers(to, pieces, asked))
+                group.create_task(self._send_answers(pieces, writer))
         except* ConnectionError:
             pass  # one side went away, as it may
         finally:
@@ -52,11 +57,18 @@ class Link:
             await out.drain()
         out.write_eof()
 
-    async def _answers(self, to: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: list[float]) -> None:
-        loop = asyncio.get_running_loop()
+    async def _read_answers(self, to: asyncio.StreamReader, pieces: Pieces, asked: list[float]) -> None:
         while piece := await to.read(PIECE):
-            await asyncio.sleep(asked[0] + self.delay - loop.time())
-            self._free = max(loop.time(), self._free) + len(piece) / self.rate
+            await pieces.put((max(asyncio.get_running_loop().time(), asked[0] + self.delay), piece))
+        await pieces.put((0.0, b""))
+
+    async def _send_answers(self, pieces: Pieces, writer: asyncio.StreamWriter) -> None:
+        """A piece crosses after those before it, not after this task was woken: timers are late by up to a
+        millisecond, in which a piece crosses."""
+        loop = asyncio.get_running_loop()
+        while (found := await pieces.get())[1]:
+            may_begin, piece = found
+            self._free = max(may_begin, self._free) + len(piece) / self.rate
             await asyncio.sleep(self._free - loop.time())
             writer.write(piece)
             await writer.drain()

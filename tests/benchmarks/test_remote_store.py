@@ -64,6 +64,14 @@ def test_each_request_is_delayed_and_all_share_the_rate(server: int) -> None:
         assert time.monotonic() - begin >= delay + 3 * SIZE / rate
 
 
+def test_the_rate_is_reached(server: int) -> None:
+    """By one connection, where no timer's lateness adds up: 46 pieces, of 1.3 ms each."""
+    rate, times = 50e6, 10
+    with slow_link(server, rate, 0.0) as port:
+        best = min(ask(port, b"a" * times)[1] for _ in range(8))
+        assert times * SIZE / rate <= best < 1.5 * times * SIZE / rate
+
+
 def sample(ttft: float, e2e: float) -> Sample:
     return Sample("a", sent=5.0, times=[5.0 + ttft], end=5.0 + e2e, output_tokens=64)
 
