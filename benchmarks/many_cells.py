@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -179,7 +180,8 @@ def row_of(answers: Sequence[Answer], limits: Limits, tie: float) -> dict[str, A
     """What came of the calls. Shares are of those without an error; goodput counts from the first call's time."""
     good = [each for each in answers if not each.error]
     where = Counter({"none": "device", "host": "host"}.get(each.state, "absent") for each in good)
-    wrong, ties = differences(good, limits, tie)
+    gaps = gaps_of_different(good, limits)
+    ties = [gap for gap in gaps if gap < tie]
     in_time = sum(each.e2e <= PATIENCE * limits.warm[each.prompt][1] for each in good)
     seconds = max(each.end for each in answers) - min(each.sent for each in answers)
     tpots = [each.tpot for each in good if each.tpot is not None]
@@ -195,8 +197,9 @@ def row_of(answers: Sequence[Answer], limits: Limits, tie: float) -> dict[str, A
         **_percentiles("exposed", [each.exposed_s for each in good]),
         "late_max_ms": max(each.late or 0.0 for each in answers) * 1e3,
         "goodput": in_time / seconds,
-        "wrong_tokens": wrong,
-        "ties": ties,
+        "wrong_tokens": len(gaps) - len(ties),
+        "ties": len(ties),
+        "widest_gap": max((gap for gap in gaps if gap < inf), default=0.0),
     }
 
 
@@ -206,19 +209,16 @@ def is_cold(answer: Answer, limits: Limits) -> bool:
     return answer.state not in ("none", "host") or waited
 
 
-def differences(answers: Iterable[Answer], limits: Limits, tie: float) -> tuple[int, int]:
-    """Returns how many texts differ from what the function answers alone, and how many more first differ at a token
-    whose two best were closer than `tie` there: that call ends in a tie, and the rest of it is not compared."""
-    wrong = ties = 0
+def gaps_of_different(answers: Iterable[Answer], limits: Limits) -> list[float]:
+    """Returns, for each text that differs from what the function answers alone, how far apart that answer's two best
+    log probabilities were at the first token that differs; endless where no token does. The rest is not compared."""
+    found = []
     for answer in answers:
         alone = limits.alone[answer.model, answer.prompt]
-        if answer.text == alone.text:
-            continue
-        pairs = zip(answer.tokens, alone.tokens, alone.gaps, strict=False)
-        first = next((gap for ours, theirs, gap in pairs if ours != theirs), None)
-        excused = first is not None and first < tie
-        wrong, ties = wrong + (not excused), ties + excused
-    return wrong, ties
+        if answer.text != alone.text:
+            pairs = zip(answer.tokens, alone.tokens, alone.gaps, strict=False)
+            found.append(next((gap for ours, theirs, gap in pairs if ours != theirs), inf))
+    return found
 
 
 def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:

@@ -55,6 +55,8 @@ def _rest(document: dict[str, Any], groups: dict[str, list[Row]]) -> str:
         f"{figures['wrong_tokens']:.0f} texts differ from those of the same adapter called alone, "
         f"{figures['ties']:.0f} more from a tie on; {errors} calls failed."
     )
+    if gaps := [row["widest_gap"] for of in groups.values() for row in of if "widest_gap" in row]:
+        text += f" The widest gap of two log probabilities at which one differs: {max(gaps):.2g}."
     if "forecast" in groups:
         sums = {kind: sum(row[f"prefetch_{kind}_bytes"] for row in groups["forecast"]) for kind in _KINDS}
         shown = ", ".join(f"{size / 1e6:,.0f} MB {kind}" for kind, size in sums.items())

@@ -135,6 +135,7 @@ def test_wrong_texts_and_broken_streams_are_seen() -> None:
     limits = Limits(1.0, 0.1, [WARM], {("liar", 0): alone})
     assert row_of([liar], limits, 0.4)["wrong_tokens"] == 1
     assert row_of([liar], limits, 0.6)["ties"] == 1
+    assert row_of([liar], limits, 0.4)["widest_gap"] == pytest.approx(0.5)
 
 
 async def answers() -> list[Answer]:
