@@ -197,6 +197,7 @@ def study(
     parts: list[str],
     quick: bool,
     seed: int,
+    seconds: float,
     done: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """`done` gets the report as far as it is, after every part."""
@@ -206,15 +207,14 @@ def study(
         folder.mkdir()
     suite = Suite(box, coldstart_gpu.ColdStudy(cold_root, shape, device.type, runner, quick=quick, seed=seed), quick)
     settings = {
-        "device": device.type, "shape": shape, "runner": runner, "dtype": box.dtype, "quick": quick, "parts": parts,
-        "peers": installed_peers(),
+        "device": device.type, "shape": shape, "runner": runner, "dtype": box.dtype, "quick": quick,
+        "seconds": seconds, "parts": parts, "peers": installed_peers(),
     }  # fmt: skip
 
     def document(rows: Rows) -> dict[str, Any]:
         return report("gpu_suite", settings, seed, rows, figures_of(rows))
 
     chosen = {name: part for name, part in suite.parts().items() if name in parts}
-    seconds = QUICK_S if quick else sum(SECONDS.values())
     try:
         return document(run_parts(chosen, SECONDS, seconds, lambda rows: done(document(rows))))
     finally:
@@ -225,7 +225,9 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--parts", default=",".join(SECONDS), help="what to run, of " + ", ".join(SECONDS))
     parser.add_argument("--runner", choices=("auto", *RUNNERS), default="cuda", help="what computes the base model")
+    parser.add_argument("--seconds", type=float, default=sum(SECONDS.values()), help="for all parts together")
     options = parser.parse_args()
+    seconds = QUICK_S if options.quick else options.seconds
     parts = options.parts.split(",")
     if not set(parts) <= set(SECONDS):
         parser.error(f"--parts: there are {', '.join(SECONDS)}")
@@ -234,7 +236,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         document = study(
             Path(root), torch.device("cuda"), "7b", runner=options.runner, parts=parts, quick=options.quick,
-            seed=options.seed, done=lambda found: save(found, options.json),
+            seed=options.seed, seconds=seconds, done=lambda found: save(found, options.json),
         )  # fmt: skip
     publish(document, options.json)
     if bad := failures(document):

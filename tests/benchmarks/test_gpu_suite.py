@@ -14,7 +14,7 @@ from benchmarks import coldstart_gpu, gpu_exact, gpu_layer_check, gpu_peer, gpu_
 from benchmarks.gpu_check import WrongResult
 from benchmarks.gpu_engine import adapter_bytes
 from benchmarks.gpu_parts import Skipped, failures, run_parts
-from benchmarks.gpu_suite import SECONDS, figures_of, study
+from benchmarks.gpu_suite import QUICK_S, SECONDS, figures_of, study
 from benchmarks.random_model import SHAPES
 from kernels.gpu_ops import LEAST_PIECE, Rows
 from kernels.gpu_reference import TorchOperations
@@ -26,7 +26,7 @@ PARTS = ["smoke", "merged", "graphs", "decode", "prefill", "lora", "kernels", "p
 
 
 def run(root: Path, parts: list[str], done: Any = lambda _: None, runner: str = "auto") -> dict[str, Any]:
-    return study(root, CPU, "tiny", runner=runner, parts=parts, quick=True, seed=3, done=done)
+    return study(root, CPU, "tiny", runner=runner, parts=parts, quick=True, seed=3, seconds=QUICK_S, done=done)
 
 
 def rows_of(document: dict[str, Any], part: str) -> list[dict[str, Any]]:
