@@ -205,15 +205,30 @@ class PassLora(Protocol):
         """Called after it, and before q and k are rotated; adds to each y[T, d_out], parts of wider rows, in place."""
 
 
+@runtime_checkable
+class ArrivingLora(PassLora, Protocol):
+    """A PassLora of an adapter whose layers may still be on their way to the device."""
+
+    @property
+    def on_device(self) -> PassLora | None:
+        """What adds every layer, once it has arrived; None where CPU workers add some."""
+
+    def claim(self, layer: int) -> bool:
+        """Fixes where the layer is computed. True: on the device, where what is enqueued from now on finds its weights.
+        False, where no workers are: the pass is void."""
+
+
 class Pass(Protocol):
     """A forward that can stop between layers."""
 
     layer: int
     """Layers advanced so far."""
+    stretch: int
+    """It stops only before layers whose index is a multiple of this, and at the end."""
 
     def advance(self, to_layer: int) -> None:
-        """Enqueues layers up to `to_layer`; a captured pass is enqueued as a whole, with its last layer. Never waits on
-        a device; on a CPU it returns when computed."""
+        """Enqueues layers up to `to_layer`, or the last place before it where it can stop. Never waits on a device; on
+        a CPU it returns when computed."""
 
     def finish(self) -> StepOutput:
         """Final norm, logits of `logit_rows`, sampling. All layers must have been advanced."""

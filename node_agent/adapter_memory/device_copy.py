@@ -1,7 +1,8 @@
 """One load from host memory to the device: each layer goes on as soon as it is there.
 
-A thread holds one layer at a time, and only one that lies in host memory: no slow store holds up a copy. With a stream,
-a few layers are enqueued ahead of the one that it waits for, so that the link does not stand still in between.
+A thread takes only layers that lie in host memory: no slow store holds up a copy. It takes several at once, as a layer
+of a small adapter crosses in less time than the thread needs for it. With a stream a few such portions are enqueued
+ahead of the one that it waits for, so that the link does not stand still in between.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
+from node_agent.adapter_memory.layout import joined_spans
+from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
-from node_agent.adapter_memory.weights import view_layer
+from node_agent.adapter_memory.weights import LayerViews
 from node_agent.device import Event, record_event
 from node_agent.types import LayerState
 
@@ -24,8 +28,10 @@ if TYPE_CHECKING:
     from node_agent.adapter_memory.loader import Loader
 
 AHEAD = 2
-"""Layers of a load that may be enqueued behind the one that crosses. A pass that waits for one on its stream waits for
-those before it too, of every load: so they are few."""
+"""Portions of a load that may be enqueued behind the one that crosses. A pass that waits for one on its stream waits
+for those before it too, of every load: so they are few."""
+PORTION_BYTES = 8 << 20
+"""Layers that are enqueued together come to no more, unless one alone does: a sixth of a millisecond of PCIe 5."""
 
 
 class DeviceCopy:
@@ -41,8 +47,8 @@ class DeviceCopy:
         self.positions = host.layout.positions(pages)
         self.over = False
         self._running = False
-        self._crossing: deque[tuple[int, Event]] = deque()
-        """layers that are enqueued, and the events behind their copies; touched by the thread that runs"""
+        self._crossing: deque[tuple[list[int], Event]] = deque()
+        """portions that are enqueued, and the events behind their copies; touched by the thread that runs"""
         if self.target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
             states.stream = torch.cuda.Stream(self.target.data.device)  # type: ignore[no-untyped-call]
 
@@ -57,14 +63,24 @@ class DeviceCopy:
         if not left and not self._crossing:
             self._settle()
             return None
-        layer = next((layer for layer in left if self.host.here[layer]), None) if not held else None
-        if layer is None and not self._crossing:
+        portion = self._portion([layer for layer in left if self.host.here[layer]]) if not held else []
+        if not portion and not self._crossing:
             return None
         self._running = True
-        return partial(self._work, layer)
+        return partial(self._work, portion)
 
     def due(self) -> float | None:
         return None
+
+    @property
+    def portion_bytes(self) -> int:
+        """Returns what may be enqueued together; 0, each layer by itself, over a link that delays them."""
+        return PORTION_BYTES if isinstance(self.link, Link) and self.link.config is None else 0
+
+    def _portion(self, layers: list[int]) -> list[int]:
+        """Returns the first of these layers that go together."""
+        sizes, most = accumulate(self.layout.moved[layer] for layer in layers), self.portion_bytes
+        return layers[: max(1, sum(size <= most for size in sizes))]
 
     def _settle(self) -> None:
         """Nothing crosses any more."""
@@ -74,13 +90,13 @@ class DeviceCopy:
 
     # --- in a loader thread
 
-    def _work(self, layer: int | None) -> None:
-        """Enqueue the layer; wait for the oldest that crosses where there is no other to enqueue, or enough are."""
+    def _work(self, portion: list[int]) -> None:
+        """Enqueue the portion; wait for the oldest that crosses where there is no other to enqueue, or enough are."""
         states = self.states
         try:
-            if layer is not None:
-                self._enqueue(layer)
-            if self._crossing and (layer is None or len(self._crossing) > AHEAD):
+            if portion:
+                self._enqueue(portion)
+            if self._crossing and (not portion or len(self._crossing) > AHEAD):
                 self._crossing[0][1].synchronize()
             self._note_arrivals()
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
@@ -96,19 +112,21 @@ class DeviceCopy:
                 self._settle()
         self.on_change()
 
-    def _enqueue(self, layer: int) -> None:
-        states, spans = self.states, self.layout.spans[layer]
-        views = view_layer(self.target, self.positions, self.layout.layers[layer], self.base)
-        self.link.carry(self.layout.moved[layer])
+    def _enqueue(self, portion: list[int]) -> None:
+        states = self.states
+        self.link.carry(sum(self.layout.moved[layer] for layer in portion))
         with torch.cuda.stream(states.stream):
-            for span in spans:
+            for span in joined_spans([span for layer in portion for span in self.layout.spans[layer]]):
                 rows = self.source.span(self.host_pages[span.page], span)
                 self.target.span(self.pages[span.page], span).copy_(rows, non_blocking=True)
-            event = states.events[layer] = record_event(self.target.data.device)
-        states.views[layer] = views
-        states.layers[layer] = LayerState.ENQUEUED
-        self._crossing.append((layer, event))
+            event = record_event(self.target.data.device)
+        for layer in portion:
+            states.events[layer] = event
+            states.views[layer] = LayerViews(self.target, self.positions, self.layout.layers[layer], self.base)
+            states.layers[layer] = LayerState.ENQUEUED
+        self._crossing.append((portion, event))
 
     def _note_arrivals(self) -> None:
         while self._crossing and self._crossing[0][1].query():
-            self.states.layers[self._crossing.popleft()[0]] = LayerState.DEVICE
+            for layer in self._crossing.popleft()[0]:
+                self.states.layers[layer] = LayerState.DEVICE

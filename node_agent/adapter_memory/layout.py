@@ -175,6 +175,18 @@ def _spans(begin: int, end: int, page_units: int) -> tuple[Span, ...]:
     return tuple(Span(p, max(begin - at, 0), min(end - at, page_units)) for p, at in starts if end > begin)
 
 
+def joined_spans(spans: Sequence[Span]) -> list[Span]:
+    """Returns the same stretches, those that follow each other in a page as one."""
+    found: list[Span] = []
+    for span in spans:
+        last = found[-1] if found else None
+        if last is not None and (last.page, last.end) == (span.page, span.begin):
+            found[-1] = Span(span.page, last.begin, span.end)
+        else:
+            found.append(span)
+    return found
+
+
 def _table_part(layers: Sequence[Sequence[PairRows]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     shape = (len(layers), len(PROJECTIONS))
     rank, scale = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""An adapter's weights on the device as ready-made views, so that a step makes none.
+"""An adapter's weights on the device as views, made where they are first read: GPU kernels read the AdapterTable alone.
 
 A group's A rows may lie in several pages, and so may a projection's B rows. Each run of A rows that follow each other
 is a piece of its own, with as much of B as belongs to it: the sum over the pieces is the group's whole product.
@@ -6,7 +6,7 @@ is a piece of its own, with as much of B as belongs to it: the sum over the piec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class GroupWeights:
     """Index of the output in the group, its columns in xA (low, high), b [high - low, d_out], scale."""
 
 
-LayerWeights = dict[str, tuple[GroupWeights, ...]]
+LayerWeights = Mapping[str, tuple[GroupWeights, ...]]
 """Per group that is adapted: its pieces."""
 AdapterWeights = Sequence[LayerWeights]
 """Per layer."""
@@ -52,17 +52,30 @@ class ArrivingWeights(Sequence[LayerWeights]):
 
 def view_weights(pool: Pool, positions: np.ndarray, layout: AdapterLayout, base: BaseModel) -> AdapterWeights:
     """Views of an adapter whose rows are at `positions` (i64[rows], pool units)."""
-    return [view_layer(pool, positions, pairs, base) for pairs in layout.layers]
+    return [LayerViews(pool, positions, pairs, base) for pairs in layout.layers]
 
 
-def view_layer(pool: Pool, positions: np.ndarray, pairs: Sequence[PairRows], base: BaseModel) -> LayerWeights:
-    """Views of one layer of it. They read whatever is in the pool: nobody may use them before the layer is there."""
-    groups: LayerWeights = {}
-    for group, members in GROUPS.items():
-        chosen = [pair for pair in pairs if pair.projection in members]
-        if chosen:
-            groups[group] = _pieces(pool, positions, chosen, members, base)
-    return groups
+class LayerViews(LayerWeights):
+    """The views of one layer. They read whatever is in the pool: nobody may use them before the layer is there."""
+
+    def __init__(self, pool: Pool, positions: np.ndarray, pairs: Sequence[PairRows], base: BaseModel) -> None:
+        self._pool, self._positions, self._base = pool, positions, base
+        chosen = {group: [pair for pair in pairs if pair.projection in members] for group, members in GROUPS.items()}
+        self._pairs = {group: pairs for group, pairs in chosen.items() if pairs}
+        self._views: dict[str, tuple[GroupWeights, ...]] = {}
+
+    def __getitem__(self, group: str) -> tuple[GroupWeights, ...]:
+        found = self._views.get(group)
+        if found is None:
+            pairs = self._pairs[group]
+            found = self._views[group] = _pieces(self._pool, self._positions, pairs, GROUPS[group], self._base)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
 
 
 def _pieces(

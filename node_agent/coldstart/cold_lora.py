@@ -9,14 +9,14 @@ import torch
 
 from node_agent.coldstart.assist import AssistedPass
 from node_agent.coldstart.messages import Share
-from node_agent.types import LayerState, PassLora
+from node_agent.types import GROUPS, LayerState, PassLora
 
 ON_DEVICE = (LayerState.ENQUEUED, LayerState.DEVICE)
 """What is computed there: a layer whose copy is enqueued is awaited on the stream."""
 
 
 class ColdLora:
-    """A PassLora for one adapter that may not be wholly on the device.
+    """An ArrivingLora for one adapter that may not be wholly on the device.
 
     Where a layer is computed is fixed at its first `begin`. A handoff that fails poisons the pass: its numbers are
     wrong from there on, nothing of it may be used, and the rest of it does no adapter's work. On a device with a stream
@@ -33,7 +33,7 @@ class ColdLora:
     ) -> None:
         """`on_device` adds a layer whose weights have arrived, or will have when `await_copy` has been enqueued for it;
         `adapted` says whether a layer's group is adapted at all."""
-        self._on_device, self._state, self._adapted, self._workers = on_device, state, adapted, workers
+        self._device_part, self._state, self._adapted, self._workers = on_device, state, adapted, workers
         self._await_copy = await_copy
         self._here: dict[int, bool] = {}
         self._handoff: Share | None = None
@@ -53,7 +53,11 @@ class ColdLora:
     def layers_on_cpu(self) -> int:
         return len(self._here) - self.layers_on_device
 
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
+    @property
+    def on_device(self) -> PassLora | None:
+        return self._device_part if self._workers is None else None
+
+    def claim(self, layer: int) -> bool:
         here = self._here.get(layer)
         if here is None:
             state = self._state(layer)
@@ -62,8 +66,13 @@ class ColdLora:
                 self._workers.rest()
             if state == LayerState.ENQUEUED:
                 self._await_copy(layer)
-        if here:
-            return self._on_device.begin(layer, group, x)
+            if not here and self._workers is None:
+                self._failed |= any(self._adapted(layer, group) for group in GROUPS)
+        return here
+
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
+        if self.claim(layer):
+            return self._device_part.begin(layer, group, x)
         if not self.poisoned and self._adapted(layer, group):
             self._handoff = self._workers.open(x, layer, group) if self._workers else None
             self._failed = self._handoff is None
@@ -71,7 +80,7 @@ class ColdLora:
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         if self._here[layer]:
-            self._on_device.finish(layer, group, ys)
+            self._device_part.finish(layer, group, ys)
         elif self._handoff is not None:
             handoff, self._handoff = self._handoff, None
             begin = time.perf_counter()

@@ -126,14 +126,14 @@ class ColdPasses:
 
     def advance(self, tokens: int) -> int:
         """Advance the passes, best effort's last, else those that wait longest first, as far as they can go, and by no
-        more than a warm pass of `tokens` tokens would compute, but for one layer: so long it would hold up the others,
-        too. Returns what was used of `tokens`."""
+        more than a warm pass of `tokens` tokens would compute, but for one stretch: so long it would hold up the
+        others, too. Returns what was used of `tokens`."""
         budget = left = max(tokens * self.num_layers, max((cold.row.length for cold in self.open), default=0))
         while (found := self._next()) is not None and left >= found[0].row.length:
             cold, ready = found
             cold.resume(time.monotonic())
             before = cold.run.layer
-            upto = min(ready, before + left // cold.row.length)
+            upto = min(ready, self._stop_before(cold.run, before + max(cold.run.stretch, left // cold.row.length)))
             left -= (upto - before) * cold.row.length
             begun = time.perf_counter()
             output = unless_out_of_memory(partial(self._compute, cold, upto))
@@ -146,7 +146,7 @@ class ColdPasses:
         """The first pass that can go on, and how far; notes which ones can't."""
         first: tuple[ColdPass, int] | None = None
         for cold in sorted(self.open, key=lambda cold: cold.row.request.slo_class == "best_effort"):
-            ready = self.cold_start.ready_until(cold.lease, cold.plan_now, cold.run.layer)
+            ready = self._stop_before(cold.run, self.cold_start.ready_until(cold.lease, cold.plan_now, cold.run.layer))
             if ready <= cold.run.layer:
                 if cold.enqueued.query():
                     cold.stalled_at = cold.stalled_at or time.monotonic()
@@ -156,6 +156,10 @@ class ColdPasses:
             elif first is None:
                 first = cold, ready
         return first
+
+    def _stop_before(self, run: Pass, layer: int) -> int:
+        """Returns the last place, at most `layer`, where the pass can stop."""
+        return layer if layer == self.num_layers else layer // run.stretch * run.stretch
 
     def drop(self, request: Request) -> list[Event]:
         """Abort the request's pass, if it has one; what it held is free at the events."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,12 +10,13 @@ import torch
 from cluster.messages import Sampling
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
-from node_agent.runner.cuda_pass import LayeredPass
+from node_agent.runner.cuda_pass import LayeredPass, PromptPass
 from node_agent.runner.transformers_runner import TransformersRunner
 from node_agent.types import StepBatch
 
 if TYPE_CHECKING:
     from node_agent.runner.cuda_decode import Bucket
+    from node_agent.runner.cuda_prompts import PromptBucket
     from node_agent.runner.cuda_runner import CudaRunner
 
 PROMPT = 6
@@ -63,6 +65,21 @@ def check_captured(runner: CudaRunner, bucket: Bucket, logits: torch.Tensor) -> 
     wanted = _logits(runner, batch)
     bucket.compute(batch, None)
     return compare(wanted, logits[:1].clone())
+
+
+def check_prompts(runner: CudaRunner, buckets: Sequence[PromptBucket]) -> str | None:
+    """Computes a prompt by each bucket and by none. Returns what differs; None: nothing does."""
+    prompt = _length(runner.block_tokens, runner.num_blocks)
+    batch = step(0, prompt, runner.block_tokens, torch.device("cpu"))
+    wanted = _logits(runner, batch)
+    for bucket in buckets:
+        run = PromptPass(runner, bucket, batch, None, None)
+        run.advance(runner.num_layers)
+        problem = compare(wanted, run.logits())
+        run.abort()
+        if problem is not None:
+            return f"a prompt in a bucket of {bucket.tokens} tokens: {problem}"
+    return None
 
 
 def compare(wanted: torch.Tensor, found: torch.Tensor) -> str | None:

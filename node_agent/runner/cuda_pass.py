@@ -1,4 +1,5 @@
-"""The passes of `node.runner: cuda`: captured decode steps, and all others, which are enqueued layer by layer."""
+"""The passes of `node.runner: cuda`: captured decode steps, prompts captured in stretches, and all others, which are
+enqueued kernel by kernel."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from node_agent.runner.cuda_decode import Bucket
 from node_agent.runner.cuda_layers import Attended
 from node_agent.runner.cuda_lora import SentLora
 from node_agent.runner.cuda_output import CudaOutput, download
+from node_agent.runner.cuda_prompts import PromptBucket
 from node_agent.runner.cuda_sampler import (
     join_edits,
     pack_scores,
@@ -34,7 +36,7 @@ from node_agent.runner.cuda_sampler import (
 from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.sampler import GREEDY_BELOW
 from node_agent.runner.score_rules import ScoreEdits
-from node_agent.types import PassLora, SamplingBatch, ScoredToken, StepBatch
+from node_agent.types import ArrivingLora, PassLora, SamplingBatch, ScoredToken, StepBatch
 
 if TYPE_CHECKING:
     from node_agent.runner.cuda_runner import CudaRunner
@@ -45,7 +47,7 @@ class CapturedPass:
 
     def __init__(self, runner: CudaRunner, bucket: Bucket, batch: StepBatch, lora: SentLora | None) -> None:
         self._runner, self._bucket, self._batch, self._lora = runner, bucket, batch, lora
-        self.layer = 0
+        self.layer, self.stretch = 0, runner.num_layers
 
     def advance(self, to_layer: int) -> None:
         if self.layer < to_layer == self._runner.num_layers:
@@ -65,6 +67,8 @@ class CapturedPass:
 
 class LayeredPass:
     """Any StepBatch, over memory of its own: other passes may run between its layers."""
+
+    stretch: int = 1
 
     @torch.inference_mode()
     def __init__(self, runner: CudaRunner, batch: StepBatch, lora: PassLora | None) -> None:
@@ -125,10 +129,10 @@ class LayeredPass:
 
     def _choose(self, ways: SamplingBatch, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
         stream, everything = self._runner.stream, wants_everything(ways)
-        logits = self.logits()
-        spec = out_spec(*logits.shape)
+        spec = out_spec(self._batch.logit_rows.shape[0], self._runner.vocab)
         host, device = stream.host(size_of(spec)), stream.empty(size_of(spec))
-        sample(logits, self._fields, edits, OutFields(**views(spec, device)), everything)
+        out = OutFields(**views(spec, device))
+        stream.enqueue(lambda: sample(self.logits(), self._fields, edits, out, everything))
         return OutFields(**views(spec, host)), download(stream, spec, host, device, everything)
 
     def _send_scores(self) -> Callable[[], list[ScoredToken]]:
@@ -146,6 +150,50 @@ class LayeredPass:
     def _logits_of(self, rows: torch.Tensor) -> torch.Tensor:
         self._runner.check_complete(self.layer)
         return self._runner.decoder.logits(self._walk, rows)
+
+
+class PromptPass(LayeredPass):
+    """A StepBatch in a bucket's memory, which it has until it ends."""
+
+    def __init__(
+        self,
+        runner: CudaRunner,
+        bucket: PromptBucket,
+        batch: StepBatch,
+        lora: SentLora | None,
+        arriving: ArrivingLora | None,
+    ) -> None:
+        """`arriving`: where the adapter of `lora` is on its way."""
+        self._runner, self._batch, self._arriving, self.layer = runner, batch, arriving, 0
+        self._fields, self._walk, self._adapted = bucket.fields, bucket.walk, lora is not None
+        self._bucket: PromptBucket | None = bucket
+        self.stretch = bucket.stretch
+        bucket.send(batch, None if lora is None else lora.batch)
+        bucket.taken = True
+
+    def advance(self, to_layer: int) -> None:
+        layers = self._runner.num_layers
+        while self.layer < (end := min(self.layer + self.stretch, layers)) <= to_layer:
+            assert self._bucket is not None
+            if self._arriving is not None:
+                for layer in range(self.layer, end):
+                    self._arriving.claim(layer)
+            self._bucket.enqueue(self.layer, self._adapted)
+            self.layer = end
+
+    def finish(self) -> CudaOutput:
+        output = super().finish()
+        self._give_back()
+        return output
+
+    def abort(self) -> Event:
+        self._give_back()
+        return self._runner.stream.event()
+
+    def _give_back(self) -> None:
+        """What other passes enqueue from now on runs behind this one."""
+        if self._bucket is not None:
+            self._bucket.taken, self._bucket = False, None
 
 
 def wants_everything(ways: SamplingBatch) -> bool:

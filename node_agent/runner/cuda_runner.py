@@ -10,16 +10,17 @@ import logging
 
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.runner import transformers_runner
-from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_runner
+from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_prompts, check_runner
 from node_agent.runner.cuda_decode import Bucket, DecodeShape, LastStep, bucket_sizes
 from node_agent.runner.cuda_layers import Decoder
-from node_agent.runner.cuda_lora import CudaLora, SentLora, open_add
-from node_agent.runner.cuda_pass import CapturedPass, LayeredPass
+from node_agent.runner.cuda_lora import CudaLora, OpenAdd, SentLora, open_add
+from node_agent.runner.cuda_pass import CapturedPass, LayeredPass, PromptPass
+from node_agent.runner.cuda_prompts import PromptBucket, prompt_sizes
 from node_agent.runner.cuda_stream import Stream, open_stream
 from node_agent.runner.decode_library import choose_decode_attention
 from node_agent.runner.lora_choice import StartLora
 from node_agent.runner.transformers_runner import LoadModel, TransformersRunner, load_model
-from node_agent.types import ModelRunner, PassLora, RunnerSettings, StepBatch
+from node_agent.types import ArrivingLora, ModelRunner, PassLora, RunnerSettings, StepBatch
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class CudaRunner:
         self.decoder.decode_attention = choose_decode_attention(self.decoder.operations, caches, stream)
         self.buckets: list[Bucket] = []
         """by size; none before `serve`"""
+        self.prompts: list[PromptBucket] = []
+        """likewise"""
 
     @property
     def feeds(self) -> bool:
@@ -78,17 +81,38 @@ class CudaRunner:
         problem = check_captured(self, buckets[0], last.logits)
         if problem is None:
             self.buckets = buckets
+            self.prompts = self._capture_prompts(shape, lora.open_add, chunk_tokens)
         else:
             log.error("captured decode steps are not used: they differ from others", extra={"reason": problem})
         return lora.start
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> CapturedPass | LayeredPass:
         """The batch's tensors, and the LoRA's, are in host memory."""
-        if lora is None or isinstance(lora, SentLora):
-            bucket = self._bucket(batch)
-            if bucket is not None:
-                return CapturedPass(self, bucket, batch, lora)
+        arriving = lora if isinstance(lora, ArrivingLora) else None
+        sent = lora if arriving is None else arriving.on_device
+        if batch.scoring is None and (lora is None or isinstance(sent, SentLora)):
+            sent = sent if isinstance(sent, SentLora) else None
+            bucket, prompts = self._bucket(batch), self._prompts(batch)
+            if bucket is not None and arriving is None:
+                return CapturedPass(self, bucket, batch, sent)
+            if prompts is not None:
+                return PromptPass(self, prompts, batch, sent, arriving)
         return LayeredPass(self, batch, lora)
+
+    def _capture_prompts(self, shape: DecodeShape, open_add: OpenAdd, chunk_tokens: int) -> list[PromptBucket]:
+        """None where they can't be captured, or compute other numbers: the log says so, and all else is as usual."""
+        problem, made = None, list[PromptBucket]()
+        try:
+            for tokens in reversed(prompt_sizes(chunk_tokens)):  # as with decode steps
+                made.insert(0, PromptBucket(tokens, shape, self.decoder, self.current, self.stream))
+                made[0].capture(open_add)
+            problem = check_prompts(self, made)
+        except RuntimeError as error:
+            problem = str(error)
+        if problem is None:
+            return made
+        log.error("prompts are not captured, and take longer", extra={"reason": problem})
+        return []
 
     def check_complete(self, layer: int) -> None:
         """Raises RuntimeError for a pass that stands before the last layer's end."""
@@ -96,7 +120,11 @@ class CudaRunner:
             raise RuntimeError(f"logits wanted after {layer} of {self.num_layers} layers")
 
     def _bucket(self, batch: StepBatch) -> Bucket | None:
-        """Returns the smallest bucket for the batch; None where it is not of decode rows alone."""
-        if batch.n_decode < batch.n_rows or batch.scoring is not None:
+        """Returns the smallest bucket of decode steps for the batch; None where it is not of decode rows alone."""
+        if batch.n_decode < batch.n_rows:
             return None
         return next((bucket for bucket in self.buckets if bucket.rows >= batch.n_rows), None)
+
+    def _prompts(self, batch: StepBatch) -> PromptBucket | None:
+        """Returns the smallest free bucket of passes with prompts for the batch."""
+        return next((bucket for bucket in self.prompts if batch.fed is None and bucket.fits(batch)), None)

@@ -40,6 +40,8 @@ class LightllmPass:
     A decode row beside a chunk is computed as a chunk of one token, for LightLLM's decode kernel takes no others.
     """
 
+    stretch = 1
+
     @torch.inference_mode()
     def __init__(self, runner: LightllmRunner, batch: StepBatch, lora: PassLora | None) -> None:
         self.runner, self.batch, self.layer = runner, batch, 0

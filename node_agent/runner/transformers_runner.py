@@ -94,6 +94,8 @@ class TransformersRunner:
 class TransformersPass:
     """One forward of a StepBatch."""
 
+    stretch = 1
+
     @torch.inference_mode()
     def __init__(self, runner: TransformersRunner, batch: StepBatch, lora: PassLora | None) -> None:
         self.runner, self.batch, self.lora, self.layer = runner, batch, lora, 0

@@ -26,7 +26,7 @@ from node_agent.engine.setup import find_runner
 from node_agent.runner import cuda_layers, cuda_runner
 from node_agent.runner.cuda_decode import bucket_sizes
 from node_agent.runner.cuda_layers import Decoder
-from node_agent.runner.cuda_pass import CapturedPass, LayeredPass
+from node_agent.runner.cuda_pass import CapturedPass, LayeredPass, PromptPass
 from node_agent.runner.cuda_runner import CudaRunner, open_runner
 from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.transformers_runner import TransformersRunner, load_model
@@ -280,8 +280,9 @@ def test_which_passes_are_captured(engine: LocalEngine, drawn_adapters: list[Pat
         engine.run()
     decodes = [entry for entry in Counting.passes if entry[0] is CapturedPass]
     assert (CapturedPass, 3, True) in decodes
-    prompts = [entry for entry in Counting.passes if entry[0] is LayeredPass]
-    assert len(decodes) >= 4 and len(prompts) <= 2, Counting.passes
+    prompts = [entry for entry in Counting.passes if entry[0] is PromptPass]
+    assert len(decodes) >= 4 and 1 <= len(prompts) <= 2, Counting.passes
+    assert len(decodes) + len(prompts) == len(Counting.passes)
 
 
 @pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")

@@ -41,7 +41,7 @@ class Starts:
 
 
 class Run:
-    layer = 0
+    layer, stretch = 0, 1
 
     def advance(self, to_layer: int) -> None:
         self.layer = to_layer

@@ -1,0 +1,103 @@
+"""Passes of a bucket of tokens with prompts among their rows, captured in stretches of a few layers.
+
+Launching a pass kernel by kernel takes longer than a GPU takes to compute some hundred tokens. It is cut into
+stretches because a cold pass stops where its adapter's next layers have not arrived; between two of them other passes
+may run, so a bucket's memory belongs to one pass at a time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kernels.gpu_ops import Rows
+from node_agent.runner.cuda_blocks import StepFields, expand_blocks, fill, lora_batch, size_of, step_spec, views
+from node_agent.runner.cuda_decode import DecodeShape
+from node_agent.runner.cuda_layers import Attended, Decoder, Walk
+from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
+from node_agent.runner.cuda_stream import Stream, Work
+from node_agent.runner.lora import GroupLora
+from node_agent.runner.projections import Current
+from node_agent.types import LoraBatch, StepBatch
+
+STRETCH_LAYERS = 4
+SIZES = (16, 32, 64, *range(128, 513, 64), *range(640, 1025, 128))
+"""Tokens. A longer pass keeps a GPU busy while its next kernels are launched."""
+LONGEST_DECODED = 4096
+"""Context of a decode row in such a pass, where one program reads all of it."""
+
+
+def prompt_sizes(chunk_tokens: int) -> list[int]:
+    """Returns the tokens of each bucket, ascending; none is larger than the largest pass needs."""
+    return sorted({min(size, chunk_tokens) for size in SIZES})
+
+
+class PromptBucket:
+    """Passes of at most `tokens` tokens. Decode rows are computed as chunks of one token."""
+
+    stretch = STRETCH_LAYERS
+
+    def __init__(self, tokens: int, shape: DecodeShape, decoder: Decoder, current: Current, stream: Stream) -> None:
+        self.tokens, self.rows = tokens, min(tokens, shape.max_rows)
+        self.taken = False
+        """by a pass that has not ended"""
+        self._shape, self._decoder, self._current, self._stream = shape, decoder, current, stream
+        self._spec = step_spec(tokens, self.rows, min(shape.num_blocks, self.rows * shape.table_width))
+        self._device = stream.empty(size_of(self._spec))
+        self.fields = StepFields(**views(self._spec, self._device))
+        weight = decoder.embed_tokens.weight
+        residual, added = (weight.new_zeros(tokens, weight.shape[1]) for _ in range(2))
+        self.walk = Walk(residual, added)
+        """behind a pass's last stretch"""
+        self._table = torch.zeros(self.rows, shape.table_width, dtype=torch.int32, device=weight.device)
+        self._stretches: dict[bool, list[Work]] = {}
+
+    def fits(self, batch: StepBatch) -> bool:
+        """Whether the batch is one for this bucket, which is free."""
+        decoded = max(batch.context_lens[: batch.n_decode], default=0)
+        fits = batch.n_tokens <= self.tokens and batch.n_rows <= self.rows
+        return fits and not self.taken and decoded <= LONGEST_DECODED
+
+    @torch.inference_mode()
+    def capture(self, open_add: OpenAdd) -> None:
+        """Captures the stretches, with adapters and without, on a pass of padding alone."""
+        host = self._stream.host(size_of(self._spec)).zero_()
+        fields = StepFields(**views(self._spec, host))
+        for name in ("slots", "fed", "seg_slot", "token_slot"):
+            getattr(fields, name).fill_(-1)
+        self._stream.upload(self._device, host, host.shape[0])
+        adds = GroupLora(open_add(lora_batch(self.fields, CAPTURED_RANK), False))
+        for adapted in (False, True):
+            lora = adds if adapted else None
+            self._stretches[adapted] = [
+                self._stream.capture(partial(self._compute, lora, begin))
+                for begin in range(0, len(self._decoder.layers), self.stretch)
+            ]
+
+    @torch.inference_mode()
+    def send(self, batch: StepBatch, lora: LoraBatch | None) -> None:
+        """Enqueues the batch's copy to the device."""
+        host = self._stream.host(size_of(self._spec))
+        blocks = fill(StepFields(**views(self._spec, host)), batch, lora, self._shape.block_tokens)
+        self._stream.upload(self._device, host, size_of(self._spec, "blocks") + blocks * self.fields.blocks.itemsize)
+
+    @torch.inference_mode()
+    def enqueue(self, layer: int, adapted: bool) -> None:
+        """Enqueues the stretch that begins with this layer."""
+        self._stretches[adapted][layer // self.stretch]()
+
+    def _compute(self, lora: GroupLora | None, begin: int) -> None:
+        fields, decoder, walk = self.fields, self._decoder, self.walk
+        assert walk.added is not None
+        if begin == 0:
+            self._table.copy_(expand_blocks(fields, self._shape.table_width))
+            walk.residual.copy_(decoder.begin(fields.token_ids).residual)
+        rows = Rows(fields.context_len, self._table, fields.query_start)
+        here = Walk(walk.residual, walk.added if begin else None)
+        self._current.lora = lora
+        layers = decoder.layers[begin : begin + self.stretch]
+        decoder.advance(here, layers, Attended(fields.positions, fields.slots, None, rows, None))
+        self._current.lora = None
+        assert here.added is not None
+        walk.added.copy_(here.added)
