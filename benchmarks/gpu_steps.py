@@ -154,22 +154,25 @@ def lora(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
     equation 2 describe it."""
     kernels = TRITON_KERNELS if box.device.type == "cuda" else ("auto",)
     for number, kernel in enumerate(kernels):
+        ends = time.monotonic() + (until - time.monotonic()) / (len(kernels) - number)
         try:
-            engine = box.get(kernel)
+            yield from _lora_of(box, kernel, ends)
         except Skipped as why:
             yield {"kernel": kernel, "skipped": str(why)}
+
+
+def _lora_of(box: EngineBox, kernel: str, ends: float) -> Iterator[dict[str, Any]]:
+    """Holds the engine no longer than it runs: the next kernel's has no room beside it."""
+    engine, samples = box.get(kernel), list[DecodeSample]()
+    for targets, count in ((targets, count) for targets in TARGET_NAMES for count in box.scale.adapters):
+        if time.monotonic() > ends:
+            yield {"kernel": kernel, "left_out": f"{count} adapters on {TARGET_NAMES[targets]}"}
             continue
-        ends = time.monotonic() + (until - time.monotonic()) / (len(kernels) - number)
-        samples: list[DecodeSample] = []
-        for targets, count in ((targets, count) for targets in TARGET_NAMES for count in box.scale.adapters):
-            if time.monotonic() > ends:
-                yield {"kernel": kernel, "left_out": f"{count} adapters on {TARGET_NAMES[targets]}"}
-                continue
-            for row, sample in _lora_steps(box, engine, targets, count):
-                yield {"kernel": engine.engine.lora_kernel, **row}
-                if targets == TARGETS:
-                    samples.append(sample)
-        yield {"kernel": engine.engine.lora_kernel, "paper_r2": _paper_r2(samples)}
+        for row, sample in _lora_steps(box, engine, targets, count):
+            yield {"kernel": engine.engine.lora_kernel, **row}
+            if targets == TARGETS:
+                samples.append(sample)
+    yield {"kernel": engine.engine.lora_kernel, "paper_r2": _paper_r2(samples)}
 
 
 def _lora_steps(

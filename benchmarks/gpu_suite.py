@@ -177,7 +177,7 @@ def figures_of(rows: Rows) -> dict[str, float]:
             found[f"lora_over_base_{where}"] = row["over_base"]
             found[f"lora_over_floor_{where}"] = (row["ms"] - row["base_ms"]) / row["floor_ms"]
         elif row["part"] == "merged" and "adapter_below" in row:
-            found |= {f"merged_{name}": row[name] for name in ("base_below", "adapter_below", "control_below")}
+            found |= {f"merged_{name}": row[name] for name in row if name.endswith("_below")}
         elif row["part"] == "peer" and "ms" in row:
             found[f"peer_ms_b{row['rows']}"] = row["ms"]
     copy = next((row["copy_gb_s"] for row in rows if row["part"] == "kernels" and "copy_gb_s" in row), None)

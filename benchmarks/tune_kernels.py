@@ -28,7 +28,7 @@ from kernels.launch import Launch, Tuned, default_launch, read_table
 FILE = Path(__file__).parents[1] / "kernels" / "launch_table.json"
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     "decode": {
-        "splits": (1, 2, 4, 8, 16), "rank_programs": (1, 2, 4), "ranks": (16, 32, 64),
+        "rank_programs": (1, 2, 4, 8), "splits": (1, 2, 4, 8, 16), "ranks": (16, 32, 64),
         "shrink_width": (64, 128, 256), "expand_width": (64, 128, 256), "warps": (1, 2, 4, 8), "stages": (1, 2, 3, 4),
     },
     "prefill": {
@@ -38,7 +38,6 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     },
 }  # fmt: skip
 SECONDS = 150.0
-"""Per operation"""
 LEAST_GAIN = 0.01
 """Below this share a difference is noise."""
 
@@ -110,10 +109,11 @@ def with_device(text: bytes, device: str, tuned: str, operations: dict[str, Laun
 
 def main() -> None:
     parser = arguments(__doc__ or "")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each operation")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU is here: launch parameters are found on the GPU that they are for")
-    seconds, found, ratios = (5.0 if options.quick else SECONDS), {}, {}
+    seconds, found, ratios = (5.0 if options.quick else options.seconds), {}, {}
     for operation in OPERATIONS:
         choices = CHOICES["prefill" if operation == "sgmv" else "decode"]
         cases = tuning_cases(operation, "cuda")

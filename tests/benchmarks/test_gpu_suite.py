@@ -115,7 +115,19 @@ def test_floors() -> None:
 def test_a_merge_that_is_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_exact, "merge", lambda *_: None)
     (wrong,) = failures(run(tmp_path, ["merged"]))
-    assert wrong.startswith("merged: adapter: ") and "the adapter changes too little" in wrong
+    assert wrong.startswith("merged: the adapter changes too little")
+
+
+def test_an_adapter_that_is_left_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = gpu_exact._answers
+
+    def without(engine: Any, prompts: Any, adapters: Any) -> Any:
+        found = real(engine, prompts, (None,))
+        return found | {(adapters[1].digest, i): found[None, i] for i in range(len(prompts))}
+
+    monkeypatch.setattr(gpu_exact, "_answers", without)
+    (wrong,) = failures(run(tmp_path, ["merged"]))
+    assert wrong.startswith("merged: adapter: ") and "below the best, PEFT's 0.0" in wrong
 
 
 def test_a_runner_that_can_not_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

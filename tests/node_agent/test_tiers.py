@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from adapters.artifact import LayerBlock
 from adapters.store import Arrived
 from cluster.messages import Adapter
-from node_agent.adapter_memory import ranges
+from node_agent.adapter_memory import device_copy, ranges
+from node_agent.adapter_memory.device_copy import DeviceCopy
 from node_agent.adapter_memory.fetch import RANGES_IN_FLIGHT
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.ranges import plan_ranges
@@ -32,6 +33,7 @@ from tests.node_agent.adapter_world import (
     assert_layer,
     host_slot,
     lease,
+    loaded_lease,
     measured,
     starts,
     states,
@@ -337,3 +339,33 @@ def test_one_load_however_many_ask_for_it(
         store.release(held, [])
     assert not isinstance(store.acquire(adapter), LoadFailed)
     store.release(leases[0], [])
+
+
+def test_small_layers_cross_together(world: World, adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From host memory in portions, the largest of which has what fits: every row is the file's, in fewer copies."""
+    store, copies = world.store(), list[list[int]]()
+    real = DeviceCopy._enqueue
+
+    def note(self: DeviceCopy, portion: list[int]) -> None:
+        copies.append(portion)
+        real(self, portion)
+
+    monkeypatch.setattr(DeviceCopy, "_enqueue", note)
+    try:
+        store.release(loaded_lease(store, adapter), ())
+        sizes = store.device[adapter.digest].layout.moved
+        for most, portions in (
+            (sum(sizes), [[0, 1, 2, 3, 4]]),
+            (sizes[0] + sizes[1], None),
+            (0, [[i] for i in range(5)]),
+        ):
+            assert store.discard(adapter.digest)
+            monkeypatch.setattr(device_copy, "PORTION_BYTES", most)
+            copies.clear()
+            held = loaded_lease(store, adapter)
+            assert_contents(store, world, held)
+            assert [layer for portion in copies for layer in portion] == list(range(LAYERS))
+            assert copies == portions or (portions is None and copies[0] == [0, 1] and len(copies) < LAYERS)
+            store.release(held, ())
+    finally:
+        store.close()

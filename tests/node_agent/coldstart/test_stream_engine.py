@@ -147,6 +147,7 @@ def test_layers_are_used_when_their_copies_are_enqueued(
     while not engine.engine.store.discard(adapter.digest):  # from here on it lies in host memory, wholly
         engine.step()
     monkeypatch.setattr(device_copy, "record_event", record)
+    monkeypatch.setattr(device_copy, "PORTION_BYTES", 0)  # each layer by itself
     engine.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan("pipeline")  # type: ignore[method-assign]
     request = engine.submit([1, *range(50, 90)], 6, adapter, ignore_eos=True)
     enqueued = device_copy.AHEAD + 1
