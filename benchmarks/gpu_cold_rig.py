@@ -45,7 +45,7 @@ class Bench:
         profile = self.engine.engine.cold_start.profile
         assert profile is not None
         self.measured = profile.link
-        self.engine.idle = 0.0
+        self.engine.idle = 0.01
 
     @property
     def pool(self) -> StreamPool | None:

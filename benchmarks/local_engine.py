@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -48,10 +49,16 @@ class LocalEngine:
         called by loads, after every layer."""
         self.model_dir = model_dir
         self.idle = 0.0005
-        """seconds that a step sleeps which finds nothing to do"""
+        """seconds that a step waits at most which finds nothing to do"""
+        self._changed = threading.Event()
         self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
         self.config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
-        self.engine, self.base = build_engine(self.config, on_change, _opener(self.config.runner, load))
+
+        def change() -> None:
+            self._changed.set()
+            on_change()
+
+        self.engine, self.base = build_engine(self.config, change, _opener(self.config.runner, load))
         self.outcomes: dict[str, Outcome] = {}
         self.answers: dict[str, Answer] = {}
         self._count = 0
@@ -94,8 +101,9 @@ class LocalEngine:
         for _ in self.engine.compute_hot(used):
             worked = True
             told |= self.book()
-        if not (worked or told):
-            time.sleep(self.idle)  # a load is on its way
+        if not (worked or told):  # a load is on its way; a loop that spins would take the loader's time
+            self._changed.wait(self.idle)
+            self._changed.clear()
         return worked
 
     def book(self) -> bool:

@@ -23,7 +23,7 @@ from benchmarks.gpu_check import OPERATIONS, TOLERANCE, WrongResult, error_of, s
 from benchmarks.gpu_timing import gpu_seconds
 from benchmarks.kernel_cases import Case, draw_case
 from benchmarks.report import arguments, publish, report
-from kernels.launch import Launch, Tuned, default_launch, read_table
+from kernels.launch import Launch, Tuned, default_launch, launch_for, read_table
 
 FILE = Path(__file__).parents[1] / "kernels" / "launch_table.json"
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -110,11 +110,12 @@ def with_device(text: bytes, device: str, tuned: str, operations: dict[str, Laun
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each operation")
+    parser.add_argument("--operations", default=",".join(OPERATIONS), help="the others keep what they have")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU is here: launch parameters are found on the GPU that they are for")
     seconds, found, ratios = (5.0 if options.quick else options.seconds), {}, {}
-    for operation in OPERATIONS:
+    for operation in options.operations.split(","):
         choices = CHOICES["prefill" if operation == "sgmv" else "decode"]
         cases = tuning_cases(operation, "cuda")
         found[operation], ratios[f"{operation}_over_default"] = tune(operation, cases, choices, gpu_seconds, seconds)
@@ -124,7 +125,8 @@ def main() -> None:
     if not options.quick:
         versions = document["versions"]
         tuned = f"commit {document['commit']}, triton {versions['triton']}, torch {versions['torch']}"
-        FILE.write_bytes(with_device(FILE.read_bytes(), torch.cuda.get_device_name(), tuned, found))
+        whole = {name: launch_for(name, torch.device("cuda")) for name in OPERATIONS} | found
+        FILE.write_bytes(with_device(FILE.read_bytes(), torch.cuda.get_device_name(), tuned, whole))
 
 
 if __name__ == "__main__":

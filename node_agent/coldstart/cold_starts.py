@@ -205,15 +205,26 @@ class ColdStarts:
         if self.profile is None or self.workers is None or not self.assists or not outcome.layers_cpu:
             return
         costs, share = RowCosts(self.profile, self.base), outcome.layers_cpu / self.base.num_layers
-        work = costs.slices(self.store.layout(lease), outcome.tokens, self.workers.usable)
-        between = np.where(work > 0, costs.beside(outcome.tokens), 0.0)
-        self._learn(self.cpu, share * float(work.sum()), share * float(between.sum()), outcome.waited)
+        layout = self.store.layout(lease)
+        work = costs.slices(layout, outcome.tokens, self.workers.usable)
+        between = share * float(np.where(work > 0, costs.beside(outcome.tokens), 0.0).sum())
+        if self._on_cpu:
+            self._learn(self.cpu, share * float(work.sum()), between, outcome.waited)
+        elif not outcome.others:  # the device waited where the engine can't see it: what the chunk took longer for
+            warm = self.warm_seconds(outcome.tokens, self.base.num_layers)
+            crossings = share * costs.crossings(layout, outcome.tokens * self.store.pool.data.element_size()).sum()
+            longer = outcome.seconds - outcome.exposed - warm - float(crossings)
+            self.cpu.learn(share * float(work.sum()), between + max(0.0, longer))
 
     def _learn(self, correction: Correction, cpu: float, between: float, waited: float) -> None:
         """Learns that workers who were to take `cpu` seconds had the `between` ones of the base's products, and
         `waited` more. On a device with a stream it learns nothing: that waits where the engine can't see it."""
-        if self.store.pool.data.device.type == "cpu":
+        if self._on_cpu:
             correction.learn(cpu, between + waited, at_most=waited < NO_WAIT * between)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.store.pool.data.device.type == "cpu"
 
     def observe_load(self, forecast: float, seconds: float) -> None:
         """Learn from the rest of a load whose adapter lay in host memory; `forecast` by the profile alone."""

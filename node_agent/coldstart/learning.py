@@ -55,3 +55,5 @@ class Outcome:
     layers_cpu: int
     layers_device: int
     """of the chunk, by where the adapter's part was computed"""
+    others: int = 0
+    """requests that may have had passes in between"""

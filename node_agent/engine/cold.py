@@ -69,6 +69,7 @@ class ColdPass:
         return Outcome(
             self.row.request.id, self.plan.name, self.row.length, self.plan.seconds, now - self.begun,
             self.plan.exposed, self.exposed, self.lora.waited, self.lora.layers_on_cpu, self.lora.layers_on_device,
+            self.plan.others,
         )  # fmt: skip
 
 

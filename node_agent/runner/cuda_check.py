@@ -78,7 +78,7 @@ def check_prompts(runner: CudaRunner, buckets: Sequence[PromptBucket]) -> str | 
         problem = compare(wanted, run.logits())
         run.abort()
         if problem is not None:
-            return f"a prompt in a bucket of {bucket.tokens} tokens: {problem}"
+            return f"a prompt in a bucket of {bucket.tokens} tokens and {bucket.rows} rows: {problem}"
     return None
 
 

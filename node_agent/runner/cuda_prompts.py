@@ -24,22 +24,30 @@ from node_agent.types import LoraBatch, StepBatch
 STRETCH_LAYERS = 4
 SIZES = (16, 32, 64, *range(128, 513, 64), *range(640, 1025, 128))
 """Tokens. A longer pass keeps a GPU busy while its next kernels are launched."""
+FEW_ROWS = 8
+"""Of each size. A captured pass starts programs for as many rows as its bucket has, whether they are there or not."""
+BUSY_SIZES = (64, 128, 256, 512, 1024)
+"""Tokens of those that have as many rows as there may be: prompts beside decode rows."""
 LONGEST_DECODED = 4096
 """Context of a decode row in such a pass, where one program reads all of it."""
 
 
-def prompt_sizes(chunk_tokens: int) -> list[int]:
-    """Returns the tokens of each bucket, ascending; none is larger than the largest pass needs."""
-    return sorted({min(size, chunk_tokens) for size in SIZES})
+def prompt_shapes(chunk_tokens: int, max_rows: int) -> list[tuple[int, int]]:
+    """Returns the tokens and rows of each bucket, ascending."""
+    few = {(min(size, chunk_tokens), FEW_ROWS) for size in SIZES}
+    busy = {(min(size, chunk_tokens), max_rows) for size in BUSY_SIZES}
+    return sorted({(tokens, min(tokens, rows, max_rows)) for tokens, rows in few | busy})
 
 
 class PromptBucket:
-    """Passes of at most `tokens` tokens. Decode rows are computed as chunks of one token."""
+    """Passes of at most `tokens` tokens in `rows` rows. Decode rows are computed as chunks of one token."""
 
     stretch = STRETCH_LAYERS
 
-    def __init__(self, tokens: int, shape: DecodeShape, decoder: Decoder, current: Current, stream: Stream) -> None:
-        self.tokens, self.rows = tokens, min(tokens, shape.max_rows)
+    def __init__(
+        self, tokens: int, rows: int, shape: DecodeShape, decoder: Decoder, current: Current, stream: Stream
+    ) -> None:
+        self.tokens, self.rows = tokens, rows
         self.taken = False
         """by a pass that has not ended"""
         self._shape, self._decoder, self._current, self._stream = shape, decoder, current, stream

@@ -15,7 +15,7 @@ from node_agent.runner.cuda_decode import Bucket, DecodeShape, LastStep, bucket_
 from node_agent.runner.cuda_layers import Decoder
 from node_agent.runner.cuda_lora import CudaLora, OpenAdd, SentLora, open_add
 from node_agent.runner.cuda_pass import CapturedPass, LayeredPass, PromptPass
-from node_agent.runner.cuda_prompts import PromptBucket, prompt_sizes
+from node_agent.runner.cuda_prompts import PromptBucket, prompt_shapes
 from node_agent.runner.cuda_stream import Stream, open_stream
 from node_agent.runner.decode_library import choose_decode_attention
 from node_agent.runner.lora_choice import StartLora
@@ -103,8 +103,8 @@ class CudaRunner:
         """None where they can't be captured, or compute other numbers: the log says so, and all else is as usual."""
         problem, made = None, list[PromptBucket]()
         try:
-            for tokens in reversed(prompt_sizes(chunk_tokens)):  # as with decode steps
-                made.insert(0, PromptBucket(tokens, shape, self.decoder, self.current, self.stream))
+            for tokens, rows in reversed(prompt_shapes(chunk_tokens, shape.max_rows)):  # as with decode steps
+                made.insert(0, PromptBucket(tokens, rows, shape, self.decoder, self.current, self.stream))
                 made[0].capture(open_add)
             problem = check_prompts(self, made)
         except RuntimeError as error:

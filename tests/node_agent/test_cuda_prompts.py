@@ -20,7 +20,7 @@ from node_agent.engine.setup import find_runner
 from node_agent.runner import cuda_runner
 from node_agent.runner.cuda_decode import DecodeShape
 from node_agent.runner.cuda_pass import LayeredPass, PromptPass
-from node_agent.runner.cuda_prompts import LONGEST_DECODED, PromptBucket, prompt_sizes
+from node_agent.runner.cuda_prompts import LONGEST_DECODED, PromptBucket, prompt_shapes
 from node_agent.runner.cuda_runner import CudaRunner
 from node_agent.types import PassLora, Plan, StepBatch
 from tests.draws import draws
@@ -34,9 +34,14 @@ def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptBucket, "stretch", 2)
 
 
-def test_sizes() -> None:
-    assert prompt_sizes(2048) == [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
-    assert prompt_sizes(100) == [16, 32, 64, 100]
+def test_shapes() -> None:
+    """A few rows of each size, and all rows of some; none beyond what a pass may have."""
+    found = prompt_shapes(2048, 256)
+    sizes = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
+    assert [tokens for tokens, rows in found if rows == 8] == sizes
+    assert [(t, rows) for t, rows in found if rows != 8] == [(64, 64), (128, 128), (256, 256), (512, 256), (1024, 256)]
+    assert prompt_shapes(100, 4) == [(16, 4), (32, 4), (64, 4), (100, 4)]
+    assert prompt_shapes(8, 32) == [(8, 8)]
 
 
 # --- against the model itself
@@ -56,7 +61,7 @@ def pair(model_dir: Path) -> tuple[CudaRunner, torch.nn.Module]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PromptBucket, "stretch", 2)
         for tokens in (12, 40):
-            bucket = PromptBucket(tokens, shape, runner.decoder, runner.current, runner.stream)
+            bucket = PromptBucket(tokens, 4, shape, runner.decoder, runner.current, runner.stream)
             bucket.capture(lambda *_: lambda *_: None)
             runner.prompts.append(bucket)
     return runner, AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
@@ -234,6 +239,6 @@ def test_prompts_that_differ_are_not_captured(
     monkeypatch.setattr(PromptBucket, "enqueue", wrong)
     engine = make_engine(runner="cuda", max_rows=4)
     (record,) = [record for record in caplog.records if "prompts are not captured" in record.message]
-    assert "a prompt in a bucket of 64 tokens: logits" in record.reason
+    assert "a prompt in a bucket of 64 tokens and 4 rows: logits" in record.reason
     runner = engine.engine.runner
     assert isinstance(runner, CudaRunner) and not runner.prompts and runner.buckets

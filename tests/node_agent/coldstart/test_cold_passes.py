@@ -17,7 +17,8 @@ from benchmarks.forced import force
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from benchmarks.worker_counters import counters_of
-from node_agent.coldstart.learning import Outcome
+from node_agent.coldstart.cold_starts import ColdStarts
+from node_agent.coldstart.learning import Correction, Outcome
 from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import LinkConfig
@@ -258,6 +259,29 @@ def test_what_came_of_a_plan_is_kept_and_learnt_from(make_engine: MakeEngine, ad
     assert (came.request, came.tokens) == (request, len(STORY))
     assert came.layers_cpu + came.layers_device == engine.base.num_layers
     assert came.forecast > 0 and 0 <= came.exposed + came.waited <= came.seconds
+
+
+def test_a_device_with_a_stream_learns_from_the_whole_chunk(
+    make_engine: MakeEngine, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for workers where the engine can't see it: what a chunk took beyond the base's products and the bytes it
+    stood still for was theirs, if nobody else had passes in between."""
+    engine = make_engine(cpu_workers=1)
+    monkeypatch.setattr(ColdStarts, "_on_cpu", False)
+    starts, link = engine.engine.cold_start, HeldLink(engine)
+    request = engine.submit(STORY, 2, engine.deploy(adapter_dir), ignore_eos=True)
+    engine.run(until=lambda: bool(engine.engine.running))
+    lease, layers = engine.engine.running[request].lease, engine.base.num_layers
+    assert lease is not None
+    taught = []
+    for exposed, cpu, others in ((0.0, layers, 0), (0.0, layers, 3), (0.0, 0, 0), (1.0, layers, 0)):
+        starts.cpu, device = Correction(), layers - cpu
+        starts.observe(lease, Outcome("r", "assist", len(STORY), 0.1, 1.0, 0.0, exposed, 0.0, cpu, device, others))
+        taught.append(starts.cpu.value)
+    link.open()
+    engine.run()
+    longer, beside_others, without_workers, stood_still = taught
+    assert longer > 1.5 * stood_still and beside_others == without_workers == 1.0
 
 
 @pytest.mark.parametrize("bandwidth", [2e5, 2e6])
