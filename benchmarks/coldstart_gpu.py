@@ -293,7 +293,7 @@ def run(seconds: float, quick: bool, seed: int, file: Path | None, runner: str =
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for all parts together")
-    parser.add_argument("--runner", choices=("auto", *RUNNERS), default="auto", help="lightllm: the papers' engine")
+    parser.add_argument("--runner", choices=tuple(RUNNERS), default="auto", help="lightllm: the papers' engine")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU is here: benchmarks.coldstart measures cold starts on a CPU, over a simulated link")

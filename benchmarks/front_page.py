@@ -31,9 +31,12 @@ def status(reports: Reports) -> str:
     gpus = {name: report["machine"]["gpu"] for name, report in reports.items() if report["machine"]["gpu"]}
     hosts = sorted({report["machine"]["cpu"] for report in reports.values() if not report["machine"]["gpu"]})
     models = {report["settings"].get("model") for report in reports.values()} - {None}
-    never = "**Never run:** a real AWS account" + ("" if gpus else ", a GPU")
-    studies = ", ".join(f"`{name}` ({gpu})" for name, gpu in sorted(gpus.items()))
-    on_gpu = f" **On a GPU:** only the study {studies}." if gpus else ""
+    never = "**Never run:** a real AWS account, " + ("a whole service on a GPU" if gpus else "a GPU")
+    on_gpu = (
+        f" **On a GPU** ({', '.join(sorted(set(gpus.values())))}): [engines alone](docs/results/gpu.md)."
+        if gpus
+        else ""
+    )
     text = (
         f"{never}. Both are written and tested without them ([kernels](docs/design/kernels.md), "
         f"[node pools](docs/operate/node-pools.md)).{on_gpu} **Served:** bases of the Llama, Mistral, Qwen2 and Qwen3 "

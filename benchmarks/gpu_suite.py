@@ -224,7 +224,7 @@ def study(
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--parts", default=",".join(SECONDS), help="what to run, of " + ", ".join(SECONDS))
-    parser.add_argument("--runner", choices=("auto", *RUNNERS), default="cuda", help="what computes the base model")
+    parser.add_argument("--runner", choices=tuple(RUNNERS), default="cuda", help="what computes the base model")
     parser.add_argument("--seconds", type=float, default=sum(SECONDS.values()), help="for all parts together")
     options = parser.parse_args()
     seconds = QUICK_S if options.quick else options.seconds

@@ -136,7 +136,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
-    parser.add_argument("--runner", default="auto", choices=["auto", *RUNNERS])
+    parser.add_argument("--runner", default="auto", choices=list(RUNNERS))
     parser.add_argument("--lora-kernel", default="auto", choices=["auto", *TRITON_KERNELS], help="the papers' two")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=24)

@@ -40,11 +40,13 @@ def spread(values: Iterable[float], *, lower_is_better: bool) -> Spread:
 
 
 def host(document: dict[str, Any]) -> str:
-    """The cores, CPU and CPU level of a report. A study that was held to a lower level says so in its settings."""
+    """The GPU, if there is one, and the cores, CPU and CPU level of a report. A study that was held to a lower level
+    says so in its settings."""
     machine = document["machine"]
     level = document["settings"].get("level") or machine.get("level") or "level not recorded"
     cores = machine["cores"]
-    return f"{cores} core{'s' if cores > 1 else ''} of {machine['cpu']} ({level})"
+    gpu = f"{machine['gpu']} beside " if machine.get("gpu") else ""
+    return f"{gpu}{cores} core{'s' if cores > 1 else ''} of {machine['cpu']} ({level})"
 
 
 def wrapped(text: str, indent: str = "", width: int = WIDTH) -> str:

@@ -35,6 +35,15 @@ from benchmarks.gateway_tables import (
     random_keys_table,
     scale_table,
 )
+from benchmarks.gpu_tables import (
+    gpu_decode_table,
+    gpu_exact_table,
+    gpu_lora_table,
+    gpu_merged_table,
+    gpu_points_table,
+    gpu_prefill_table,
+    gpu_ttft_table,
+)
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table, steps_table
 from benchmarks.many_tables import many_table
 from benchmarks.memory_tables import memory_settings_table, memory_table
@@ -163,6 +172,16 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "fairness": one("fairness", fairness_table),
         "chaos": each(("chaos_minute", "chaos"), chaos_table),
         "restored": one("restored", restored_table),
+    },
+    ROOT / "docs" / "results" / "gpu.md": {
+        "gpu-exact": one("gpu_suite", gpu_exact_table),
+        "gpu-exact-captured": one("gpu_suite_captured", gpu_exact_table),
+        "gpu-merged": one("gpu_merged", gpu_merged_table),
+        "gpu-decode": one("gpu_suite_captured", gpu_decode_table),
+        "gpu-prefill": one("gpu_suite_captured", gpu_prefill_table),
+        "gpu-lora": one("gpu_suite_captured", gpu_lora_table),
+        "gpu-ttft": one("gpu_ttft", gpu_ttft_table),
+        "gpu-points": one("gpu_suite", gpu_points_table),
     },
     ROOT / "docs" / "design" / "adapter-memory.md": {
         "eviction": one("eviction", eviction_table),

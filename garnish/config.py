@@ -127,7 +127,7 @@ def _predictors() -> tuple[object, ...]:
 BUILT: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
     "gateway.policy": _policies,
     "gateway.predictor": _predictors,
-    "node.runner": ("auto", *RUNNERS),
+    "node.runner": tuple(RUNNERS),
     "node.tensor_parallel": (1,),
 }
 """Keys whose values depend on what this version has, and those values; without any the key's feature is not there."""

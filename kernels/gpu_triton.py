@@ -1,4 +1,4 @@
-"""The operations of `gpu_ops` by Triton: sizes of tiles, grids, launches. Not run on a GPU yet, and not tuned."""
+"""The operations of `gpu_ops` by Triton: sizes of tiles, grids, launches. Chosen by hand, and not tuned."""
 
 from __future__ import annotations
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 
 RUNNERS = {
+    "auto": "node_agent.runner.auto_runner",
     "transformers": "node_agent.runner.transformers_runner",
     "cuda": "node_agent.runner.cuda_runner",
     "lightllm": "node_agent.runner.lightllm_open",
 }
-"""Values of `node.runner`, each with the module whose `open_runner` opens it. The first one is what `auto` means."""
+"""Values of `node.runner`, each with the module whose `open_runner` opens it."""
 
 CPU_ADAPTER_MEMORY = 256 << 20
 GPU_ADAPTER_PART = 10
@@ -59,7 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str = ""
     """UUID of the GPU that the node has for itself, once its supervisor has claimed one; empty: it has none."""
     runner: str = "auto"
-    """auto, or one of RUNNERS"""
+    """one of RUNNERS"""
     dtype: str = "auto"
     """auto (the model's own), float32, float16 or bfloat16"""
     lora_kernel: str = "auto"

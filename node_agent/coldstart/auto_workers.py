@@ -38,7 +38,7 @@ def decide_workers(
     if store.pool.data.dtype not in DTYPES:
         return WorkersDecision(0, f"they compute in {' or '.join(map(str, DTYPES))}, not {store.pool.data.dtype}")
     if store.pool.data.device.type != "cpu":
-        return WorkersDecision(0, "no GPU has run the handoff yet; cpu_workers: N starts them")
+        return WorkersDecision(0, "a GPU's own link is faster than they are; cpu_workers: N starts them")
     warm, alone = exposed_seconds(store, base, profile, loads=1)
     _, together = exposed_seconds(store, base, profile, loads=config.max_cold)
     what = f"rank {RANK} on q, k, v keeps a prompt of {PROMPT_TOKENS} tokens waiting for {alone * 1e3:.1f} ms"

@@ -88,9 +88,9 @@ def build_engine(
 
 def find_runner(name: str) -> OpenRunner:
     """Raises ValueError for a name that is not in RUNNERS."""
-    module = next(iter(RUNNERS.values())) if name == "auto" else RUNNERS.get(name)
+    module = RUNNERS.get(name)
     if module is None:
-        raise ValueError(f"runner: {name!r} is unknown; use auto, {', '.join(RUNNERS)}")
+        raise ValueError(f"runner: {name!r} is unknown; use {', '.join(RUNNERS)}")
     found: OpenRunner = importlib.import_module(module).open_runner
     return found
 

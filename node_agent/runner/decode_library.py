@@ -1,8 +1,8 @@
 """Decode attention by a library that is installed (FlashInfer, FlashAttention 3), where it is faster than our kernel.
 
 Nothing depends on one. At each start each library that takes the model's heads computes some rows, captured: it is used
-if they are what our kernel makes of them, and come faster. No GPU has run this. Of FlashInfer that is a function of one
-call: its BatchDecodeWithPagedKVCacheWrapper plans each step on the host, by copies of its own.
+if they are what our kernel makes of them, and come faster. Neither library has been run with this. Of FlashInfer that
+is a function of one call: its BatchDecodeWithPagedKVCacheWrapper plans each step on the host, by copies of its own.
 """
 
 from __future__ import annotations

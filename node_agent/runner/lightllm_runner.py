@@ -1,6 +1,6 @@
 """A ModelRunner over LightLLM's layers and Triton attention, for NVIDIA GPUs: the engine of the papers.
 
-No GPU has run it; it is tested in Triton's interpreter (docs/design/seams.md).
+It has not run on a GPU; it is tested in Triton's interpreter (docs/design/seams.md).
 """
 
 from __future__ import annotations

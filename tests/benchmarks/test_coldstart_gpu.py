@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import coldstart_gpu, gpu_cold_rig
+from benchmarks import coldstart_gpu, gpu_cold_rig, gpu_ttft
 from benchmarks.coldstart_gpu import PLANS, SHARES, WAYS, ColdStudy, failures, figures_of, study
 from node_agent.cores import spare_cores
 from node_agent.runner.cuda_runner import CudaRunner
@@ -67,3 +67,16 @@ def test_figures() -> None:
     assert figures["syncfree_over_sync_64"] == pytest.approx(1.2)
     wrong = {"rows": [{"part": "merged", "wrong": "far off"}], "figures": {"mismatches": 2}}
     assert failures(wrong) == ["merged: far off", "2 answers differ from PEFT's"]
+
+
+def test_first_tokens_by_way(tmp_path: Path) -> None:
+    """Each way's calls, and its median over the warm calls' one."""
+    document = gpu_ttft.study(tmp_path, "tiny", "cpu", 4, (16, 40), 2, 0)
+    assert [(row["tokens"], row["way"]) for row in document["rows"]] == [
+        (tokens, way) for tokens in (16, 40) for way in gpu_ttft.WAYS
+    ]
+    assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 for row in document["rows"])
+    found = gpu_ttft.figures_of([
+        {"tokens": 16, "way": "cached", "ms": [2.0, 4.0, 3.0]}, {"tokens": 16, "way": "full", "ms": [9.0, 6.0, 4.0]},
+    ])  # fmt: skip
+    assert found == {"ttft_ms_t16": 3.0, "full_over_cached_t16": 2.0}

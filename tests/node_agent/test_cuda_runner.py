@@ -23,7 +23,7 @@ from node_agent.cores import spare_cores
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
 from node_agent.engine.setup import find_runner
-from node_agent.runner import cuda_layers, cuda_runner
+from node_agent.runner import auto_runner, cuda_layers, cuda_runner
 from node_agent.runner.cuda_decode import bucket_sizes
 from node_agent.runner.cuda_layers import Decoder
 from node_agent.runner.cuda_pass import CapturedPass, LayeredPass, PromptPass
@@ -356,3 +356,16 @@ def test_diverged_rows_end_with_an_error(engine: LocalEngine) -> None:
     finished = engine.outcomes[bad].finished
     assert finished is not None and finished.error == "the model's output was not finite"
     assert len(engine.outcomes[good].tokens) == 6
+
+
+def test_auto_takes_the_gpus_runner_for_models_that_it_computes(
+    stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU, which a CPU stands for here; elsewhere transformers. Another activation is served all the same."""
+    assert isinstance(find_runner("auto")(settings_of(stories_dir)), TransformersRunner)
+    gelu = save_random(LlamaConfig(**SHAPE, hidden_act="gelu"), tmp_path / "gelu")
+    monkeypatch.setattr(auto_runner, "is_gpu", lambda _: True)
+    assert isinstance(find_runner("auto")(settings_of(stories_dir)), CudaRunner)
+    assert isinstance(find_runner("auto")(settings_of(gelu)), TransformersRunner)
+    (record,) = [record for record in caplog.records if "auto takes transformers" in record.message]
+    assert "cuda computes silu, not the model's gelu" in record.reason

@@ -1,0 +1,167 @@
+"""The tables of docs/results/gpu.md."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from benchmarks.report import caption
+from benchmarks.rule import table, wrapped
+
+Document = dict[str, Any]
+ASKED_ROWS = (1, 8, 32, 64, 128, 256)
+
+
+def rows_of(document: Document, part: str, key: str) -> list[dict[str, Any]]:
+    """Those of a part that have `key`."""
+    return [row for row in document["rows"] if row["part"] == part and key in row]
+
+
+def gpu_exact_table(document: Document) -> str:
+    """What was held against PEFT and float64."""
+    (exact,) = rows_of(document, "exact", "cases")
+    text = (
+        f"{exact['cases']} answers of stories260K in fp32 with drawn adapters ({exact['cold']} of them cold), "
+        f"{exact['tokens']} tokens: {exact['mismatches']} differ from PEFT's."
+    )
+    checked = rows_of(document, "smoke", "worst_error")
+    if checked:
+        worst = {
+            dtype: max(row["worst_error"] for row in checked if row["dtype"] == dtype)
+            for dtype in ("float32", "float16", "bfloat16")
+        }
+        errors = ", ".join(f"{error:.0e} in {dtype}" for dtype, error in worst.items())
+        names = sorted({row["operation"] for row in checked})
+        text += f" The worst relative error to float64 of {', '.join(f'`{name}`' for name in names)}: {errors}."
+    return caption(document, text)
+
+
+def gpu_merged_table(document: Document) -> str:
+    """How far below the best a token was chosen, beside PEFT's own choices."""
+    (row,) = rows_of(document, "merged", "adapter_peft_below")
+    text = (
+        "A 7B shape with drawn weights in bf16, three prompts of 12 greedy tokens, against the same weights in fp32: "
+        "how far below the best score the worst token lies, in standard deviations of that step's scores."
+    )
+    cells = [
+        (title, f"{row[f'{name}_below']:.3f}", f"{row[f'{name}_peft_below']:.3f}")
+        for title, name in (("the base", "base"), ("with an adapter of rank 16", "adapter"))
+    ]
+    rest = f"Tokens that were chosen without the adapter lie {row['control_below']:.1f} below its best ones."
+    head = ("", "engine", "transformers and PEFT")
+    return "\n".join([caption(document, text), "", *table(head, cells), "", wrapped(rest)])
+
+
+def gpu_decode_table(document: Document) -> str:
+    """Decode steps over the time in which their bytes can be copied."""
+    rows = [row for row in rows_of(document, "decode", "served_ms") if row["rows"] in ASKED_ROWS]
+    (bandwidth,) = (row["copy_gb_s"] for row in rows_of(document, "decode", "copy_gb_s"))
+    text = (
+        "Decode steps of the 7B shape in bf16, ms. Floor: the time in which this GPU copies as many bytes as the step "
+        f"must read ({bandwidth:,.0f} GB/s, read and written). Served: between tokens of so many requests that run "
+        "together, at most 36 tokens long."
+    )
+    cells = [
+        (
+            str(row["rows"]),
+            str(row["context"]),
+            f"{row['floor_ms']:.1f}",
+            f"{row['ms']:.1f}",
+            f"{row['served_ms']:.1f}, {1e3 * row['rows'] / row['served_ms']:,.0f} tokens/s",
+        )
+        for row in rows
+    ]
+    return "\n".join([caption(document, text), "", *table(("rows", "context", "floor", "step", "served"), cells)])
+
+
+def gpu_prefill_table(document: Document) -> str:
+    """Prompts as a share of the peak."""
+    (peak,) = (row["peak_tflops"] for row in rows_of(document, "prefill", "peak_tflops"))
+    text = (
+        f"Prompts of one request. Peak: a product of 8,192 x 8,192 drawn numbers in bf16, {peak:.0f} TFLOP/s. The "
+        "adapter has rank 64 on q, k and v."
+    )
+    cells = [
+        (
+            f"{row['tokens']:,}",
+            f"{row['ms']:.1f}",
+            f"{row['share_of_peak']:.0%}",
+            f"{row['lora_ms']:.1f} ({row['lora_over_base']:.2f}x)",
+        )
+        for row in rows_of(document, "prefill", "tokens")
+    ]
+    head = ("tokens", "base, ms", "of the peak", "with the adapter, ms")
+    return "\n".join([caption(document, text), "", *table(head, cells)])
+
+
+def gpu_lora_table(document: Document) -> str:
+    """What distinct adapters add to a decode step."""
+    rows = rows_of(document, "lora", "over_base")
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    text = (
+        "A decode step whose rows have an adapter each, over the same step without adapters. Mixed: ranks 8, 16, 32, "
+        "64 and 128 in turn. In brackets: what the adapters add over the time in which their bytes can be copied."
+    )
+    keys = list(dict.fromkeys((row["targets"], row["adapters"], row["rank"]) for row in rows))
+    by_key = {(row["kernel"], row["targets"], row["adapters"], row["rank"]): row for row in rows}
+    cells = [
+        (
+            f"{adapters}, {targets}",
+            str(rank),
+            *(_added(by_key.get((kernel, targets, adapters, rank))) for kernel in kernels),
+        )
+        for targets, adapters, rank in keys
+    ]
+    return "\n".join([caption(document, text), "", *table(("adapters", "rank", *kernels), cells)])
+
+
+def _added(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not run"
+    return f"{row['over_base']:.2f} ({(row['ms'] - row['base_ms']) / row['floor_ms']:.1f})"
+
+
+def gpu_ttft_table(document: Document) -> str:
+    """Cold and warm first tokens at the link's own rate."""
+    settings = document["settings"]
+    times = {(row["tokens"], row["way"]): row["ms"] for row in document["rows"]}
+    text = (
+        f"ms to the first token of one call, from the engine's queue to its token; rank {settings['rank']} on q, k, v, "
+        f"100 MB in pinned host memory, PCIe as it is. Median of {settings['calls']} calls (worst); cold ways over "
+        "`cached`. `full` had 14 CPU workers to choose from."
+    )
+
+    def cell(tokens: int, way: str) -> str:
+        found, warm = times[tokens, way], median(times[tokens, "cached"])
+        over = "" if way == "cached" else f", {median(found) / warm:.2f}x"
+        return f"{median(found):.1f} ({max(found):.1f}){over}"
+
+    ways = (("cached",), ("ondmd", "overlap"), ("pipeline",), ("full",))
+    cells = [
+        (f"{tokens:,}", *("; ".join(cell(tokens, way) for way in group) for group in ways))
+        for tokens in dict.fromkeys(row["tokens"] for row in document["rows"])
+    ]
+    head = ("tokens", *(" ; ".join(f"`{way}`" for way in group) for group in ways))
+    return "\n".join([caption(document, text), "", *table(head, cells)])
+
+
+def gpu_points_table(document: Document) -> str:
+    """Cold starts by link rate."""
+    rows = [row for row in rows_of(document, "points", "cached_ms") if row["rank"] == 64]
+    ways = ("ondmd", "pipeline", "assist", "full")
+    text = (
+        "The first run: every pass was launched kernel by kernel, with 14 CPU workers. ms to the first token, medians "
+        "of three calls, by the rate to which loads were held and the prompt's length; rank 64 on q, k, v. Everything "
+        "that a pass launches stands in `cached` too, so ratios flatter."
+    )
+    cells = [
+        (
+            f"{'full' if row['gb_s'] is None else format(row['gb_s'], 'g')}, {row['tokens']:,}",
+            f"{row['cached_ms']:.0f}",
+            *(f"{row[f'{way}_ms']:.0f}" for way in ways[:2]),
+            " / ".join(f"{row[f'{way}_ms']:.0f}" for way in ways[2:]),
+        )
+        for row in rows
+    ]
+    head = ("GB/s, tokens", "`cached`", "`ondmd`", "`pipeline`", "`assist` / `full`")
+    return "\n".join([caption(document, text), "", *table(head, cells)])

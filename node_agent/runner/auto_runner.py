@@ -1,0 +1,28 @@
+"""`node.runner: auto`: the GPU's runner on a GPU, for models that it can compute; transformers for all else."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from node_agent.runner import cuda_runner, transformers_runner
+from node_agent.runner.transformers_runner import LoadModel, load_model
+from node_agent.types import ModelRunner, RunnerSettings
+
+log = logging.getLogger(__name__)
+
+
+def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> ModelRunner:
+    """An OpenRunner. `load` puts the model on the device."""
+    if is_gpu(settings.device):
+        try:
+            return cuda_runner.open_runner(settings, load)
+        except ValueError as error:  # the model's memory is free again behind this block
+            reason = str(error)
+        log.warning("node.runner: auto takes transformers", extra={"reason": reason})
+    return transformers_runner.open_runner(settings, load)
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
