@@ -36,6 +36,7 @@ from benchmarks.gateway_tables import (
     scale_table,
 )
 from benchmarks.gpu_tables import (
+    gpu_aims_table,
     gpu_decode_table,
     gpu_exact_table,
     gpu_lora_table,
@@ -174,6 +175,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "restored": one("restored", restored_table),
     },
     ROOT / "docs" / "results" / "gpu.md": {
+        "gpu-aims": gpu_aims_table,
         "gpu-exact": one("gpu_suite", gpu_exact_table),
         "gpu-exact-captured": one("gpu_suite_captured", gpu_exact_table),
         "gpu-merged": one("gpu_merged", gpu_merged_table),
