@@ -23,7 +23,7 @@ from benchmarks.gpu_check import OPERATIONS, TOLERANCE, WrongResult, error_of, s
 from benchmarks.gpu_timing import gpu_seconds
 from benchmarks.kernel_cases import Case, draw_case
 from benchmarks.report import arguments, publish, report
-from kernels.launch import Launch, Tuned, default_launch, launch_for, read_table
+from kernels.launch import Launch, Tuned, capability_of, default_launch, launch_for, read_table
 
 FILE = Path(__file__).parents[1] / "kernels" / "launch_table.json"
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -99,9 +99,9 @@ def _geometric_mean(times: Sequence[float], base: Sequence[float]) -> float:
     return math.exp(sum(math.log(t / b) for t, b in zip(times, base, strict=True)) / len(base))
 
 
-def with_device(text: bytes, device: str, tuned: str, operations: dict[str, Launch]) -> bytes:
+def with_device(text: bytes, device: str, tuned: str, operations: dict[str, Launch], capability: str = "") -> bytes:
     """The table with this device's entry set. Raises ValueError when it would not load."""
-    table = read_table(text) | {device: Tuned(tuned, operations)}
+    table = read_table(text) | {device: Tuned(tuned, operations, capability)}
     done = msgspec.json.format(msgspec.json.encode(table), indent=2) + b"\n"
     read_table(done)
     return done
@@ -126,7 +126,9 @@ def main() -> None:
         versions = document["versions"]
         tuned = f"commit {document['commit']}, triton {versions['triton']}, torch {versions['torch']}"
         whole = {name: launch_for(name, torch.device("cuda")) for name in OPERATIONS} | found
-        FILE.write_bytes(with_device(FILE.read_bytes(), torch.cuda.get_device_name(), tuned, whole))
+        device = torch.device("cuda")
+        name, capability = torch.cuda.get_device_name(device), capability_of(device)
+        FILE.write_bytes(with_device(FILE.read_bytes(), name, tuned, whole, capability))
 
 
 if __name__ == "__main__":

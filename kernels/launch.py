@@ -1,4 +1,4 @@
-"""How a kernel is launched: a small committed table per device, and a sane default elsewhere."""
+"""How a kernel is launched: a small committed table per GPU, good for its generation, and a sane default elsewhere."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tuned: str
     """when and with what, or that it was not"""
     operations: dict[str, Launch]
+    capability: str = ""
+    """CUDA's number of the device's generation; other devices of the same one take these sizes, too"""
 
     def __post_init__(self) -> None:
         if set(self.operations) != set(OPERATIONS):
@@ -78,8 +80,22 @@ def launch_table() -> dict[str, Tuned]:
 
 @cache
 def launch_for(operation: str, device: torch.device) -> Launch:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else DEFAULT
-    return launch_table().get(name, launch_table()[DEFAULT]).operations[operation]
+    """Returns what was tuned on the device, else on another of its generation, else the default."""
+    if device.type != "cuda":
+        return default_launch(operation)
+    return choose_tuned(torch.cuda.get_device_name(device), capability_of(device)).operations[operation]
+
+
+def choose_tuned(name: str, capability: str) -> Tuned:
+    """Returns the table's entry for a GPU."""
+    table = launch_table()
+    alike = (tuned for tuned in table.values() if tuned.capability == capability)
+    return table.get(name) or next(alike, table[DEFAULT])
+
+
+def capability_of(device: torch.device) -> str:
+    """Returns a GPU's compute capability, as "9.0"."""
+    return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 
 def default_launch(operation: str) -> Launch:

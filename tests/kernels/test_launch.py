@@ -7,7 +7,16 @@ import json
 import pytest
 import torch
 
-from kernels.launch import DEFAULT, OPERATIONS, TABLE, default_launch, launch_for, launch_table, read_table
+from kernels.launch import (
+    DEFAULT,
+    OPERATIONS,
+    TABLE,
+    choose_tuned,
+    default_launch,
+    launch_for,
+    launch_table,
+    read_table,
+)
 
 
 def changed(**fields: object) -> bytes:
@@ -21,6 +30,14 @@ def test_committed_table() -> None:
     assert read_table(TABLE.read_bytes()) == launch_table()
     for operation in OPERATIONS:
         assert launch_for(operation, torch.device("cpu")) == default_launch(operation)
+
+
+def test_a_gpu_takes_what_was_tuned_on_its_generation() -> None:
+    h100 = launch_table()["NVIDIA H100 80GB HBM3"]
+    assert h100.operations["mbgmv"] != default_launch("mbgmv")
+    assert choose_tuned("NVIDIA H100 80GB HBM3", "9.0") is choose_tuned("NVIDIA H200", "9.0") is h100
+    for capability in ("8.0", "10.0"):
+        assert choose_tuned("Some GPU", capability).operations["mbgmv"] == default_launch("mbgmv")
 
 
 @pytest.mark.parametrize(
