@@ -121,8 +121,10 @@ class DeviceCopy:
                 self.target.span(self.pages[span.page], span).copy_(rows, non_blocking=True)
             event = record_event(self.target.data.device)
         for layer in portion:
-            states.events[layer] = event
-            states.views[layer] = LayerViews(self.target, self.positions, self.layout.layers[layer], self.base)
+            views = LayerViews(self.target, self.positions, self.layout.layers[layer], self.base)
+            if not self.target.data.is_cuda:
+                views.make()  # here rather than in the engine's thread, which reads them
+            states.events[layer], states.views[layer] = event, views
             states.layers[layer] = LayerState.ENQUEUED
         self._crossing.append((portion, event))
 

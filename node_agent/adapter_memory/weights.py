@@ -1,4 +1,4 @@
-"""An adapter's weights on the device as views, made where they are first read: GPU kernels read the AdapterTable alone.
+"""An adapter's weights on the device as views, which a CPU reads; GPU kernels read the AdapterTable alone.
 
 A group's A rows may lie in several pages, and so may a projection's B rows. Each run of A rows that follow each other
 is a piece of its own, with as much of B as belongs to it: the sum over the pieces is the group's whole product.
@@ -63,6 +63,11 @@ class LayerViews(LayerWeights):
         chosen = {group: [pair for pair in pairs if pair.projection in members] for group, members in GROUPS.items()}
         self._pairs = {group: pairs for group, pairs in chosen.items() if pairs}
         self._views: dict[str, tuple[GroupWeights, ...]] = {}
+
+    def make(self) -> None:
+        """Makes all of them now."""
+        for group in self._pairs:
+            self[group]
 
     def __getitem__(self, group: str) -> tuple[GroupWeights, ...]:
         found = self._views.get(group)
