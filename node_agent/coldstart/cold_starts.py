@@ -213,8 +213,8 @@ class ColdStarts:
         elif not outcome.others:  # the device waited where the engine can't see it: what the chunk took longer for
             warm = self.warm_seconds(outcome.tokens, self.base.num_layers)
             crossings = share * costs.crossings(layout, outcome.tokens * self.store.pool.data.element_size()).sum()
-            longer = outcome.seconds - outcome.exposed - warm - float(crossings)
-            self.cpu.learn(share * float(work.sum()), between + max(0.0, longer))
+            longer = max(0.0, outcome.seconds - outcome.exposed - warm - float(crossings))
+            self.cpu.learn(share * float(work.sum()), between + longer, at_most=longer <= NO_WAIT * between)
 
     def _learn(self, correction: Correction, cpu: float, between: float, waited: float) -> None:
         """Learns that workers who were to take `cpu` seconds had the `between` ones of the base's products, and

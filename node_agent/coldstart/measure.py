@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,6 @@ from statistics import median
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 
 from adapters.artifact import ArtifactHeader, LayerBlock, Pair
 from adapters.base_model import BaseModel
@@ -29,7 +28,7 @@ from node_agent.device import device_seconds
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
-from node_agent.types import GROUPS, ModelRunner, PassLora, batch_device
+from node_agent.types import GROUPS, ModelRunner, batch_device
 
 GROUP = "qkv"
 """whose slices are measured"""
@@ -72,24 +71,10 @@ def measure(
     if cpu is not None and isinstance(workers, StreamPool):
         progress("a handoff")
         handoff = measure_handoff(workers, effort.rounds)
-        launched = _layer_seconds(runner, blocks, lengths[0], effort.rounds, NoLora())
-        handoff = replace(handoff, latency=handoff.latency + max(0.0, launched - layer[0][1]))
     return Profile(key, layer, cpu, link, handoff)
 
 
-class NoLora:
-    """A PassLora that adds nothing. A pass that has one is not captured, as a pass with handoffs can't be."""
-
-    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:  # noqa: ARG002 - a PassLora's signature
-        return False
-
-    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
-        raise AssertionError(f"nothing is to be added to layer {layer}, {group}, {len(ys)} outputs")
-
-
-def _layer_seconds(
-    runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: int, lora: PassLora | None = None
-) -> float:
+def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: int) -> float:
     """Returns the seconds that one layer takes for a prompt of `tokens` tokens without an adapter: the median of
     `rounds` passes over all layers; on a GPU timed by events."""
     request = Request("profile", "", [1] * tokens, 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
@@ -100,7 +85,7 @@ def _layer_seconds(
     try:
         for _ in range(rounds + 1):
             batch = build_step([Row(request, tokens)], 0, runner.block_tokens, batch_device(runner))
-            run = runner.start(batch, lora)
+            run = runner.start(batch, None)
             times.append(device_seconds(runner.device, partial(run.advance, runner.num_layers)))
             run.abort().synchronize()
     finally:

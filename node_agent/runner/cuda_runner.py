@@ -9,6 +9,7 @@ import gc
 import logging
 
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.device import is_out_of_memory
 from node_agent.runner import transformers_runner
 from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_prompts, check_runner
 from node_agent.runner.cuda_decode import Bucket, DecodeShape, LastStep, bucket_sizes
@@ -100,7 +101,8 @@ class CudaRunner:
         return LayeredPass(self, batch, lora)
 
     def _capture_prompts(self, shape: DecodeShape, open_add: OpenAdd, chunk_tokens: int) -> list[PromptBucket]:
-        """None where they can't be captured, or compute other numbers: the log says so, and all else is as usual."""
+        """Returns no bucket where there is no memory for them, or they compute other numbers; the log says so. Raises
+        RuntimeError where they can't be captured."""
         problem, made = None, list[PromptBucket]()
         try:
             for tokens, rows in reversed(prompt_shapes(chunk_tokens, shape.max_rows)):  # as with decode steps
@@ -108,6 +110,10 @@ class CudaRunner:
                 made[0].capture(open_add)
             problem = check_prompts(self, made)
         except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise RuntimeError(
+                    f"node.runner: cuda can't capture prompts: {error}; set node.runner: transformers"
+                ) from error
             problem = str(error)
         if problem is None:
             return made

@@ -73,8 +73,12 @@ class CudaStream(Stream):
                 work()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # other threads may use the device meanwhile: only this one's calls are captured
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # other threads may use the device meanwhile: only this one's calls are captured. A capture that fails leaves
+        # its own stream behind as the current one; the outer block has the right one back
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             work()
         return graph.replay
 

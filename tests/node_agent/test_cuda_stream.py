@@ -244,7 +244,7 @@ def test_what_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     replay = CudaStream(torch.device("cuda")).capture(lambda: said.append("work"))
     captured = "in graph [('capture_error_mode', 'thread_local'), ('pool', 7)]"
     waits = ["side waits for current", "in side []", "work", "work", "current waits for side"]
-    assert said == [*waits, captured, "work"]
+    assert said == [*waits, "in current []", captured, "work"]
     replay()
     assert said[-1] == "replay"
 

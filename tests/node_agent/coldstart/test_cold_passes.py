@@ -282,6 +282,7 @@ def test_a_device_with_a_stream_learns_from_the_whole_chunk(
     engine.run()
     longer, beside_others, without_workers, stood_still = taught
     assert longer > 1.5 * stood_still and beside_others == without_workers == 1.0
+    assert stood_still <= 1.0, "workers that were on time are no slower than forecast"
 
 
 @pytest.mark.parametrize("bandwidth", [2e5, 2e6])
