@@ -87,10 +87,19 @@ class Sizer:
         self._begun: float | None = None
         self._busy: float | None = None
         """When there was work for the last time."""
+        self._starting: float = -math.inf
+        """When nodes that had been asked for were not ready yet, for the last time."""
 
     def decide(self, now: float, load: Load, current: int, *, starting: bool = False) -> Decision:
-        """`current` is the size that was last asked for; `starting`: not all of it is ready yet, and that calls wait
-        does not tell that it is too small. `now` never goes back."""
+        """Returns the size to ask for and the reason; `current` is the size that was last asked for.
+
+        `starting`: not all of it is ready yet, and that calls wait does not tell that it is too small. Once it is, a
+        wait counts from then on. `now` never goes back.
+        """
+        if starting:
+            self._starting = now
+        else:
+            load = msgspec.structs.replace(load, queue_wait=min(load.queue_wait, now - self._starting))
         decision = wanted(load, current, self.targets)
         patient = msgspec.structs.replace(load, queue_wait=0.0, attainment=None) if starting else load
         self._note(now, decision.size, wanted(patient, current, self.targets).size, load)

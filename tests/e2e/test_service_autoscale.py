@@ -21,7 +21,7 @@ from tests.infra.stacks import needs_terraform
 
 pytestmark = needs_terraform
 READY_SECONDS = 120
-SCALING = {"up": "1s", "down": "3s", "queue_wait": "250ms"}
+SCALING = {"up": "5s", "down": "3s", "queue_wait": "250ms"}
 CALL = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 CALLERS = 64
 """At once: a node computes 32 rows, of which 0.7 count as full."""

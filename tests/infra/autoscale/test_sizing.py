@@ -101,6 +101,16 @@ def test_the_last_node_stays_until_it_was_idle_for_long() -> None:
     assert [now for now, size in seen if size == 0] == [120, 130, 140]
 
 
+def test_a_wait_for_a_node_that_started_counts_from_when_it_was_ready() -> None:
+    """A call that waited half a minute for the first node may take some seconds more until it is placed there."""
+    sizer = Sizer(TO_ZERO)
+    assert sizer.decide(0.0, load(0.0, queue_wait=1.0), 0).size == 1
+    for now in range(2, 32, 2):
+        assert sizer.decide(float(now), load(0.0, queue_wait=1.0 + now), 1, starting=True).size == 1
+    sizes = [(now, sizer.decide(float(now), load(0.0, queue_wait=1.0 + now), 1).size) for now in range(31, 50)]
+    assert [now for now, size in sizes if size > 1] == list(range(42, 50)), "ready at 30, too long from 31 on"
+
+
 def test_without_leave_to_be_empty_one_node_stays() -> None:
     sizer = Sizer(msgspec.structs.replace(TARGETS, min=0))
     assert [sizer.decide(float(now), IDLE, 1).size for now in range(0, 10_000, 100)] == [1] * 100
