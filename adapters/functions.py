@@ -215,7 +215,8 @@ def with_alias(record: FunctionRecord, alias: str, weights: dict[str, float], no
 
 
 def with_aliases(record: FunctionRecord, changed: dict[str, Alias]) -> FunctionRecord:
-    """One generation later. Raises Conflict at MAX_ALIASES."""
+    """Returns the record with `changed` among its aliases, one generation later. Raises Conflict where that makes more
+    than MAX_ALIASES."""
     aliases = {**record.aliases, **changed}
     if len(aliases) > MAX_ALIASES:
         raise Conflict(f"function {record.name} has {MAX_ALIASES} aliases already")

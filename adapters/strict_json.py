@@ -9,7 +9,7 @@ from typing import Any
 
 
 class InvalidJson(ValueError):
-    """The text is not JSON as RFC 8259 and its I-JSON profile have it."""
+    """The text is not JSON as RFC 8259 and its I-JSON profile have it, or goes beyond the limits of `loads`."""
 
 
 def loads(data: bytes) -> Any:

@@ -28,7 +28,8 @@ def token_cost(prompt: int, output: int, rank: int) -> float:
 
 
 class Counters:
-    """One level of them. `join` and `leave` are called when an owner's requests come to wait and wait no more."""
+    """One level of counters: the service that each owner had, by weight. `join` is to be called when a request of an
+    owner begins to wait, `leave` when it waits no more."""
 
     def __init__(self, most_idle: int) -> None:
         self._most_idle = most_idle
@@ -40,7 +41,7 @@ class Counters:
         self._sweep_above = 2 * most_idle
 
     def __len__(self) -> int:
-        """How many are remembered."""
+        """Returns how many owners have a counter here, those included who don't wait."""
         return len(self._values)
 
     def __getitem__(self, owner: str) -> float:

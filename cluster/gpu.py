@@ -66,5 +66,5 @@ THROTTLE_REASONS = {
 
 
 def throttle_reasons(bits: int) -> list[str]:
-    """Returns the names of what holds a GPU's clocks back."""
+    """Returns the names of what holds a GPU's clocks back, of NVML's mask `bits`; other bits are passed over."""
     return [name for bit, name in THROTTLE_REASONS.items() if bits & bit]

@@ -33,7 +33,8 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class StrictLoad(msgspec.Struct, frozen=True):
-    """What strict requests find (cluster.messages.StrictRoom)."""
+    """What the next strict request finds on a node: the record's news.StrictRoom, its numbers checked, KV blocks counted
+    in tokens."""
 
     rows: int
     kv_tokens: int

@@ -32,7 +32,8 @@ class ModelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the numbers depend on; a model of another key says nothing of this node."""
 
     hardware: str
-    """the device's name; of a CPU also how many threads compute, and how bf16 products are computed"""
+    """the device's name; of a CPU also how many threads compute, and how bf16 products are computed; the runner, where
+    it is not transformers"""
     base: str
     """fingerprint"""
     dtype: str

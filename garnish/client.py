@@ -92,10 +92,12 @@ class Client(_Connected[httpx.Client]):
     def deploy(
         self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False, *, warm: bool = False
     ) -> DeployReply:
-        """Deploy a PEFT adapter's directory, `hf:org/name`, or what lies in an allowed `s3://bucket/prefix`.
+        """Deploys a PEFT adapter's directory, `hf:org/name`, or what lies in an allowed `s3://bucket/prefix`, and returns
+        what the service says of it. Raises GarnishError.
 
-        With `dry_run` it is only validated. `warm`: a node has it before calls come; the reply's
-        `warnings` say when that took too long.
+        `alias`: it points to the new version from now on. `dry_run`: the adapter is only validated. `warm`: the alias,
+        or a first version, waits until a node has loaded the adapter; the reply's `warnings` say when that took too
+        long.
         """
         with deploy_call(name, adapter, alias, dry_run, warm) as call:
             return self.ask(call, DeployReply)

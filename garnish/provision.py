@@ -47,7 +47,8 @@ class Provision:
 
     @cached_property
     def workspace(self) -> Workspace:
-        """Raises InfraError without Terraform, or without credentials that it needs."""
+        """The Terraform workspace of the service's stack. Raises InfraError without a Terraform that is new enough, or
+        without credentials and a region that it needs."""
         check_credentials(self.stack)
         home = service_directory(self.state, self.stack.service)
         return Workspace(infra_directory(self.service, self.state), find_program(), home)

@@ -33,8 +33,8 @@ FLUSH_SECONDS = 0.05
 
 
 def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None) -> Starlette:
-    """Files are read, and clients made, only once the server starts; then, before the first request, it calls
-    `started`. Raises ConfigError."""
+    """Returns the gateway's ASGI app. Files are read and clients made when the server starts it; `started` is called
+    after that, before the first request. Raises ConfigError, at once, for settings that are wrong in themselves."""
     check_config(config)
     counted, requests = Metrics(), OpenRequests()
     limit = share(config.max_concurrent, config)

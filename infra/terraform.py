@@ -286,7 +286,8 @@ def _lock_holder(said: str) -> str:
 
 
 def _unlocking(said: str) -> str:
-    """A lock on S3 outlives a terraform that was killed."""
+    """Returns how to release the lock of a terraform that was killed, which on S3 outlives it; "" where `said` names no
+    lock."""
     found = re.search(r"^\s*ID:\s+(\S+)$", said, re.MULTILINE)
     if found is None:
         return ""

@@ -65,7 +65,8 @@ def wait_for_workers(done_flags, values, timeout_ns, poisoned, failed):
 
 
 class TritonKernels:
-    """StreamKernels. Also runs in Triton's interpreter, where the "stream" is the caller."""
+    """Implements StreamKernels by Triton. In its interpreter there is no stream: each kernel runs in the caller, at
+    once."""
 
     def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, signal: Signal) -> None:
         flags, values, poisoned = signal

@@ -43,12 +43,14 @@ def spare_cores(
 
 @dataclass(frozen=True)
 class CoreTimes:
-    """Seconds of the cores that this process may use, counted from some moment on: all, those that any process has
-    used, and those that this one has."""
+    """Seconds of the cores that this process may use, summed over the cores, since some fixed moment."""
 
     passed: float
+    """all that there were"""
     used: float
+    """by any process"""
     own: float
+    """by this process"""
 
 
 def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:

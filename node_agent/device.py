@@ -64,7 +64,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memo
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether work failed for want of memory alone: less of it may be possible."""
+    """Returns whether work failed for want of memory alone: a smaller piece of work may succeed."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in OUT_OF_MEMORY)

@@ -240,6 +240,8 @@ class Pass(Protocol):
 class ModelRunner(Protocol):
     """A base model on a device, with its KV cache."""
 
+    name: str
+    """as `node.runner` has it: what was measured with one says nothing of another"""
     device: torch.device
     dtype: torch.dtype
     num_layers: int

@@ -45,8 +45,9 @@ class Simulator:
         jobs: Sequence[Job],
         pace: Callable[[int], Pace] = lambda _: lambda: 1.0,
     ) -> None:
-        """`policy` gets the simulated clock. `jobs` by ascending `at`, numbered from 0. `pace`: of each node, which
-        tells the profile's model of itself all the same."""
+        """`policy` is called with the simulated clock. `jobs` are sorted by `at` and numbered from 0. `pace(i)` returns
+        the function that says by what factor node i computes longer than the profile has it; the node's record has the
+        profile's model all the same."""
         self.now = 0.0
         self.profile, self.policy, self.jobs = profile, policy(lambda: self.now), jobs
         self.nodes = [SimulatedNode(i, profile, self._ended, pace(i)) for i in range(nodes)]

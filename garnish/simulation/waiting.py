@@ -34,7 +34,8 @@ class WaitingQueue:
         self.shares.leave(job.tenant, job.function)
 
     def take(self, job: Job) -> None:
-        """It gets its place in the batch. What is computed again after a move is not charged again."""
+        """Removes a job that gets its place in the batch, and charges its prompt: not again after a move. Raises
+        KeyError when it does not wait."""
         if not job.moves:
             self._charge(job, token_cost(job.prompt, 0, job.rank))
         self.remove(job)

@@ -31,7 +31,9 @@ AHEAD = 2
 """Portions of a load that may be enqueued behind the one that crosses. A pass that waits for one on its stream waits
 for those before it too, of every load: so they are few."""
 PORTION_BYTES = 8 << 20
-"""Layers that are enqueued together come to no more, unless one alone does: a sixth of a millisecond of PCIe 5."""
+"""Layers that are enqueued together come to no more, unless one alone does ..."""
+PORTION_S = 150e-6
+"""... nor does what crosses a GPU's link in this time, which is those bytes on PCIe 5."""
 
 
 class DeviceCopy:
@@ -43,7 +45,7 @@ class DeviceCopy:
         self.layout, self.host_pages = host.layout, host.pages
         self.source, self.target, self.pages, self.base = loader.host, loader.device, pages, loader.base
         self.states, self.link, self.threads = states, loader.device_link, loader.copying
-        self.on_change = loader.on_change
+        self.loader, self.on_change = loader, loader.on_change
         self.positions = host.layout.positions(pages)
         self.over = False
         self._running = False
@@ -75,7 +77,9 @@ class DeviceCopy:
     @property
     def portion_bytes(self) -> int:
         """Returns what may be enqueued together; 0, each layer by itself, over a link that delays them."""
-        return PORTION_BYTES if isinstance(self.link, Link) and self.link.config is None else 0
+        if not isinstance(self.link, Link) or self.link.config is not None:
+            return 0
+        return int(min(PORTION_BYTES, self.loader.bandwidth * PORTION_S))
 
     def _portion(self, layers: list[int]) -> list[int]:
         """Returns the first of these layers that go together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -70,6 +71,8 @@ class Loader:
         self.fetching = LoaderThreads("fetch", STORE_THREADS)
         self.copying = LoaderThreads("copy", COPY_THREADS)
         self.staging = Staging()
+        self.bandwidth = math.inf
+        """Bytes per second of the link to a GPU, once measured. On a CPU no pass waits behind others' copies."""
 
     def measure(self, host: HostAdapter) -> None:
         """Start to read the adapter's header; `host.layout` is its outcome."""

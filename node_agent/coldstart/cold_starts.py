@@ -82,6 +82,8 @@ class ColdStarts:
     def use(self, profile: Profile | None, workers: WorkerPool | None) -> None:
         """Plan by the profile from now on, with these workers."""
         self.profile, self.workers = profile, workers
+        if profile is not None and self.store.pool.data.is_cuda:
+            self.store.loader.bandwidth = profile.link.bandwidth
         self.assist = None if profile is None or workers is None else Assist(self.store, self.base, profile, workers)
         """What cold passes need of the workers; None where there are none."""
 

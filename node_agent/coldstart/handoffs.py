@@ -45,7 +45,7 @@ class PassHandoffs(Protocol):
         """Does what `WorkerPool.open` does: returns a handoff with `wait`, `outputs` and `close`, or None."""
 
     def end(self) -> None:
-        """The pass opens no more."""
+        """Says that the pass opens no more handoffs; from then on it may become `quiet`."""
 
     @property
     def quiet(self) -> bool:

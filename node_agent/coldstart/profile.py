@@ -34,6 +34,7 @@ class ProfileKey(msgspec.Struct, frozen=True):
     """of the link to the device; 0: it is a real one"""
     simulated_repeats: int = 1
     """of each worker's work; 1: workers are as fast as they are"""
+    runner: str = "transformers"
 
 
 class CpuLora(msgspec.Struct, frozen=True):

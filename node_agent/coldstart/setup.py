@@ -191,6 +191,7 @@ def profile_key(engine: Engine, config: EngineConfig, base: BaseModel, workers: 
         simulated_bandwidth=0.0 if link is None else link.bandwidth,
         simulated_latency=0.0 if link is None else link.latency,
         simulated_repeats=config.worker_repeats,
+        runner=engine.runner.name,
     )
 
 

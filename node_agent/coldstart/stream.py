@@ -75,7 +75,7 @@ class StreamPool(WorkerPool):
         self._disarming: list[Event] = []
 
     def begin_pass(self) -> StreamPass | None:
-        """None when no slot is free."""
+        """Takes a free slot for a new pass. Returns None when none is free."""
         self.poll()
         return StreamPass(self, self._free.pop()) if self._free else None
 

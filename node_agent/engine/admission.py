@@ -175,7 +175,8 @@ class Admission:
         self.admitted.append(request)
 
     def _lease(self, request: Request, adapter: Adapter, need: int) -> Lease | TooLarge | LoadFailed | None:
-        """None: not now."""
+        """Returns a lease of the request's adapter, whose load begins where it is not there; why the request is to be
+        refused; or None where it has to wait."""
         ready = self.store.ready(adapter.digest)
         if self._keeps_out(request, adapter):
             return None

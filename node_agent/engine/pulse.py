@@ -44,8 +44,8 @@ class Pulse:
 
 
 def _per_layer(known: dict[int, float], size: int) -> float:
-    """Seconds. Of a size that was not seen: the next larger one's, or the largest one's in proportion; 0 when none
-    was."""
+    """Returns the seconds per layer of a stretch whose number of tokens has `size` bits. Where none of that size was
+    seen: the next larger size's, else the largest one's, doubled for each bit more; 0 when none was seen at all."""
     if size in known:
         return known[size]
     larger = [other for other in known if other > size]

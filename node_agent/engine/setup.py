@@ -107,7 +107,8 @@ def default_threads(model_dir: Path, left: int = 0, host_nodes: int = 1) -> int:
 
 
 def warm_up(engine: Engine) -> None:
-    """A dummy prefill and decode, so that the first caller does not pay for lazy initialisation."""
+    """Runs a dummy prefill and decode, so that the first caller does not pay for lazy initialisation. Raises
+    WarmUpFailed when they fail."""
     engine.submit(
         GenerateRequest("warm-up", "", "", [1] * 8, 3, Sampling(temperature=0), timeout=300.0, ignore_eos=True)
     )

@@ -90,7 +90,8 @@ class WaitingQueue:
         self.shares.leave(request.tenant, request.function)
 
     def take(self, request: Request) -> None:
-        """It gets its place in the batch. What is computed again after a preemption is not charged again."""
+        """Removes a request that gets its place in the batch, and charges its prompt: not again after a preemption.
+        Raises KeyError when it does not wait."""
         if not request.preemptions:
             self._charge(request, token_cost(request.prompt_len, 0, request.rank))
         self.remove(request)

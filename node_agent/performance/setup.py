@@ -58,11 +58,13 @@ log = logging.getLogger("garnish.engine")
 
 
 def model_key(engine: Engine, base: BaseModel) -> ModelKey:
-    device, products = engine.runner.device, engine.runner.products
+    runner = engine.runner
+    products = "" if runner.products is None else f", {runner.products.name}"
+    name = "" if runner.name == "transformers" else f", runner {runner.name}"
     return ModelKey(
-        hardware=hardware_name(device) if products is None else f"{hardware_name(device)}, {products.name}",
+        hardware=f"{hardware_name(runner.device)}{products}{name}",
         base=base.fingerprint,
-        dtype=str(engine.runner.dtype).removeprefix("torch."),
+        dtype=str(runner.dtype).removeprefix("torch."),
         kernel=engine.lora_kernel,
         garnish=version("garnish"),
     )
@@ -85,7 +87,8 @@ def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> bo
 
 
 def publish(profile: PerformanceProfile, engine: Engine, config: EngineConfig, costs: ColdCosts) -> None:
-    """Makes the engine go by the profile from now on; the records of its node hold it, too."""
+    """Makes the profile's model the engine's, and with it that of its node's records; the links' costs are those that
+    were measured with cold starts (`costs`) and the store's."""
     # the links are measured with cold starts, and may be others than when the profile was made
     to_device, exposed = costs
     from_store = store_transfer(profile.from_store, config.store_link)

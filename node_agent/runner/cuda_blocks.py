@@ -69,7 +69,7 @@ class StepFields:
 
 
 def step_spec(tokens: int, rows: int, blocks: int, scored: int = 0) -> Spec:
-    """The fields of StepFields."""
+    """Returns the dtype and shape of each field of StepFields."""
     i64, f64, f32, i32 = torch.int64, torch.float64, torch.float32, torch.int32
     return {
         "token_ids": (i64, (tokens,)), "positions": (i64, (tokens,)), "slots": (i64, (tokens,)),

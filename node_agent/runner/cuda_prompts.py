@@ -24,6 +24,8 @@ from node_agent.types import LoraBatch, StepBatch
 STRETCH_LAYERS = 4
 SIZES = (16, 32, 64, *range(128, 513, 64), *range(640, 1025, 128))
 """Tokens. A longer pass keeps a GPU busy while its next kernels are launched."""
+LIGHT_TOKENS = 256
+"""So many are computed in hardly more time than one: what a pass of fewer takes is the reading of the weights."""
 FEW_ROWS = 8
 """Of each size. A captured pass starts programs for as many rows as its bucket has, whether they are there or not."""
 BUSY_SIZES = (64, 128, 256, 512, 1024)
@@ -62,9 +64,9 @@ class PromptBucket:
         self._stretches: dict[bool, list[Work]] = {}
 
     def fits(self, batch: StepBatch) -> bool:
-        """Whether the batch is one for this bucket, which is free."""
+        """Whether the batch is one for this bucket, which is free and does not compute a multiple of its tokens."""
         decoded = max(batch.context_lens[: batch.n_decode], default=0)
-        fits = batch.n_tokens <= self.tokens and batch.n_rows <= self.rows
+        fits = batch.n_tokens <= self.tokens <= max(LIGHT_TOKENS, 2 * batch.n_tokens) and batch.n_rows <= self.rows
         return fits and not self.taken and decoded <= LONGEST_DECODED
 
     @torch.inference_mode()

@@ -46,6 +46,8 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Model
 class CudaRunner:
     """A SendingRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
 
+    name = "cuda"
+
     def __init__(self, model: TransformersRunner, stream: Stream, block_tokens: int, num_blocks: int) -> None:
         """`model` is not compiled; its weights are shared, its KV cache is not."""
         self.device, self.dtype, self.products = model.device, model.dtype, model.products
@@ -69,22 +71,9 @@ class CudaRunner:
     ) -> StartLora:
         lora = CudaLora(store, self.stream, open_add(store, kernel, max_rows, max(max_rows, chunk_tokens)))
         shape = DecodeShape(max_rows, max_context, self.block_tokens, self.num_blocks, self.vocab)
-        last = LastStep(max_rows, self.vocab, self.dtype, self.device)
-        buckets = [
-            Bucket(rows, shape, self.decoder, self.current, self.stream, last) for rows in bucket_sizes(max_rows)
-        ]
-        for bucket in reversed(buckets):  # the largest first: the others' memory fits into its
-            try:
-                bucket.capture(lora.open_add)
-            except RuntimeError as error:
-                what = f"node.runner: cuda can't capture decode steps of {bucket.rows} rows"
-                raise RuntimeError(f"{what}: {error}; set node.runner: transformers, or fewer node.max_rows") from error
-        problem = check_captured(self, buckets[0], last.logits)
-        if problem is None:
-            self.buckets = buckets
+        self.buckets = self._capture_steps(shape, lora.open_add)
+        if self.buckets:
             self.prompts = self._capture_prompts(shape, lora.open_add, chunk_tokens)
-        else:
-            log.error("captured decode steps are not used: they differ from others", extra={"reason": problem})
         return lora.start
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> CapturedPass | LayeredPass:
@@ -99,6 +88,25 @@ class CudaRunner:
             if prompts is not None:
                 return PromptPass(self, prompts, batch, sent, arriving)
         return LayeredPass(self, batch, lora)
+
+    def _capture_steps(self, shape: DecodeShape, open_add: OpenAdd) -> list[Bucket]:
+        """Returns no bucket where there is no memory for all of them, or they compute other numbers; the log says so.
+        Raises RuntimeError where they can't be captured."""
+        made, last = list[Bucket](), LastStep(shape.max_rows, self.vocab, self.dtype, self.device)
+        try:
+            for rows in reversed(bucket_sizes(shape.max_rows)):  # the largest first: the others' memory fits into its
+                made.insert(0, Bucket(rows, shape, self.decoder, self.current, self.stream, last))
+                made[0].capture(open_add)
+            problem = check_captured(self, made[0], last.logits)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                what = f"node.runner: cuda can't capture decode steps of {made[0].rows} rows"
+                raise RuntimeError(f"{what}: {error}; set node.runner: transformers") from error
+            problem = f"{error}; fewer node.max_rows, or less node.kv_memory, leave more"
+        if problem is None:
+            return made
+        log.error("decode steps are not captured, and take longer", extra={"reason": problem})
+        return []
 
     def _capture_prompts(self, shape: DecodeShape, open_add: OpenAdd, chunk_tokens: int) -> list[PromptBucket]:
         """Returns no bucket where there is no memory for them, or they compute other numbers; the log says so. Raises

@@ -17,6 +17,8 @@ from node_agent.types import PassLora, StepBatch, StepOutput
 class LightllmRunner:
     """A ModelRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
 
+    name = "lightllm"
+
     def __init__(self, model: LightllmModel, block_tokens: int, num_blocks: int) -> None:
         self.model = model
         self.device: torch.device = model.pre_post_weight.wte_weight_.device

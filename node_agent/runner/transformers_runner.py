@@ -62,6 +62,8 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Trans
 class TransformersRunner:
     """A ModelRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
 
+    name = "transformers"
+
     def __init__(self, model: PreTrainedModel, block_tokens: int, num_blocks: int, compiled: bool = True) -> None:
         """`compiled`: parts are exchanged by compiled ones where they can be. Otherwise only the projections are."""
         self.model: Any = model

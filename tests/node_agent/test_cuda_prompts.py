@@ -17,7 +17,7 @@ from benchmarks.peft_reference import PeftReference
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
 from node_agent.engine.setup import find_runner
-from node_agent.runner import cuda_runner
+from node_agent.runner import cuda_prompts, cuda_runner
 from node_agent.runner.cuda_decode import DecodeShape
 from node_agent.runner.cuda_pass import LayeredPass, PromptPass
 from node_agent.runner.cuda_prompts import LONGEST_DECODED, PromptBucket, prompt_shapes
@@ -111,8 +111,9 @@ def test_passes_between_the_stretches_of_another(data: st.DataObject, pair: tupl
     assert not any(bucket.taken for bucket in runner.prompts)
 
 
-def test_what_fits_in_no_bucket(pair: tuple[CudaRunner, torch.nn.Module]) -> None:
-    """Too many tokens or rows, a decode row of a long context, and whoever comes while the bucket is another's."""
+def test_what_fits_in_no_bucket(pair: tuple[CudaRunner, torch.nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many tokens or rows, a decode row of a long context, whoever comes while the bucket is another's, and few
+    tokens in a bucket of many."""
     runner, _ = pair
     device = torch.device("cpu")
 
@@ -141,6 +142,11 @@ def test_what_fits_in_no_bucket(pair: tuple[CudaRunner, torch.nn.Module]) -> Non
     first.abort()  # again: the bucket is another's by now
     assert type(runner.start(batch([9]), None)) is LayeredPass
     for run in (second, third, fourth):
+        run.abort()
+    monkeypatch.setattr(cuda_prompts, "LIGHT_TOKENS", 16)
+    runs = [runner.start(batch([n]), None) for n in (9, 9, 20)]
+    assert [type(run) for run in runs] == [PromptPass, LayeredPass, PromptPass]
+    for run in runs:
         run.abort()
 
 

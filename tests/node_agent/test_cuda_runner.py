@@ -199,10 +199,42 @@ def test_captured_steps_that_differ_are_not_used(
 
     monkeypatch.setattr(cuda_runner, "open_stream", lambda _: Broken())
     engine = make_engine(runner="cuda", max_rows=4)
-    assert any("captured decode steps are not used" in record.message for record in caplog.records)
+    assert any("decode steps are not captured" in record.message for record in caplog.records)
     done = engine.submit([1, 20, 21], 4)
     engine.run()
     assert len(engine.outcomes[done].tokens) == 4
+
+
+class SmallDevice(Stream):
+    """Has memory for a first captured work alone."""
+
+    def __init__(self, message: str) -> None:
+        self.message, self.captured = message, 0
+
+    def capture(self, work):
+        self.captured += 1
+        if self.captured > 1:
+            raise RuntimeError(self.message)
+        return super().capture(work)
+
+
+def test_a_device_too_small_for_captured_steps_serves_without(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = make_engine(runner="cuda", max_rows=4)
+    monkeypatch.setattr(cuda_runner, "open_stream", lambda _: SmallDevice("CUDA error: out of memory"))
+    engine = make_engine(runner="cuda", max_rows=4)
+    (record,) = [record for record in caplog.records if "decode steps are not captured" in record.message]
+    assert "fewer node.max_rows" in record.reason
+    runner = engine.engine.runner
+    assert isinstance(runner, CudaRunner) and not runner.buckets and not runner.prompts and not runner.feeds
+    done = [each.submit([1, 20, 21], 6, ignore_eos=True) for each in (engine, wanted)]
+    engine.run()
+    wanted.run()
+    assert engine.results([done[0]]) == wanted.results([done[1]])
+    monkeypatch.setattr(cuda_runner, "open_stream", lambda _: SmallDevice("operation not permitted when capturing"))
+    with pytest.raises(RuntimeError, match="can't capture decode steps of 4 rows: operation not permitted"):
+        make_engine(runner="cuda", max_rows=4)
 
 
 def test_another_activation_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -354,13 +355,17 @@ def test_small_layers_cross_together(world: World, adapter: Adapter, monkeypatch
     try:
         store.release(loaded_lease(store, adapter), ())
         sizes = store.device[adapter.digest].layout.moved
-        for most, portions in (
-            (sum(sizes), [[0, 1, 2, 3, 4]]),
-            (sizes[0] + sizes[1], None),
-            (0, [[i] for i in range(5)]),
+        few = sizes[0] + sizes[1]
+        for most, bandwidth, portions in (
+            (sum(sizes), math.inf, [[0, 1, 2, 3, 4]]),
+            (few, math.inf, None),
+            (0, math.inf, [[i] for i in range(5)]),
+            (sum(sizes), (few + 0.5) / device_copy.PORTION_S, None),
+            (sum(sizes), 1.0, [[i] for i in range(5)]),
         ):
             assert store.discard(adapter.digest)
             monkeypatch.setattr(device_copy, "PORTION_BYTES", most)
+            store.loader.bandwidth = bandwidth
             copies.clear()
             held = loaded_lease(store, adapter)
             assert_contents(store, world, held)
