@@ -33,8 +33,8 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class StrictLoad(msgspec.Struct, frozen=True):
-    """What the next strict request finds on a node: the record's news.StrictRoom, its numbers checked, KV blocks counted
-    in tokens."""
+    """What the next strict request finds on a node: the record's news.StrictRoom, its numbers checked and KV
+    blocks counted in tokens."""
 
     rows: int
     kv_tokens: int

@@ -92,8 +92,8 @@ class Client(_Connected[httpx.Client]):
     def deploy(
         self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False, *, warm: bool = False
     ) -> DeployReply:
-        """Deploys a PEFT adapter's directory, `hf:org/name`, or what lies in an allowed `s3://bucket/prefix`, and returns
-        what the service says of it. Raises GarnishError.
+        """Deploys a PEFT adapter's directory, `hf:org/name`, or what lies in an allowed `s3://bucket/prefix`, and
+        returns what the service says of it. Raises GarnishError.
 
         `alias`: it points to the new version from now on. `dry_run`: the adapter is only validated. `warm`: the alias,
         or a first version, waits until a node has loaded the adapter; the reply's `warnings` say when that took too

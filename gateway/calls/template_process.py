@@ -73,8 +73,8 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def main() -> None:
-    """Runs the process: takes jobs from the socket that is its standard input, and sends back the outcome of each, until
-    the gateway hangs up."""
+    """Runs the process: takes jobs from the socket that is its standard input, and sends back the outcome of each,
+    until the gateway hangs up."""
     os.nice(NICENESS)
     connection = socket.socket(fileno=0)
     bound_memory()

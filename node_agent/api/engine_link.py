@@ -53,8 +53,8 @@ class EngineLink:
         self._stopped = False
 
     async def start(self) -> None:
-        """Listens on a socket in a directory that only this user may enter; makes the directory, and takes the place of a
-        socket left there. Raises OSError when that can't be."""
+        """Listens on a socket in a directory that only this user may enter; makes the directory, and takes the place of
+        a socket left there. Raises OSError when that can't be."""
         if len(os.fsencode(self._path)) > LONGEST_PATH:
             raise OSError(f"{self._path}: a socket's path has at most {LONGEST_PATH} bytes; use a shorter directory")
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
