@@ -172,7 +172,7 @@ def _scratch() -> Iterator[Path]:
 
 
 def _copy(error: Unmakeable) -> Unmakeable:
-    """Without its trace, which holds on to the files' contents."""
+    """Returns the error without its trace, which holds on to the files' contents."""
     return InvalidAdapter(error.problems) if isinstance(error, InvalidAdapter) else CorruptArtifact(str(error))
 
 

@@ -34,7 +34,7 @@ class DiskMap:
         return None if found is None else str(found[0])
 
     def names(self) -> Iterator[str]:
-        """Ascending. Entries may be put meanwhile."""
+        """Yields the names in ascending order. Entries may be put meanwhile."""
         after = ""
         while True:
             page = self._base.execute("select name from map where name > ? order by name limit ?", (after, BATCH))

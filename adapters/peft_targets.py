@@ -29,7 +29,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def module_names(num_layers: int, model_type: str) -> list[str]:
-    """Every named module of the base, as transformers names them: targets may match any of them."""
+    """Returns the names of all modules of the base, as transformers names them: targets may match any of them."""
     family = FAMILIES[model_type]
     inner = (*family.projections, *family.layer_norms, *family.head_norms, *family.other_modules)
     names = list(OTHER_MODULES)

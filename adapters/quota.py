@@ -37,7 +37,8 @@ class Quota:
 
     @contextmanager
     def deploying(self, tenant: str) -> Iterator[QuotaReservation]:
-        """Around a deploy: `take` before anything is stored, `made` once the version is listed."""
+        """Yields the deploy's reservation: call `take` before anything is stored, `made` once the version is listed.
+        Without that it is given back at the end."""
         room = QuotaReservation(self, tenant)
         try:
             yield room
@@ -51,7 +52,7 @@ class Quota:
 
     @contextmanager
     def removing(self, tenant: str) -> Iterator[Freed]:
-        """Around a removal: tell `Freed` what was there, and it is given back."""
+        """Gives back, at its end, the quota of what was removed meanwhile: tell `Freed` what was there."""
         record = self._read(tenant)
         held = record.held if record else None
         freed = Freed()
@@ -157,7 +158,8 @@ class QuotaReservation:
         self._size = 0
 
     def take(self, size: int) -> None:
-        """Before a version of `size` bytes is stored; later tries of the same deploy keep what the first one took.
+        """Reserves room for a version of `size` bytes, before it is stored; later tries of the same deploy keep what
+        the first one took.
 
         Raises as `Quota.take`.
         """
@@ -169,7 +171,7 @@ class QuotaReservation:
         self._settle(self._size)
 
     def drop(self) -> None:
-        """Nothing was made. No effect after `made`."""
+        """Gives the reservation back, as nothing was made. No effect after `made`."""
         self._settle(None)
 
     def _settle(self, made: int | None) -> None:

@@ -108,7 +108,7 @@ class ObjectStore(Protocol):
 
 
 def all_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
-    """Every object below the prefix, listed a page at a time. Those that are listed may be deleted meanwhile."""
+    """Yields every object below the prefix, listed a page at a time. Those that are listed may be deleted meanwhile."""
     after = ""
     while page := store.list(prefix, after):
         yield from page

@@ -83,7 +83,7 @@ def _contents(manifest: Manifest, entry: VersionEntry) -> Iterator[tuple[str, Ca
 
 
 def _blob_problem(store: ObjectStore, sha256: str) -> str:
-    """Empty when the object is what it should be."""
+    """Returns what is wrong with the object; "" when it is what it should be."""
     info = store.head(blob_key(sha256))
     if info is None:
         return "is missing"

@@ -111,7 +111,7 @@ class FairShares:
         self._of(tenant).join(function)
 
     def leave(self, tenant: str, function: str) -> None:
-        """It waits no more: it was taken up, or has gone."""
+        """Notes that one of the function's requests waits no more: it was taken up, or has gone."""
         self._tenants.leave(tenant)
         self._of(tenant).leave(function)
 

@@ -33,7 +33,7 @@ class Leases(Protocol):
         ...
 
     async def free(self, name: str, holder: str) -> None:
-        """Nothing happens when it is another's."""
+        """Frees the lease; does nothing when it is another's."""
         ...
 
     async def look(self, name: str) -> Lease:

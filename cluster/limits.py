@@ -89,7 +89,7 @@ class Bucket:
         self.level = min(capacity, self.level)
 
     def wait(self, needed: float) -> float:
-        """Seconds until it holds `needed`; 0: it does."""
+        """Returns the seconds until it holds `needed`; 0 when it does."""
         missing = max(0.0, min(needed, self.capacity) - self.level)
         if not missing:
             return 0.0

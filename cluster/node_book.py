@@ -209,7 +209,7 @@ class NodeBook:
         ]
 
     def silence(self, node_id: str, epoch: str, aged: float) -> float:
-        """Seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
+        """Returns the seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
         node = self._nodes.get(node_id)
         if node is None or node.record.epoch != epoch:
             return math.inf

@@ -167,7 +167,7 @@ class NodeTable:
         return self._residents.users(digest)
 
     def serving(self, base: str) -> Serving:
-        """Those that are live, ready, and of this base."""
+        """Returns the nodes that are live, ready, and of this base."""
         found = self._serving.get(base)
         if found is None:
             rows = np.flatnonzero(self.live & self.ready)
@@ -256,7 +256,7 @@ class NodeTable:
         return not (self.crammed if demand.displaces else self.full)[row]
 
     def release(self, row: int, request_id: str) -> None:
-        """Nothing happens when the reservation has ended already."""
+        """Gives the request's reservation back; does nothing when it has ended already."""
         if self._demands[row].pop(request_id, None) is not None:
             self._refresh(row)
 

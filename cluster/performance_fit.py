@@ -124,7 +124,7 @@ class PaperForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_forecast(model: DecodeModel, sample: DecodeSample) -> float:
-    """Seconds that the sample's step would take; its own are not looked at."""
+    """Returns the seconds that the sample's step would take by the model; its measured ones are not looked at."""
     ranks: int = getattr(sample, model.rank_term)
     return model.seconds(sample.rows, sample.contexts, ranks)
 

@@ -76,11 +76,11 @@ class ClusterState(ABC):
         return self._book.current(self._clock(), self._aged())
 
     async def nodes(self) -> list[NodeView]:
-        """Every node whose record has not expired, in the order of their ids."""
+        """Returns every node whose record has not expired, in the order of their ids."""
         return self._book.views(self._clock(), self._aged())
 
     async def silence(self, node_id: str, epoch: str) -> float:
-        """Seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
+        """Returns the seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
         return self._book.silence(node_id, epoch, self._aged())
 
     def _publish_here(self, news: News) -> PublishResult:

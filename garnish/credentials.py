@@ -37,7 +37,7 @@ class OperatorKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_credentials(file: Path) -> Credentials | None:
-    """None when there is no such file. Raises StartError when it can't be used."""
+    """Returns the file's credentials; None when there is no such file. Raises StartError when it can't be used."""
     try:
         data = tomllib.loads(file.read_text())
         return msgspec.convert(data, Credentials)

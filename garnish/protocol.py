@@ -158,7 +158,7 @@ def delete_version_call(name: str, version: int) -> Call:
 
 
 def alias_call(name: str, alias: str) -> Call:
-    """Where an alias points, and where it pointed before."""
+    """Asks where an alias points, and where it pointed before."""
     return Call(method="GET", url=_alias_url(name, alias))
 
 

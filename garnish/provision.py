@@ -217,7 +217,7 @@ class Provision:
             return []
 
     def _pools_in_aws(self, values: dict[str, Any]) -> set[str]:
-        """Those that are declared, and those that were and are still there."""
+        """Returns the names of the pools in AWS that are declared, or were and are still there."""
         made = outputs(values, "pools") or {}
         return {pool.name for pool in self.stack.aws_pools} | {
             name for name, known in made.items() if known["backend"] == "aws"

@@ -127,12 +127,12 @@ class Services:
     batches: Batches
 
     def tenant_changed(self, tenant: str) -> None:
-        """After any change of the tenant, its keys included."""
+        """Forgets what is cached of the tenant, after any change of it, its keys included."""
         self._forget_tenant(tenant)
         self.peers.publish(TenantChanged(tenant))
 
     def function_changed(self, tenant: str, function: str) -> None:
-        """After any change of the function by this process."""
+        """Forgets what is cached of the function, after any change of it by this process."""
         self.callers.forget(tenant)  # its record has what functions reserve
         self.residency.forget(tenant, function)
         self.peers.publish(FunctionChanged(tenant, function))

@@ -72,7 +72,8 @@ def others_share(before: CoreTimes, after: CoreTimes) -> float:
 
 
 def move_threads(old: set[int], new: set[int]) -> None:
-    """Those of this process that may run on just the cores `old` stay on `new` from now on, and what they start too."""
+    """Moves those threads of this process that may run on just the cores `old` to `new`, and with them what they
+    start."""
     for task in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(ProcessLookupError):  # it has ended
             if os.sched_getaffinity(task) == old:

@@ -24,7 +24,7 @@ class Event(Protocol):
     """Something enqueued earlier that ends at some point."""
 
     def query(self) -> bool:
-        """True once it has ended; never waits."""
+        """Returns whether it has ended; never waits."""
 
     def synchronize(self) -> None:
         """Returns when it has ended."""

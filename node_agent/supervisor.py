@@ -112,7 +112,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """None while it does not run."""
+        """The process id; None while it does not run."""
         return None if self._process is None else self._process.pid
 
     def tend(self, now: float) -> float:

@@ -178,7 +178,7 @@ class StepOutput(Protocol):
 
     @property
     def prompt_scores(self) -> list[ScoredToken]:
-        """Of the rows of `StepBatch.scoring`."""
+        """Returns the scores of the rows of `StepBatch.scoring`."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Forward:
                 self._prompts.append(Prompt(job, job.left - chunks.get(job, 0), ready))
 
     def _decode(self, job: Job, left: int) -> None:
-        """It has all but `left` of its tokens."""
+        """Notes that the job has all but `left` of its tokens."""
         if left <= 0:
             self._total += (self._now - job.at) / job.output
             return

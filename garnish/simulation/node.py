@@ -173,7 +173,7 @@ class SimulatedNode:
         self._iteration_begin = now
 
     def _step(self) -> tuple[float, float]:
-        """Seconds of the next decode step, and by how much each one after it is longer."""
+        """Returns the seconds of the next decode step, and by how much each one after it is longer."""
         model, rows = self.profile.performance.decode, self.decoding.rows
         others = sum(job.prompt + job.generated - (job.left or 1) for job in (*self.prefilling, *self.stalled))
         first = model.seconds(rows, self._contexts - others, self._term(self.decoding))

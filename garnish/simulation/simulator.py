@@ -143,7 +143,7 @@ class Simulator:
         self._submit(job, self.nodes[row])
 
     def _fits(self, job: Job) -> bool:
-        """On an empty node."""
+        """Returns whether an empty node could take the job."""
         block, profile = self.profile.block_tokens, self.profile
         bounds = [size for size in (profile.adapter_memory, profile.host_memory) if size is not None]
         kv_tokens = -(-(job.prompt + job.max_tokens) // block) * block
@@ -185,7 +185,7 @@ class Simulator:
 
 
 def _movables(node: SimulatedNode, now: float) -> Iterator[Movable]:
-    """Those of one node that were not moved yet."""
+    """Yields the node's jobs that were not moved yet."""
     for job in node.queue:
         if not job.moves:
             yield Movable(str(job.number), node.index, runs=False, tokens=job.prompt + job.generated)

@@ -51,7 +51,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 def base_tpt(profile: NodeProfile) -> float:
-    """Seconds a token of the base alone, in a batch of REFERENCE_ROWS."""
+    """Returns the seconds a token of the base alone, in a batch of REFERENCE_ROWS."""
     model = profile.performance
     contexts = REFERENCE_ROWS * (REFERENCE_PROMPT + REFERENCE_OUTPUT // 2)
     prefill = model.prefill.seconds(REFERENCE_PROMPT, REFERENCE_PROMPT**2, 0)

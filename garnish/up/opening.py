@@ -96,7 +96,7 @@ class Opening(threading.Thread):
 
 
 def _readiness(http: httpx.Client) -> str | None:
-    """None when the service is ready, else what it waits for."""
+    """Returns what the service waits for; None when it is ready."""
     try:
         response = http.get("/readyz")
     except httpx.HTTPError:

@@ -88,7 +88,7 @@ class LineScanner:
             self._too_long = True
 
     def end(self) -> None:
-        """After the last piece."""
+        """Ends the file, after its last piece."""
         if (self._rest or self._too_long) and not self.full:
             self._rest += b"\n"
             self._end_line(len(self._rest) - 1)

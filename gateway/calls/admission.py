@@ -56,7 +56,8 @@ def call_of(
 
 @asynccontextmanager
 async def admitted(call: Call, limits: LimitState, metrics: Metrics, used: Callable[[], int]) -> AsyncIterator[None]:
-    """Around all choices of one call; `used`: the tokens that they have used. Raises ServiceError `rate_limited`."""
+    """Holds the tenant's limits around all choices of one call; `used`: the tokens that they have used. Raises
+    ServiceError `rate_limited`."""
     if not call.limited:
         yield
         return

@@ -84,7 +84,7 @@ class Breakers:
         return breaker.probe
 
     def answered(self, node_id: str, epoch: str) -> None:
-        """It serves."""
+        """Notes that the node serves."""
         self._failing.pop((node_id, epoch), None)
 
     def failed(self, node_id: str, epoch: str, probe: Probe | None = None) -> None:

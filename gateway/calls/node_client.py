@@ -119,7 +119,7 @@ class NodeClient:
 
 
 async def _next_bytes(response: aiohttp.ClientResponse, stream: WatchedStream) -> bytes:
-    """Empty at the end. Raises why the stream is given up."""
+    """Returns the next bytes of the stream; none at its end. Raises why the stream is given up."""
     if stream.given_up.done():
         raise stream.given_up.result()
     with cut_short(stream.given_up):

@@ -184,7 +184,7 @@ def _chat_logprob(entry: TokenLogprob) -> openai.ChatLogprob:
 
 
 def _bytes(token: str) -> list[int] | None:
-    """None for a part of a character: its text stands for other bytes than the token's."""
+    """Returns the token's bytes; None for a part of a character, whose text stands for other bytes than the token's."""
     return None if "\ufffd" in token else list(token.encode())
 
 

@@ -71,7 +71,7 @@ class GraceCache(Generic[K, V]):
             del self._loading[key], self._patience_ends[key]
 
     def _age(self, key: K, asked: float) -> float:
-        """Seconds since an answer that was asked for then was last known to be valid."""
+        """Returns the seconds since an answer that was asked for then was last known to be valid."""
         now = self.clock()
         return now - (max(asked, self.confirmed(key)) if now - asked < KEPT_SECONDS else asked)
 

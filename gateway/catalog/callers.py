@@ -126,14 +126,14 @@ class Callers:
             return False
 
     def forget(self, tenant: str | None) -> None:
-        """After a change of the tenant (None: of administrators) or its keys: this process must not answer from before
-        it."""
+        """Forgets callers after a change of the tenant (None: of administrators) or its keys: this process must not
+        answer from before it."""
         self._known.forget_where(lambda name: name == tenant)
         if tenant is not None and len(self._names) < MAX_NAMES:
             self._names.add(tenant)
 
     def forget_all(self) -> None:
-        """After changes that nobody can name."""
+        """Forgets all callers, after changes that nobody can name."""
         self._known.forget_where(lambda _: True)
 
     async def admin(self, request: Request) -> None:

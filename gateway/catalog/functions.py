@@ -96,15 +96,15 @@ class Functions:
             self.on_change(tenant, name)
 
     def forget(self, tenant: str, name: str) -> None:
-        """After a change by anyone."""
+        """Forgets the function, after a change by anyone."""
         self._cache.forget_where(lambda key: key[:2] == (tenant, name))
 
     def forget_all(self) -> None:
-        """After changes that nobody can name."""
+        """Forgets all functions, after changes that nobody can name."""
         self._cache.forget_where(lambda _: True)
 
     def forget_tenant(self, tenant: str) -> None:
-        """After the tenant was deleted."""
+        """Forgets the tenant's functions, after it was deleted."""
         self._cache.forget_where(lambda key: key[0] == tenant)
 
     def remake(self, tenant: str, target: Target) -> ServiceError:

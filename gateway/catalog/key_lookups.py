@@ -23,7 +23,7 @@ class KeyLookups:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Around a look-up. Raises ServiceError `overloaded` when there is no room for one now."""
+        """Takes a place around a look-up. Raises ServiceError `overloaded` when there is no room for one now."""
         if self._running >= AT_ONCE or not self._bucket.take(1, self._clock()):
             message = "too many keys that are not known are being looked up; try again later"
             raise ServiceError("overloaded", message, retry_after=RETRY_AFTER)

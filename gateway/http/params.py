@@ -31,7 +31,7 @@ def known_only(request: Request, *known: str) -> None:
 
 
 def flag(request: Request, name: str) -> bool:
-    """True or false; false when absent."""
+    """Returns the parameter as true or false; false when it is absent."""
     value = request.query_params.get(name, "false").lower()
     if value not in ("true", "false"):
         raise invalid(name, f"{name} must be true or false")

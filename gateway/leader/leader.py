@@ -68,7 +68,7 @@ class Leader:
         self._led = self._failing = False
 
     def leads(self) -> bool:
-        """False from the lease's end on, also when this process was stopped over it."""
+        """Whether this process leads: false from the lease's end on, also when the process was stopped over it."""
         return self._clock() < self._until
 
     @asynccontextmanager

@@ -54,5 +54,5 @@ class ArrivalCounter:
 
 
 def function_key(tenant: str, function: str) -> str:
-    """Neither name has a slash."""
+    """Returns `tenant/function`; neither name has a slash."""
     return f"{tenant}/{function}"

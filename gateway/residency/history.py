@@ -70,7 +70,7 @@ class CallHistory:
 
     @property
     def watched(self) -> float:
-        """Seconds since it began to observe; 0 where it does not."""
+        """Returns the seconds since it began to observe; 0 where it does not."""
         return self._clock() - self._since if self.observes else 0.0
 
     def count(self, arrivals: Iterable[Arrival]) -> None:

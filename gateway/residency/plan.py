@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def nodes(self) -> list[NodeRecord]:
-        """Those that serve."""
+        """Returns the records of the nodes that serve."""
         return list(self._records.values())
 
     def wants(self) -> dict[str, Sequence[Want]]:

@@ -127,7 +127,7 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
 
 
 def _in_order(found: list[_Found]) -> list[Wish]:
-    """By class, the highest first, then by age; copies on devices before those in host memory."""
+    """Returns the wishes by class, the highest first, then by age; copies on devices before those in host memory."""
     ordered = sorted(found, key=lambda each: (-CLASSES.index(each.policy.slo_class or "standard"), each.since))
     wishes = [wish for each in ordered for wish in each.wishes]
     return sorted(wishes, key=lambda wish: wish.tier != "device")

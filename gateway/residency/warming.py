@@ -67,7 +67,7 @@ class Warming:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """At its end nobody waits for nodes any more; they finish what they were told."""
+        """Runs what warms. At its end nobody waits for nodes any more; they finish what they were told."""
         try:
             yield
         finally:

@@ -84,8 +84,8 @@ def _best(nodes: NodeTable, scores: Scores) -> int | None:
 
 
 def _retry_after(made: Terms, later: np.ndarray) -> float:
-    """Seconds until one of the nodes `later` could keep the promises: its wait is shorter then, or one of its requests
-    has ended."""
+    """Returns the seconds until one of the nodes `later` could keep the promises: its wait is shorter then, or one of
+    its requests has ended."""
     late = np.maximum(made.ttft - made.ttft_limit, 0.0)
     crowded = np.where(made.step > made.tpot_limit, made.answer * made.step / np.maximum(made.requests - 1.0, 1.0), 0.0)
     until = np.maximum(late, crowded)

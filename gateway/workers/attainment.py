@@ -30,7 +30,7 @@ class Kept(Sums):
     held_all: int = 0
 
     def share(self, promise: Promise) -> float | None:
-        """None where nothing was promised."""
+        """Returns the share of calls that got what they were promised; None where nothing was promised."""
         promised: int = getattr(self, promise)
         return float(getattr(self, f"held_{promise}") / promised) if promised else None
 

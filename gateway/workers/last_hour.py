@@ -33,5 +33,5 @@ class LastHour(SlidingSums[Counts]):
 
 
 def name_of(tenant: str, function: str) -> str:
-    """Neither name has a slash."""
+    """Returns `tenant/function`; neither name has a slash."""
     return f"{tenant}/{function}"

@@ -140,7 +140,7 @@ class Metrics:
         self._schedule.observe(seconds)
 
     def observe_forecast(self, forecast: float, real: float) -> None:
-        """Seconds from a request's placement to its first token."""
+        """Counts by how many seconds a forecast was wrong of the time from a request's placement to its first token."""
         came = "later" if real > forecast else "sooner"
         self._first_token_error.labels(came).observe(abs(real - forecast))
 

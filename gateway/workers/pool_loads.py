@@ -77,7 +77,8 @@ class Stay:
         self._there = self._counted = self._unplaced = False
 
     def wait(self, pool: str | None, work: float | None) -> None:
-        """It waits for a node of the pool (None: for any node at all). May be said again of another pool."""
+        """Notes that the request waits for a node of the pool (None: for any node at all). May be said again of another
+        pool."""
         self.end()
         if self._unplaced and pool is not None:
             self.since = self._loads.clock()  # that there was no node does not mean that the one that came is too few
@@ -91,19 +92,19 @@ class Stay:
             self._loads.slice(pool).arrived += self.work
 
     def begin(self) -> None:
-        """It waits no longer."""
+        """Notes that the request waits no longer."""
         if self._there:
             self._loads.pools[self.pool].waiting.pop(self, None)
 
     def end(self) -> None:
-        """It has left. Nothing happens when it has left already."""
+        """Notes that the request has left; does nothing when it has left already."""
         if self._there:
             self.begin()
             self._loads.pools[self.pool].open -= 1
             self._there = False
 
     def restart(self) -> None:
-        """It is to wait for another node, although it had begun: as one that comes now."""
+        """Lets the request wait for another node, although it had begun, as one that comes now."""
         self.since = self._loads.clock()
 
     def judge(self, kept: bool) -> None:

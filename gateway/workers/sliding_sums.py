@@ -77,7 +77,7 @@ class SlidingSums(Generic[Sum]):
         return {name: self.of(name) for name in self._slices}
 
     def age(self, at: int) -> float:
-        """Seconds since the slice ended."""
+        """Returns the seconds since the slice ended."""
         return max(0.0, self._clock() - (at + 1) * self.seconds)
 
     def _forget(self, slices: dict[int, Any], now: int) -> None:

@@ -43,7 +43,7 @@ class Host(Protocol):
         ...
 
     def drain(self, node: str, wanted: bool) -> None:
-        """Nothing happens to a node that is not there."""
+        """Drains the node, or lets it serve again; does nothing to a node that is not there."""
         ...
 
     def apply(self) -> None:

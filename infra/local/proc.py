@@ -31,7 +31,7 @@ class Stat(msgspec.Struct, frozen=True):
 
 
 def read_stat(pid: int) -> Stat | None:
-    """None when there is no such process."""
+    """Returns what the kernel says of the process; None when there is no such process."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
     except (OSError, UnicodeDecodeError):

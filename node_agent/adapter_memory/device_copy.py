@@ -87,7 +87,7 @@ class DeviceCopy:
         return layers[: max(1, sum(size <= most for size in sizes))]
 
     def _settle(self) -> None:
-        """Nothing crosses any more."""
+        """Ends the copy: nothing crosses any more."""
         self.over, self.states.arrived = True, time.monotonic()
         self.states.failed = self.states.failed or self.host.failed
         self.states.ended.set()

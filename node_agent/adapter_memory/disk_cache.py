@@ -44,7 +44,7 @@ class CachedFile:
         return bytes(buffer[: self.read_into(start, memoryview(buffer))])
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        """Bytes read, fewer where the file ends. Raises OSError."""
+        """Fills the buffer from `start` on, and returns the bytes read: fewer where the file ends. Raises OSError."""
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.preadv(fd, [buffer], start)
@@ -210,7 +210,8 @@ class DiskCache:
         return f"{digest}-{self.base.fingerprint}"
 
     def _make_room(self, size: int) -> list[str] | None:
-        """Under the lock: names to remove, forgotten already; None when writers hold the room."""
+        """Returns the names to remove for `size` bytes, forgotten already; None when writers hold the room. To be
+        called under the lock."""
         if self._writing + size > self.limit:
             return None
         victims = []
@@ -252,7 +253,8 @@ class DiskCache:
 
 
 def open_cache(config: DiskCacheConfig | None, base: BaseModel) -> DiskCache | None:
-    """None without a config, and where the directory can't be used: a node serves without its cache."""
+    """Returns the cache; None without a config, and where the directory can't be used: a node serves without its
+    cache."""
     if config is None or not config.bytes:
         return None
     try:

@@ -94,7 +94,8 @@ class Fetch:
 
     @property
     def _most_in_flight(self) -> int:
-        """Of a prefetch one range: so few bytes are before those of a request that comes now."""
+        """How many ranges may be under way: of a prefetch one, so that few bytes are before those of a request that
+        comes now."""
         return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
 
     def _settle(self) -> None:

@@ -62,7 +62,7 @@ class HostTier:
         return self._all.get(digest)
 
     def all(self) -> Iterable[HostAdapter]:
-        """Also those that are arriving, or have failed a moment ago."""
+        """Returns every adapter of the host tier, also those that are arriving, or have failed a moment ago."""
         return self._all.values()
 
     def lacks_room(self, digest: str) -> bool:
@@ -164,11 +164,12 @@ class HostTier:
 
     @property
     def used(self) -> int:
-        """Bytes."""
+        """The bytes in use."""
         return (self.pool.pages.count - self.pool.pages.free) * self.pool.page_size
 
     def owned(self) -> dict[str, list[HostAdapter]]:
-        """Every adapter that has pages, by digest; a load that nobody wants any more may be ending beside a new one."""
+        """Returns every adapter that has pages, by digest; a load that nobody wants any more may be ending beside a new
+        one."""
         found: dict[str, list[HostAdapter]] = {}
         others = {id(host): host for host in [*self._all.values(), *self._fetching, *self._leaving]}
         for host in others.values():
@@ -209,7 +210,7 @@ class HostTier:
         return host
 
     def _below(self, digest: str) -> HeldTier:
-        """Where an adapter would be read from that is not in host memory."""
+        """Returns the tier from which an adapter would be read that is not in host memory."""
         return "disk" if self.loader.cache is not None and self.loader.cache.has(digest) else "absent"
 
     def _measured(self, host: HostAdapter) -> bool:
@@ -246,7 +247,7 @@ class HostTier:
                 self.loader.wake()
 
     def _start_fetch(self, host: HostAdapter) -> bool:
-        """False when there is no room yet."""
+        """Begins to bring the adapter's weights. Returns False when there is no room yet."""
         assert host.layout is not None  # measured
         spared = self._spared.get(host.digest, ()) if host.priority == Priority.PREDICTED else ()
         run = self._make_room(host.size, max(1, host.layout.rows), spared)

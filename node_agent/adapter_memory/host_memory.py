@@ -60,7 +60,8 @@ class HostMemory:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: of the host, and of its control group where that has a limit."""
+    """Returns the bytes that this process may still take: of the host, and of its control group where that has a
+    limit."""
     available = free_memory(torch.device("cpu"))
     group = Path("/sys/fs/cgroup")
     try:

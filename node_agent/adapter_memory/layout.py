@@ -85,7 +85,7 @@ class AdapterLayout:
 
     @property
     def size(self) -> int:
-        """Bytes of the pages it takes."""
+        """The bytes of the pages that the adapter takes."""
         return self.pages * self.page_units * ROW_ALIGN
 
     def positions(self, pages: Sequence[int]) -> np.ndarray:

@@ -111,7 +111,7 @@ class Link:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Every wait ends."""
+        """Closes the link: every wait ends."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -25,7 +25,8 @@ class InUse(Exception):
 
 
 def adapter_states(store: AdapterStore) -> AdapterStates:
-    """Those on the device first, then in host memory or on the way there, then on the disk; none twice."""
+    """Returns the adapters on the device first, then in host memory or on the way there, then on the disk; none
+    twice."""
     found = [_on_device(store, entry) for entry in store.device.values()]
     found += [_in_host(host) for host in store.hosts.all() if host.digest not in store.device]
     named = {state.digest for state in found}

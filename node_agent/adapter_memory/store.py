@@ -327,7 +327,7 @@ class AdapterStore:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are free, or held by adapters that nobody leases."""
+        """Returns the bytes of the device that are free, or held by adapters that nobody leases."""
         return self.pool.free_bytes + sum(entry.size for entry in self.device.values() if entry.idle)
 
     @property
@@ -342,7 +342,7 @@ class AdapterStore:
 
     @property
     def largest(self) -> int:
-        """Bytes that one adapter may have: it has to fit in both tiers."""
+        """Returns the bytes that one adapter may have: it has to fit in both tiers."""
         return min(self.adapter_memory, self.hosts.memory)
 
     # --- inside

@@ -102,7 +102,8 @@ class InFlight:
         raise self._ended
 
     def put(self, event: RequestEvent) -> bool:
-        """False when too many wait already. What comes after the end is dropped: a gap must not show."""
+        """Queues an event for its reader. Returns False when too many wait already. What comes after the end is
+        dropped: a gap must not show."""
         if self._ended is not None:
             return True
         if len(self._events) >= EVENT_LIMIT:

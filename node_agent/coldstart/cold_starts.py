@@ -71,7 +71,7 @@ class ColdStarts:
         profile: Profile | None = None,
         workers: WorkerPool | None = None,
     ) -> None:
-        """Without a profile every plan is `wait`."""
+        """Plans by the profile, with these workers; without a profile every plan is `wait`."""
         self.store, self.base, self.way = store, base, way
         self.use(profile, workers)
         self.decision = WorkersDecision(0, "")

@@ -49,7 +49,7 @@ class PassHandoffs(Protocol):
 
     @property
     def quiet(self) -> bool:
-        """It has ended, and no worker reads anything for it any more, as far as the last `poll` knows."""
+        """Whether the pass has ended, and no worker reads anything for it any more, as far as the last `poll` knows."""
 
 
 class HostPass:

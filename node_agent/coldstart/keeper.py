@@ -159,7 +159,7 @@ class Keeper:
         place.worker = WorkerState(index, self._epochs, process, pidfd, time.monotonic())
 
     def _next_look(self, place: _Place, now: float) -> float:
-        """Seconds."""
+        """Returns the seconds until the place is to be looked at again."""
         worker = place.worker
         if worker is None:
             return place.due - now

@@ -126,7 +126,7 @@ def _link_cost(store: AdapterStore, taken: list[int], rounds: int) -> LinkCost:
 
 
 def _median_seconds(device: torch.device, work: Callable[[], object], rounds: int) -> float:
-    """Of `rounds` runs behind a first one, which does not count."""
+    """Returns the median seconds of `rounds` runs behind a first one, which does not count."""
     return median([device_seconds(device, work) for _ in range(rounds + 1)][1:])
 
 

@@ -235,7 +235,7 @@ class StreamPass:
         return self.ended is not None and self not in pool._ending and not pool.reads(self.parts)
 
     def end(self) -> None:
-        """Nothing more of the pass will be enqueued."""
+        """Ends the pass: nothing more of it will be enqueued."""
         if self.ended is None:
             self.ended = record_event(self.pool.device)
             self.pool.end_pass(self)

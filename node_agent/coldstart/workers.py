@@ -110,7 +110,7 @@ class WorkerPool:
         os.eventfd_write(self._armed_fds[index], 1)
 
     def disarm(self) -> None:
-        """After the last one workers answer what is posted, and sleep."""
+        """Disarms the workers once as often as they were armed: they answer what is posted, and sleep."""
         self._armed -= 1
         if not self._armed:
             for index in self._polling:

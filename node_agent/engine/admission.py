@@ -117,7 +117,7 @@ class Admission:
         return True
 
     def _try_strict(self, request: Request, queue: WaitingQueue) -> bool:
-        """False: it waits for rows or blocks."""
+        """Admits a strict request if it can. Returns False where it waits for rows or blocks."""
         need, room = self._need(request), Room(self.free_rows, self.blocks.free)
         if self._passed:
             kept = self.reserves.for_strict()
@@ -135,7 +135,8 @@ class Admission:
         return any(map(self.reserves.may_claim, queue))
 
     def _try(self, request: Request, queue: WaitingQueue, most_blocks: float = math.inf) -> bool:
-        """False: it waits for rows or blocks. Of free ones it may have no more than `most_blocks`."""
+        """Admits the request if it can, with no more than `most_blocks` of the free blocks. Returns False where it
+        waits for rows or blocks."""
         need, kept = self._need(request), self.reserves.kept_from(request)
         if need <= most_blocks and self.free_rows > kept.rows and self.blocks.free >= need + kept.blocks:
             self._enter(request, need, queue)

@@ -56,7 +56,7 @@ class ColdPass:
 
     @property
     def cpu_left(self) -> float:
-        """Seconds, as planned, by which the CPU workers lengthen what is left of the pass."""
+        """Returns the seconds, as planned, by which the CPU workers lengthen what is left of the pass."""
         return sum(max(0.0, extra) for extra in self.plan.cpu_extra[self.run.layer : self.plan.assisted])
 
     def resume(self, now: float) -> None:
@@ -172,7 +172,8 @@ class ColdPasses:
         return [cold.run.abort() for cold in found]
 
     def _compute(self, cold: ColdPass, upto: int) -> StepOutput | bool:
-        """True: there are more layers, False: it is poisoned."""
+        """Computes the pass up to layer `upto`, and behind the last one its output. Returns that; True where there are
+        more layers, False where the pass is poisoned."""
         with self._pulse.computing("cold layers", cold.row.length, upto - cold.run.layer):
             cold.run.advance(upto)
         if cold.lora.poisoned or upto < self.num_layers:

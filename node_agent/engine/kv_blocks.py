@@ -30,7 +30,7 @@ class BlockPool:
         return -(-tokens // self.block_tokens)
 
     def allocate(self, blocks: int) -> list[int] | None:
-        """None when fewer are free."""
+        """Takes so many blocks. Returns None when fewer are free."""
         if blocks > len(self._free):
             return None
         taken = self._free[len(self._free) - blocks :]

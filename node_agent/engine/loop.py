@@ -79,11 +79,11 @@ class Engine:
 
     @property
     def assist(self) -> Assist | None:
-        """None where there are no CPU LoRA workers."""
+        """What needs the CPU LoRA workers; None where there are none."""
         return self.cold_start.assist
 
     def close(self) -> None:
-        """Nothing runs any more."""
+        """Ends the engine's parts; nothing may run any more."""
         self._device_events.close()
         if self.assist is not None:
             workers = self.assist.workers

@@ -53,7 +53,7 @@ class Orders:
         self._underway = [each for each in self._underway if not self._advance(each, may_place)]
 
     def answers(self) -> list[Answer]:
-        """Those since the last call."""
+        """Returns the answers since the last call."""
         answers, self._answers = self._answers, []
         return answers
 

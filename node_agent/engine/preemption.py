@@ -91,5 +91,5 @@ def _may_go(request: Request) -> bool:
 
 
 def _is_movable(request: Request) -> bool:
-    """Nothing that is under way on the device may still write to its blocks."""
+    """Returns whether nothing that is under way on the device may still write to the request's blocks."""
     return not request.in_cold_pass and request.preemptions < MOST_PREEMPTIONS

@@ -33,7 +33,7 @@ class PrefetchRecord:
         self._at = 0.0
 
     def note(self, now: float, *, useful: float = 0.0, late: float = 0.0, wasted: float = 0.0) -> None:
-        """Bytes whose use is decided at `now` (monotonic seconds)."""
+        """Notes bytes whose use is decided at `now` (monotonic seconds)."""
         self.useful_bytes += round(useful)
         self.late_bytes += round(late)
         self.wasted_bytes += round(wasted)

@@ -106,7 +106,7 @@ class Prefetcher:
         return digest in self._wants
 
     def clear(self) -> None:
-        """Nothing is wanted any more, and no idle limit holds."""
+        """Forgets all that is wanted, and every idle limit."""
         self._idle_limits.clear()
         if self._wants:
             self._replace_wants({})

@@ -25,7 +25,8 @@ MOST_PAUSES = 3
 
 
 def tightest_promise(running: Iterable[Request], model: PerformanceModel) -> float | None:
-    """Seconds between tokens, of strict requests that decode; what the node could not keep for one alone is none."""
+    """Returns the fewest seconds between tokens that were promised to strict requests that decode; what the node could
+    not keep for one alone is no promise."""
     strict = (r.tpot for r in running if r.decoding and r.slo_class == "strict" and r.tpot is not None)
     tightest = tightest_tpot(strict, model)
     return tightest if tightest < inf else None

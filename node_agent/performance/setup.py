@@ -71,7 +71,7 @@ def model_key(engine: Engine, base: BaseModel) -> ModelKey:
 
 
 def performance_file(profile: str) -> Path:
-    """Beside the cold-start profile."""
+    """Returns the path beside the cold-start profile."""
     return Path(profile).with_suffix(".performance.json")
 
 
@@ -120,7 +120,7 @@ def measure_grid(made: Bench, rounds: int, progress: Progress = lambda *_: None)
 
 
 def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
-    """None of them where the node has too few rows for the grid."""
+    """Returns the papers' forms fitted to the grid; none where the node has too few rows for it."""
     try:
         return fit_paper_form(grid, "bgmv"), fit_paper_form(grid, "mbgmv")
     except BadSample:

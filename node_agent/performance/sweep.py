@@ -111,7 +111,7 @@ class Bench:
 
 
 def passes(cases: Sequence[Case], rounds: int) -> list[Case]:
-    """Every case once a round, in another order in each."""
+    """Returns every case once a round, in another order in each."""
     ordered: list[Case] = []
     for number in range(rounds):
         ordered += random.Random(number).sample(cases, len(cases))

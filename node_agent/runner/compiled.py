@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def decoder_operators(device: torch.device, dtype: torch.dtype) -> DecoderOperators | None:
-    """None where they can't be used; why is logged."""
+    """Returns the compiled operators; None where they can't be used, and the log says why."""
     if device.type != "cpu" or dtype not in SUFFIX:
         return None
     warning = "the base runs without compiled operators, more slowly"

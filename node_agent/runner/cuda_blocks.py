@@ -110,7 +110,7 @@ def out_spec(rows: int, vocab: int) -> Spec:
 
 
 def size_of(spec: Spec, upto: str | None = None) -> int:
-    """Bytes of a block; with `upto`, where that field begins."""
+    """Returns the bytes of a block; with `upto`, those before that field."""
     at = 0
     for name, (dtype, shape) in spec.items():
         at = -(-at // ALIGN) * ALIGN

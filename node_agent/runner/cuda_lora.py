@@ -66,7 +66,8 @@ class CudaLora:
 
 
 def open_add(store: AdapterStore, kernel: str, max_rows: int, max_tokens: int) -> OpenAdd:
-    """By Triton's kernels, or for CPU_KERNEL by the compiled operator, or plain torch where it can't be had."""
+    """Returns what opens the adapters' additions: by Triton's kernels, or for CPU_KERNEL by the compiled operator, or
+    plain torch where it can't be had."""
     table, pool, base = store.table, store.pool.data, store.base
     if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton

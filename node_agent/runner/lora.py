@@ -109,7 +109,7 @@ class CompiledLora:
 
 
 def compiled_lora(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> CompiledLora | None:
-    """None where the operator can't be used; why is logged."""
+    """Returns the compiled operator; None where it can't be used, and the log says why."""
     if pool.device.type != "cpu" or pool.dtype not in DTYPES:
         return None
     warning = "LoRA runs without the compiled operator, more slowly"

@@ -180,7 +180,7 @@ def _file(sample: list[torch.Tensor], operator: ProductOperator | None, folder: 
 
 
 def _stored(file: Path) -> Measured | None:
-    """None without one that can be read: it is measured anew."""
+    """Returns what was measured; None without a file that can be read: it is measured anew."""
     try:
         with file.open("rb") as stream:
             return msgspec.json.decode(stream.read(MAX_STORED_BYTES), type=Measured)

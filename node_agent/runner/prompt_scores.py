@@ -41,5 +41,5 @@ def _score(logits: torch.Tensor, targets: torch.Tensor, top: list[int]) -> list[
 
 
 def all_finite(scored: list[ScoredToken]) -> bool:
-    """False where the model's output was not: such scores are not to be told."""
+    """Returns whether the model's output was finite: other scores are not to be told."""
     return all(math.isfinite(entry.logprob) for entry in scored)
