@@ -43,7 +43,8 @@ class FoundVersion(msgspec.Struct, frozen=True):
 
 
 def all_versions(store: ObjectStore) -> Iterator[FoundVersion]:
-    """Raises StoreUnavailable, also for a function.json that can't be read: what it lists would seem unlisted."""
+    """Yields every version of every function in the store. Raises StoreUnavailable, also for a function.json that can't
+    be read: what it lists would seem unlisted."""
     with ThreadPoolExecutor(store.readers, "registry") as pool:
         after = ""
         while names := store.folders("tenants/", after):

@@ -29,7 +29,7 @@ class Schedules(msgspec.Struct, frozen=True):
 
 
 def note_schedule(store: ObjectStore, tenant: str, function: str) -> None:
-    """Raises Conflict when there are too many, StoreUnavailable."""
+    """Notes that the function has warm windows. Raises Conflict when there are too many, StoreUnavailable."""
     key = f"{tenant}/{function}"
 
     def noted(known: Schedules | None) -> Schedules:
@@ -45,7 +45,7 @@ def note_schedule(store: ObjectStore, tenant: str, function: str) -> None:
 
 
 def read_schedules(store: ObjectStore) -> Schedules:
-    """Raises StoreUnavailable, CorruptRecord."""
+    """Returns the functions that have warm windows. Raises StoreUnavailable, CorruptRecord."""
     return find_record(store, SCHEDULES_KEY, Schedules) or Schedules()
 
 

@@ -133,7 +133,7 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
 
 
 def read_standing(store: ObjectStore) -> Standing:
-    """Raises StoreUnavailable, CorruptRecord."""
+    """Returns what stands of all functions' policies. Raises StoreUnavailable, CorruptRecord."""
     return find_record(store, STANDING_KEY, Standing) or Standing()
 
 
@@ -159,7 +159,8 @@ def stands_in(policy: Policy) -> bool:
 
 
 def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRecord, memory: Memory) -> None:
-    """Raises Conflict with the sum that does not fit."""
+    """Notes what the changed policy reserves and keeps standing, if there is room for it. Raises Conflict with the sum
+    that does not fit."""
     policy, owner = changed.policy, f"{tenant}/{changed.name}"
     places = policy.reserved_concurrency or 0
     if places > (before.reserved_concurrency or 0) and find_record(store, tenant_key(tenant), Tenant) is not None:

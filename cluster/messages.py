@@ -258,6 +258,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(body: bytes) -> Event:
-    """Raises msgspec.DecodeError when the body is not an Event of this protocol."""
+    """Returns the event of a frame's body. Raises msgspec.DecodeError when the body is not an Event of this
+    protocol."""
     event: Event = _event_decoder.decode(body)
     return event

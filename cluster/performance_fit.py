@@ -159,7 +159,7 @@ def fit_decode(
 
 
 def fit_prefill(samples: Sequence[PrefillSample], most_error: float = MOST_ERROR) -> PrefillFit:
-    """Raises BadSample or BadFit."""
+    """Fits a model of prefill passes to the samples. Raises BadSample or BadFit."""
     rows, seconds = _checked(samples, ("tokens", "squares", "token_ranks"))
     columns = np.column_stack([np.ones(len(rows)), rows])
     costs, quality = _fit("prefill", columns, seconds, _heldout(columns, seconds), most_error)

@@ -29,7 +29,7 @@ class QueueShares:
         self._waiting[tenant] = count + 1, weight
 
     def leave(self, tenant: str) -> None:
-        """Raises KeyError when none of the tenant's waits."""
+        """Notes that one of the tenant's requests waits no more. Raises KeyError when none of the tenant's waits."""
         count, weight = self._waiting[tenant]
         if count > 1:
             self._waiting[tenant] = count - 1, weight

@@ -30,7 +30,7 @@ def create_secret(path: Path) -> str:
 
 
 def read_secret(path: Path) -> str:
-    """Raises SecretError when the file can't be trusted."""
+    """Returns the file's secret. Raises SecretError when the file can't be trusted."""
     try:
         mode = path.stat().st_mode & 0o777
         secret = path.read_text().strip()

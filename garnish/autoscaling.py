@@ -116,7 +116,7 @@ def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> boo
 
 
 def picture_of(client: Client, nodes_each: dict[str, int]) -> Picture:
-    """Raises Away."""
+    """Asks the gateway for the pools' loads and ready nodes. Raises Away."""
     try:
         seen = client.ask(pools_call(), pool_routes.PoolList)
     except GarnishError as error:

@@ -62,7 +62,7 @@ class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_service_file(file: Path, environment: Mapping[str, str] | None = None) -> ServiceFile:
-    """Raises ServiceFileError for the first mistake."""
+    """Returns what a service file says. Raises ServiceFileError for the first mistake."""
     document = read_yaml(file, environment)
     if not isinstance(document.value, dict):
         raise document.error((), "expected a mapping of `service`, `base_model`, ...")

@@ -59,7 +59,8 @@ def write_credentials(file: Path, credentials: Credentials) -> None:
 
 
 def read_operator_keys(file: Path) -> OperatorKeys:
-    """Raises StartError when the file is missing, readable by others, or holds what is no key."""
+    """Returns the keys that the operator has chosen. Raises StartError when the file is missing, readable by others, or
+    holds what is no key."""
     where = f"gateway.credentials_file: {file}"
     try:
         mode = file.stat().st_mode & 0o777

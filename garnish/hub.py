@@ -61,7 +61,7 @@ def local_folder(adapter: str | Path, use: str) -> Path:
 
 
 def parse_place(written: str) -> HubPlace:
-    """Raises GarnishError."""
+    """Returns the place on the Hugging Face Hub that `hf:org/name` names. Raises GarnishError."""
     match = _PLACE.fullmatch(written)
     if match is None or ".." in written:
         raise GarnishError(

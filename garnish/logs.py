@@ -39,7 +39,7 @@ class TraceLine(msgspec.Struct, frozen=True):
 
 
 def log_names(state: Path) -> list[str]:
-    """Raises FrontDoorError."""
+    """Returns the names of the logs in the state directory. Raises FrontDoorError."""
     names = sorted(file.stem for file in (state / "logs").glob("*.log"))
     if not names:
         raise FrontDoorError(f"there are no logs in {state / 'logs'}; is {state} the service's state directory?")

@@ -57,7 +57,8 @@ def waiting(seconds: float) -> httpx.Timeout:
 
 
 def base_headers(connection: Connection) -> dict[str, str]:
-    """Raises GarnishError for a key or tenant that no header can carry, such as a key that was copied with its `…`."""
+    """Returns the headers of every request: the key, and the tenant for whom an administrator acts. Raises GarnishError
+    for a key or tenant that no header can carry, such as a key that was copied with its `…`."""
     if not _can_be_sent(connection.key):
         problem = "no key has the characters of this one: copy it whole"
         raise GarnishError("unauthenticated", f"{problem} ({_key_used(connection)})")

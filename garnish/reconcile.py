@@ -94,7 +94,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> Plan:
-    """Raises GarnishError."""
+    """Compares the service file's functions and tenants with what the service has, and returns what there is to do.
+    Raises GarnishError."""
     tenants: list[TenantStep] = []
     if administers:
         tenants = [_plan_tenant(service, connect, name) for name in tenant_names(service)]

@@ -49,7 +49,7 @@ class Workspace:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Raises StateLocked when another command of this host works here."""
+        """Holds the workspace's lock. Raises StateLocked when another command of this host works here."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(self.directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -60,7 +60,7 @@ def base_tpt(profile: NodeProfile) -> float:
 
 
 def parse_slo(text: str, profile: NodeProfile) -> Slo:
-    """Raises SloError."""
+    """Returns the bounds that the text states, such as `ttft=500ms,tpot=60ms`. Raises SloError."""
     found: dict[str, float] = {}
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())

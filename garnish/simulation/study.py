@@ -22,7 +22,8 @@ def simulate(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Simulator, Summary]:
-    """Raises UnknownPolicy."""
+    """Simulates the requests on so many nodes, and returns the simulator at its end and a summary. Raises
+    UnknownPolicy."""
     simulator = Simulator(profile, nodes, policy_maker(policy, seed), make_jobs(requests, profile, slo))
     simulator.run(progress)
     return simulator, summarise(simulator, slo)

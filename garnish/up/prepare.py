@@ -104,7 +104,8 @@ def state_directory(state: Path) -> Iterator[Path]:
 
 
 def prepare(options: UpOptions, state: Path) -> Prepared:
-    """Raises FrontDoorError for whatever would keep the service from starting."""
+    """Reads and checks all that the service needs before anything is started. Raises FrontDoorError for whatever would
+    keep the service from starting."""
     service = load_service_file(options.file)
     base = resolve_base(service)
     gateway = gateway_config(

@@ -161,7 +161,7 @@ def _digest(text: str) -> bytes:
 
 
 def read_line(line: bytes) -> Line:
-    """Raises LineError for what is no call."""
+    """Returns the call that a line of the input file asks for. Raises LineError for what is no call."""
     try:
         line.decode()
         return _LINE.decode(line)

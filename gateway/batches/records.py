@@ -112,7 +112,7 @@ class BatchStore:
         self._store = store
 
     def create(self, tenant: str, asked: BatchRequest, key_id: str | None, *, by_admin: bool) -> BatchRecord:
-        """Raises ServiceError `conflict` for a tenant with MAX_OPEN open ones."""
+        """Stores a new batch. Raises ServiceError `conflict` for a tenant with MAX_OPEN open ones."""
         if len(self._store.list(f"{MARKERS}{tenant}/", limit=MAX_OPEN)) >= MAX_OPEN:
             why = f"{MAX_OPEN} batches of the tenant have not ended, the most that it may have"
             raise ServiceError("conflict", why)

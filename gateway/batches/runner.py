@@ -206,7 +206,7 @@ class BatchRunner:
             await self._finish(run)
 
     async def _finish(self, run: BatchRun) -> None:
-        """Raises LeaseLost."""
+        """Finishes the batch: writes its answers and its end. Raises LeaseLost."""
         await self._insist(run, run.finish)
         self._metrics.count_end(run.record.status)
 

@@ -307,7 +307,8 @@ class Generation:
             raise self.shared.hold.given_up()
 
     async def _place(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
-        """Raises the first attempt's failure when no other node can take the request."""
+        """Places the request on a node that is not excluded. Raises the first attempt's failure when no other node can
+        take the request."""
         began = time.monotonic()
         try:
             shared, request = self.shared, self._asked

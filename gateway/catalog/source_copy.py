@@ -25,7 +25,7 @@ RETRY_AFTER = 5.0
 
 
 def allowed_place(sources: Sources, source: str) -> S3Place:
-    """Raises ServiceError `forbidden`."""
+    """Returns the place of a source that the operator allows. Raises ServiceError `forbidden`."""
     try:
         return sources.place(source)
     except Forbidden as error:

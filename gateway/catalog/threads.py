@@ -32,7 +32,8 @@ class LeavableThreads:
         self._places = asyncio.Semaphore(count)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Raises what `work` raises. Waits for a place without bound: callers set their own."""
+        """Runs the work in one of the threads and returns its result. Raises what `work` raises. Waits for a place
+        without bound: callers set their own."""
         await self._places.acquire()
         outcome: Future[T] = Future()
         outcome.set_running_or_notify_cancel()  # so that leaving does not cancel it: the thread will still set it

@@ -65,7 +65,7 @@ class Deliveries:
         await events.threads.write(events.store.change, claim, ended)
 
     async def _send(self, event: EventRecord, delivery: Delivery) -> None:
-        """Raises NotDelivered, StoreUnavailable."""
+        """Sends the event's webhook once. Raises NotDelivered, StoreUnavailable."""
         if delivery.to.function is not None:
             return await self._call(event, delivery.to.function)
         assert delivery.to.webhook is not None

@@ -38,7 +38,8 @@ class Webhooks:
         self._places = asyncio.Semaphore(CONNECTIONS)
 
     async def send(self, tenant: str, url: str, message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> None:
-        """Raises NotDelivered unless the receiver answers 2xx, StoreUnavailable."""
+        """Posts a signed message to the tenant's URL. Raises NotDelivered unless the receiver answers 2xx,
+        StoreUnavailable."""
         if not secrets:
             raise NotDelivered("the tenant has no webhook secret any more")
         allowed = await self._hosts_of(tenant)

@@ -53,7 +53,8 @@ class Upload(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterator[Upload]:
-    """Raises ServiceError for a body that is too large, too slow, broken, or not made of the parts of ADAPTER.
+    """Receives an adapter's files into a folder, which is gone at the end. Raises ServiceError for a body that is too
+    large, too slow, broken, or not made of the parts of ADAPTER.
 
     A part is known by its field name, or else by its file name: both `-F adapter_config.json=@FILE` and
     `-F files=@adapter_config.json` do.

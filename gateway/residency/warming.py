@@ -144,7 +144,7 @@ class Warming:
         return {_key(v, node): self._loads[_key(v, node)].answer for v, node in missing}
 
     async def _ask(self, node: NodeRecord, adapter: Adapter) -> Moved:
-        """Raises ServiceError."""
+        """Asks a node to load the adapter, and returns what it says. Raises ServiceError."""
         return (await self._node_calls.ask(node, "/adapters/prefetch", Moved, PrefetchOrder(adapter)))[1]
 
     def _end(self, key: Key, answer: asyncio.Task[Moved]) -> None:

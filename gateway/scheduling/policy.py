@@ -47,7 +47,7 @@ POLICIES: Mapping[str, Callable[[Clock, int], Policy]] = MappingProxyType(
 
 
 def make_policy(name: str, clock: Clock = time.monotonic, seed: int = 0) -> Policy:
-    """Raises UnknownPolicy with the names that exist."""
+    """Returns the policy of that name. Raises UnknownPolicy with the names that exist."""
     if name not in POLICIES:
         raise UnknownPolicy(f"placement policy {name!r} does not exist; known: {', '.join(sorted(POLICIES))}")
     return POLICIES[name](clock, seed)

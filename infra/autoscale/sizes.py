@@ -43,7 +43,7 @@ def read_sizes(directory: Path) -> dict[str, SetSize]:
 
 
 def write_sizes(directory: Path, sizes: dict[str, SetSize]) -> None:
-    """Raises InfraError."""
+    """Writes the sizes that the autoscaler has set, by pool. Raises InfraError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = msgspec.json.format(msgspec.json.encode(sizes, order="sorted")).decode()
@@ -53,7 +53,8 @@ def write_sizes(directory: Path, sizes: dict[str, SetSize]) -> None:
 
 
 def set_size(directory: Path, pool: str, size: SetSize) -> None:
-    """Raises InfraError. For the only autoscaler: nobody else writes."""
+    """Sets one pool's size among those that the autoscaler has set. Raises InfraError. For the only autoscaler: nobody
+    else writes."""
     known = read_sizes(directory)
     if known.get(pool) != size:
         write_sizes(directory, {**known, pool: size})

@@ -54,7 +54,7 @@ class PageMap:
         return pages
 
     def give(self, pages: Sequence[int], owner: str) -> None:
-        """Raises RuntimeError when a page is not `owner`'s."""
+        """Gives an owner's pages back. Raises RuntimeError when a page is not `owner`'s."""
         for page in pages:
             if self.owner[page] != owner:
                 raise RuntimeError(f"page {page} belongs to {self.owner[page]}, not to {owner}, which frees it")

@@ -20,7 +20,7 @@ class FreeRuns:
         return None
 
     def give(self, start: int, length: int) -> None:
-        """Raises RuntimeError when part of the run is free already."""
+        """Gives a run of elements back. Raises RuntimeError when part of the run is free already."""
         i = bisect.bisect(self._runs, (start, length))
         before = self._runs[i - 1] if i else None
         after = self._runs[i] if i < len(self._runs) else None

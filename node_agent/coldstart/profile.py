@@ -104,8 +104,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_profile(file: Path, key: ProfileKey) -> Profile:
-    """Raises ProfileError when the file is damaged or was made for something else, OSError when it can't be read. How
-    many workers there were does not matter: theirs are the costs of one."""
+    """Returns the stored profile that was made under this key. Raises ProfileError when the file is damaged or was made
+    for something else, OSError when it can't be read. How many workers there were does not matter: theirs are the costs
+    of one."""
     with file.open("rb") as stream:
         text = stream.read(MAX_PROFILE_BYTES + 1)
     if len(text) > MAX_PROFILE_BYTES:

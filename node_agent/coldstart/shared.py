@@ -200,7 +200,8 @@ class HandoffMemory:
             begin += _SEGMENT.size
 
     def read_segments(self, at: int, count: int) -> list[tuple[int, int]]:
-        """Raises IndexError when there can't be so many."""
+        """Returns the host slot and end of each of a command's segments. Raises IndexError when there can't be so
+        many."""
         if not 1 <= count <= MAX_SEGMENTS:
             raise IndexError(f"{count} segments; 1 to {MAX_SEGMENTS} are possible")
         begin = self._segments[at]

@@ -43,7 +43,7 @@ class BlockPool:
         self.poll()
 
     def poll(self) -> None:
-        """Raises RuntimeError when a block was released twice."""
+        """Frees released blocks that the device no longer uses. Raises RuntimeError when a block was released twice."""
         releasing, self._releasing = self._releasing, []
         for blocks, after in releasing:
             if all(event.query() for event in after):

@@ -87,7 +87,7 @@ def build_engine(
 
 
 def find_runner(name: str) -> OpenRunner:
-    """Raises ValueError for a name that is not in RUNNERS."""
+    """Returns what opens the runner of that name. Raises ValueError for a name that is not in RUNNERS."""
     module = RUNNERS.get(name)
     if module is None:
         raise ValueError(f"runner: {name!r} is unknown; use {', '.join(RUNNERS)}")

@@ -83,7 +83,7 @@ class WaitingQueue:
         self.shares.join(request.tenant, request.function)
 
     def remove(self, request: Request) -> None:
-        """Raises KeyError when it does not wait."""
+        """Removes a request from the queue. Raises KeyError when it does not wait."""
         del self._requests[request.id]
         self._queue_shares.leave(request.tenant)
         self._classes[request.slo_class] -= 1

@@ -79,7 +79,7 @@ def claimed_gpu(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]
 
 
 def _claim_first(gpus: Sequence[Gpu]) -> tuple[Gpu, socket.socket]:
-    """Raises NoGpu."""
+    """Claims the first of these GPUs that no other node has, by a socket that is to be kept open. Raises NoGpu."""
     for gpu in gpus:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

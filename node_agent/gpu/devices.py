@@ -106,7 +106,7 @@ def _is_uuid_of(gpu: Gpu, entry: str) -> bool:
 
 
 def _list() -> list[Gpu]:
-    """Raises NvmlProblem, also where no GPU can be read."""
+    """Returns the host's GPUs. Raises NvmlProblem, also where no GPU can be read."""
     library = load_nvml()
     if library is None:
         return []

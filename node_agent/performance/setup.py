@@ -136,7 +136,7 @@ def fit(sweep: Sweep, kernel: str, most_error: float = MOST_ERROR) -> tuple[Deco
 def profile_of(
     engine: Engine, base: BaseModel, decode: DecodeFit, prefill: PrefillFit, costs: ColdCosts
 ) -> PerformanceProfile:
-    """Raises BadSample."""
+    """Fits the node's performance model to what was measured. Raises BadSample."""
     to_device, exposed = costs
     profile = PerformanceProfile(
         key=model_key(engine, base),

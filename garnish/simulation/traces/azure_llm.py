@@ -18,7 +18,7 @@ def is_azure_llm(header: str) -> bool:
 
 
 def read_azure_llm(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
-    """Raises TraceError."""
+    """Reads a trace of Azure's LLM inference. Raises TraceError."""
     next(lines)
     found = Singles()
     for line in lines:

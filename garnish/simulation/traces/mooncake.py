@@ -17,7 +17,7 @@ def is_mooncake(first: str) -> bool:
 
 
 def read_mooncake(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
-    """Raises TraceError."""
+    """Reads a trace of Mooncake. Raises TraceError."""
     requests = Singles()
     for line in lines:
         found = fields(line)

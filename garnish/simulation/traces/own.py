@@ -25,7 +25,7 @@ def is_own(first: str) -> bool:
 
 
 def read_own(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
-    """Raises TraceError."""
+    """Reads a trace that `garnish logs --trace` wrote. Raises TraceError."""
     found, names = list[TraceRequest](), dict[str, str]()
     for line in lines:
         if len(found) == MAX_REQUESTS:

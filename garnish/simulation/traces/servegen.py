@@ -26,7 +26,7 @@ def is_servegen(header: str) -> bool:
 
 
 def read_servegen(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
-    """Raises TraceError."""
+    """Reads a trace of ServeGen. Raises TraceError."""
     line = next(lines)
     rng, known = np.random.default_rng((laws.seed, 0)), dict[str, int]()
     times, called = list[np.ndarray](), list[np.ndarray]()
