@@ -100,7 +100,7 @@ class CudaRunner:
             problem = check_captured(self, made[0], last.logits)
         except RuntimeError as error:
             if not is_out_of_memory(error):
-                what = f"node.runner: cuda can't capture decode steps of {made[0].rows} rows"
+                what = f"node.runner: cuda can't capture decode steps of {rows} rows"
                 raise RuntimeError(f"{what}: {error}; set node.runner: transformers") from error
             problem = f"{error}; fewer node.max_rows, or less node.kv_memory, leave more"
         if problem is None:
