@@ -84,7 +84,7 @@ NEWER_PARAMETERS = (
 
 
 def version_for(sampling: Sampling) -> int:
-    """The protocol version that a node must serve so as not to ignore any of these parameters."""
+    """Returns the protocol version that a node must serve so as not to ignore any of these parameters."""
     plain = all(getattr(sampling, field) == getattr(_PLAIN, field) for field in NEWER_PARAMETERS)
     return PROTOCOL_VERSION if plain else PARAMETERS_VERSION
 
@@ -253,11 +253,12 @@ _event_decoder = msgspec.msgpack.Decoder(Event)
 
 
 def encode_event(event: Event) -> bytes:
-    """One frame."""
+    """Returns one frame with the event."""
     return frame(_event_encoder.encode(event))
 
 
 def decode_event(body: bytes) -> Event:
-    """Raises msgspec.DecodeError when the body is not an Event of this protocol."""
+    """Returns the event of a frame's body. Raises msgspec.DecodeError when the body is not an Event of this
+    protocol."""
     event: Event = _event_decoder.decode(body)
     return event

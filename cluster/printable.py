@@ -8,5 +8,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Without control characters but tabs and line breaks: they could move the cursor or rename the window."""
+    """Returns the text with its control characters replaced, but for tabs and line breaks: they could move the cursor
+    or rename the window."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)

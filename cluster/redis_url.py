@@ -22,6 +22,6 @@ def url_problem(url: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Without user, password and options."""
+    """Returns the URL without user, password and options."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

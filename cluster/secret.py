@@ -30,7 +30,7 @@ def create_secret(path: Path) -> str:
 
 
 def read_secret(path: Path) -> str:
-    """Raises SecretError when the file can't be trusted."""
+    """Returns the secret in the file. Raises SecretError when the file can't be trusted."""
     try:
         mode = path.stat().st_mode & 0o777
         secret = path.read_text().strip()
@@ -48,6 +48,6 @@ def authorization(secret: str) -> dict[str, str]:
 
 
 def is_authorized(header: str | None, secret: str) -> bool:
-    """Constant-time check of an Authorization header."""
+    """Returns whether an Authorization header carries the secret, compared in constant time."""
     given = (header or "").removeprefix("Bearer ")
     return hmac.compare_digest(given.encode(), secret.encode())

@@ -87,7 +87,7 @@ class DeviceCopy:
         return layers[: max(1, sum(size <= most for size in sizes))]
 
     def _settle(self) -> None:
-        """Nothing crosses any more."""
+        """Marks the copy as ended: nothing crosses any more."""
         self.over, self.states.arrived = True, time.monotonic()
         self.states.failed = self.states.failed or self.host.failed
         self.states.ended.set()
@@ -95,7 +95,8 @@ class DeviceCopy:
     # --- in a loader thread
 
     def _work(self, portion: list[int]) -> None:
-        """Enqueue the portion; wait for the oldest that crosses where there is no other to enqueue, or enough are."""
+        """Enqueues the portion of layers; waits for the oldest that crosses where there is no other to enqueue, or
+        enough are."""
         states = self.states
         try:
             if portion:

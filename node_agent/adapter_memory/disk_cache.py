@@ -44,7 +44,8 @@ class CachedFile:
         return bytes(buffer[: self.read_into(start, memoryview(buffer))])
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        """Bytes read, fewer where the file ends. Raises OSError."""
+        """Reads the file from byte `start` on into the buffer. Returns the bytes read, fewer where the file ends.
+        Raises OSError."""
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.preadv(fd, [buffer], start)
@@ -52,7 +53,7 @@ class CachedFile:
             os.close(fd)
 
     def header(self) -> ArtifactHeader:
-        """Raises CorruptArtifact or OSError."""
+        """Reads the artifact's header. Raises CorruptArtifact or OSError."""
         return read_header(self, "")
 
     def drop(self, reason: str) -> None:
@@ -72,7 +73,7 @@ class CacheWriter:
         self._open(encode_header(header))
 
     def write(self, offset: int, block: memoryview) -> None:
-        """A verified layer. Never raises: without room on the disk the adapter is not kept."""
+        """Writes a verified layer. Never raises: without room on the disk the adapter is not kept."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -88,7 +89,7 @@ class CacheWriter:
                 self._give_up(error)
 
     def end(self) -> None:
-        """The load has ended: what is not whole is removed."""
+        """Notes that the load has ended: a file that is not whole is removed."""
         with self._lock:
             if self._fd >= 0:
                 self._give_up(None)
@@ -137,7 +138,7 @@ class DiskCache:
         return self.directory / self._name(digest)
 
     def open(self, digest: str) -> CachedFile | None:
-        """The adapter's file, used now; None when there is none."""
+        """Returns the adapter's file, which counts as used now; None when there is none."""
         with self._lock:
             if self._name(digest) not in self._sizes:
                 return None
@@ -152,7 +153,7 @@ class DiskCache:
             return self._name(digest) in self._sizes
 
     def contents(self) -> Sequence[tuple[str, int]]:
-        """(digest, bytes) of this base's adapters, most recently used first."""
+        """Returns (digest, bytes) of this base's adapters, most recently used first."""
         with self._lock:
             here = [(name[:64], size) for name, size in self._sizes.items() if name.endswith(self.base.fingerprint)]
         return here[::-1]
@@ -173,14 +174,14 @@ class DiskCache:
         return CacheWriter(self, header, size)
 
     def drop(self, digest: str, reason: str) -> None:
-        """The file is not what was written, or can't be read."""
+        """Removes a file that is not what was written, or can't be read, and counts it as damaged."""
         if self.remove(digest):
             with self._lock:
                 self.damaged += 1
             log.warning("an adapter on the disk is not usable", extra={"digest": digest, "reason": reason})
 
     def remove(self, digest: str) -> bool:
-        """The file is not wanted any more; False when there is none."""
+        """Removes a file that is not wanted any more. Returns False when there is none."""
         with self._lock:
             if self._sizes.pop(self._name(digest), None) is None:
                 return False
@@ -188,13 +189,14 @@ class DiskCache:
         return True
 
     def keep(self, digest: str, size: int) -> None:
-        """A writer has ended well."""
+        """Takes in the file of a writer that has ended well."""
         with self._lock:
             self._writing -= size
             self._sizes[self._name(digest)] = size
 
     def give_back(self, size: int, error: OSError | None) -> None:
-        """A writer has ended without a file."""
+        """Gives back the room of a writer that has ended without a file; `error` says why, None: its load ended
+        first."""
         with self._lock:
             self._writing -= size
             self.failures += error is not None
@@ -210,7 +212,8 @@ class DiskCache:
         return f"{digest}-{self.base.fingerprint}"
 
     def _make_room(self, size: int) -> list[str] | None:
-        """Under the lock: names to remove, forgotten already; None when writers hold the room."""
+        """Returns the names of files to remove for `size` bytes, forgotten already; None when writers hold the room.
+        Called under the lock."""
         if self._writing + size > self.limit:
             return None
         victims = []
@@ -224,7 +227,7 @@ class DiskCache:
                 (self.directory / name).unlink(missing_ok=True)
 
     def _find(self) -> None:
-        """Take in what earlier runs left: whole files whose header is what was written; the rest is removed."""
+        """Takes in what earlier runs left: whole files whose header is what was written; the rest is removed."""
         found: list[tuple[float, str, int]] = []
         for path in self.directory.iterdir():
             if path.name.endswith(TEMPORARY):
@@ -252,7 +255,8 @@ class DiskCache:
 
 
 def open_cache(config: DiskCacheConfig | None, base: BaseModel) -> DiskCache | None:
-    """None without a config, and where the directory can't be used: a node serves without its cache."""
+    """Opens the disk cache. Returns None without a config, and where the directory can't be used: a node serves without
+    its cache."""
     if config is None or not config.bytes:
         return None
     try:

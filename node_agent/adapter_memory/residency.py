@@ -25,7 +25,8 @@ class InUse(Exception):
 
 
 def adapter_states(store: AdapterStore) -> AdapterStates:
-    """Those on the device first, then in host memory or on the way there, then on the disk; none twice."""
+    """Returns the states of the adapters here: those on the device first, then in host memory or on the way there, then
+    on the disk; none twice."""
     found = [_on_device(store, entry) for entry in store.device.values()]
     found += [_in_host(host) for host in store.hosts.all() if host.digest not in store.device]
     named = {state.digest for state in found}
@@ -45,7 +46,7 @@ def tier_of(store: AdapterStore, digest: str) -> HeldTier:
 
 
 def evict(store: AdapterStore, digest: str) -> bool:
-    """Take the adapter from device, host memory and disk; False when it is in none of them.
+    """Takes the adapter from device, host memory and disk. Returns False when it is in none of them.
 
     Raises InUse while a request holds or awaits it, CPU workers read it, or its load goes on.
     """

@@ -12,7 +12,7 @@ class FreeRuns:
         self._runs: list[tuple[int, int]] = [(0, size)] if size else []
 
     def take(self, length: int) -> int | None:
-        """Start of a run of `length` >= 1, or None when no free run is long enough."""
+        """Takes a run of `length` >= 1. Returns its start, or None when no free run is long enough."""
         for i, (start, run) in enumerate(self._runs):
             if run >= length:
                 self._runs[i : i + 1] = [(start + length, run - length)] if run > length else []
@@ -20,7 +20,7 @@ class FreeRuns:
         return None
 
     def give(self, start: int, length: int) -> None:
-        """Raises RuntimeError when part of the run is free already."""
+        """Frees a run. Raises RuntimeError when part of it is free already."""
         i = bisect.bisect(self._runs, (start, length))
         before = self._runs[i - 1] if i else None
         after = self._runs[i] if i < len(self._runs) else None

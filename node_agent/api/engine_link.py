@@ -53,8 +53,8 @@ class EngineLink:
         self._stopped = False
 
     async def start(self) -> None:
-        """Listens on a socket in a directory that only this user may enter; makes the directory, and takes the place of a
-        socket left there. Raises OSError when that can't be."""
+        """Listens on a socket in a directory that only this user may enter; makes the directory, and takes the place of
+        a socket left there. Raises OSError when that can't be."""
         if len(os.fsencode(self._path)) > LONGEST_PATH:
             raise OSError(f"{self._path}: a socket's path has at most {LONGEST_PATH} bytes; use a shorter directory")
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class EngineLink:
         self._server = await asyncio.start_unix_server(self._serve, path=str(self._path))
 
     async def stop(self) -> None:
-        """Stop listening and hang up."""
+        """Stops listening and hangs up."""
         self._stopped = True
         if self._server is not None:
             self._server.close()
@@ -74,7 +74,7 @@ class EngineLink:
         self._path.unlink(missing_ok=True)
 
     def send(self, command: Command) -> None:
-        """Queue one command. Raises LinkDown when no engine is there to take it."""
+        """Queues one command. Raises LinkDown when no engine is there to take it."""
         if self._writer is None or self._writer.is_closing():
             raise LinkDown("no engine is connected")
         if self._writer.transport.get_write_buffer_size() > WRITE_LIMIT:

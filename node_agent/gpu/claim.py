@@ -52,8 +52,8 @@ def _listed(device: str) -> list[Gpu] | None:
 
 @contextlib.contextmanager
 def claimed_gpu(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]:
-    """The settings with the first free GPU of `node_gpus`, which is nobody else's meanwhile. This process, and those
-    that it starts, see that GPU alone and stay on cores near it. Without a GPU nothing changes. Raises NoGpu."""
+    """Yields the settings with the first free GPU of `node_gpus`, which is nobody else's meanwhile. This process, and
+    those that it starts, see that GPU alone and stay on cores near it. Without a GPU nothing changes. Raises NoGpu."""
     found = _listed(config.device)
     gpus = usable_gpus(found, config.devices, os.environ) if found is not None else []
     if found is None or not gpus:
@@ -79,7 +79,7 @@ def claimed_gpu(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]
 
 
 def _claim_first(gpus: Sequence[Gpu]) -> tuple[Gpu, socket.socket]:
-    """Raises NoGpu."""
+    """Claims the first GPU that no other node has. Returns it and the socket that holds the claim. Raises NoGpu."""
     for gpu in gpus:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -101,12 +101,12 @@ def _visible(gpus: Sequence[Gpu], visible: str | None) -> set[int]:
 
 
 def _is_uuid_of(gpu: Gpu, entry: str) -> bool:
-    """Whether the entry is the GPU's UUID, or its beginning."""
+    """Returns whether the entry is the GPU's UUID, or its beginning."""
     return entry.startswith("GPU-") and gpu.uuid.startswith(entry)
 
 
 def _list() -> list[Gpu]:
-    """Raises NvmlProblem, also where no GPU can be read."""
+    """Returns this machine's GPUs; none without NVML. Raises NvmlProblem, also where no GPU can be read."""
     library = load_nvml()
     if library is None:
         return []
