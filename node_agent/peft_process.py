@@ -106,7 +106,7 @@ class PeftAlone:
 
 
 def with_plain_tensors(folder: Path, scratch: Path) -> Path:
-    """The adapter's folder, or a copy of it in `scratch` if its tensors' names carry an adapter's name.
+    """Returns the adapter's folder, or a copy of it in `scratch` if its tensors' names carry an adapter's name.
 
     PEFT finds no tensor of such a file, and would answer as the base model does. Raises InvalidAdapter, OSError.
     """

@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 
 def run(config: NodeConfig) -> int:
-    """Run the node until TERM or INT, then stop both processes. Returns the exit code: 0, or 1 when the node can't have
-    the GPU that it was to have.
+    """Runs the node until TERM or INT, then stops both processes. Returns the exit code: 0, or 1 when the node can't
+    have the GPU that it was to have.
 
     Must be called on the main thread, whose signal handlers it borrows. Raises OSError when `run_dir` can't be made.
     """

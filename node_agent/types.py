@@ -196,9 +196,9 @@ class PassLora(Protocol):
     """Adds the adapters' part to a pass's projections. Made per pass."""
 
     def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
-        """Begins the adapters' part of `group`: called before the base product with its input x[T, d_in], which may be a part of wider rows.
+        """Begins the adapters' part of `group`, with its input x[T, d_in], which may be a part of wider rows.
 
-        Returns False when nothing is to be added there: `finish` is not called then.
+        Called before the base product. Returns False when nothing is to be added there: `finish` is not called then.
         """
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
@@ -266,8 +266,8 @@ class SendingRunner(Protocol):
     def serve(
         self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
     ) -> Callable[[LoraBatch, bool], PassLora]:
-        """Called once, before the first adapter is loaded: prepares passes of at most `max_rows` sequences and
-        `chunk_tokens` prompt tokens, with the `kernel` for adapters (lora_choice). Returns their StartLora."""
+        """Prepares passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens, with the `kernel` for
+        adapters (lora_choice). Returns their StartLora. Called once, before the first adapter is loaded."""
 
 
 def batch_device(runner: ModelRunner) -> torch.device:

@@ -153,8 +153,8 @@ def profile_of(
 
 
 def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
-    """Returns what a load to the device costs, and the share of it that a first token waits for. Without a cold-start
-    profile the link is measured, on pages that no adapter has: call it before any is there."""
+    """Returns the link to the device, and the exposed share of a load over it. Without a cold-start profile the link is
+    measured, on pages that no adapter has: call it before any is there."""
     profile = engine.cold_start.profile
     link = profile.link if profile is not None else measure_link(engine.store, LINK_ROUNDS)
     share = 1.0 if profile is None else exposed_share(profile, engine.cold_start.way, engine, base)
