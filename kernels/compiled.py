@@ -109,8 +109,8 @@ class CompiledGroup:
         self._y, self._y_stride = self._call.y, self._call.y_stride
 
     def add(self, ys: Sequence[torch.Tensor], x: torch.Tensor, segments: Segments) -> None:
-        """Adds the adapters' part: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and its
-        slot s, in fp32.
+        """Adds the adapters' part: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and
+        its slot s, in fp32.
 
         ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not touched
         x         [T, d_in], rows of stride 1; dtype of ys and weights: fp32 or bf16

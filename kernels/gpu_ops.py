@@ -57,8 +57,8 @@ class LayerOperations(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
-        """Normalises each token: residual += x, then out = weight * (residual / sqrt(mean(residual^2) + eps)); without a
-        residual the norm is of x.
+        """Normalises each token: residual += x, then out = weight * (residual / sqrt(mean(residual^2) + eps)); without
+        a residual the norm is of x.
 
         x        [T, width], rows of stride 1
         weight   [width]

@@ -95,7 +95,7 @@ class Bench:
                 written.update(blocks)
 
     def measure(self, cases: Sequence[Case], rounds: int, progress: Progress = lambda *_: None) -> Sweep:
-        """Measures all cases, in another order in each round, so that what disturbs the host strikes each case differently.
+        """Measures all cases, in another order in each round: what disturbs the host strikes each case differently.
 
         The first pass of a case is dropped where there are more: libraries prepare themselves for its shapes then. Ends
         at the deadline; raises SweepTooSlow when not even half of the cases have been measured by then.
