@@ -23,7 +23,8 @@ MOST_IDLE_TENANTS, MOST_IDLE_FUNCTIONS = 4096, 64
 
 
 def token_cost(prompt: int, output: int, rank: int) -> float:
-    """Service in the unit of a prompt token of the base model. `rank`: the adapter's largest, 0 without one."""
+    """Returns the service that a request costs, in the unit of a prompt token of the base model. `rank`: the adapter's
+    largest, 0 without one."""
     return (prompt * PROMPT_PRICE + output * OUTPUT_PRICE) * (1 + rank * RANK_PRICE)
 
 
@@ -54,13 +55,13 @@ class Counters:
         return self._floor
 
     def join(self, owner: str) -> None:
-        """One more request of the owner waits."""
+        """Counts one more waiting request of the owner."""
         if owner not in self._waiting:
             self._values[owner] = max(self[owner], self.floor)
         self._waiting[owner] = self._waiting.get(owner, 0) + 1
 
     def leave(self, owner: str) -> None:
-        """One of them waits no more. Raises KeyError when none did."""
+        """Counts one waiting request of the owner less. Raises KeyError when none of the owner's waits."""
         left = self._waiting[owner] - 1
         if left:
             self._waiting[owner] = left
@@ -71,7 +72,7 @@ class Counters:
             self._last = owner
 
     def charge(self, owner: str, service: float) -> list[str]:
-        """Add service per weight to the owner's counter. Returns who was forgotten meanwhile."""
+        """Adds service per weight to the owner's counter. Returns the owners that were forgotten meanwhile."""
         self._values[owner] = self[owner] + service
         return self._sweep() if len(self._values) > self._sweep_above else []
 
@@ -82,8 +83,8 @@ class Counters:
             self._floor = max(self._floor, self[self._last])
 
     def _sweep(self) -> list[str]:
-        """Forget those who don't wait and whose counter says no more than the floor does, and of the others those with
-        the least if they are too many."""
+        """Forgets owners who don't wait: those whose counter says no more than the floor does, and of the others, if
+        they are too many, those with the least. Returns the forgotten ones."""
         self._raise_floor()
         idle = sorted((value, owner) for owner, value in self._values.items() if owner not in self._waiting)
         behind = sum(value <= self._floor for value, _ in idle)
@@ -106,7 +107,7 @@ class FairShares:
         self._functions: dict[str, Counters] = {}
 
     def join(self, tenant: str, function: str) -> None:
-        """A request comes to wait."""
+        """Counts one more waiting request of the tenant and its function."""
         self._tenants.join(tenant)
         self._of(tenant).join(function)
 
@@ -116,13 +117,14 @@ class FairShares:
         self._of(tenant).leave(function)
 
     def charge(self, tenant: str, function: str, weight: float, service: float) -> None:
-        """`service` was given to a request."""
+        """Adds the `service` that a request was given to the counters of its tenant, per `weight`, and of its
+        function."""
         self._of(tenant).charge(function, service)
         for forgotten in self._tenants.charge(tenant, service / weight):
             self._functions.pop(forgotten, None)
 
     def tenant(self, tenant: str) -> float:
-        """Its counter."""
+        """Returns the tenant's counter."""
         return self._tenants[tenant]
 
     @property
@@ -132,7 +134,7 @@ class FairShares:
         return self._tenants.floor
 
     def function(self, tenant: str, function: str) -> float:
-        """The function's counter among those of its tenant."""
+        """Returns the function's counter among those of its tenant."""
         return self._functions[tenant][function] if tenant in self._functions else 0.0
 
     def _of(self, tenant: str) -> Counters:
@@ -155,8 +157,9 @@ R = TypeVar("R", bound=Waits)
 
 
 def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
-    """Each once: of the tenant with the least counter and its function with the least counter, the one that is due
-    first. Counters may be charged meanwhile: they are read anew for each, but must not fall."""
+    """Yields each waiting request once: of the tenant with the least counter and its function with the least counter,
+    the one that is due first. Counters may be charged meanwhile: they are read anew for each request, but must not
+    fall."""
     groups: dict[str, dict[str, list[R]]] = {}
     for request in sorted(waiting, key=attrgetter("due")):
         groups.setdefault(request.tenant, {}).setdefault(request.function, []).append(request)

@@ -31,7 +31,7 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Nobody passes. One may close it at a time."""
+        """Closes the gate: nobody passes while the context lasts. One may close it at a time."""
         self._open.clear()
         try:
             await self._empty.wait()

@@ -249,8 +249,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._refuse(ServiceError("head_too_large", why))
 
     def _refuse(self, error: ServiceError) -> None:
-        """While another request is still to be answered, this would be taken for its answer, or for a part of it: then
-        the connection only ends."""
+        """Answers with the error and closes the connection. While another request is still to be answered, the answer
+        would be taken for that one's, or for a part of it: then the connection only ends."""
         cycle = self._answered
         broken = self._receiving and not self._in_head and cycle is self.cycle  # the body of `cycle`
         self._receiving, self._drop_limit = True, LINGER_HEAD_BYTES
@@ -264,9 +264,10 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.close()
 
     def _linger(self) -> bool:
-        """The server has said all it will. Returns False when the whole request is there: nothing is left to read.
+        """Begins to linger, now that the server has said all that it will.
 
-        Else the peer is told the end of the answer at once, and reset only when it goes on sending for too long.
+        Returns False when the whole request is there: nothing is left to read. Else the peer is told the end of the
+        answer at once, and reset only when it goes on sending for too long.
         """
         if not self._receiving or self._lingering or self.transport.is_closing():
             return False
@@ -286,7 +287,8 @@ class BoundedHttp(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def _end_lingering(self, seconds: float, dropped: int) -> None:
-        """After so many seconds, `dropped` bytes having been dropped at the last look."""
+        """Resets the connection when the peer is silent or has gone on for too long, else looks again later. `seconds`:
+        how long it has lingered; `dropped`: bytes that had been dropped at the last look."""
         if self._dropped == dropped or seconds >= LINGER_SECONDS:
             self.transport.abort()
             return

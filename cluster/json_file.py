@@ -9,8 +9,8 @@ import msgspec
 
 
 def write_json(value: msgspec.Struct, file: Path) -> None:
-    """Atomically: a reader sees the old one or the new one, also when two processes write it at once. Makes the folder;
-    raises OSError."""
+    """Writes the value to the file atomically: a reader sees the old one or the new one, also when two processes write
+    it at once. Makes the folder; raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:

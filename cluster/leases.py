@@ -29,7 +29,8 @@ class Leases(Protocol):
     """Shared by all gateway workers. Every method may raise RedisAway."""
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
-        """Take the lease, or prolong it, for so long from now; another's, while it lasts, is left and returned."""
+        """Takes the lease, or prolongs it, for so many seconds from now. Another holder's lease, while it lasts, is
+        left as it is and returned."""
         ...
 
     async def free(self, name: str, holder: str) -> None:

@@ -9,7 +9,7 @@ PATIENCE = 30
 
 
 def nonnegative(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """x f64[k] >= 0 that minimises |columns x - target|; columns f64[n, k], target f64[n], all finite.
+    """Returns x f64[k] >= 0 that minimises |columns x - target|; columns f64[n, k], target f64[n], all finite.
 
     Lawson and Hanson's active set (Solving Least Squares Problems, 1974, chapter 23) on columns of equal length. Of
     columns that say the same, some solution is found. Raises ValueError when it does not converge.

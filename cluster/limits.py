@@ -67,11 +67,12 @@ class LimitState(Protocol):
     """Shared by all gateway workers, so that a limit means the whole gateway."""
 
     async def take(self, call: Call) -> Refusal | None:
-        """Take all that the call asks for, or nothing and say why. One round trip at most, none without a limit."""
+        """Takes all that the call asks for, and returns None; or takes nothing, and returns why. One round trip at
+        most, none without a limit."""
         ...
 
     async def settle(self, call: Call, unused_tokens: int) -> None:
-        """The call that `take` allowed has ended."""
+        """Notes that the call which `take` allowed has ended."""
         ...
 
 
@@ -83,7 +84,7 @@ class Bucket:
         self.level, self._at = capacity, now
 
     def adjust(self, rate: float, capacity: float, now: float) -> None:
-        """Let time pass, then go on with these settings."""
+        """Lets time pass until `now`, then goes on with this rate and capacity."""
         self.level = min(self.capacity, self.level + max(0.0, now - self._at) * self.rate)
         self.rate, self.capacity, self._at = rate, capacity, max(now, self._at)
         self.level = min(capacity, self.level)
@@ -99,7 +100,7 @@ class Bucket:
         self.level = min(self.capacity, self.level + by)
 
     def take(self, amount: float, now: float) -> bool:
-        """Let time pass, then take the amount. Returns False, taking nothing, if it holds less."""
+        """Lets time pass, then takes the amount. Returns False, taking nothing, if the bucket holds less."""
         self.adjust(self.rate, self.capacity, now)
         if self.wait(amount) > 0:
             return False
@@ -180,7 +181,8 @@ class MemoryLimits:
         return bucket
 
     def _forget_full(self, now: float) -> None:
-        """A bucket that is full again says nothing. Looks at a few of the oldest, so that this never takes long."""
+        """Forgets buckets that are full again: they say nothing. Looks at a few of the oldest, so that this never takes
+        long."""
         for key in list(self._buckets)[:2] if len(self._buckets) >= IDLE_BUCKETS else ():
             if self._buckets[key].is_full(now):
                 del self._buckets[key]

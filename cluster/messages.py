@@ -84,7 +84,7 @@ NEWER_PARAMETERS = (
 
 
 def version_for(sampling: Sampling) -> int:
-    """The protocol version that a node must serve so as not to ignore any of these parameters."""
+    """Returns the protocol version that a node must serve so as not to ignore any of these parameters."""
     plain = all(getattr(sampling, field) == getattr(_PLAIN, field) for field in NEWER_PARAMETERS)
     return PROTOCOL_VERSION if plain else PARAMETERS_VERSION
 
@@ -253,7 +253,7 @@ _event_decoder = msgspec.msgpack.Decoder(Event)
 
 
 def encode_event(event: Event) -> bytes:
-    """One frame."""
+    """Returns one frame with the event."""
     return frame(_event_encoder.encode(event))
 
 

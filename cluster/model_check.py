@@ -18,7 +18,8 @@ OFF = 1.3
 
 
 def is_off(ratio: float | None) -> bool:
-    """`ratio`: what a node tells of its last passes (`forecast_ratio`); None: it has seen none."""
+    """Returns whether a node's performance model is far off. `ratio`: what the node tells of its last passes
+    (`forecast_ratio`); None, when it has seen none, is not off."""
     return ratio is not None and not 1.0 / OFF <= ratio <= OFF
 
 

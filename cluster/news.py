@@ -189,7 +189,8 @@ class RankSums(TypedDict):
 
 
 def rank_sums(running: Sequence[tuple[Hashable, int]], waiting: Sequence[int]) -> RankSums:
-    """`running`: of each request what names its adapter, None for the base alone, and its rank; `waiting`: ranks."""
+    """Returns the sums of ranks over a node's requests. `running`: for each request what names its adapter, None for
+    the base alone, and its rank; `waiting`: ranks."""
     ranks = [*(rank for _, rank in running), *waiting]
     adapters = {adapter: rank for adapter, rank in running if adapter is not None}
     return RankSums(
@@ -222,7 +223,7 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
 
 def whole(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> News:
-    """All that there is to report of a node."""
+    """Returns news with all that there is to report of a node."""
     return News(heartbeat_of(record), facts_of(record), Changes(WHOLE, at, list(residents)))
 
 

@@ -87,8 +87,9 @@ class NodeBook:
         return list(self._nodes)
 
     def is_newer(self, heartbeat: Heartbeat, aged: float) -> bool:
-        """Within an epoch the greater `seq` wins; a new epoch is a new process. One that was replaced counts again when
-        the one that replaced it is silent: what a dead process had sent may have come late."""
+        """Returns whether the heartbeat is newer than what is known of its node. Within an epoch the greater `seq`
+        wins; a new epoch is a new process. An epoch that was replaced counts again when the one that replaced it is
+        silent: what a dead process had sent may have come late."""
         node = self._nodes.get(heartbeat.id)
         if node is None:
             return True
@@ -97,7 +98,7 @@ class NodeBook:
         return heartbeat.epoch not in node.past or aged - self.heard(heartbeat.id) >= self.expiry
 
     def lacks(self, news: News) -> bool:
-        """Whether it builds on what is not known here."""
+        """Returns whether the news build on what is not known here."""
         changes = news.changes
         if changes.since == WHOLE:
             return news.facts is None
@@ -105,8 +106,8 @@ class NodeBook:
         return node is None or node.record.epoch != news.heartbeat.epoch or changes.since > node.at
 
     def put(self, news: News, heard: float) -> None:
-        """Take in what a node reports, whatever its `seq`; it must not lack anything. Ends the places of requests that
-        came, and all of an epoch before. Raises TooManyNodes."""
+        """Takes in what a node reports, whatever its `seq`; the news must not lack anything. Ends the places of
+        requests that came, and all places of an epoch before. Raises TooManyNodes."""
         heartbeat, changes, is_whole = news.heartbeat, news.changes, news.changes.since == WHOLE
         node = self._nodes.get(heartbeat.id)
         if node is None and len(self._nodes) >= self.max_nodes:
@@ -133,7 +134,7 @@ class NodeBook:
         self._next_expiry = min(self._next_expiry, heard + self.expiry)
 
     def news(self, node_id: str) -> News:
-        """All that is known of a known node, for somebody who knows nothing."""
+        """Returns all that is known of a known node, for somebody who knows nothing."""
         node = self._nodes[node_id]
         return whole(node.record, list(self.table.residents(node.row).values()), node.at)
 
@@ -143,7 +144,7 @@ class NodeBook:
         return self.table.residents(node.row) if node is not None and node.record.epoch == epoch else None
 
     def hold(self, node_id: str, request_id: str, demand: Demand, end: float, number: int = 0) -> None:
-        """A place is given away until `end` at the latest. Nothing happens at an unknown node."""
+        """Holds a place on the node for the request, until `end` at the latest. Does nothing at an unknown node."""
         node = self._nodes.get(node_id)
         if node is None:
             return
@@ -152,7 +153,7 @@ class NodeBook:
         self.table.reserve(node.row, request_id, demand)
 
     def drop(self, node_id: str, request_id: str) -> bool:
-        """The place is free again. Returns False, changing nothing, when it has ended already."""
+        """Frees the request's place. Returns False, changing nothing, when it has ended already."""
         node = self._nodes.get(node_id)
         if node is None or node.places.pop(request_id, None) is None:
             return False
@@ -165,7 +166,7 @@ class NodeBook:
             self.drop(node_id, request_id)
 
     def generation(self, node_id: str) -> int:
-        """0 of an unknown node."""
+        """Returns the generation of the node's row in the table; 0 of an unknown node."""
         node = self._nodes.get(node_id)
         return 0 if node is None else int(self.table.generation[node.row])
 
@@ -175,7 +176,7 @@ class NodeBook:
             self.table.generation[node.row] = generation
 
     def current(self, now: float, aged: float) -> NodeTable:
-        """The table, with places whose time is over given back, and with who is alive."""
+        """Returns the table, with places whose time is over given back, and with who is alive."""
         while self._ends and self._ends[0][0] <= now:
             end, node_id, request_id = heapq.heappop(self._ends)
             node = self._nodes.get(node_id)
@@ -195,7 +196,7 @@ class NodeBook:
         self._next_expiry = float(self.table.heard[live[~late]].min(initial=math.inf)) + self.expiry
 
     def views(self, now: float, aged: float) -> list[NodeView]:
-        """Live nodes in the order of their ids."""
+        """Returns live nodes in the order of their ids."""
         table = self.current(now, aged)
         return [
             NodeView(
@@ -216,7 +217,7 @@ class NodeBook:
         return max(0.0, aged - float(self.table.heard[node.row]))
 
     def forget(self, aged: float) -> None:
-        """Nodes that have been silent for long."""
+        """Forgets nodes that have been silent for long."""
         oldest = aged - self.forget_seconds
         for node_id in [name for name, node in self._nodes.items() if self.table.heard[node.row] <= oldest]:
             self.remove(node_id)

@@ -166,7 +166,8 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def found_by_strict(load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel) -> Found:
-    """A place that is given to a standard request may be taken when a strict one comes."""
+    """Returns what the next strict request finds on the node, given the reserved `demands`. A place of a best-effort
+    request does not count, for it is given up; that of a standard one does: it may be taken when a strict one comes."""
     firm = [demand for demand in demands if demand.slo_class != "best_effort"]
     coming = [demand for demand in firm if demand.slo_class == "strict"]
     held, strict = reserved_load(firm), reserved_load(coming)

@@ -163,7 +163,7 @@ class NodeTable:
         return self._residents.tiers(digest)
 
     def users(self, digest: str) -> set[int]:
-        """Rows of the nodes where requests hold a lease on the adapter. Not to be changed."""
+        """Returns the rows of the nodes where requests hold a lease on the adapter. Not to be changed."""
         return self._residents.users(digest)
 
     def serving(self, base: str) -> Serving:
@@ -177,7 +177,7 @@ class NodeTable:
         return found
 
     def model_problem(self, row: int) -> str | None:
-        """Why the model that the node publishes is not believed; None where it is, or where there is none."""
+        """Returns why the model that the node publishes is not believed; None where it is, or where there is none."""
         return self._problems.get(row)
 
     def rows(self) -> Iterator[int]:
@@ -198,7 +198,7 @@ class NodeTable:
         changed: Sequence[Resident] = (),
         acknowledged: Iterable[str] = (),
     ) -> int:
-        """Take a record in, and end the reservations that are `acknowledged`. `residents`: all of them; None: as they
+        """Takes a record in, and ends the reservations that are `acknowledged`. `residents`: all of them; None: as they
         were, but for the `changed` ones. Returns the node's row. Raises IndexError when the table is full."""
         row = self._rows.get(record.id)
         if row is None:
@@ -226,7 +226,7 @@ class NodeTable:
         return row
 
     def expire(self, row: int) -> None:
-        """Its record is too old."""
+        """Marks the row's node as gone: its record is too old."""
         self.live[row] = False
         self._serving.clear()
 
@@ -244,7 +244,8 @@ class NodeTable:
         self._free.append(row)
 
     def reserve(self, row: int, request_id: str, demand: Demand) -> None:
-        """Again what is known already changes the generation alone: a worker hears of its own reservations twice."""
+        """Adds a reservation of the request to the row. One that is known already changes the generation alone: a
+        worker hears of its own reservations twice."""
         known = self._demands[row].get(request_id) == demand
         self._demands[row][request_id] = demand
         self.generation[row] += 1
@@ -252,7 +253,7 @@ class NodeTable:
             self._refresh(row)
 
     def takes(self, row: int, demand: Demand) -> bool:
-        """Whether there is a place for it in the node's queue."""
+        """Returns whether there is a place for the demand in the node's queue."""
         return not (self.crammed if demand.displaces else self.full)[row]
 
     def release(self, row: int, request_id: str) -> None:

@@ -52,7 +52,7 @@ _decoder, _old_decoder = msgspec.msgpack.Decoder(News), msgspec.msgpack.Decoder(
 
 
 def decode_news(body: bytes) -> News | OldRecord:
-    """Raises msgspec.DecodeError."""
+    """Returns the news of a body, or a record of version 1. Raises msgspec.DecodeError."""
     is_map = body[:1] in (b"\xde", b"\xdf") or 0x80 <= int.from_bytes(body[:1]) <= 0x8F  # News is an array
     return (_old_decoder if is_map else _decoder).decode(body)
 
@@ -71,8 +71,8 @@ def record_of_old(old: OldRecord) -> NodeRecord:
 
 
 def news_of_old(old: OldRecord, known: Mapping[str, Resident] | None) -> News:
-    """`known`: what the receiver knows of this epoch's residents, so that only the differences go on from here. None:
-    nothing."""
+    """Returns a version 1 record as news. `known`: what the receiver knows of this epoch's residents, so that only the
+    differences go on from here; None: nothing."""
     record = record_of_old(old)
     residents = {r.digest: Resident(r.digest, r.tier, r.bytes, r.in_use) for r in old.residents}
     changed = [resident for resident in residents.values() if known is None or known.get(resident.digest) != resident]

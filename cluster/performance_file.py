@@ -60,7 +60,8 @@ class PerformanceProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 def read_performance(file: Path, key: ModelKey | None) -> PerformanceProfile:
-    """`key` None: whatever it was measured on (for simulations). Raises BadPerformanceFile, or OSError."""
+    """Returns the file's profile, measured on what `key` says; with None, whatever it was measured on (for
+    simulations). Raises BadPerformanceFile, or OSError."""
     with file.open("rb") as stream:
         text = stream.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:

@@ -132,8 +132,8 @@ def decode_forecast(model: DecodeModel, sample: DecodeSample) -> float:
 def fit_decode(
     samples: Sequence[DecodeSample], most_error: float = MOST_ERROR, terms: Sequence[RankTerm] = RANK_TERMS
 ) -> DecodeFit:
-    """`terms`: what ranks may cost with the kernel that was measured (`rank_terms`). Raises BadSample, or BadFit when
-    none of them describes the steps."""
+    """Fits a model to the seconds of decode steps. `terms`: what ranks may cost with the kernel that was measured
+    (`rank_terms`). Raises BadSample, or BadFit when none of them describes the steps."""
     rows, seconds = _checked(samples, DECODE_FIELDS)
 
     def columns(term: RankTerm, flat: int) -> np.ndarray:
@@ -178,7 +178,8 @@ def fit_transfer(samples: Sequence[TransferSample]) -> Transfer:
 
 
 def fit_paper_form(samples: Sequence[DecodeSample], kernel: Literal["bgmv", "mbgmv"]) -> PaperForm:
-    """Whatever its R^2: it is there to be compared. Raises BadSample."""
+    """Fits the paper's form for the kernel to decode steps, whatever its R^2: it is there to be compared. Raises
+    BadSample."""
     rows, seconds = _checked(samples, DECODE_FIELDS)
     term = rows[:, DECODE_FIELDS.index("max_rank" if kernel == "bgmv" else "request_ranks")]
     columns = np.column_stack([np.ones(len(rows)), term])
@@ -189,7 +190,8 @@ def fit_paper_form(samples: Sequence[DecodeSample], kernel: Literal["bgmv", "mbg
 def _checked(
     samples: Sequence[msgspec.Struct], fields: tuple[str, ...], least: int = LEAST_SAMPLES
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(f64[n, fields], seconds f64[n]) of the distinct configurations, in order; repeats are their median."""
+    """Returns (f64[n, fields], seconds f64[n]) of the distinct configurations, in order; repeats are their median.
+    Raises BadSample for a value that can't be, and for too few configurations."""
     found: dict[tuple[float, ...], list[float]] = {}
     for index, sample in enumerate(samples):
         row = tuple(float(getattr(sample, field)) for field in fields)
@@ -217,7 +219,7 @@ def _fit(
 
 
 def describes(r2: float, heldout_median_error: float, most_error: float = MOST_ERROR) -> bool:
-    """Whether a model with such a fit may be used."""
+    """Returns whether a model with such a fit may be used."""
     return r2 >= LEAST_R2 or heldout_median_error <= most_error
 
 
@@ -226,7 +228,8 @@ def _mean_error(errors: np.ndarray) -> float:
 
 
 def _robust(columns: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Least squares of relative errors, in which large ones count by their size rather than its square (Huber)."""
+    """Returns the costs with the least squares of relative errors, in which large ones count by their size rather than
+    its square (Huber)."""
     weights = 1 / seconds
     costs = nonnegative(columns * weights[:, None], seconds * weights)
     for _ in range(ROUNDS):
@@ -240,7 +243,7 @@ def _robust(columns: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 
 def _heldout(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """f64[n]: relative error of each configuration, forecast by a fit to the other folds."""
+    """Returns f64[n]: the relative error of each configuration, forecast by a fit to the other folds."""
     order = np.random.default_rng(0).permutation(len(seconds))
     errors = np.zeros(len(seconds))
     for fold in range(FOLDS):
@@ -251,7 +254,7 @@ def _heldout(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _disturbed(errors: np.ndarray) -> np.ndarray:
-    """bool[n]: the farthest off, a small share at most."""
+    """Returns bool[n]: which errors are the farthest off, a small share at most."""
     size = np.abs(errors)
     far = size > FAR * max(_spread(size), LEAST_ERROR)
     most = int(MOST_SET_ASIDE * len(errors))
@@ -261,7 +264,7 @@ def _disturbed(errors: np.ndarray) -> np.ndarray:
 
 
 def _spread(sizes: np.ndarray) -> float:
-    """A standard deviation, of errors' absolute values, that outliers do not move."""
+    """Returns a standard deviation, of errors' absolute values, that outliers do not move."""
     return 1.4826 * float(np.median(sizes))
 
 

@@ -56,7 +56,7 @@ class DecodeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """rows up to which more of them cost nothing"""
 
     def seconds(self, rows: float, contexts: float, ranks: float) -> float:
-        """`ranks` is R(S): the caller keeps it by `rank_term`."""
+        """Returns the seconds of a decode step. `ranks` is R(S): the caller keeps it by `rank_term`."""
         row = self.per_row * max(0, rows - self.flat_rows)
         return self.base + row + self.per_context * contexts + self.per_rank * ranks
 
@@ -80,7 +80,8 @@ class PrefillModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token_rank: float
 
     def seconds(self, tokens: float, squares: float, token_ranks: float) -> float:
-        """`squares` is the sum of tokens * tokens of each prompt; `token_ranks` that of tokens * rank."""
+        """Returns the seconds of a prefill pass. `squares` is the sum of tokens * tokens of each prompt; `token_ranks`
+        that of tokens * rank."""
         return self.base + self.per_token * tokens + self.per_token2 * squares + self.per_token_rank * token_ranks
 
 

@@ -37,8 +37,8 @@ class QueueShares:
             del self._waiting[tenant]
 
     def gives_way(self, tenant: str, weight: float) -> str | None:
-        """The tenant with most waiting for its weight, if one more of `tenant` has still less; None: the queue is
-        shared fairly, and the newcomer has to go."""
+        """Returns the tenant that has most waiting for its weight, if one more of `tenant` would have still less. None:
+        the queue is shared fairly, and the newcomer has to go."""
         if not self._waiting:
             return None
         most = max(self._waiting, key=self._load)

@@ -18,7 +18,7 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
     """A big-endian number: its bit i says whether `last` - i came."""
 
     def has(self, number: int) -> bool:
-        """Whether the place of this number is held no longer; one without a number (0) ends by itself."""
+        """Returns whether the place of this number is held no longer; one without a number (0) ends by itself."""
         age = self.last - number
         return number > 0 and (age >= WINDOW or (age >= 0 and bool(int.from_bytes(self.came) >> age & 1)))
 

@@ -35,7 +35,7 @@ class BadRecord(ValueError):
 
 
 def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
-    """`peer`: the address that they came from. Raises BadRecord."""
+    """Checks what a node reports. `peer`: the address that the news came from. Raises BadRecord."""
     heartbeat, facts = news.heartbeat, news.facts
     _check_id(heartbeat.id)
     if not 0 < len(heartbeat.epoch) <= 200:
@@ -107,7 +107,8 @@ class RecordRates:
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
     def allows(self, node_id: str) -> bool:
-        """Raises BadRecord for what is no id, and does not remember it."""
+        """Returns whether the node may send one more record now. Raises BadRecord for what is no id, and does not
+        remember it."""
         _check_id(node_id)
         now, capacity = self._clock(), RECORDS_PER_SECOND * BURST_SECONDS
         bucket = self._buckets.setdefault(node_id, Bucket(RECORDS_PER_SECOND, capacity, now))

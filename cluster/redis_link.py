@@ -70,7 +70,8 @@ def prefix_of(secret: str) -> str:
 
 
 def check_redis(url: str) -> None:
-    """Raises RedisAway, with the reason, when no server answers there now. Blocks for CONNECT_SECONDS at most."""
+    """Asks the Redis server for an answer. Raises RedisAway, with the reason, when none answers there now. Blocks for
+    CONNECT_SECONDS at most."""
     try:
         client = redis.Redis.from_url(
             url,
@@ -128,8 +129,8 @@ class RedisLink:
         return self.away_since is None
 
     def aged(self) -> float:
-        """The time by which news from Redis grow old: it stands still while none could have come, STALE_SECONDS at
-        most."""
+        """Returns the time by which news from Redis grow old: it stands still while none could have come, STALE_SECONDS
+        at most."""
         return self.clock() - self._paused - self._pausing()
 
     def _pausing(self) -> float:
@@ -157,7 +158,7 @@ class RedisLink:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The link's own task lives as long as the context."""
+        """Runs the link's own task for as long as the context lasts."""
         task = asyncio.create_task(self._keep())
         try:
             yield
@@ -242,7 +243,7 @@ class RedisLink:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _renew(self) -> None:
-        """New connections: redis-py may lose one for ever from its pool when its command is cancelled."""
+        """Makes new connections: redis-py may lose one for ever from its pool when its command is cancelled."""
         await _end(list(self._asked))
         await self._close()
         self._client, self._places = _client(self._url, CONNECTIONS), _client(self._url, 1)
@@ -283,8 +284,8 @@ class RedisLink:
             await _end(tasks)
 
     async def _hear(self, messages: PubSub) -> None:
-        """Raises OutOfStep when the connection is lost: Redis may well answer, as it does when it ends one whose
-        messages pile up."""
+        """Hands messages to their handlers for ever. Raises OutOfStep when the connection is lost: Redis may well
+        answer, as it does when it ends one whose messages pile up."""
         handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
         heard = messages.listen()
         while True:
@@ -319,7 +320,8 @@ class RedisLink:
         return int(version)
 
     def _count_workers(self, count: int) -> None:
-        """Fewer are believed in after a while: a Redis that was emptied hears of one worker after the other."""
+        """Takes in how many workers Redis counts. Fewer are believed in after a while: a Redis that was emptied hears
+        of one worker after the other."""
         if count >= self.workers:
             self.workers, self._fewer_since = count, None
         elif self._fewer_since is None:
@@ -329,7 +331,7 @@ class RedisLink:
 
 
 def _client(url: str, connections: int) -> Redis:
-    """Which tries nothing twice: the link decides what is done when it breaks."""
+    """Returns a client that tries nothing twice: the link decides what is done when it breaks."""
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=connections,
@@ -343,8 +345,8 @@ def _client(url: str, connections: int) -> Redis:
 
 
 async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel until it is done: a cancellation that meets an answer or a time limit inside the client is lost. Nor does
-    a cancellation of the caller leave any of them behind."""
+    """Cancels the tasks until they are done: a cancellation that meets an answer or a time limit inside the client is
+    lost. Nor does a cancellation of the caller leave any of them behind."""
     cancelled = False
     while not all(task.done() for task in tasks):
         for task in tasks:

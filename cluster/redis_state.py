@@ -109,7 +109,8 @@ class RedisClusterState(ClusterState):
             raise
 
     async def _reserved(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
-        """Raises RedisAway."""
+        """Reserves a place in Redis, giving a node back to it that it has lost. Returns the place's number, or None as
+        `reserve` does. Raises RedisAway."""
         for restored in (False, True):
             taken, version, generation, number = await self._reserve(node_id, request_id, demand, seen)
             if taken > 0:
@@ -198,7 +199,7 @@ class RedisClusterState(ClusterState):
         return taken, version, generation, number
 
     async def _restore(self, node_id: str, *, resuming: bool = False) -> bool:
-        """Give Redis a node back that it has lost; whether there was one to give. Raises RedisAway."""
+        """Gives Redis a node back that it has lost. Returns whether there was one to give. Raises RedisAway."""
         age = self._aged() - self._book.heard(node_id)
         if self._book.known(node_id) is None or age >= self._expiry:
             return False
@@ -223,7 +224,8 @@ class RedisClusterState(ClusterState):
         self._wake()
 
     def _apply(self, change: _Put | _Held | _Freed, end: float, number: int, generation: int | None = None) -> None:
-        """`generation`: the node's, after the change; None: it stays as it was."""
+        """Makes a change in this worker's book. `generation`: the node's, after the change; None: it stays as it
+        was."""
         after = self._book.generation(change.node) if generation is None else generation
         match change:
             case _Put(heartbeat, facts, changes):
@@ -235,7 +237,7 @@ class RedisClusterState(ClusterState):
         self._book.set_generation(change.node, after)
 
     def _hold_ahead(self, held: _Held, version: int, generation: int, number: int) -> None:
-        """A place of our own, before its message comes; answers to reservations may come in another order."""
+        """Books a place of our own before its message comes; answers to reservations may come in another order."""
         is_newest = version > self._ahead.get(held.node, 0)
         if is_newest:
             self._ahead[held.node] = version
@@ -254,7 +256,7 @@ class RedisClusterState(ClusterState):
         self._book.put(news, heard)
 
     async def _resume(self) -> None:
-        """Everything anew from Redis; what Redis lost and we still know, it gets back. Raises RedisAway."""
+        """Takes everything in anew from Redis; what Redis lost and we still know, it gets back. Raises RedisAway."""
         key = self._link.key
         begins = [key("node", ""), key("ends", ""), key("demands", ""), key("residents", "")]
         version, *nodes = await self._link.catch_up_run("snapshot", [key("nodes"), key("version")], begins)
@@ -278,8 +280,8 @@ class RedisClusterState(ClusterState):
             await self._restore(node_id, resuming=True)
 
     def _check_version(self, version: int) -> None:
-        """Raises OutOfStep at a heartbeat when what Redis had by the heartbeat before has not come here, or when
-        Redis's version fell, which it does only when Redis is emptied."""
+        """Compares Redis's version with ours at a heartbeat. Raises OutOfStep when what Redis had by the heartbeat
+        before has not come here, or when Redis's version fell, which it does only when Redis is emptied."""
         before, self._version_before = self._version_before, version
         if self._version < before or version < before or version == 0 < self._version:
             raise OutOfStep(f"Redis is at version {version}, this worker at {self._version}")

@@ -23,11 +23,11 @@ class ResidentIndex:
         self._rows: list[dict[str, Resident]] = [{} for _ in range(rows)]
 
     def tiers(self, digest: str) -> dict[int, int]:
-        """Row -> DEVICE, HOST or DISK. Not to be changed."""
+        """Returns the adapter's tier (DEVICE, HOST or DISK) by row. Not to be changed."""
         return self._tiers.get(digest, _NOWHERE)
 
     def users(self, digest: str) -> set[int]:
-        """Rows where requests hold a lease on it. Not to be changed."""
+        """Returns the rows where requests hold a lease on the adapter. Not to be changed."""
         return self._users.get(digest, _NOBODY)
 
     def residents(self, row: int) -> Mapping[str, Resident]:
@@ -35,7 +35,7 @@ class ResidentIndex:
         return self._rows[row]
 
     def put(self, row: int, residents: Sequence[Resident]) -> None:
-        """All that the row's node holds now."""
+        """Takes in all that the row's node holds now."""
         after = {resident.digest for resident in residents}
         gone = [Resident(digest, ABSENT_TIER, 0, 0) for digest in self._rows[row] if digest not in after]
         self.change(row, (*gone, *residents))

@@ -48,6 +48,6 @@ def authorization(secret: str) -> dict[str, str]:
 
 
 def is_authorized(header: str | None, secret: str) -> bool:
-    """Constant-time check of an Authorization header."""
+    """Returns whether an Authorization header carries the secret, compared in constant time."""
     given = (header or "").removeprefix("Bearer ")
     return hmac.compare_digest(given.encode(), secret.encode())

@@ -55,24 +55,24 @@ class ClusterState(ABC):
 
     @abstractmethod
     async def publish(self, news: News) -> PublishResult:
-        """Take in what a node reports. Raises VersionMismatch, TooManyNodes."""
+        """Takes in what a node reports. Raises VersionMismatch, TooManyNodes."""
 
     @abstractmethod
     async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
-        """Take a place on a live node: its number, by which the node says that the request came (0: it ends by itself).
-        None when the node is full or gone, or when its generation is no longer `seen` (None: whatever it is); the table
-        then shows why. At most one round trip."""
+        """Takes a place on a live node. Returns its number, by which the node says that the request came (0: it ends by
+        itself). Returns None when the node is full or gone, or when its generation is no longer `seen` (None: whatever
+        it is); the table then shows why. At most one round trip."""
 
     @abstractmethod
     async def release(self, node_id: str, request_id: str) -> None:
-        """Give a place back that will not be used. Nothing happens when the reservation has ended already."""
+        """Gives back a place that will not be used; does nothing when the reservation has ended already."""
 
     def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
         """Returns what this process of the node holds, by digest; None when that is not known. Not to be changed."""
         return self._book.residents(node_id, epoch)
 
     async def table(self) -> NodeTable:
-        """This process's snapshot of the nodes, with what is known now. No round trip to anywhere."""
+        """Returns this process's snapshot of the nodes, with what is known now. No round trip to anywhere."""
         return self._book.current(self._clock(), self._aged())
 
     async def nodes(self) -> list[NodeView]:

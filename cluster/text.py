@@ -50,7 +50,7 @@ class BaseText:
         self._added = _added_tokens(self.tokenizer)
 
     def encode_prompt(self, prompt: str, limit: int | None = None, keep: int | None = None) -> list[int]:
-        """Token ids of a raw prompt with the special tokens that the tokenizer adds; BOS alone when it is empty.
+        """Returns the token ids of a raw prompt with the tokenizer's special tokens; BOS alone when it is empty.
 
         With `keep`, at most so many: the last ones, but those that the tokenizer adds stay.
         Raises TextTooLong, at once, when there are certainly more than `limit` tokens.
@@ -65,8 +65,8 @@ class BaseText:
         return [*ids[:before], *ids[len(ids) - after - own : len(ids) - after], *ids[len(ids) - after :]][:keep]
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Token sequences of each word at a text's beginning and, where it is as long and begins otherwise, behind a
-        space: as vLLM has them."""
+        """Returns the token sequences of each word at a text's beginning and, where it is as long and begins otherwise,
+        behind a space: as vLLM has them."""
         sequences: list[list[int]] = []
         for word in words:
             bare, spaced = (self._ids(space + word.lstrip(), None, special=False) for space in ("", " "))
@@ -76,17 +76,17 @@ class BaseText:
         return sequences
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of the text alone, without any special token around it; none when it is empty."""
+        """Returns the token ids of the text alone, without any special token around it; none when it is empty."""
         return self._ids(text, None, special=False) if text else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens, special ones included. Raises TextError for an id that no token has."""
+        """Returns the text of the tokens, special ones included. Raises TextError for an id that no token has."""
         self.token_strings(token_ids)
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary writes it. Raises TextError as `decode` does."""
+        """Returns each token as the vocabulary writes it. Raises TextError for an id that no token has."""
         found: list[str] = []
         for place, token_id in enumerate(token_ids):
             token = self.tokenizer.id_to_token(token_id)
@@ -98,8 +98,8 @@ class BaseText:
     def encode_chat(
         self, messages: list[dict[str, Any]], limit: int | None = None, *, answer: bool = True, special: bool = False
     ) -> list[int]:
-        """Token ids of a conversation; with `answer` ready for the assistant's turn, with `special` between the special
-        tokens of a raw prompt. Raises TextError, and TextTooLong as above."""
+        """Returns the token ids of a conversation; with `answer` ready for the assistant's turn, with `special` between
+        the special tokens of a raw prompt. Raises TextError, and TextTooLong as `encode_prompt` does."""
         if self._template is None:
             raise TextError("the base model has no chat template; send `prompt` instead of `messages`")
         try:
@@ -109,8 +109,8 @@ class BaseText:
         return self._ids(text, limit, special=special)
 
     def encode_rendered(self, text: str, limit: int | None = None, *, special: bool = False) -> list[int]:
-        """Token ids of a conversation that another template has made a text of, special tokens included; with `special`
-        between those of a raw prompt. Raises TextTooLong as above."""
+        """Returns the token ids of a conversation that another template has made a text of, special tokens included;
+        with `special` between those of a raw prompt. Raises TextTooLong as `encode_prompt` does."""
         return self._ids(text, limit, special=special)
 
     def _ids(self, text: str, limit: int | None, special: bool) -> list[int]:
@@ -138,7 +138,7 @@ def _content(token: Any) -> str:
 
 
 def _added_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
-    """How many special tokens the tokenizer puts before and after a text."""
+    """Returns how many special tokens the tokenizer puts before and after a text."""
     mask = tokenizer.encode("a", add_special_tokens=True).special_tokens_mask
     before = next((place for place, special in enumerate(mask) if not special), 0)
     after = next((place for place, special in enumerate(reversed(mask)) if not special), 0)
@@ -153,7 +153,7 @@ def _bos_id(tokenizer: Tokenizer, token: str | None, config: dict[str, Any]) -> 
 
 
 def end_token_ids(directory: Path) -> frozenset[int]:
-    """End tokens of both config files: chat models often list the end of turn in one of them only."""
+    """Returns the end tokens of both config files: chat models often list the end of turn in one of them only."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")

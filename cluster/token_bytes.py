@@ -19,13 +19,13 @@ class TokenBytes:
     uncounted: bytes = b""
 
     def fewest_tokens(self, text: str) -> int:
-        """`text` certainly has this many tokens or more."""
+        """Returns a number of tokens that `text` certainly has, or more."""
         return -(-len(text.encode().translate(None, delete=self.uncounted)) // self.longest)
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
-    """None where nothing is certain: the tokenizer may shorten or drop text, or take any number of unknown characters
-    for one token."""
+    """Returns what bounds the tokens of a text from below. None where nothing is certain: the tokenizer may shorten or
+    drop text, or take any number of unknown characters for one token."""
     settings = json.loads(tokenizer.to_str())
     model, added = settings["model"], settings["added_tokens"]
     if any(token["lstrip"] or token["rstrip"] for token in added):
@@ -45,8 +45,8 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary: printable ones for themselves, the others for
-    the letters from 256 on."""
+    """Returns the letter that stands for each byte in a byte-level vocabulary: printable ones for themselves, the
+    others for the letters from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -58,7 +58,7 @@ def _normalized_bytes(tokenizer: Tokenizer, content: str) -> int:
 
 
 def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
-    """Whether text has at least as many bytes behind the normaliser as before."""
+    """Returns whether text has at least as many bytes behind the normaliser as before."""
     if normalizer is None or normalizer["type"] == "Prepend":
         return True
     if normalizer["type"] == "Sequence":
@@ -68,7 +68,7 @@ def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
 
 
 def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Whether the words that text is cut into hold all of it."""
+    """Returns whether the words that text is cut into hold all of it."""
     if pre_tokenizer is None or pre_tokenizer["type"] in ("ByteLevel", "Digits", "Metaspace"):
         return True
     if pre_tokenizer["type"] == "Sequence":

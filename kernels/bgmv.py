@@ -8,8 +8,8 @@ from kernels.view import LoraCall
 
 
 def bgmv(call: LoraCall, how: Launch | None = None) -> None:
-    """ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp, with A_sp and B_sp padded by zero rows to the largest rank that
-    the batch's slots have for projection p. `how`: tile sizes; None: those of this device.
+    """Adds the adapters' part: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp, with A_sp and B_sp padded by zero rows
+    to the largest rank that the batch's slots have for projection p. `how`: tile sizes; None: those of this device.
 
     Padding costs what it costs Punica (Chen et al. 2023), whose weights are stored with it: the AdapterTable has no
     such rows, so what lies behind an adapter's first row is read in their place, and set to zero. The largest rank is

@@ -48,7 +48,7 @@ def unless_uncompiled(make: Callable[[], Made], log: logging.Logger, warning: st
 
 
 def load_library(cache: Path | None = None) -> ctypes.CDLL:
-    """The compiled operators from `cache` (None: ~/.cache/garnish), compiled first if they aren't there. Raises
+    """Loads the compiled operators from `cache` (None: ~/.cache/garnish), compiled first if they aren't there. Raises
     CompileError, and ValueError for a level that can't be used."""
     flags = (*FLAGS, *compiler_flags(used_level()))
     compiler = next((path for command in COMPILERS if (path := shutil.which(command))), None)
@@ -95,7 +95,7 @@ def _key(texts: dict[str, bytes], compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], texts: dict[str, bytes], library: Path) -> None:
-    """Compile beside the library and rename: a process that comes at the same time does the same, and either wins."""
+    """Compiles beside the library and renames: a process that comes at the same time does the same, and either wins."""
     with tempfile.TemporaryDirectory(dir=library.parent) as name:
         place = Path(name)
         for text, content in texts.items():

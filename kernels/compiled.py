@@ -18,7 +18,8 @@ Operators = dict[torch.dtype, Any]
 
 
 def load_operators() -> Operators:
-    """Compiled first, if need be: see `build`. Raises CompileError. One call per process is enough."""
+    """Returns the operators by dtype, compiled first, if need be: see `build`. Raises CompileError. One call per
+    process is enough."""
     library = load_library()
     operators = {dtype: getattr(library, name) for dtype, name in DTYPES.items()}
     for operator in operators.values():
@@ -108,7 +109,8 @@ class CompiledGroup:
         self._y, self._y_stride = self._call.y, self._call.y_stride
 
     def add(self, ys: Sequence[torch.Tensor], x: torch.Tensor, segments: Segments) -> None:
-        """ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and its slot s, in fp32.
+        """Adds the adapters' part: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and
+        its slot s, in fp32.
 
         ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not touched
         x         [T, d_in], rows of stride 1; dtype of ys and weights: fp32 or bf16

@@ -15,7 +15,7 @@ from kernels.view import LoraCall
 
 @triton.jit
 def largest_rank(rank, seg_slot, p, table_stride):
-    """The largest rank in the batch for projection p."""
+    """Returns the largest rank in the batch for projection p."""
     segments = tl.num_programs(0)
     largest = 0
     for s0 in range(0, segments, 32):
@@ -33,7 +33,7 @@ def decode_shrink(
     PADDED: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, RANK_PROGRAMS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """xa[split, p, t, j] for one segment, projection, part of its ranks and part of its input columns."""
+    """Computes xa[split, p, t, j] for one segment, projection, part of its ranks and part of its input columns."""
     segment = tl.program_id(0)
     p = tl.program_id(1) // RANK_PROGRAMS
     part = tl.program_id(1) % RANK_PROGRAMS
@@ -91,6 +91,7 @@ def decode_expand(
 
 
 def launch_decode(call: LoraCall, padded: bool, how: Launch) -> None:
-    """Two launches. Grids depend on shapes alone. `padded`: to the batch's largest rank; else each adapter's own."""
+    """Launches shrink and expand for decode rows: two launches. Grids depend on shapes alone. `padded`: to the batch's
+    largest rank; else each adapter's own."""
     units = call.view.pool.shape[0] // call.view.unit
     launch_pair((decode_shrink, decode_expand), call.seg_slot.shape[0], call, how, pool_units=units, PADDED=padded)

@@ -57,8 +57,8 @@ class DecoderOperators:
             operator.restype = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """weight * (x / sqrt(mean(x^2) + eps)), the mean in fp32, the quotient rounded to x's dtype before it is
-        multiplied (Zhang and Sennrich 2019, as Hugging Face rounds it). x [..., width], weight [width]."""
+        """Returns weight * (x / sqrt(mean(x^2) + eps)), the mean in fp32, the quotient rounded to x's dtype before it
+        is multiplied (Zhang and Sennrich 2019, as Hugging Face rounds it). x [..., width], weight [width]."""
         width = weight.shape[0]
         self._check(x, width)
         out = torch.empty_like(x)
@@ -67,7 +67,7 @@ class DecoderOperators:
         return out
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(x[..., :half]) * x[..., half:], the first factor rounded to x's dtype. x [..., 2 * half]."""
+        """Returns silu(x[..., :half]) * x[..., half:], the first factor rounded to x's dtype. x [..., 2 * half]."""
         double = x.shape[-1]
         self._check(x, double)
         out = x.new_empty(*x.shape[:-1], double // 2)
@@ -187,7 +187,7 @@ class PagedAttention:
         self._address = ctypes.addressof(self._struct)
 
     def __call__(self, qkv: torch.Tensor, pass_: AttentionPass) -> torch.Tensor:
-        """qkv [T, width], contiguous: rotates q and k in place, writes k and v of all tokens into the cache.
+        """Rotates q and k of qkv [T, width], contiguous, in place, and writes k and v of all tokens into the cache.
 
         Returns [T, heads * head_dim]: attention's output for the decode rows, memory as it was found for the others.
         Raises KernelArgumentError.

@@ -18,7 +18,7 @@ TABLES = ("context_len", "block_table", "query_start")
 
 @triton.jit
 def load_places(block_table, row, table_stride, p, end, BLOCK_TOKENS: tl.constexpr):
-    """i64: the cache slots of positions p of a row; positions from `end` on are in slot 0."""
+    """Returns i64: the cache slots of positions p of a row; positions from `end` on are in slot 0."""
     inside = p < end
     block = tl.load(block_table + row.to(tl.int64) * table_stride + p // BLOCK_TOKENS, mask=inside, other=0)
     return tl.where(inside, block.to(tl.int64) * BLOCK_TOKENS + p % BLOCK_TOKENS, 0)
@@ -26,7 +26,7 @@ def load_places(block_table, row, table_stride, p, end, BLOCK_TOKENS: tl.constex
 
 @triton.jit
 def load_heads(cache, slot, head, inside, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr):
-    """[positions, BD]: one head of each slot, 0 where not inside."""
+    """Returns [positions, BD]: one head of each slot, 0 where not inside."""
     d = tl.arange(0, BD)
     at = cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :]
     return tl.load(at, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
@@ -34,7 +34,7 @@ def load_heads(cache, slot, head, inside, KV_HEADS: tl.constexpr, DIM: tl.conste
 
 @triton.jit
 def add_tile(scores, v, most, total, acc):
-    """(maximum, sum, weighted values) with one more tile: scores [rows, BN], v [BN, BD]."""
+    """Returns (maximum, sum, weighted values) with one more tile: scores [rows, BN], v [BN, BD]."""
     new = tl.maximum(most, tl.max(scores, 1))
     base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
     weights = tl.exp2(scores - base[:, None])
@@ -45,7 +45,7 @@ def add_tile(scores, v, most, total, acc):
 
 @triton.jit
 def cut(context, splits, WINDOW: tl.constexpr, LEAST: tl.constexpr, BN: tl.constexpr):
-    """(first position that is seen, positions of a piece) of a row with this context."""
+    """Returns (first position that is seen, positions of a piece) of a row with this context."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0)
@@ -59,7 +59,7 @@ def decode_attention(
     WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     LEAST: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One row, key head and piece of the context: into `out` with one split, else into the scratch."""
+    """Attends for one row, key head and piece of the context: into `out` with one split, else into the scratch."""
     row = tl.program_id(0)
     kv = tl.program_id(1)
     split = tl.program_id(2)
@@ -102,7 +102,7 @@ def combine_splits(
     WINDOW: tl.constexpr, DIM: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: the at most MOST pieces that decode_attention left."""
+    """Combines, for one head of one row, the at most MOST pieces that decode_attention left."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     context = tl.load(context_len + row)
@@ -128,7 +128,7 @@ def prefill_attention(
     WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One head of one tile of a row's tokens."""
+    """Attends for one head of one tile of a row's tokens."""
     row, t0 = find_tile(tl.program_id(0), query_start, rows, BT)
     if row >= rows:
         return

@@ -16,14 +16,15 @@ PER_TOKEN = ("positions", "slots")
 
 @triton.jit
 def unit_rms(x, eps, WIDTH: tl.constexpr):
-    """x [rows, columns] / its root mean square over each row's WIDTH columns, fp32; columns behind WIDTH are 0."""
+    """Returns x [rows, columns] / its root mean square over each row's WIDTH columns, fp32; columns behind WIDTH are
+    0."""
     wide = x.to(tl.float32)
     return wide * tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
 
 
 @triton.jit
 def add_rms_norm(x, x_stride, residual, weight, out, eps, ADDS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: residual += x where ADDS, out = weight * residual / rms(residual); else of x."""
+    """Normalises one token: residual += x where ADDS, out = weight * residual / rms(residual); else of x."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)[None, :]
     inside = k < WIDTH
@@ -40,7 +41,7 @@ def add_rms_norm(x, x_stride, residual, weight, out, eps, ADDS: tl.constexpr, WI
 
 @triton.jit
 def silu_mul(gate_up, stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns of one token."""
+    """Computes silu(gate) * up for BLOCK columns of one token."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -53,7 +54,8 @@ def silu_mul(gate_up, stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rotated(at, mask, c, s, weight, eps, NORMED: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr):
-    """(lower, upper) halves [BH, BD] of the heads at `at`, normed and rotated, each product and the sum rounded."""
+    """Returns the (lower, upper) halves [BH, BD] of the heads at `at`, normed where NORMED, and rotated, each product
+    and the sum rounded."""
     dtype: tl.constexpr = at.dtype.element_ty
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -77,7 +79,8 @@ def rotate_and_store(
     NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One token: BH heads of q in place, or BH heads of k and of v into the cache."""
+    """Rotates, for one token, BH heads of q in place, or BH heads of k into the cache, beside which it stores those of
+    v."""
     t = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = qkv + t * qkv_stride

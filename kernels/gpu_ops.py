@@ -57,8 +57,8 @@ class LayerOperations(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
-        """residual += x, then out = weight * (residual / sqrt(mean(residual^2) + eps)); without a residual the norm is
-        of x.
+        """Normalises each token: residual += x, then out = weight * (residual / sqrt(mean(residual^2) + eps)); without
+        a residual the norm is of x.
 
         x        [T, width], rows of stride 1
         weight   [width]
@@ -83,13 +83,13 @@ class LayerOperations(Protocol):
         """
 
     def silu_mul(self, gate_up: torch.Tensor, *, out: torch.Tensor) -> None:
-        """out = silu(gate) * up, the first factor rounded to the dtype. gate_up [T, 2 * width], gate first, rows of
-        stride 1; out [T, width], contiguous. One launch."""
+        """Writes out = silu(gate) * up, the first factor rounded to the dtype. gate_up [T, 2 * width], gate first, rows
+        of stride 1; out [T, width], contiguous. One launch."""
 
     def decode_attention(
         self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor, scratch: torch.Tensor
     ) -> None:
-        """Attention of one token per row over its context, which is read where it lies.
+        """Computes attention of one token per row over its context, which is read where it lies.
 
         q       [R, >= heads * head_dim], rows of stride 1; q is the first columns, so `qkv` will do
         rows    without query_start
@@ -101,7 +101,7 @@ class LayerOperations(Protocol):
         """
 
     def prefill_attention(self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor) -> None:
-        """Causal attention of each row's chunk of tokens over the row's context up to each token.
+        """Computes causal attention of each row's chunk of tokens over the row's context up to each token.
 
         q       [T, >= heads * head_dim], as in `decode_attention`; the chunk's keys and values are in the cache already
         rows    with query_start; T may exceed what the rows have

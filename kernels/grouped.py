@@ -22,7 +22,7 @@ def add_pieces(
     pieces: Sequence[Piece],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """ys[i][begin:end] += scale * (x[begin:end] @ A)[:, low:high] @ B for every output i that is adapted.
+    """Adds ys[i][begin:end] += scale * (x[begin:end] @ A)[:, low:high] @ B for every output i that is adapted.
 
     A and B may lie in pieces, as rows of adapters do that lie in several pages. They are brought together here, and
     multiplied in `dtype`; outputs are rounded once. In bf16 oneDNN prepares a product anew for every number of tokens
@@ -64,5 +64,5 @@ def _outputs(pieces: Sequence[Piece]) -> dict[int, tuple[int, int, torch.Tensor,
 
 
 def _together(rows: list[torch.Tensor]) -> torch.Tensor:
-    """All rows in one matrix."""
+    """Returns all rows in one matrix."""
     return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -40,7 +40,8 @@ class UnsupportedMachine(RuntimeError):
 
 
 def flag_value(epoch: int, sequence: int) -> int:
-    """Never 0, which is what a fresh word holds. 2^40 handoffs of 10 us each take four months."""
+    """Returns the value of a flag, never 0, which is what a fresh word holds. 2^40 handoffs of 10 us each take four
+    months."""
     return epoch << SEQUENCE_BITS | sequence
 
 
@@ -54,14 +55,15 @@ class Flags(Protocol):
     """The operations on flags by address; each bounded. `post` is done before it returns."""
 
     def post(self, flag: int, value: int) -> None:
-        """Store with release order: whoever sees `value` sees everything that was written before."""
+        """Stores the value with release order: whoever sees `value` sees everything that was written before."""
 
     def wait(self, flag: int, value: int, timeout_ns: int) -> bool:
-        """Poll with acquire order until the flag is `value`; False when the time has passed. Looks once at least."""
+        """Polls with acquire order until the flag is `value`. Returns False when the time has passed. Looks once at
+        least."""
 
     def next(self, flags: int, stride: int, seen: Seen, start: int, armed: int, timeout_ns: int) -> int:
-        """The first slot, from `start` on and round, whose flag differs from seen[slot]; DISARMED when there is none
-        and the word `armed` is 0; TIMED_OUT.
+        """Waits for the first slot, from `start` on and round, whose flag differs from seen[slot], and returns it.
+        Returns DISARMED when there is none and the word `armed` is 0, TIMED_OUT after `timeout_ns`.
 
         `flags` is the first slot's; the next is `stride` lines further.
         """

@@ -24,7 +24,7 @@ Argument = ctypes.c_void_p | ctypes.c_longlong | ctypes.c_ulonglong | ctypes.c_i
 
 
 def compile_cubin(capability: tuple[int, int]) -> bytes:
-    """handoff.cu for this compute capability; needs no GPU. Raises CompileError."""
+    """Compiles handoff.cu for this compute capability; needs no GPU. Raises CompileError."""
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -50,7 +50,7 @@ class CudaKernels:
     """StreamKernels. Made and used by one thread, on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises CompileError."""
+        """Compiles the kernels and loads them on the device. Raises CompileError."""
         cubin = compile_cubin(torch.cuda.get_device_capability(device))
         from cuda.bindings import driver
 

@@ -25,17 +25,18 @@ class StreamKernels(Protocol):
     """Both are enqueued on the current stream and return at once."""
 
     def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, signal: Signal) -> None:
-        """target = x, then flags[w] = values[w] for every worker w whose value is not 0; nothing where `poisoned` is
-        set. x contiguous on the device, target of its shape in registered host memory; ticket i32[1] on the device, 0
-        before and after."""
+        """Enqueues target = x, then flags[w] = values[w] for every worker w whose value is not 0; nothing where
+        `poisoned` is set. x contiguous on the device, target of its shape in registered host memory; ticket i32[1] on
+        the device, 0 before and after."""
 
     def wait(self, signal: Signal, timeout_ns: int, failed: torch.Tensor) -> None:
-        """Later work on the stream begins when every flag is its value, or after timeout_ns: then `poisoned` becomes 1,
-        and so does failed i32[1] in registered host memory. Value 0, or poisoned already: no wait."""
+        """Has later work on the stream begin when every flag is its value, or after timeout_ns: then `poisoned` becomes
+        1, and so does failed i32[1] in registered host memory. Value 0, or poisoned already: no wait."""
 
 
 def stream_kernels(device: torch.device) -> StreamKernels:
-    """Triton's where this Triton has the operations (3.9), else CUDA C++ through NVRTC. Raises CompileError."""
+    """Returns Triton's kernels where this Triton has the operations (3.9), else CUDA C++ through NVRTC. Raises
+    CompileError."""
     import triton.language as tl  # a host without a GPU need not load it
 
     if hasattr(tl, "atomic_store") and hasattr(tl, "atomic_poll"):

@@ -34,8 +34,8 @@ first handoff would wait for a compiler."""
 def copy_and_signal(
     x, size, target, ticket, command_flags, values, workers, poisoned, BLOCK: tl.constexpr, LANES: tl.constexpr
 ):
-    """target[0..size) = x[0..size), then command_flags[w] = values[w] for every worker w whose value is not 0; flags
-    and values lie a line apart. Nothing where poisoned[0] is set. ticket i32[1] is 0 before and after."""
+    """Copies target[0..size) = x[0..size), then sets command_flags[w] = values[w] for every worker w whose value is not
+    0; flags and values lie a line apart. Does nothing where poisoned[0] is set. ticket i32[1] is 0 before and after."""
     if tl.load(poisoned) == 0:  # kernels before this one wrote it: all programs see the same
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         tl.store(target + at, tl.load(x + at, mask=at < size), mask=at < size)
@@ -50,8 +50,8 @@ def copy_and_signal(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def wait_for_workers(done_flags, values, timeout_ns, poisoned, failed):
-    """A program per worker: poisoned[0] = failed[0] = 1 unless its done flag becomes its value within timeout_ns;
-    value 0, or poisoned already: no wait."""
+    """Waits in a program per worker: poisoned[0] = failed[0] = 1 unless its done flag becomes its value within
+    timeout_ns; value 0, or poisoned already: no wait."""
     worker = tl.program_id(0)
     value = tl.load(values + worker * WORDS)
     if value != 0:  # noqa: SIM102 - no short circuit in Triton

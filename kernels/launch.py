@@ -62,7 +62,7 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_table(text: bytes) -> dict[str, Tuned]:
-    """Device name -> what was found for it. Raises ValueError that says what is wrong and where."""
+    """Returns what was found for each device, by its name. Raises ValueError that says what is wrong and where."""
     try:
         table = msgspec.json.decode(text, type=dict[str, Tuned])
     except msgspec.MsgspecError as error:
@@ -108,8 +108,8 @@ def column_blocks(widths: Sequence[int], block: int) -> int:
 
 
 def launch_pair(pair: tuple[Any, Any], tiles: int, call: LoraCall, how: Launch, **own: int) -> None:
-    """A shrink and an expand of `tiles` programs each per slice; `own` are the arguments that this pair alone has.
-    Raises KernelArgumentError before anything is launched."""
+    """Launches a shrink and an expand of `tiles` programs each per slice; `own` are the arguments that this pair alone
+    has. Raises KernelArgumentError before anything is launched."""
     check_call(call, how.splits)
     ys, x, view, segments = call.ys, call.x, call.view, (call.seg_start, call.seg_slot)
     if not call.seg_slot.shape[0] or not x.shape[0]:

@@ -17,7 +17,8 @@ def sgmv_shrink(
     UNIT: tl.constexpr, SPLITS: tl.constexpr, RANK_PROGRAMS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """xa[split, p, t, j] for one tile of tokens, projection, part of the ranks and part of the input columns."""
+    """Computes xa[split, p, t, j] for one tile of tokens, projection, part of the ranks and part of the input
+    columns."""
     segment, t0 = find_tile(tl.program_id(0), seg_start, segments, BT)
     if segment >= segments:
         return
@@ -67,8 +68,8 @@ def sgmv_expand(
 
 
 def sgmv(call: LoraCall, how: Launch | None = None) -> None:
-    """ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and its slot s, fp32 accumulation.
-    `how`: tile sizes; None: those of this device.
+    """Adds the adapters' part: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and its
+    slot s, fp32 accumulation. `how`: tile sizes; None: those of this device.
 
     xA is rounded to the weights' dtype before the second product, as tensor cores want it. Two launches of as many
     tiles as T tokens in S segments can have at most; no allocation, no host synchronisation; the same batch gives

@@ -15,7 +15,7 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b, accumulated in fp32; fp32 operands keep all their bits."""
+    """Returns acc + a @ b, accumulated in fp32; fp32 operands keep all their bits."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -24,7 +24,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def narrow(value, dtype: tl.constexpr):
-    """fp32 to the weights' dtype, to the nearest even."""
+    """Returns the fp32 value in the weights' dtype, rounded to the nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -34,9 +34,9 @@ def narrow(value, dtype: tl.constexpr):
 
 @triton.jit
 def find_tile(tile, seg_start, segments, BT: tl.constexpr):
-    """(segment, first token) of the tile-th tile when every segment is cut into tiles of its own; segment == segments
-    when there are fewer tiles than that. Segments are looked at 32 at a time, so none of their numbers has a kernel of
-    its own."""
+    """Returns (segment, first token) of the tile-th tile when every segment is cut into tiles of its own; segment ==
+    segments when there are fewer tiles than that. Segments are looked at 32 at a time, so none of their numbers has a
+    kernel of its own."""
     segment = segments
     first = 0
     before = 0
@@ -55,8 +55,8 @@ def find_tile(tile, seg_start, segments, BT: tl.constexpr):
 
 @triton.jit
 def pad_units(units, row_offset, first, j, rank, width, pool_units, UNIT: tl.constexpr):
-    """`units`, where an adapter's rows j begin, with rows from `rank` on those of whoever lies behind its first row in
-    the pool, whose end goes over into its beginning."""
+    """Returns `units`, where an adapter's rows j begin, with rows from `rank` on those of whoever lies behind its first
+    row in the pool, whose end goes over into its beginning."""
     row_units = tl.cdiv(width, UNIT)
     behind = (tl.load(row_offset + first) + j * row_units) % (pool_units - row_units + 1)
     return tl.where(j < rank, units, behind)
@@ -67,8 +67,8 @@ def shrink_tile(
     x, x_stride, t0, end, pool, row_offset, a_first, j0, rank, bound, pool_units, k0, k_step, d_in,
     PADDED: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """f32[BT, BR]: x[t0:end] @ A[j0:bound]^T over the columns k0, k0 + k_step, ... (blocks of BK). A's rows from `rank`
-    on are read where PADDED, and are 0."""
+    """Returns f32[BT, BR]: x[t0:end] @ A[j0:bound]^T over the columns k0, k0 + k_step, ... (blocks of BK). A's rows
+    from `rank` on are read where PADDED, and are 0."""
     t = t0 + tl.arange(0, BT)
     j = j0 + tl.arange(0, BR)
     units = tl.load(row_offset + a_first + j, mask=j < rank, other=0)
@@ -89,7 +89,7 @@ def shrink_tile(
 
 @triton.jit
 def store_xa(acc, xa, split, p, projections, tokens, capacity, t0, end, j0, rank, BT: tl.constexpr, BR: tl.constexpr):
-    """xa[split, p, t0:end, j0:rank] = acc. A rank above the scratch's capacity is cut, never written past it."""
+    """Stores xa[split, p, t0:end, j0:rank] = acc. A rank above the scratch's capacity is cut, never written past it."""
     t = t0 + tl.arange(0, BT)
     j = j0 + tl.arange(0, BR)
     rows = xa + ((split * projections + p) * tokens + t).to(tl.int64) * capacity
@@ -102,8 +102,8 @@ def expand_tile(
     pool_units, scale,
     PADDED: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """y[t0:end, n] += scale * (sum of xa over its splits, in order) @ B[:bound, n]; B's rows from `rank` on are read
-    where PADDED, and are 0."""
+    """Adds y[t0:end, n] += scale * (sum of xa over its splits, in order) @ B[:bound, n]; B's rows from `rank` on are
+    read where PADDED, and are 0."""
     t = t0 + tl.arange(0, BT)
     known = tl.minimum(rank, capacity)
     acc = tl.zeros((BT, n.shape[0]), dtype=tl.float32)
@@ -131,7 +131,7 @@ def expand_tile(
 
 @triton.jit
 def choose_output(block, y0, y1, y2, s0, s1, s2, d0, d1, d2, BN: tl.constexpr):
-    """Which projection a column block of the group is in: (projection, its y, stride, width, first column)."""
+    """Returns which projection a column block of the group is in: (projection, its y, stride, width, first column)."""
     n0 = tl.cdiv(d0, BN)
     n1 = tl.cdiv(d1, BN)
     p = 0

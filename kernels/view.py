@@ -54,7 +54,7 @@ def group_view(
     layer: int,
     members: Sequence[int],
 ) -> GroupView:
-    """The view of projections `members` (neighbours) of `layer`. Raises KernelArgumentError.
+    """Returns the view of projections `members` (neighbours) of `layer`. Raises KernelArgumentError.
 
     rank i32[slots, layers, projections], scale f32[same], first i32[same, 2] are the whole table's.
     """
@@ -99,7 +99,7 @@ class LoraCall:
 
 
 def check_call(call: LoraCall, splits: int) -> None:
-    """Everything about a call that can be seen without reading a device. Raises KernelArgumentError."""
+    """Checks everything about a call that can be seen without reading a device. Raises KernelArgumentError."""
     view, xa, device, tokens = call.view, call.xa, call.view.pool.device, call.x.shape[0]
     if len(call.ys) != view.projections:
         raise KernelArgumentError(f"{len(call.ys)} outputs for {view.projections} projections")

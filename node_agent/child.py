@@ -18,7 +18,8 @@ Config = TypeVar("Config")
 
 
 def read_config(kind: type[Config]) -> Config:
-    """The settings that the supervisor wrote on standard input. Raises msgspec.DecodeError when they are not `kind`."""
+    """Returns the settings that the supervisor wrote on standard input. Raises msgspec.DecodeError when they are not
+    `kind`."""
     return msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 
 def stop_collecting() -> None:
-    """Until `settle`. Called before torch is loaded."""
+    """Stops Python's garbage collector until `settle`. Called before torch is loaded."""
     gc.disable()
 
 

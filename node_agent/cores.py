@@ -33,9 +33,9 @@ def core_share(host_nodes: int, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 def spare_cores(
     engine_threads: int, cgroup: Path = Path("/sys/fs/cgroup"), order: Sequence[int] | None = None
 ) -> list[int]:
-    """Numbers of the cores that are left for CPU LoRA workers when the engine computes with so many threads, one worker
-    each; none where the engine has use for all. They are those behind the engine's in `order`, which by default is the
-    cores of this process's affinity by their numbers."""
+    """Returns the numbers of the cores that are left for CPU LoRA workers when the engine computes with so many
+    threads, one worker each; none where the engine has use for all. They are those behind the engine's in `order`,
+    which by default is the cores of this process's affinity by their numbers."""
     cores = sorted(os.sched_getaffinity(0)) if order is None else order
     spare = max(0, usable_cores(cgroup) - engine_threads)
     return list(cores[engine_threads:][:spare])

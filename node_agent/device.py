@@ -30,7 +30,7 @@ class Event(Protocol):
         """Returns when it has ended."""
 
     def wait(self) -> None:
-        """Whatever is enqueued on the current stream from now on runs after it. Returns at once."""
+        """Has whatever is enqueued on the current stream from now on run after the event. Returns at once."""
 
 
 class EndedEvent:
@@ -50,8 +50,8 @@ ENDED = EndedEvent()
 
 
 def record_event(device: torch.device, sleeps: bool = False) -> Event:
-    """An event behind everything enqueued on the current stream so far. `sleeps`: who synchronizes with it takes no
-    processor's time meanwhile, and learns of its end a little later."""
+    """Returns an event behind everything enqueued on the current stream so far. `sleeps`: who synchronizes with it
+    takes no processor's time meanwhile, and learns of its end a little later."""
     if device.type != "cuda":
         return ENDED
     event: torch.cuda.Event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
@@ -71,7 +71,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def unless_out_of_memory(work: Callable[[], Result]) -> Result | None:
-    """The work's result; None when there was too little memory for it. All that it held is free again then."""
+    """Does the work. Returns its result; None when there was too little memory for it: all that it held is free again
+    then."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -131,7 +132,7 @@ def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def cpu_name() -> str:
-    """The processor's, as the kernel has it; where it does not say, what kind it is."""
+    """Returns the processor's name, as the kernel has it; where the kernel does not say, what kind it is."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -147,7 +148,8 @@ def hardware_name(device: torch.device) -> str:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes the GPU when there is one. Raises ValueError for a device that is not there."""
+    """Returns the device of this name: `auto` takes the GPU when there is one. Raises ValueError for a device that is
+    not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -175,9 +177,9 @@ def free_memory(device: torch.device) -> int:
 
 
 def flush_denormals() -> None:
-    """Take numbers below the least normal one for zero: a processor computes with them many times more slowly, and no
-    token depends on them. Threads inherit it from the one that starts them, those of OpenMP's teams too: to be called
-    before anything is computed."""
+    """Has numbers below the least normal one taken for zero: a processor computes with them many times more slowly, and
+    no token depends on them. Threads inherit it from the one that starts them, those of OpenMP's teams too: to be
+    called before anything is computed."""
     torch.set_flush_denormal(True)
 
 

@@ -71,7 +71,7 @@ class Channel:
         return bool(self._unsent)
 
     def receive(self) -> list[Command]:
-        """Everything that has arrived. Raises Disconnected."""
+        """Returns all commands that have arrived. Raises Disconnected."""
         commands: list[Command] = []
         while True:
             try:
@@ -89,7 +89,7 @@ class Channel:
                 raise Disconnected(f"the API process broke the protocol: {error}") from error
 
     def send(self, events: list[EngineEvent]) -> None:
-        """Queue one frame and send what the socket takes now. Raises Disconnected."""
+        """Queues the events as one frame and sends what the socket takes now. Raises Disconnected."""
         if events:
             self._unsent += encode(events)
         while self._unsent:
@@ -191,7 +191,7 @@ class Loop:
                 self.engine.orders.take(command)
 
     def _tell(self, channel: Channel) -> bool:
-        """Send what has happened, and a picture when one is due; False when nothing has happened."""
+        """Sends what has happened, and a picture when one is due. Returns False when nothing has happened."""
         self.engine.pulse.beat()
         events = self.engine.take_events()
         happened, now = bool(events), time.monotonic()
@@ -212,8 +212,8 @@ class Loop:
         self._check_at = time.monotonic() + CHECK_INTERVAL
 
     def _measure(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
-        """A slice of the measurement that gives an idle node its performance model, until anything comes. False: there
-        is none to be made now."""
+        """Does a slice of the measurement that gives an idle node its performance model, until anything comes. Returns
+        False when there is none to be made now."""
         if self.idle is None or self.idle.ended:
             return False
         if self.engine.busy or self.engine.store.loading_bytes or self.engine.prefetcher.underway:
@@ -223,8 +223,9 @@ class Loop:
         return self.idle.work(lambda: self._is_wanted(channel, selector))
 
     def _is_wanted(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
-        """Whether anything has come amid a slice. The last picture is sent again when one is due: a pass of a large
-        base takes long, and an engine that says nothing is taken for dead. One taken now would show what is lent."""
+        """Returns whether anything has come amid a slice. The last picture is sent again when one is due: a pass of a
+        large base takes long, and an engine that says nothing is taken for dead. One taken now would show what is
+        lent."""
         self.engine.pulse.beat()
         if time.monotonic() >= self._stats_at:
             channel.send([self._picture])

@@ -14,7 +14,7 @@ LONGEST = 200
 
 
 def describe(code: int) -> str:
-    """An exit code as subprocess gives it: negative for a signal."""
+    """Returns what an exit code says, as subprocess gives it: negative for a signal."""
     if code >= 0:
         return f"the engine ended with exit code {code}; the node's log says why"
     names = {number.value: number.name for number in signal.Signals}
@@ -22,14 +22,14 @@ def describe(code: int) -> str:
 
 
 def write_exit(run_dir: Path, code: int) -> None:
-    """Replace the note, whole at any moment."""
+    """Replaces the note, which is whole at any moment, by one on this exit code."""
     temporary = run_dir / f"{NAME}.new"
     temporary.write_text(describe(code))
     temporary.replace(run_dir / NAME)
 
 
 def read_exit(run_dir: Path) -> str:
-    """The note; empty when there is none."""
+    """Returns the note's text; empty when there is none."""
     try:
         return (run_dir / NAME).read_text()[:LONGEST]
     except FileNotFoundError:
@@ -37,5 +37,5 @@ def read_exit(run_dir: Path) -> str:
 
 
 def clear_exit(run_dir: Path) -> None:
-    """The engine is well again, or the node starts anew."""
+    """Removes the note: the engine is well again, or the node starts anew."""
     (run_dir / NAME).unlink(missing_ok=True)

@@ -189,5 +189,5 @@ event_decoder = msgspec.msgpack.Decoder(list[EngineEvent])
 
 
 def encode(messages: list[Command] | list[EngineEvent]) -> bytes:
-    """One frame with all of `messages`."""
+    """Returns one frame with all of `messages`."""
     return frame(_encoder.encode(messages))

@@ -84,7 +84,8 @@ class PeftAlone:
         return tokens
 
     def positions(self, ids: list[int], prompt: PeftPrompt) -> list[Position]:
-        """Teacher-forced: after the function's tokens, not PEFT's own, so that every position is comparable."""
+        """Returns what PEFT computes at each position. Teacher-forced: after the function's tokens, not PEFT's own, so
+        that every position is comparable."""
         import torch
 
         if not prompt.tokens:
@@ -105,7 +106,7 @@ class PeftAlone:
 
 
 def with_plain_tensors(folder: Path, scratch: Path) -> Path:
-    """The adapter's folder, or a copy of it in `scratch` if its tensors' names carry an adapter's name.
+    """Returns the adapter's folder, or a copy of it in `scratch` if its tensors' names carry an adapter's name.
 
     PEFT finds no tensor of such a file, and would answer as the base model does. Raises InvalidAdapter, OSError.
     """

@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 
 def run(config: NodeConfig) -> int:
-    """Run the node until TERM or INT, then stop both processes. Returns the exit code: 0, or 1 when the node can't have
-    the GPU that it was to have.
+    """Runs the node until TERM or INT, then stops both processes. Returns the exit code: 0, or 1 when the node can't
+    have the GPU that it was to have.
 
     Must be called on the main thread, whose signal handlers it borrows. Raises OSError when `run_dir` can't be made.
     """
@@ -116,7 +116,8 @@ class Child:
         return None if self._process is None else self._process.pid
 
     def tend(self, now: float) -> float:
-        """Start or reap as is due. Returns in how many seconds it wants to be looked at again, at the latest."""
+        """Starts or reaps the process as is due. Returns in how many seconds it wants to be looked at again, at the
+        latest."""
         if self.reap(now) and self._due <= now:
             self._start(now)
         if self._process is None:
@@ -124,7 +125,8 @@ class Child:
         return STEADY if self._watch is None else self._kill_if_silent(self._watch, self._process, now)
 
     def reap(self, now: float) -> bool:
-        """Whether the process is not running; if it just ended, that is logged and the time of its restart is set."""
+        """Returns whether the process is not running; if it just ended, that is logged and the time of its restart is
+        set."""
         if self._process is None:
             return True
         code = self._process.poll()
@@ -157,13 +159,13 @@ class Child:
         return watch.interval
 
     def ask_to_stop(self) -> None:
-        """Send TERM: its end is no failure any more."""
+        """Sends TERM: the process's end is no failure any more."""
         self._told_to_stop = True
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill -9 and reap: no zombie is left."""
+        """Kills the process (kill -9) and reaps it: no zombie is left."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

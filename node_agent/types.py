@@ -163,7 +163,7 @@ class StepOutput(Protocol):
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """i64[Q] in host memory"""
+        """The sampled tokens, i64[Q] in host memory."""
 
     @property
     def logprobs(self) -> Sequence[tuple[float, list[tuple[int, float]]] | None]:
@@ -196,13 +196,14 @@ class PassLora(Protocol):
     """Adds the adapters' part to a pass's projections. Made per pass."""
 
     def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
-        """Called before the base product of `group` with its input x[T, d_in], which may be a part of wider rows.
+        """Begins the adapters' part of `group`, with its input x[T, d_in], which may be a part of wider rows.
 
-        False: nothing is to be added there, and `finish` is not called.
+        Called before the base product. Returns False when nothing is to be added there: `finish` is not called then.
         """
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
-        """Called after it, and before q and k are rotated; adds to each y[T, d_out], parts of wider rows, in place."""
+        """Adds the adapters' part to each y[T, d_out], parts of wider rows, in place. Called after the base product,
+        and before q and k are rotated."""
 
 
 @runtime_checkable
@@ -231,7 +232,7 @@ class Pass(Protocol):
         a CPU it returns when computed."""
 
     def finish(self) -> StepOutput:
-        """Final norm, logits of `logit_rows`, sampling. All layers must have been advanced."""
+        """Computes the final norm and the logits of `logit_rows`, and samples. All layers must have been advanced."""
 
     def abort(self) -> Event:
         """Drops a half-run pass; what it holds is free at the event."""
@@ -251,7 +252,7 @@ class ModelRunner(Protocol):
     """how bf16 products are computed on a CPU; None: by torch alone"""
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> Pass:
-        """`lora` is None when no token uses an adapter."""
+        """Starts a pass over the batch. `lora` is None when no token uses an adapter."""
 
 
 @runtime_checkable
@@ -265,8 +266,8 @@ class SendingRunner(Protocol):
     def serve(
         self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
     ) -> Callable[[LoraBatch, bool], PassLora]:
-        """Called once, before the first adapter is loaded: prepares passes of at most `max_rows` sequences and
-        `chunk_tokens` prompt tokens, with the `kernel` for adapters (lora_choice). Returns their StartLora."""
+        """Prepares passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens, with the `kernel` for
+        adapters (lora_choice). Returns their StartLora. Called once, before the first adapter is loaded."""
 
 
 def batch_device(runner: ModelRunner) -> torch.device:

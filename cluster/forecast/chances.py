@@ -60,5 +60,5 @@ class Forecasts(Mapping[str, Chances]):
 
     @cached_property
     def _rows(self) -> dict[str, int]:
-        """Made when one function is asked for, which is rare."""
+        """The row of `chances` of each key. Made when one function is asked for, which is rare."""
         return {key: row for row, key in enumerate(self._keys)}

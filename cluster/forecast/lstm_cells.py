@@ -86,7 +86,7 @@ _Tape = tuple[Array, Array, Array, Array]
 
 
 def _cell(parameters: Parameters, layer: str, below: Array, state: Array, cell: Array) -> tuple[Array, Array, _Tape]:
-    """One step: the layer's state and cell behind it, and what `_backward` needs."""
+    """Computes one step of a layer. Returns the layer's state and cell behind the step, and what `_backward` needs."""
     seen = np.concatenate([below, state], axis=1)
     gates = seen @ parameters[layer] + parameters[f"{layer}_bias"]
     for begin, end in ((0, 2), (3, 4)):
@@ -117,7 +117,8 @@ def _backward(parameters: Parameters, tape: list[tuple[_Tape, _Tape]], by_state:
 def _cell_backward(
     parameters: Parameters, layer: str, tape: _Tape, by_behind: tuple[Array, Array], gradients: Parameters
 ) -> tuple[Array, Array]:
-    """From the gradients by a step's state and cell, those by its input (with the state before it) and cell before."""
+    """Returns the gradients by a step's input (with the state before it) and by the cell before it, from those by the
+    step's state and cell. Adds those by the layer's parameters to `gradients`."""
     seen, cell, gates, shown = tape
     let_in, keep, new, show = np.split(gates, 4, axis=1)
     by_state, by_cell = by_behind

@@ -42,6 +42,7 @@ class Predictor(Protocol):
 
 
 def chances_of_rate(rate: Array) -> Array:
-    """f32[functions, horizons] of calls that come by Poisson's law, at f32[functions] calls per second."""
+    """Returns the chances, f32[functions, horizons], of calls that come by Poisson's law, at f32[functions] calls per
+    second."""
     chances: Array = -np.expm1(-rate[:, None] * HORIZONS.astype(np.float32))
     return chances

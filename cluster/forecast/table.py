@@ -31,7 +31,7 @@ class Column:
         return int(self._values.nbytes)
 
     def grow(self, room: int) -> None:
-        """Does nothing if there is as much room."""
+        """Enlarges the column to `room` rows, new ones filled; does nothing if there is as much room."""
         if room > len(self._values):
             larger = np.full((room, *self._values.shape[1:]), self._fill, self._values.dtype)
             larger[: len(self._values)] = self._values
@@ -124,7 +124,7 @@ class FunctionTable:
             notify(keys, begin)
 
     def _remove(self, leaving: Array) -> None:
-        """The last rows that stay move into the gaps of those that leave."""
+        """Removes the rows that are `leaving`: the last rows that stay move into their gaps."""
         gone = np.flatnonzero(leaving)
         if not len(gone):
             return

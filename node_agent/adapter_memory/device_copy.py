@@ -95,7 +95,8 @@ class DeviceCopy:
     # --- in a loader thread
 
     def _work(self, portion: list[int]) -> None:
-        """Enqueue the portion; wait for the oldest that crosses where there is no other to enqueue, or enough are."""
+        """Enqueues the portion of layers; waits for the oldest that crosses where there is no other to enqueue, or
+        enough are."""
         states = self.states
         try:
             if portion:

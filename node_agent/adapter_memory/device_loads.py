@@ -44,7 +44,7 @@ class DeviceLoads:
         return entry
 
     def poll(self) -> None:
-        """Note which have ended; those that find no room in host memory take it from less urgent ones."""
+        """Notes which loads have ended; those that find no room in host memory take it from less urgent ones."""
         if self._hosts.short is not None:
             self.reclaim(self._hosts.short)
         self._entries = [entry for entry in self._entries if not self._advance(entry)]
@@ -69,7 +69,7 @@ class DeviceLoads:
         return [entry for entry in self._entries if entry.host.priority < Priority.PREDICTED]
 
     def _advance(self, entry: DeviceAdapter) -> bool:
-        """Take note of a copy that has ended, one way or the other; False while it goes on."""
+        """Takes note of a copy that has ended, one way or the other. Returns False while it goes on."""
         host, copy = entry.host, entry.copy
         if not copy.ended.is_set():
             return False

@@ -34,8 +34,8 @@ class DeviceRoom:
     def take(
         self, digest: str, layout: AdapterLayout, evicts: bool = True, spared: Container[str] = ()
     ) -> Place | None:
-        """A place for the adapter, evicting idle ones that are not `spared` only where that makes enough room; None: it
-        does not. `evicts` False: what is free now, or None."""
+        """Takes a place for the adapter, evicting idle ones that are not `spared` only where that makes enough room.
+        Returns None when it does not. `evicts` False: takes what is free now, or returns None."""
         victims = self._victims(layout.pages, spared) if evicts else iter(())
         if victims is None:
             return None
@@ -53,33 +53,33 @@ class DeviceRoom:
         return None
 
     def note_call(self, digest: str) -> None:
-        """A request uses an adapter that has a place."""
+        """Notes that a request uses an adapter that has a place."""
         self.adapters.move_to_end(digest)
         self.eviction.demand.note_call(digest, time.monotonic())
         self.eviction.note_call(digest)
         self.hosts.eviction.note_call(digest)
 
     def give(self, digest: str, layout: AdapterLayout, place: Place) -> None:
-        """The place that the adapter took is not needed: it did not move in."""
+        """Gives back the place that the adapter took: it did not move in."""
         slot, pages, run = place
         self.table.give(run, max(1, layout.rows))
         self.pool.pages.give(pages, digest)
         self._free_slots.append(slot)
 
     def move_in(self, entry: DeviceAdapter) -> None:
-        """The adapter has its place until it is evicted, and the table names it from now on."""
+        """Gives the adapter its place until it is evicted; the table names it from now on."""
         self.table.set(entry.slot, entry.run, entry.layout, entry.layout.positions(entry.pages))
         self.adapters[entry.host.digest] = entry
 
     def evict(self, digest: str) -> None:
-        """The caller has seen that it is idle."""
+        """Takes the adapter off the device. The caller has seen that it is idle."""
         entry = self.adapters.pop(digest)
         self.table.clear(entry.slot, entry.run, max(1, entry.layout.rows))
         self.pool.pages.give(entry.pages, digest)
         self._free_slots.append(entry.slot)
 
     def fits_without(self, layout: AdapterLayout, others: Collection[str]) -> bool:
-        """There would be room for an adapter if nobody used the others."""
+        """Returns whether there would be room for an adapter of this layout if nobody used the `others`."""
         may_go = [
             entry
             for digest, entry in self.adapters.items()
@@ -99,7 +99,7 @@ class DeviceRoom:
         return self._in_order(may_go) if may_go or self._free_slots else None
 
     def _in_order(self, entries: list[DeviceAdapter]) -> Iterator[str]:
-        """The order is made when the first one has to leave."""
+        """Yields the entries' digests, the first to leave first. The order is made when the first one has to leave."""
         yield from self.eviction.order([self._candidate(entry) for entry in entries], time.monotonic())
 
     def _candidate(self, entry: DeviceAdapter) -> Candidate:

@@ -52,7 +52,7 @@ class CachedFile:
             os.close(fd)
 
     def header(self) -> ArtifactHeader:
-        """Raises CorruptArtifact or OSError."""
+        """Reads the artifact's header. Raises CorruptArtifact or OSError."""
         return read_header(self, "")
 
     def drop(self, reason: str) -> None:
@@ -72,7 +72,7 @@ class CacheWriter:
         self._open(encode_header(header))
 
     def write(self, offset: int, block: memoryview) -> None:
-        """A verified layer. Never raises: without room on the disk the adapter is not kept."""
+        """Writes a verified layer. Never raises: without room on the disk the adapter is not kept."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -88,7 +88,7 @@ class CacheWriter:
                 self._give_up(error)
 
     def end(self) -> None:
-        """The load has ended: what is not whole is removed."""
+        """Notes that the load has ended: a file that is not whole is removed."""
         with self._lock:
             if self._fd >= 0:
                 self._give_up(None)
@@ -137,7 +137,7 @@ class DiskCache:
         return self.directory / self._name(digest)
 
     def open(self, digest: str) -> CachedFile | None:
-        """The adapter's file, used now; None when there is none."""
+        """Returns the adapter's file, which counts as used now; None when there is none."""
         with self._lock:
             if self._name(digest) not in self._sizes:
                 return None
@@ -152,7 +152,7 @@ class DiskCache:
             return self._name(digest) in self._sizes
 
     def contents(self) -> Sequence[tuple[str, int]]:
-        """(digest, bytes) of this base's adapters, most recently used first."""
+        """Returns (digest, bytes) of this base's adapters, most recently used first."""
         with self._lock:
             here = [(name[:64], size) for name, size in self._sizes.items() if name.endswith(self.base.fingerprint)]
         return here[::-1]
@@ -173,14 +173,14 @@ class DiskCache:
         return CacheWriter(self, header, size)
 
     def drop(self, digest: str, reason: str) -> None:
-        """The file is not what was written, or can't be read."""
+        """Removes a file that is not what was written, or can't be read, and counts it as damaged."""
         if self.remove(digest):
             with self._lock:
                 self.damaged += 1
             log.warning("an adapter on the disk is not usable", extra={"digest": digest, "reason": reason})
 
     def remove(self, digest: str) -> bool:
-        """The file is not wanted any more; False when there is none."""
+        """Removes a file that is not wanted any more. Returns False when there is none."""
         with self._lock:
             if self._sizes.pop(self._name(digest), None) is None:
                 return False
@@ -188,13 +188,14 @@ class DiskCache:
         return True
 
     def keep(self, digest: str, size: int) -> None:
-        """A writer has ended well."""
+        """Takes in the file of a writer that has ended well."""
         with self._lock:
             self._writing -= size
             self._sizes[self._name(digest)] = size
 
     def give_back(self, size: int, error: OSError | None) -> None:
-        """A writer has ended without a file."""
+        """Gives back the room of a writer that has ended without a file; `error` says why, None: its load ended
+        first."""
         with self._lock:
             self._writing -= size
             self.failures += error is not None
@@ -225,7 +226,7 @@ class DiskCache:
                 (self.directory / name).unlink(missing_ok=True)
 
     def _find(self) -> None:
-        """Take in what earlier runs left: whole files whose header is what was written; the rest is removed."""
+        """Takes in what earlier runs left: whole files whose header is what was written; the rest is removed."""
         found: list[tuple[float, str, int]] = []
         for path in self.directory.iterdir():
             if path.name.endswith(TEMPORARY):

@@ -50,10 +50,10 @@ class LeastRecentlyUsed:
         return 0.0
 
     def note_call(self, digest: str) -> None:
-        """A request uses the adapter."""
+        """Notes that a request uses the adapter."""
 
     def note_eviction(self, digest: str) -> None:  # noqa: ARG002 - as the others
-        """The adapter leaves to make room for another."""
+        """Notes that the adapter leaves to make room for another."""
         self.evictions += 1
 
 

@@ -99,7 +99,8 @@ class Fetch:
         return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
 
     def _settle(self) -> None:
-        """Say how the load ended, once it has and nothing runs. Whoever wants it again until then finds it going on."""
+        """Says how the load ended, once it has and nothing runs. Whoever wants the adapter again until then finds it
+        going on."""
         if self._running or self.over:
             return
         self.host.complete = all(self.host.here)
@@ -121,7 +122,7 @@ class Fetch:
         at = wanted.first
 
         def land(data: memoryview, count: int) -> None:
-            """The first `count` bytes of the range are in `data`."""
+            """Lands each layer that is whole, the first `count` bytes of the range being in `data`."""
             nonlocal at
             while at < wanted.end:
                 block = self.header.layers[at]
@@ -167,7 +168,7 @@ class Fetch:
             land(data, low + found)
 
     def _land(self, layer: int, block: memoryview, keep: bool) -> None:
-        """Verify a layer, place its rows, and say that it is there."""
+        """Verifies a layer, places its rows, and says that it is there."""
         check_layer(self.header, layer, block)
         for pair in self.layout.layers[layer]:
             d_in, d_out = self.base.widths[pair.projection]
@@ -189,14 +190,14 @@ class Fetch:
             return self._writer
 
     def _place(self, positions: np.ndarray, block: memoryview, offset: int, width: int) -> None:
-        """Rows of `width` from byte `offset` of the block go to `positions`, converted to the pool's dtype."""
+        """Copies rows of `width` from byte `offset` of the block to `positions`, converted to the pool's dtype."""
         source, count = DTYPES[self.header.dtype], len(positions) * width
         rows = torch.frombuffer(block, dtype=source, count=count, offset=offset).view(len(positions), width)
         for low, end in contiguous_runs(positions, row_units(width, self.pool.data.element_size())):
             self.pool.matrix(int(positions[low]), end - low, width).copy_(rows[low:end])
 
     def _note(self, error: Exception, wanted: Range, at: int, source: CachedFile | None) -> None:
-        """Try again from layer `at`, or end the load."""
+        """Takes note of a failed read: tries again from layer `at`, or ends the load."""
         again = self._rest(wanted, at)
         with self.threads.changed:
             if source is not None and isinstance(error, RETRIED):

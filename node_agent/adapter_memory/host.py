@@ -66,23 +66,23 @@ class HostTier:
         return self._all.values()
 
     def lacks_room(self, digest: str) -> bool:
-        """Its load found no room at the last `poll`."""
+        """Returns whether the adapter's load found no room at the last `poll`."""
         return any(host.digest == digest for host in self._unfetched)
 
     def waiting(self, digest: str) -> int:
-        """How many wait for it."""
+        """Returns how many wait for the adapter."""
         return self._waiters[digest].total() if digest in self._waiters else 0
 
     def announce(self, digest: str, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> None:
-        """Count one more who waits; each call is answered by one `retract`. `spared`: digests of adapters that are not
-        to be evicted for a predicted prefetch, until it is retracted."""
+        """Counts one more who waits for the adapter; each call is answered by one `retract`. `spared`: digests of
+        adapters that are not to be evicted for a predicted prefetch, until it is retracted."""
         self._waiters.setdefault(digest, Counter())[priority] += 1
         if priority == Priority.PREDICTED:
             self._spared[digest] = spared
         self._count(digest)
 
     def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
-        """One waits no more. What nobody wants any more is dropped before it is whole."""
+        """Counts one less who waits for the adapter. What nobody wants any more is dropped before it is whole."""
         counts = self._waiters[digest]
         counts[priority] -= 1
         if not counts[priority]:
@@ -96,7 +96,7 @@ class HostTier:
             self.forget(host)  # a thread that fetches it sees for itself
 
     def load(self, adapter: Adapter) -> HostAdapter:
-        """The adapter, whose load starts unless it runs, is done, or has just failed."""
+        """Returns the adapter, whose load starts unless it runs, is done, or has just failed."""
         host = self._all.get(adapter.digest)
         if host is None or host.abandoned:
             host = self._begin(adapter.digest, adapter.artifact)
@@ -104,7 +104,8 @@ class HostTier:
         return host
 
     def poll(self) -> None:
-        """Take note of what loader threads have done, and start fetches that now have room, oldest first."""
+        """Takes note of what loader threads have done, and starts fetches that now have room, the most urgent first,
+        and of those the oldest."""
         self._measuring = [host for host in self._measuring if not self._measured(host)]
         self._start_fetches()
         self._fetching = [host for host in self._fetching if not self._fetched(host)]
@@ -119,7 +120,7 @@ class HostTier:
         return (host for host in self._all.values() if host.complete and not host.failed)
 
     def forget(self, host: HostAdapter) -> None:
-        """Drop the adapter, and its bytes once nobody reads or writes them."""
+        """Drops the adapter, and its bytes once nobody reads or writes them."""
         if self._all.get(host.digest) is host:
             del self._all[host.digest]
             host.waiters = 0  # whoever waits for the adapter waits for its next load: this one may end
@@ -128,7 +129,8 @@ class HostTier:
         self._free(host)  # an adapter on the device keeps its HostAdapter, but not these bytes
 
     def hold(self, host: HostAdapter) -> bool:
-        """Keep its pages and its table entry until `let_go`; False when it has none, or is on its way out."""
+        """Keeps the adapter's pages and its table entry until `let_go`. Returns False when it has none, or is on its
+        way out."""
         if host.pages is None or host.failed or self._all.get(host.digest) is not host:
             return False
         host.holds += 1
@@ -140,7 +142,7 @@ class HostTier:
         host.holds -= 1
 
     def note_lease(self, host: HostAdapter, leased: bool) -> None:
-        """Requests have leases on the adapter on the device, or have none any more."""
+        """Notes whether requests have leases on the adapter on the device."""
         host.leased = leased
         self._set_priority(host)
 
@@ -157,7 +159,7 @@ class HostTier:
         )
 
     def reload_seconds(self, digest: str, size: int) -> float:
-        """How long an adapter that left the device would take to come back."""
+        """Returns how long an adapter that left the device would take to come back."""
         host = self._all.get(digest)
         here = host is not None and host.complete and not host.failed
         return self.rates.seconds("host", size) + (0.0 if here else self.rates.seconds(self._below(digest), size))
@@ -223,7 +225,8 @@ class HostTier:
         return True
 
     def _start_fetches(self) -> None:
-        """The most urgent first. While one waits for room, less urgent ones take none, and give up what they have."""
+        """Starts fetches, the most urgent first. While one waits for room, less urgent ones take none, and give up what
+        they have."""
         waiting: list[HostAdapter] = []
         self.short = None
         for host in sorted(self._unfetched, key=lambda host: host.priority):
@@ -266,7 +269,7 @@ class HostTier:
         return [host for host in idle if host.digest not in spared and host.digest not in self.pinned]
 
     def _in_order(self, idle: list[HostAdapter]) -> Iterator[HostAdapter]:
-        """The first to leave first. The order is made when that one has to."""
+        """Yields the idle adapters, the first to leave first. The order is made when that one has to."""
         for digest in self.eviction.order([*map(self._candidate, idle)], time.monotonic()):
             yield self._all[digest]
 

@@ -55,7 +55,7 @@ class HostView:
 
 
 def attach(host_map: HostMap) -> HostView:
-    """Map the host pool and its table. Raises OSError or ValueError when the descriptors are not what they should be.
+    """Maps the host pool and its table. Raises OSError or ValueError when the descriptors are not what they should be.
 
     The process needs no device for it, and may close the descriptors afterwards.
     """

@@ -15,7 +15,8 @@ from node_agent.adapter_memory.table import AdapterTable
 
 
 def check_memory(store: AdapterStore) -> list[str]:
-    """One line for each thing that is wrong; empty when all is well. Waits for the device to have read the table."""
+    """Returns one line for each thing that is wrong with the store's pages and tables; none when all is well. Waits for
+    the device to have read the table."""
     found = [f"device: {line}" for line in store.pool.pages.problems()]
     found += [f"host: {line}" for line in store.hosts.pool.pages.problems()]
     found += _owners("device", store.pool, {digest: [e.pages] for digest, e in store.device.items()})

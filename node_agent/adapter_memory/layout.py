@@ -66,7 +66,7 @@ class AdapterLayout:
     """Bytes of weights, without padding."""
 
     def adapts(self, layer: int, group: str) -> bool:
-        """Whether any projection of the group is adapted in that layer."""
+        """Returns whether any projection of the group is adapted in that layer."""
         return any(pair.projection in GROUPS[group] for pair in self.layers[layer])
 
     @property
@@ -89,19 +89,19 @@ class AdapterLayout:
         return self.pages * self.page_units * ROW_ALIGN
 
     def positions(self, pages: Sequence[int]) -> np.ndarray:
-        """i64[rows]: each row's unit from the start of a pool in which the adapter has these pages."""
+        """Returns i64[rows]: each row's unit from the start of a pool in which the adapter has these pages."""
         starts = np.asarray(pages, dtype=np.int64) * self.page_units
         found: np.ndarray = starts[self.place // self.page_units] + self.place % self.page_units
         return found
 
 
 def row_units(width: int, itemsize: int) -> int:
-    """ROW_ALIGN units of one row of `width` elements."""
+    """Returns the ROW_ALIGN units of one row of `width` elements."""
     return -(-width * itemsize // ROW_ALIGN)
 
 
 def contiguous_runs(positions: np.ndarray, units: int) -> list[tuple[int, int]]:
-    """(low, end) of each maximal run of rows that lie `units` apart."""
+    """Returns (low, end) of each maximal run of rows that lie `units` apart."""
     count = len(positions)
     breaks = (positions[1:] - positions[:-1] != units).nonzero()[0]  # np.diff takes longer than all of this
     if not len(breaks):
@@ -117,7 +117,7 @@ class _Cursor:
         self.placed: list[np.ndarray] = []
 
     def put(self, count: int, units: int) -> int:
-        """Index of the first of `count` rows of `units` each."""
+        """Places `count` rows of `units` each. Returns the index of the first."""
         first = self.rows
         while count:
             left = self.page_units - self.at % self.page_units

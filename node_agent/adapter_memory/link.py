@@ -71,7 +71,7 @@ class Link:
         self.wait(self.begin(Flow(), size))
 
     def begin(self, flow: Flow, size: int) -> Transfer:
-        """`size` bytes set out, behind those of the flow that set out before."""
+        """Sends `size` bytes of the flow on their way, behind those that it sent before. Returns their transfer."""
         with self._changed:
             self._advance(self.clock())
             if self.config is None or flow.closed or self._closed:
@@ -119,7 +119,7 @@ class Link:
     # --- inside, under the lock
 
     def _advance(self, now: float) -> None:
-        """Bring the virtual time to `now`, and note when transfers crossed."""
+        """Brings the virtual time to `now`, and notes when transfers crossed."""
         if self.config is None:
             return
         while self._active:

@@ -16,11 +16,11 @@ class LoadRates:
         self.bytes_per_s = dict(FIRST_RATES)
 
     def note(self, source: HeldTier, size: int, seconds: float) -> None:
-        """A load of `size` bytes has ended after `seconds`. One that took no time says nothing."""
+        """Takes in that a load of `size` bytes has ended after `seconds`. One that took no time says nothing."""
         if size > 0 and seconds > 0:
             self.bytes_per_s[source] += (size / seconds - self.bytes_per_s[source]) * NEWEST
 
     def seconds(self, source: HeldTier, size: int) -> float:
-        """How long `size` bytes take from `source` to the tier above it, the disk and the store being below the host's
-        memory."""
+        """Returns how long `size` bytes take from `source` to the tier above it, the disk and the store being below the
+        host's memory."""
         return size / self.bytes_per_s[source]

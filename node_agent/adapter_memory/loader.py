@@ -75,25 +75,26 @@ class Loader:
         """Bytes per second of the link to a GPU, once measured. On a CPU no pass waits behind others' copies."""
 
     def measure(self, host: HostAdapter) -> None:
-        """Start to read the adapter's header; `host.layout` is its outcome."""
+        """Starts to read the adapter's header; `host.layout` is its outcome."""
         self.fetching.add(_Awaited(host))
         self._measuring.submit(host, self._measure, host)
 
     def fetch(self, host: HostAdapter) -> None:
-        """Start to bring a measured adapter's weights to `host.pages`, which the caller has taken."""
+        """Starts to bring a measured adapter's weights to `host.pages`, which the caller has taken."""
         job = Fetch(host, self)
         with self.fetching.changed:  # at once: no less urgent load finds a gap, or waits for one that has gone
             self.fetching.add(job)
             host.in_line = True
 
     def claim(self, host: HostAdapter) -> bool:
-        """The device will copy from it: from now on nobody gives the load up. False when it has ended badly."""
+        """Claims a host adapter for a copy to the device: from now on nobody gives its load up. Returns False when the
+        load has ended badly."""
         with self.fetching.changed:
             host.placed = not host.failed
             return host.placed
 
     def copy(self, host: HostAdapter, pages: list[int], states: CopyStates) -> None:
-        """Start to copy an adapter to these pages of the device, each layer once it is in host memory."""
+        """Starts to copy an adapter to these pages of the device, each layer once it is in host memory."""
         self.copying.add(DeviceCopy(host, pages, states, self))
 
     def set_order(self, states: CopyStates, order: Sequence[int]) -> None:
@@ -105,7 +106,7 @@ class Loader:
             states.order = tuple(order)
 
     def abandon(self, states: CopyStates) -> None:
-        """Nobody wants the copy any more: it ends as failed, unless it has ended."""
+        """Gives a copy up that nobody wants any more: it ends as failed, unless it has ended."""
         with self.copying.changed:
             if not states.ended.is_set():
                 states.abandoned = True

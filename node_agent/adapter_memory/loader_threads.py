@@ -46,11 +46,11 @@ class Job(Protocol):
 
     @property
     def over(self) -> bool:
-        """No work is left and none runs: the threads forget it."""
+        """Whether no work is left and none runs: the threads forget the job."""
 
     def take(self, now: float, held: bool) -> Callable[[], None] | None:
-        """The next piece of work, or None when there is none yet. `held`: a more urgent job is under way, and this one
-        begins nothing; it may end. Must not raise, nor must the work."""
+        """Returns the next piece of work, or None when there is none yet. `held`: a more urgent job is under way, and
+        this one begins nothing; it may end. Must not raise, nor must the work."""
 
     def due(self) -> float | None:
         """Returns the time at which `take` should be asked again without a `wake` (monotonic seconds), or None."""
@@ -75,12 +75,12 @@ class LoaderThreads:
             self._call_one()
 
     def wake(self) -> None:
-        """A job may have work that it did not have before."""
+        """Wakes a thread: a job may have work that it did not have before."""
         with self.changed:
             self._call_one()
 
     def close(self, wait: bool) -> None:
-        """Begin no more work; with `wait`, return when what runs has ended. Raises RuntimeError when it does not."""
+        """Begins no more work; with `wait`, returns when what runs has ended. Raises RuntimeError when it does not."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -91,7 +91,7 @@ class LoaderThreads:
                 raise RuntimeError(f"{thread.name} still works {CLOSE_SECONDS:.0f} s after it was told to end")
 
     def _call_one(self) -> None:
-        """Under the lock. One is enough: who finds work calls the next."""
+        """Wakes an idle thread, or starts one. Called under the lock. One is enough: who finds work calls the next."""
         if self._idle:
             self.changed.notify()
         elif len(self._threads) < self.count and not self.closed:
@@ -124,8 +124,8 @@ class LoaderThreads:
             return None
 
     def _take(self) -> Callable[[], None] | None:
-        """The first of the most urgent jobs that has work, of leased ones before others, goes to the end of the
-        line."""
+        """Takes the next piece of work. The first of the most urgent jobs that has work, of leased ones before others,
+        goes to the end of the line. Returns None when no job has work."""
         found, count = None, -1
         while found is None and count != len(self._jobs):  # once more where one ended: others may go on for it
             count = len(self._jobs)

@@ -97,7 +97,7 @@ class HostAdapter:
 
     @property
     def given_up(self) -> bool:
-        """Nobody wants it, and what is here is not worth the rest."""
+        """Whether nobody wants the adapter, and what is here is not worth the rest."""
         return self.unwanted and (self.reclaimed or not self.nearly_done)
 
     @property
@@ -108,7 +108,7 @@ class HostAdapter:
 
     @property
     def in_use(self) -> bool:
-        """Somebody may still read its pages, or a thread write them."""
+        """Whether somebody may still read the adapter's pages, or a thread write them."""
         return self.placed or self.holds > 0 or not (self.complete or self.failed)
 
     @property
@@ -181,5 +181,5 @@ class DeviceAdapter:
 
     @property
     def idle(self) -> bool:
-        """Nobody reads or writes it."""
+        """Whether nobody reads or writes the adapter on the device."""
         return self.leases == 0 and self.settled

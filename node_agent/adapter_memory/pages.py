@@ -45,7 +45,7 @@ class PageMap:
         return len(self._free)
 
     def take(self, count: int, owner: str) -> list[int] | None:
-        """`count` pages in ascending order, or None when fewer are free."""
+        """Takes `count` pages for the owner. Returns them in ascending order, or None when fewer are free."""
         if count > len(self._free):
             return None
         pages = [heapq.heappop(self._free) for _ in range(count)]

@@ -15,7 +15,8 @@ class Pinned:
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """(address, bytes) of each. Raises RuntimeError, nothing registered, when CUDA refuses one."""
+        """Registers ranges (address, bytes) of host memory with CUDA. Raises RuntimeError, nothing registered, when
+        CUDA refuses one."""
         self._addresses: list[int] = []
         try:
             for address, size in ranges:
@@ -26,7 +27,7 @@ class Pinned:
             raise
 
     def close(self) -> None:
-        """The device is done with it."""
+        """Unregisters the memory. The device is done with it."""
         while self._addresses:
             _check(_cuda().cudaHostUnregister(self._addresses.pop()), "host memory can't be unpinned")
 

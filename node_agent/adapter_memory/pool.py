@@ -41,12 +41,12 @@ class Pool:
         return lay_out_uniform(base, rank, projections, self.data.element_size(), self.page_units)
 
     def span(self, page: int, span: Span) -> torch.Tensor:
-        """The flat elements of a stretch of one page."""
+        """Returns the flat elements of a stretch of one page."""
         at = page * self.page_units
         return self.data[(at + span.begin) * self._per_unit : (at + span.end) * self._per_unit]
 
     def matrix(self, start: int, rows: int, width: int) -> torch.Tensor:
-        """A view [rows, width] of rows that follow each other from unit `start` on."""
+        """Returns a view [rows, width] of rows that follow each other from unit `start` on."""
         stride = row_units(width, self.data.element_size()) * self._per_unit
         return self.data.as_strided((rows, width), (stride, 1), start * self._per_unit)
 
@@ -67,8 +67,8 @@ def device_pool(size: int, page_size: int, device: torch.device, dtype: torch.dt
 
 
 def _ask_for_huge_pages(data: torch.Tensor) -> None:
-    """A decode step reads rows all over the pool: with pages of 2 MiB the processor looks up fewer of them. Before the
-    first write. A kernel without such pages says no, and nothing is lost."""
+    """Asks the kernel for pages of 2 MiB before the first write: a decode step reads rows all over the pool, and the
+    processor looks up fewer of them. A kernel without such pages says no, and nothing is lost."""
     page = 1 << 12
     begin = -(-data.data_ptr() // page) * page
     length = (data.data_ptr() + data.nbytes) // page * page - begin

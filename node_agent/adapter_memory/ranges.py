@@ -41,7 +41,7 @@ class FirstBytes:
     """
 
     def __init__(self, store: ObjectStore, submit: Callable[..., Future[int]]) -> None:
-        """`submit`: as of an Executor."""
+        """`submit` has a thread call a function, as Executor.submit does."""
         self._store, self._submit = store, submit
         self.data = memoryview(bytearray(FIRST_RANGE))
         """The artifact's first bytes, as far as `read` has said that they are here."""
@@ -56,7 +56,8 @@ class FirstBytes:
         return self._head if self._behind is None else FIRST_RANGE
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """As of a store; the first bytes of an artifact begin to be read when its start is asked for."""
+        """Reads a range as a store does; the first bytes of an artifact begin to be read when its start is asked
+        for."""
         if start:
             return self._store.get_range(key, start, length)
         behind = self._submit(self._read_behind, key, length) if length < FIRST_RANGE else None
@@ -90,7 +91,8 @@ class FirstBytes:
         return count
 
     def _read_behind(self, key: str, start: int) -> int:
-        """Bytes are copied to `data` once they are there: the read may begin anew while they are looked at."""
+        """Reads the bytes from `start` to FIRST_RANGE. They are copied to `data` once they are there: the read may
+        begin anew while they are looked at."""
         buffer = memoryview(bytearray(FIRST_RANGE - start))
 
         def note(count: int) -> None:
@@ -133,7 +135,7 @@ class Staging:
         self._own = threading.local()
 
     def take(self, size: int) -> memoryview:
-        """`size` bytes that are the calling thread's until it calls again."""
+        """Returns `size` bytes that are the calling thread's until it calls again."""
         if size > LARGEST_RANGE:
             return memoryview(bytearray(size))
         if len(getattr(self._own, "buffer", b"")) < size:

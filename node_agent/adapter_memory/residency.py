@@ -46,7 +46,7 @@ def tier_of(store: AdapterStore, digest: str) -> HeldTier:
 
 
 def evict(store: AdapterStore, digest: str) -> bool:
-    """Take the adapter from device, host memory and disk; False when it is in none of them.
+    """Takes the adapter from device, host memory and disk. Returns False when it is in none of them.
 
     Raises InUse while a request holds or awaits it, CPU workers read it, or its load goes on.
     """

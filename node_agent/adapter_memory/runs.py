@@ -12,7 +12,7 @@ class FreeRuns:
         self._runs: list[tuple[int, int]] = [(0, size)] if size else []
 
     def take(self, length: int) -> int | None:
-        """Start of a run of `length` >= 1, or None when no free run is long enough."""
+        """Takes a run of `length` >= 1. Returns its start, or None when no free run is long enough."""
         for i, (start, run) in enumerate(self._runs):
             if run >= length:
                 self._runs[i : i + 1] = [(start + length, run - length)] if run > length else []

@@ -78,10 +78,10 @@ class AdapterStore:
     # --- what the engine calls for a request
 
     def announce(self, adapter: Adapter, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> str:
-        """A request (or a prefetch) waits for the adapter: start its load. Returns where it is: none (device), host,
-        disk or absent. `spared`: as in HostTier.announce.
+        """Counts a request (or a prefetch) that waits for the adapter, and starts the adapter's load.
 
-        Each call is answered by one `retract`, when the request leaves the queue.
+        Returns where the adapter is: none (device), host, disk or absent. `spared`: as in HostTier.announce. Each call
+        is answered by one `retract`, when the request leaves the queue.
         """
         self.hosts.announce(adapter.digest, priority, spared)
         if self.ready(adapter.digest):
@@ -90,7 +90,7 @@ class AdapterStore:
         return "host" if host.complete and not host.failed else host.origin
 
     def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
-        """A request (or a prefetch) waits no more."""
+        """Counts one request (or prefetch) less that waits for the adapter."""
         self.hosts.retract(digest, priority)
         entry = self.device.get(digest)
         if entry is not None:
@@ -99,7 +99,7 @@ class AdapterStore:
     def acquire(
         self, adapter: Adapter, order: Sequence[int] | None = None, spared: Container[str] = ()
     ) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
-        """A lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever).
+        """Returns a lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever).
 
         `order`: as in `set_order`, for a copy that this call begins; `spared`: digests of adapters that are not evicted
         for it.
@@ -124,7 +124,8 @@ class AdapterStore:
         return Lease(adapter.digest, entry.slot, entry.layout.ranks)  # a message's may be wrong: kernels rely on these
 
     def release(self, lease: Lease, after: Sequence[Event], served: bool = False) -> None:
-        """The lease ends when every event in `after` has. `served`: a load that is still under way was not in vain."""
+        """Ends the lease when every event in `after` has ended. `served`: a load that is still under way was not in
+        vain."""
         self.device[lease.digest].served |= served
         waiting = [event for event in after if not event.query()]
         if waiting:
@@ -133,7 +134,7 @@ class AdapterStore:
             self._drop_lease(lease.digest)
 
     def on_device(self, digest: str) -> bool:
-        """The adapter has room on the device: a lease on it needs no more."""
+        """Returns whether the adapter has room on the device: a lease on it needs no more."""
         return digest in self.device
 
     def fits_without(self, adapter: Adapter, others: Collection[str]) -> bool:
@@ -143,12 +144,12 @@ class AdapterStore:
         return layout is not None and self.room.fits_without(layout, others)
 
     def ready(self, digest: str) -> bool:
-        """The whole adapter is on the device."""
+        """Returns whether the whole adapter is on the device."""
         entry = self.device.get(digest)
         return entry is not None and entry.weights is not None
 
     def state(self, lease: Lease, layer: int) -> int:
-        """A LayerState."""
+        """Returns the layer's LayerState."""
         entry = self.device[lease.digest]
         if entry.copy.failed:
             return LayerState.FAILED
@@ -167,7 +168,7 @@ class AdapterStore:
         return "host" if entry.host.complete and entry.began > entry.host.began else entry.host.origin
 
     def load_seconds(self, lease: Lease) -> float:
-        """How long its load took; 0 while it goes on."""
+        """Returns how long the adapter's load took; 0 while it goes on."""
         return self.device[lease.digest].load_seconds
 
     def arrived(self, lease: Lease) -> float:
@@ -184,17 +185,17 @@ class AdapterStore:
         return self.device[lease.digest].layout
 
     def host_seconds(self, lease: Lease, layer: int) -> float:
-        """How long a layer that is not in host memory will take to get there, as loads went lately."""
+        """Returns how long a layer that is not in host memory will take to get there, as loads went lately."""
         host = self.device[lease.digest].host
         return self.hosts.rates.seconds(host.origin, host.bytes_left(layer))
 
     @property
     def loads_in_flight(self) -> int:
-        """That share the link to the device."""
+        """How many loads share the link to the device."""
         return len(self.loads.awaited)
 
     def failure(self, lease: Lease) -> LoadFailed | None:
-        """Why the load failed; None unless it did."""
+        """Returns why the adapter's load failed; None unless it did."""
         entry = self.device[lease.digest]
         return LoadFailed(entry.copy.failed, entry.host.damaged) if entry.copy.failed else None
 
@@ -207,10 +208,10 @@ class AdapterStore:
         self.loader.set_order(self.device[lease.digest].copy, layers)
 
     def layer_weights(self, lease: Lease, layer: int) -> LayerWeights:
-        """One layer that is on the device, whether or not the others are. Raises RuntimeError when it is not.
+        """Returns one layer that is on the device, whether or not the others are. Raises RuntimeError when it is not.
 
-        It stays readable when the load fails on a later layer: a pass may be in the midst of it, and it was verified.
-        One whose copy is enqueued is read on the stream, after `await_copy`.
+        The layer stays readable when the load fails on a later layer: a pass may be in the midst of it, and it was
+        verified. One whose copy is enqueued is read on the stream, after `await_copy`.
         """
         copy = self.device[lease.digest].copy
         views = copy.views[layer]
@@ -219,7 +220,7 @@ class AdapterStore:
         return views
 
     def await_copy(self, lease: Lease, layer: int) -> None:
-        """Whatever is enqueued on the current stream from now on runs after the copy of a layer that is ENQUEUED.
+        """Has whatever is enqueued on the current stream from now on run after the copy of a layer that is ENQUEUED.
         Returns at once."""
         event = self.device[lease.digest].copy.events[layer]
         if event is not None:
@@ -240,16 +241,17 @@ class AdapterStore:
         return export(self.host_memory, self.host_table)
 
     def hold_host(self, lease: Lease) -> HostAdapter | None:
-        """The leased adapter's host pages, and its slot of the host table, stay what they are until `release_host`,
-        even if its load ends or fails.
+        """Keeps the leased adapter's host pages, and its slot of the host table, what they are until `release_host`.
 
-        None when it has none (any more). Only layers whose state is HOST or later may be read.
+        That holds even if its load ends or fails. Returns None when it has none (any more). Only layers whose state is
+        HOST or later may be read.
         """
         host = self.device[lease.digest].host
         return host if self.hosts.hold(host) else None
 
     def release_host(self, host: HostAdapter) -> None:
-        """No worker reads it any more. Raises RuntimeError when it was released before."""
+        """Ends a hold of `hold_host`: no worker reads the adapter any more. Raises RuntimeError when it was released
+        before."""
         self.hosts.let_go(host)
 
     # --- for prefetches
@@ -273,11 +275,13 @@ class AdapterStore:
         self.demand.expect(chances)
 
     def pin(self, device: Iterable[str], host: Iterable[str] = ()) -> None:
-        """Once there, these adapters stay on the device, and those in host memory. Replaces what was pinned before."""
+        """Pins adapters: once there, those of `device` stay on the device, and those of `host` in host memory. Replaces
+        what was pinned before."""
         self.room.pinned, self.hosts.pinned = frozenset(device), frozenset(host)
 
     def discard(self, digest: str) -> bool:
-        """Take an adapter off the device that nobody uses, pinned or not; False when somebody does."""
+        """Takes an adapter that nobody uses off the device, pinned or not. Returns False when somebody uses it, or it
+        is not there."""
         entry = self.device.get(digest)
         if entry is None or not entry.idle:
             return False
@@ -287,8 +291,9 @@ class AdapterStore:
     # --- for measurements
 
     def lend(self, digest: str, layout: AdapterLayout, evicts: bool = True) -> Lease | None:
-        """Room on the device for an adapter that nobody deployed; its weights are whatever lies there. None: there is
-        too little that is free, also (`evicts`) by evicting idle adapters. It goes with `release` and `discard`."""
+        """Gives room on the device to an adapter that nobody deployed; its weights are whatever lies there. Returns its
+        lease, or None: there is too little that is free, also (`evicts`) by evicting idle adapters. It goes with
+        `release` and `discard`."""
         place = self.room.take(digest, layout, evicts)
         if place is None:
             return None
@@ -303,7 +308,7 @@ class AdapterStore:
     # --- what the engine calls once per iteration
 
     def poll(self) -> None:
-        """Note what has arrived, end releases whose events have ended, and let the host tier go on."""
+        """Notes what has arrived, ends releases whose events have ended, and lets the host tier go on."""
         releasing, self._releasing = self._releasing, []
         for digest, events in releasing:
             self.release(Lease(digest, -1, ()), events)
@@ -332,8 +337,8 @@ class AdapterStore:
 
     @property
     def loading_bytes(self) -> int:
-        """On their way to the device, or awaited there by queued requests; layers that have arrived do not count, nor
-        do predicted prefetches, which a request finds out of its way."""
+        """Bytes on their way to the device, or awaited there by queued requests; layers that have arrived do not count,
+        nor do predicted prefetches, which a request finds out of its way."""
         return sum(entry.bytes_left for entry in self.loads.awaited) + self.hosts.bytes_awaited(self.device)
 
     @property
@@ -350,7 +355,8 @@ class AdapterStore:
     def _place(
         self, adapter: Adapter, order: Sequence[int] | None, spared: Container[str] = ()
     ) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
-        """Room on the device for an adapter that has none; each layer is copied once it is in host memory."""
+        """Gives the adapter, which has none, room on the device; each layer is copied once it is in host memory.
+        Returns why where it can't."""
         host = self.hosts.load(adapter)  # it may have been evicted since it was announced
         if host.failed:  # a load that was given up just now is begun anew by the next call
             return Pending() if host.abandoned else LoadFailed(host.failed, host.damaged)

@@ -56,11 +56,11 @@ class AdapterTable:
         self._runs = FreeRuns(rows)
 
     def reserve(self, rows: int) -> int | None:
-        """Start of a run of `rows` entries of row_offset, or None."""
+        """Reserves a run of `rows` entries of row_offset. Returns its start, or None when there is no such run."""
         return self._runs.take(rows)
 
     def set(self, slot: int, run: int, layout: AdapterLayout, positions: np.ndarray) -> None:
-        """Switch an adapter in: its rows are at `positions` (i64[rows], pool units), their entries begin at `run`. On
+        """Switches an adapter in: its rows are at `positions` (i64[rows], pool units), their entries begin at `run`. On
         a device with a stream this is enqueued there, and nobody waits for what runs before it."""
         _send(self.scale[slot], layout.scale)
         _send(self.first[slot], layout.first + np.int32(run))
@@ -68,12 +68,12 @@ class AdapterTable:
         _send(self.rank[slot], layout.rank)
 
     def clear(self, slot: int, run: int, rows: int) -> None:
-        """Switch the slot's adapter out and give its run back."""
+        """Switches the slot's adapter out and gives its run back."""
         self.rank[slot].zero_()
         self.give(run, rows)
 
     def give(self, run: int, rows: int) -> None:
-        """A run that was reserved and is not used, or not any more."""
+        """Gives back a run that was reserved and is not used, or not any more."""
         self._runs.give(run, rows)
 
 

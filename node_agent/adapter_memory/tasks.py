@@ -24,7 +24,7 @@ class Tasks(LoaderThreads):
         return self._submit(_Task(self, load, lambda: work(*arguments), follows=False))
 
     def follow(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """As `submit`, of work that belongs to some which has begun: it stands behind nothing."""
+        """Does what `submit` does, for work that belongs to some which has begun: it stands behind nothing."""
         return self._submit(_Task(self, load, lambda: work(*arguments), follows=True))
 
     def _submit(self, task: _Task) -> Future[Any]:

@@ -81,7 +81,7 @@ def _checked(digest: str) -> str:
 
 
 def _check_wanted(residency: WantedResidency) -> WantedResidency:
-    """Raises ServiceError (`validation_failed`)."""
+    """Returns the residency if its numbers can be. Raises ServiceError (`validation_failed`)."""
     if len(residency.adapters) > MAX_WANTED:
         raise ServiceError("validation_failed", f"adapters has more than {MAX_WANTED}", param="adapters")
     if not 0 <= residency.seconds < math.inf:
@@ -100,7 +100,7 @@ def _check_wanted(residency: WantedResidency) -> WantedResidency:
 
 
 def _id() -> str:
-    """Drawn, so that an answer to another API process's question is none to ours."""
+    """Returns a question's id, drawn so that an answer to another API process's question is none to ours."""
     return secrets.token_hex(8)
 
 

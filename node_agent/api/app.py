@@ -46,7 +46,8 @@ just being closed here."""
 
 
 def create_app(config: NodeConfig, engine_socket: Path, registry: RequestRegistry, secret: str) -> ASGIApp:
-    """The service of one node. Its lifespan listens for the engine and publishes records from `registry.url`."""
+    """Returns the service of one node. Its lifespan listens for the engine and publishes records from
+    `registry.url`."""
     text = BaseText(Path(config.engine.model_dir))
     generate = Generate(registry, TokenText(text), config.node_id)
 
@@ -118,7 +119,7 @@ async def _answer_error(_request: Request, error: Exception) -> Response:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, so that the port is known (0: a free one) before anything is announced."""
+    """Opens a listening socket, so that the port is known (0: a free one) before anything is announced."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=512)
 
@@ -133,7 +134,7 @@ def url_of(listener: socket.socket, gateway_url: str) -> str:
 
 
 def _address_towards(url: str) -> str:
-    """This host's own address on the way to `url`; nothing is sent, the kernel only chooses a route."""
+    """Returns this host's own address on the way to `url`; nothing is sent, the kernel only chooses a route."""
     target = urlsplit(url)
     found = socket.getaddrinfo(target.hostname, target.port or 80, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, address = found[0]

@@ -32,7 +32,7 @@ class TokenText:
         self._anchor_text: str = text.tokenizer.decode(self._anchor, skip_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The tokens' text."""
+        """Returns the tokens' text."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
         return text
 
@@ -41,12 +41,12 @@ class TokenText:
         return token_id in self._silent or self._tokenizer.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
-        """A byte-fallback token such as <0xE4>."""
+        """Returns whether the token is a byte-fallback token such as <0xE4>."""
         token = self._tokenizer.id_to_token(token_id)
         return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
     def one(self, token_id: int) -> str:
-        """One token's text as it stands inside a text: with its leading space, special tokens by their name."""
+        """Returns one token's text as it stands inside a text: with its leading space, special tokens by their name."""
         # Behind BOS, because decoders strip the leading space of a text's first token.
         text: str = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
         if self._anchor_text and text.startswith(self._anchor_text):
@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
         """Characters of the window's text that were emitted, or belong to the prompt."""
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes; often one word, sometimes nothing."""
+        """Returns the text that this token completes; often one word, sometimes nothing."""
         if self._tokens.is_silent(token_id):
             return ""
         self._window.append(token_id)
@@ -104,7 +104,7 @@ class IncrementalDetokenizer:
 
 
 def _context(tokens: TokenText, prompt_ids: Sequence[int]) -> list[int]:
-    """The last token of the prompt that has text and ends a character, if there is one."""
+    """Returns the last token of the prompt that has text and ends a character, if there is one."""
     for token_id in reversed(prompt_ids):
         if not tokens.is_silent(token_id) and not tokens.is_byte(token_id):
             return [token_id]

@@ -63,7 +63,7 @@ class EngineLink:
         self._server = await asyncio.start_unix_server(self._serve, path=str(self._path))
 
     async def stop(self) -> None:
-        """Stop listening and hang up."""
+        """Stops listening and hangs up."""
         self._stopped = True
         if self._server is not None:
             self._server.close()
@@ -74,7 +74,7 @@ class EngineLink:
         self._path.unlink(missing_ok=True)
 
     def send(self, command: Command) -> None:
-        """Queue one command. Raises LinkDown when no engine is there to take it."""
+        """Queues one command. Raises LinkDown when no engine is there to take it."""
         if self._writer is None or self._writer.is_closing():
             raise LinkDown("no engine is connected")
         if self._writer.transport.get_write_buffer_size() > WRITE_LIMIT:

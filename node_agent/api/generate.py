@@ -104,7 +104,7 @@ class FrameWriter:
         self._send = send
 
     async def start(self) -> None:
-        """Send the reply's headers."""
+        """Sends the reply's headers."""
         headers = [(b"content-type", b"application/x-garnish-frames"), (b"cache-control", b"no-store")]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": b"", "more_body": True})

@@ -55,7 +55,7 @@ class Reply:
         self.ended = False
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Take in tokens that another node has sent, in order: what is told from now on is what that node would have
+        """Takes in tokens that another node has sent, in order: what is told from now on is what that node would have
         told behind them. To be called before any event is translated."""
         for token_id in token_ids:
             if not self.stopped:
@@ -63,7 +63,8 @@ class Reply:
         self._resumed = self.count
 
     def translate(self, event: RequestEvent) -> Event | None:
-        """The gateway's event for one of the engine's, or None. After Done or Failed, `ended` is true."""
+        """Returns the gateway's event for one of the engine's, or None when there is none to tell. After Done or
+        Failed, `ended` is true."""
         match event:
             case Admitted(state=state):
                 return Started(node=self._node_id, cold_start=state)
@@ -75,7 +76,8 @@ class Reply:
                 return self._finish(event)
 
     def fail(self, type: str, message: str, retry_after: float | None = None) -> Failed:
-        """The end of a request that the engine did not end; another node may try when no token was computed here."""
+        """Returns the end of a request that the engine did not end; another node may try when no token was computed
+        here."""
         self.ended = True
         retryable = self.count == self._resumed and type in RETRYABLE
         return Failed(type=type, message=message, retryable=retryable, retry_after=retry_after)
@@ -98,7 +100,7 @@ class Reply:
         return token
 
     def _match_stops(self, piece: str) -> str:
-        """The text that is safe to emit once `piece`, of the token after `count` others, is there. Stop strings do not
+        """Returns the text that is safe to emit once `piece`, the text of one more token, is there. Stop strings do not
         count in the first `min_tokens` tokens."""
         text, stop = self._matcher.feed(piece, counts=self.count >= self._request.sampling.min_tokens)
         if stop is not None:

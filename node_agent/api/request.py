@@ -42,12 +42,14 @@ class _Versioned(msgspec.Struct):
 
 
 def read_limits(model_dir: Path) -> Limits:
-    """Raises OSError or msgspec.DecodeError when the base model's config.json can't be used."""
+    """Reads what requests may ask of the base model from its config.json. Raises OSError or msgspec.DecodeError when
+    that can't be used."""
     return msgspec.json.decode((model_dir / "config.json").read_bytes(), type=Limits)
 
 
 async def read_body(request: Request, limit: int, seconds: float = BODY_SECONDS) -> bytes:
-    """The whole body. Raises ServiceError when it is too large or too slow, or its sender went."""
+    """Reads the whole body. Raises ServiceError when it is larger than `limit` bytes or too slow, or its sender
+    went."""
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
@@ -63,7 +65,8 @@ async def read_body(request: Request, limit: int, seconds: float = BODY_SECONDS)
 
 
 def decode_request(body: bytes) -> GenerateRequest:
-    """Raises ServiceError: `invalid_request` for what is not this protocol, `unavailable` for another version of it."""
+    """Returns the request of a body. Raises ServiceError: `invalid_request` for what is not this protocol,
+    `unavailable` for another version of it."""
     try:
         check_version(msgspec.msgpack.decode(body, type=_Versioned).v)
         return msgspec.msgpack.decode(body, type=GenerateRequest)
@@ -74,7 +77,8 @@ def decode_request(body: bytes) -> GenerateRequest:
 
 
 def check_request(request: GenerateRequest, limits: Limits, max_context: int) -> None:
-    """Raises ServiceError (`validation_failed`) for what the engine could not compute; gateways refuse it earlier."""
+    """Checks that the engine can compute the request. Raises ServiceError (`validation_failed`) when it can't; gateways
+    refuse such requests earlier."""
     prompt = len(request.token_ids)
     _require(prompt > 0, "token_ids", "is empty")
     _require(request.max_tokens > 0, "max_tokens", "must be at least 1")

@@ -151,7 +151,7 @@ class RequestRegistry:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> InFlight:
-        """Give a request to the engine. Raises ServiceError when it can't be taken: now, here or at all."""
+        """Gives a request to the engine. Raises ServiceError when it can't be taken: now, here or at all."""
         self._received = self._received.with_one(request.place)
         self._check(request)
         self._send(Submit(request))
@@ -163,7 +163,8 @@ class RequestRegistry:
         return entry
 
     def cancel(self, entry: InFlight) -> None:
-        """Tell the engine that nobody wants the rest. Its place is kept until the engine has let go of it."""
+        """Tells the engine that nobody wants the rest. The request's place is kept until the engine has let go of
+        it."""
         if self._in_flight.get(entry.id) is entry and self.ready is not None:
             try:
                 self._send(Cancel(entry.id))
@@ -172,7 +173,7 @@ class RequestRegistry:
                 log.warning("cancel not sent", extra={"request": entry.id, "reason": error.message})
 
     async def ask(self, question: Question, seconds: float) -> Answer | None:
-        """The engine's answer; None when there is none within `seconds`. Raises ServiceError."""
+        """Asks the engine. Returns its answer; None when there is none within `seconds`. Raises ServiceError."""
         return await self._questions.ask(self._send, question, seconds)
 
     def want(self, residency: WantedResidency) -> None:
@@ -194,7 +195,8 @@ class RequestRegistry:
             raise ServiceError("overloaded", f"{self.queued} requests wait already", retry_after=RETRY_AFTER)
 
     def _full_for(self, request: GenerateRequest) -> bool:
-        """The engine decides who gives way in a full queue; only those who may take another's place get there then."""
+        """Returns whether the queue is full for the request. The engine decides who gives way in a full queue; only
+        those who may take another's place get there then."""
         limit = self._config.engine.queue_limit
         if self.queued < limit:
             return False
@@ -308,7 +310,7 @@ class RequestRegistry:
         return "ready" if self.ready is not None and not self._stands_still else "warming"
 
     def record(self) -> NodeRecord:
-        """The node as it is now; each has a higher `seq`."""
+        """Returns the node's record as it is now; each has a higher `seq`."""
         self._seq += 1
         ready, stats, queued = self.ready, self._stats, self.queued
         on_gpu = ready is not None and ready.device.startswith("cuda")  # else it measured no link
@@ -347,7 +349,8 @@ class RequestRegistry:
         return {name: getattr(self.ready, name) for name in OF_READY}
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:
-        """`waiting`: not in the engine's last picture."""
+        """Returns the room for strict requests, with those of `waiting` added, which are not in the engine's last
+        picture. None while the engine told none."""
         room = self._stats.strict
         if room is None:
             return None

@@ -62,7 +62,7 @@ class StopMatcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """Per prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    """Returns, per prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     length = 0
     for index in range(1, len(stop)):

@@ -52,8 +52,8 @@ def _listed(device: str) -> list[Gpu] | None:
 
 @contextlib.contextmanager
 def claimed_gpu(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]:
-    """The settings with the first free GPU of `node_gpus`, which is nobody else's meanwhile. This process, and those
-    that it starts, see that GPU alone and stay on cores near it. Without a GPU nothing changes. Raises NoGpu."""
+    """Yields the settings with the first free GPU of `node_gpus`, which is nobody else's meanwhile. This process, and
+    those that it starts, see that GPU alone and stay on cores near it. Without a GPU nothing changes. Raises NoGpu."""
     found = _listed(config.device)
     gpus = usable_gpus(found, config.devices, os.environ) if found is not None else []
     if found is None or not gpus:

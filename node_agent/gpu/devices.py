@@ -101,7 +101,7 @@ def _visible(gpus: Sequence[Gpu], visible: str | None) -> set[int]:
 
 
 def _is_uuid_of(gpu: Gpu, entry: str) -> bool:
-    """Whether the entry is the GPU's UUID, or its beginning."""
+    """Returns whether the entry is the GPU's UUID, or its beginning."""
     return entry.startswith("GPU-") and gpu.uuid.startswith(entry)
 
 

@@ -33,8 +33,8 @@ def nearest_first(cores: Collection[int], node: int | None, sys: Path = SYS) -> 
 
 @contextmanager
 def memory_near(node: int | None, allowed: Collection[int], sys: Path = SYS) -> Iterator[None]:
-    """What this thread allocates and touches meanwhile lies on the NUMA node, as long as that has room. With None, and
-    where no `allowed` core is on it and libnuma can't be used, it lies where it would anyway."""
+    """Has what this thread allocates and touches meanwhile lie on the NUMA node, as long as that has room. With None,
+    and where no `allowed` core is on it and libnuma can't be used, it lies where it would anyway."""
     library = _libnuma() if node is not None else None
     if library is not None:
         library.numa_set_preferred(node)

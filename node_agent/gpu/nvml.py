@@ -80,7 +80,7 @@ class Nvml:
             return None
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Raises GpuFailed, or NvmlProblem for any other failure."""
+        """Calls NVML's function of this name. Raises GpuFailed, or NvmlProblem for any other failure."""
         function: Callable[..., Any] = getattr(self._library, name)
         self.calling = name
         try:

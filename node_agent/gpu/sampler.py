@@ -126,7 +126,8 @@ class Sampler:
 
 
 def _handle(nvml: Nvml, uuid: str) -> Any:
-    """Raises GpuFailed also for a GPU that is not there: the node was given one that was. Raises NvmlProblem."""
+    """Returns NVML's handle of the GPU. Raises GpuFailed also for a GPU that is not there: the node was given one that
+    was. Raises NvmlProblem."""
     try:
         return nvml.call("nvmlDeviceGetHandleByUUID", uuid)
     except NvmlProblem as problem:

@@ -37,5 +37,5 @@ def capacity_of(engine: Engine, base: BaseModel) -> Capacity:
 
 
 def fitting(pool: Pool, base: BaseModel, rank: int) -> int:
-    """How many adapters of one rank, on all projections of all layers, an empty pool takes."""
+    """Returns how many adapters of one rank, on all projections of all layers, an empty pool takes."""
     return pool.pages.count // pool.uniform_layout(base, rank, range(len(PROJECTIONS))).pages

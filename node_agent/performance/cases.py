@@ -62,8 +62,8 @@ class Bounds:
 
 
 def row_contexts(effort: Effort, max_rows: int, max_context: int, cache_tokens: int, block_tokens: int) -> list[int]:
-    """Each row's part of the cache, in tokens, the longest first: whole blocks. Half of the cache is for a few rows;
-    there are no more others than get a block each."""
+    """Returns each row's part of the cache, in tokens, the longest first: whole blocks. Half of the cache is for a few
+    rows; there are no more others than get a block each."""
     tokens = min(effort.cache, cache_tokens)
     most = LONG_ROWS + tokens // 2 // block_tokens
     count = max((rows for rows in effort.rows if rows <= min(max_rows, most)), default=1)
@@ -76,8 +76,9 @@ def row_contexts(effort: Effort, max_rows: int, max_context: int, cache_tokens: 
 
 
 def decode_cases(effort: Effort, bounds: Bounds, seed: int) -> list[Case]:
-    """Every number of rows with every mix: the base alone, each rank (an adapter a row, and one adapter for all), all
-    ranks mixed, and half of the rows without an adapter; short and long contexts in turn, drawn for each row."""
+    """Returns decode passes of every number of rows with every mix: the base alone, each rank (an adapter a row, and
+    one adapter for all), all ranks mixed, and half of the rows without an adapter; short and long contexts in turn,
+    drawn for each row."""
     draw = random.Random(seed)
     cases = []
     for count in effort.rows:
@@ -94,7 +95,8 @@ def decode_cases(effort: Effort, bounds: Bounds, seed: int) -> list[Case]:
 
 
 def prefill_cases(effort: Effort, bounds: Bounds) -> list[Case]:
-    """Every length with no adapter and with each rank, as one prompt; as four prompts; as the end of a longer one."""
+    """Returns prompt passes of every length with no adapter and with each rank, as one prompt; as four prompts; as the
+    end of a longer one."""
     cases = []
     longest = max(bounds.contexts, default=0)
     for tokens in effort.tokens:
@@ -114,7 +116,8 @@ def prefill_cases(effort: Effort, bounds: Bounds) -> list[Case]:
 
 
 def grid_cases(ranks: Sequence[int], bounds: Bounds, context: int) -> list[Case]:
-    """The paper's grid (Toppings, figure 11): batches of 4, 8, 16 and 32 of equal ranks, and of ranks in turn."""
+    """Returns the paper's grid (Toppings, figure 11): batches of 4, 8, 16 and 32 of equal ranks, and of ranks in
+    turn."""
     cases = []
     for count in (4, 8, 16, 32):
         if count > len(bounds.contexts):
@@ -150,7 +153,8 @@ def _cycle(adapters: Sequence[int]) -> Mix:
 
 
 def _in_turn(lent: Sequence[int], ranks: Sequence[int]) -> Mix:
-    """The first row of the first rank, and so on; each row of a rank has the rank's next adapter."""
+    """Returns a mix that takes the ranks in turn: the first row is of the first rank, and so on; each row of a rank has
+    the rank's next adapter."""
     groups = [group for rank in ranks if (group := _of_rank(lent, rank))]
     return lambda i: groups[i % len(groups)][i // len(groups) % len(groups[i % len(groups)])] if groups else -1
 

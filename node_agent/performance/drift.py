@@ -44,7 +44,8 @@ class Factor:
         self._since_step = 0
 
     def observe(self, forecast: float, seconds: float) -> bool:
-        """`forecast` without any factor. True when the factor has changed."""
+        """Takes in a pass that took `seconds`. `forecast`: its seconds without any factor. Returns whether the factor
+        has changed."""
         if not (forecast > 0 and 0 < seconds < float("inf")):
             return False
         self._ratios.append(seconds / forecast)
@@ -73,8 +74,8 @@ class Drift:
         """Of passes over decode rows and prompts together, by the model as published; not part of it."""
 
     def observe(self, rows: Sequence[Row], n_decode: int, seconds: float) -> None:
-        """A pass is about to be booked. One of both kinds teaches nothing of either: the two share what each begins
-        with."""
+        """Takes in a pass that is about to be booked. One of both kinds teaches nothing of either: the two share what
+        each begins with."""
         if 0 < n_decode < len(rows):
             self.both.observe(_together(self.published, rows[:n_decode], rows[n_decode:]), seconds)
             return
@@ -98,14 +99,14 @@ class Drift:
 
 
 def _together(model: PerformanceModel, decoding: Sequence[Row], prompts: Sequence[Row]) -> float:
-    """Forecast seconds of a pass: what it begins with counts once."""
+    """Returns the forecast seconds of a pass of both kinds: what it begins with counts once."""
     prompt = prefill_sample(prompts, 0.0)
     decode = decode_forecast(model.decode, decode_sample(decoding, 0.0))
     return decode + model.prefill.seconds(prompt.tokens, prompt.squares, prompt.token_ranks) - model.prefill.base
 
 
 def corrected(model: PerformanceModel, decode: float, prefill: float) -> PerformanceModel:
-    """The model with the costs of decode steps and of prompt passes multiplied."""
+    """Returns the model with the costs of decode steps and of prompt passes multiplied."""
     return replace(
         model,
         decode=_times(model.decode, decode, "base", "per_row", "per_context", "per_rank"),
@@ -114,5 +115,5 @@ def corrected(model: PerformanceModel, decode: float, prefill: float) -> Perform
 
 
 def _times(costs: T, factor: float, *names: str) -> T:
-    """The costs, of which those of these names are multiplied."""
+    """Returns the costs, of which those of these names are multiplied."""
     return replace(costs, **{name: getattr(costs, name) * factor for name in names})

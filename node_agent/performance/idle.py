@@ -60,12 +60,12 @@ class IdleMeasurement:
 
     @property
     def ended(self) -> bool:
-        """There is a model, or there will be none."""
+        """Whether there is a model, or there will be none."""
         return self.engine.drift is not None or not self._tries_left
 
     def work(self, gives_way: Callable[[], bool]) -> bool:
-        """One slice: about SLICE_S, or one pass where that takes longer; less as soon as `gives_way`, which is asked
-        before passes and, on a CPU, between their layers. False: there is nothing to do now."""
+        """Works for one slice: about SLICE_S, or one pass where that takes longer; less as soon as `gives_way`, which
+        is asked before passes and, on a CPU, between their layers. Returns False when there is nothing to do now."""
         if self.ended or time.monotonic() < self._begin_at or gives_way():
             return False
         if self._fits is not None:

@@ -30,8 +30,8 @@ def store_transfer(measured: Transfer | None, link: LinkConfig | None) -> Transf
 
 
 def measure_store(config: EngineConfig, base: BaseModel) -> Transfer | None:
-    """Ranged reads of one artifact of this base. None: there is none yet, or reads of any length take as long.
-    Raises StoreUnavailable."""
+    """Measures ranged reads of one artifact of this base. Returns None when there is none yet, or reads of any length
+    take as long. Raises StoreUnavailable."""
     objects = open_store(config.registry)
     found = objects.list(artifact_key(base.fingerprint, ""), limit=LOOKED_AT)
     if not found:

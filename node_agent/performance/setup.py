@@ -98,8 +98,8 @@ def publish(profile: PerformanceProfile, engine: Engine, config: EngineConfig, c
 def measure_performance(
     engine: Engine, config: EngineConfig, base: BaseModel, progress: Progress = lambda *_: None
 ) -> PerformanceProfile:
-    """The thorough sweep, a minute or several. Raises BadFit, BadSample when the node is too small to be swept,
-    SweepTooSlow, and StoreUnavailable."""
+    """Measures the node by the thorough sweep, a minute or several. Raises BadFit, BadSample when the node is too small
+    to be swept, SweepTooSlow, and StoreUnavailable."""
     with bench(engine, base, LONG, progress, LONG_BUDGET) as made:
         sweep = made.measure(all_cases(LONG, made.bounds), LONG.rounds, progress)
         grid = measure_grid(made, LONG.rounds, progress)
@@ -115,7 +115,7 @@ def measure_performance(
 
 
 def measure_grid(made: Bench, rounds: int, progress: Progress = lambda *_: None) -> list[DecodeSample]:
-    """Steps on the grid of Toppings' figure 11; fewer where the node has fewer rows. Raises SweepTooSlow."""
+    """Measures steps on the grid of Toppings' figure 11; fewer where the node has fewer rows. Raises SweepTooSlow."""
     return made.measure(grid_cases(GRID_RANKS, made.bounds, GRID_CONTEXT), rounds, progress).decode
 
 
@@ -128,8 +128,8 @@ def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
 
 
 def fit(sweep: Sweep, kernel: str, most_error: float = MOST_ERROR) -> tuple[DecodeFit, PrefillFit]:
-    """`kernel`: of decode rows, as measured; `most_error`: held out, of a fit with a poor R^2. Takes some tenths of a
-    second. Raises BadFit or BadSample."""
+    """Fits both models to a sweep. `kernel`: of decode rows, as measured; `most_error`: held out, of a fit with a poor
+    R^2. Takes some tenths of a second. Raises BadFit or BadSample."""
     return fit_decode(sweep.decode, most_error, rank_terms(kernel)), fit_prefill(sweep.prefill, most_error)
 
 
@@ -153,7 +153,8 @@ def profile_of(
 
 
 def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
-    """Without a cold-start profile the link is measured, on pages that no adapter has: call it before any is there."""
+    """Returns the link to the device, and the exposed share of a load over it. Without a cold-start profile the link is
+    measured, on pages that no adapter has: call it before any is there."""
     profile = engine.cold_start.profile
     link = profile.link if profile is not None else measure_link(engine.store, LINK_ROUNDS)
     share = 1.0 if profile is None else exposed_share(profile, engine.cold_start.way, engine, base)

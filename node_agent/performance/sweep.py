@@ -59,7 +59,7 @@ class Bench:
     gives_way: Callable[[], bool] | None
 
     def run(self, case: Case) -> Run:
-        """One pass, timed as the engine's hot passes are. Raises GaveWay."""
+        """Runs one pass, timed as the engine's hot passes are. Raises GaveWay."""
         rows = []
         for request, row in zip(self.requests, case.rows, strict=False):
             request.computed = row.context
@@ -95,10 +95,10 @@ class Bench:
                 written.update(blocks)
 
     def measure(self, cases: Sequence[Case], rounds: int, progress: Progress = lambda *_: None) -> Sweep:
-        """All cases, in another order in each round, so that what disturbs the host strikes each case differently.
+        """Measures all cases, in another order in each round: what disturbs the host strikes each case differently.
 
-        The first pass of a case is dropped where there are more: libraries prepare themselves for its shapes then.
-        Ends at the deadline; raises SweepTooSlow when not even half of the cases have been measured by then.
+        The first pass of a case is dropped where there are more: libraries prepare themselves for its shapes then. Ends
+        at the deadline; raises SweepTooSlow when not even half of the cases have been measured by then.
         """
         runs: dict[Case, list[Run]] = {}
         order = passes(cases, rounds)
@@ -146,10 +146,10 @@ def bench(
     written: set[int] | None = None,
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[Bench]:
-    """Rows whose part of the KV cache is written, and adapters of the effort's ranks, as many as there is room for; all
-    is given back at the end. The engine serves nothing meanwhile. Raises SweepTooSlow when writing and measuring take
-    `budget` seconds, and GaveWay. `written`: blocks of the cache that former benches have written, and now this one;
-    `targets`: the projections that the adapters adapt."""
+    """Yields a bench: rows whose part of the KV cache is written, and adapters of the effort's ranks, as many as there
+    is room for; all is given back at the end. The engine serves nothing meanwhile. Raises SweepTooSlow when writing and
+    measuring take `budget` seconds, and GaveWay. `written`: blocks of the cache that former benches have written, and
+    now this one; `targets`: the projections that the adapters adapt."""
     limits, blocks = engine.limits, engine.blocks
     free = blocks.free * blocks.block_tokens
     contexts = row_contexts(effort, limits.max_rows, limits.max_context, free, blocks.block_tokens)
@@ -182,8 +182,9 @@ def lent_adapters(
     *,
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[list[Lease]]:
-    """Up to `each` made-up adapters of every rank, in turn, as long as there is room for another. They push out idle
-    ones, but with `gives_way`: what calls have brought stays where it is then. Raises GaveWay."""
+    """Lends up to `each` made-up adapters of every rank, in turn, as long as there is room for another, and yields
+    their leases. They push out idle ones, but with `gives_way`: what calls have brought stays where it is then. Raises
+    GaveWay."""
     layouts = {rank: store.pool.uniform_layout(base, rank, targets) for rank in ranks}
     leases: list[Lease] = []
     try:
