@@ -23,7 +23,7 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
         return number > 0 and (age >= WINDOW or (age >= 0 and bool(int.from_bytes(self.came) >> age & 1)))
 
     def with_one(self, number: int) -> Received:
-        """Returns what is received after the request with this number came too."""
+        """Returns this record with the request of this number added."""
         age, came = self.last - number, int.from_bytes(self.came)
         if number <= 0:
             return self

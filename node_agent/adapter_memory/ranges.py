@@ -52,7 +52,7 @@ class FirstBytes:
 
     @property
     def size(self) -> int:
-        """Bytes from the artifact's start that `read` brings, if it has as many."""
+        """The bytes from the artifact's start that `read` brings, if the artifact has as many."""
         return self._head if self._behind is None else FIRST_RANGE
 
     def get_range(self, key: str, start: int, length: int) -> bytes:

@@ -332,13 +332,13 @@ class AdapterStore:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are free, or held by adapters that nobody leases."""
+        """The bytes that are free, or held by adapters that nobody leases."""
         return self.pool.free_bytes + sum(entry.size for entry in self.device.values() if entry.idle)
 
     @property
     def loading_bytes(self) -> int:
-        """Bytes on their way to the device, or awaited there by queued requests; layers that have arrived do not count,
-        nor do predicted prefetches, which a request finds out of its way."""
+        """The bytes on their way to the device, or awaited there by queued requests; layers that have arrived do not
+        count, nor do predicted prefetches, which a request finds out of its way."""
         return sum(entry.bytes_left for entry in self.loads.awaited) + self.hosts.bytes_awaited(self.device)
 
     @property
@@ -347,7 +347,7 @@ class AdapterStore:
 
     @property
     def largest(self) -> int:
-        """Bytes that one adapter may have: it has to fit in both tiers."""
+        """The bytes that one adapter may have: it has to fit in both tiers."""
         return min(self.adapter_memory, self.hosts.memory)
 
     # --- inside

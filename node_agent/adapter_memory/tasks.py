@@ -12,8 +12,8 @@ from node_agent.adapter_memory.loader_threads import Load, LoaderThreads, Priori
 
 class Tasks(LoaderThreads):
     def __init__(self, name: str, count: int, most_ahead: int) -> None:
-        """`count`: threads. Work for a load that is less urgent than requests begins while less than `most_ahead` are
-        busy for such loads, and no more urgent work goes on."""
+        """Prepares a pool of `count` threads. Work for a load that is less urgent than requests begins while less than
+        `most_ahead` are busy for such loads, and no more urgent work goes on."""
         super().__init__(name, count)
         self.most_ahead = most_ahead
         self.ahead = 0

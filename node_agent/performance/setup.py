@@ -136,7 +136,8 @@ def fit(sweep: Sweep, kernel: str, most_error: float = MOST_ERROR) -> tuple[Deco
 def profile_of(
     engine: Engine, base: BaseModel, decode: DecodeFit, prefill: PrefillFit, costs: ColdCosts
 ) -> PerformanceProfile:
-    """Returns the node's performance profile with these fits and costs. Raises BadSample when its model can't be."""
+    """Returns the node's performance profile with these fits and costs. Raises BadSample when something is wrong with
+    its model."""
     to_device, exposed = costs
     profile = PerformanceProfile(
         key=model_key(engine, base),
