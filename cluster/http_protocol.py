@@ -266,8 +266,9 @@ class BoundedHttp(HttpToolsProtocol):
     def _linger(self) -> bool:
         """Begins to linger, now that the server has said all that it will.
 
-        Returns False when the whole request is there: nothing is left to read. Else the peer is told the end of the
-        answer at once, and reset only when it goes on sending for too long.
+        Returns False when the whole request is there, so that nothing is left to read; also when the connection lingers
+        or closes already. Else the peer is told the end of the answer at once, and reset only when it goes on sending
+        for too long.
         """
         if not self._receiving or self._lingering or self.transport.is_closing():
             return False

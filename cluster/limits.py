@@ -72,7 +72,7 @@ class LimitState(Protocol):
         ...
 
     async def settle(self, call: Call, unused_tokens: int) -> None:
-        """Notes that the call which `take` allowed has ended, and gives back its `unused_tokens`."""
+        """Notes that the call which `take` allowed has ended: gives back its places and its `unused_tokens`."""
         ...
 
 

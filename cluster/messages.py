@@ -152,7 +152,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started", omit_defaults=True):
-    """The request left the queue. Times are seconds since receipt."""
+    """The request left the queue."""
 
     node: str
     cold_start: str

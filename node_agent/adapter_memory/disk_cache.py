@@ -255,8 +255,8 @@ class DiskCache:
 
 
 def open_cache(config: DiskCacheConfig | None, base: BaseModel) -> DiskCache | None:
-    """Opens the disk cache. Returns None without a config, and where the directory can't be used: a node serves without
-    its cache."""
+    """Opens the disk cache. Returns None without a config or bytes to use, and where the directory can't be used: a
+    node serves without its cache."""
     if config is None or not config.bytes:
         return None
     try:
