@@ -21,7 +21,7 @@ LONGEST_WAIT = 1e9
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """How much may be asked for. None: not limited."""
+    """None: not limited."""
 
     rps: float | None = None
     tokens_per_minute: float | None = None

@@ -167,7 +167,7 @@ class HostTier:
 
     @property
     def used(self) -> int:
-        """Bytes of the pages that are taken."""
+        """The bytes of the pages that are taken."""
         return (self.pool.pages.count - self.pool.pages.free) * self.pool.page_size
 
     def owned(self) -> dict[str, list[HostAdapter]]:

@@ -20,11 +20,13 @@ class Tasks(LoaderThreads):
         """threads that are busy for such loads; changed under `changed` alone"""
 
     def submit(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """Has a thread call the work. It never begins once the threads are closed; then nothing sets its result."""
+        """Has a thread call the work. The work never begins once the threads are closed; then nothing sets its
+        result."""
         return self._submit(_Task(self, load, lambda: work(*arguments), follows=False))
 
     def follow(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """Does what `submit` does, for work that belongs to some which has begun: it stands behind nothing."""
+        """Has a thread call the work as `submit` does, for work that belongs to some which has begun: it stands behind
+        nothing."""
         return self._submit(_Task(self, load, lambda: work(*arguments), follows=True))
 
     def _submit(self, task: _Task) -> Future[Any]:
