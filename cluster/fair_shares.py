@@ -50,7 +50,7 @@ class Counters:
 
     @property
     def floor(self) -> float:
-        """The least counter of those who wait: nobody who comes to wait is below it."""
+        """The least counter of the owners that wait: nobody who comes to wait is below it."""
         self._raise_floor()
         return self._floor
 
@@ -96,7 +96,8 @@ class Counters:
 
 
 class FairShares:
-    """Both levels. A tenant's service is weighted; its functions share it equally."""
+    """Counters of the service of tenants and, within each, of its functions. A tenant's service is weighted; its
+    functions share it equally."""
 
     def __init__(self) -> None:
         self.reset()
@@ -142,7 +143,7 @@ class FairShares:
 
 
 class Waits(Protocol):
-    """What waits for service."""
+    """A request that waits for service."""
 
     @property
     def tenant(self) -> str: ...

@@ -111,7 +111,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._dropped, self._drop_limit = 0, LINGER_BYTES
 
     def refusal(self, error: ServiceError) -> tuple[dict[str, str], Any]:
-        """Headers and JSON body of the answer to what is no request."""
+        """Returns the headers and the JSON body of the answer to what is no request."""
         return {}, {"error": {"type": error.type, "message": error.message}}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -205,7 +205,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._end_unread, left)
 
     def _upgrades(self) -> bool:
-        """Whether the parser takes what follows the head for another protocol."""
+        """Returns whether the parser takes what follows the head for another protocol."""
         return bool(self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT")
 
     def _parse(self, data: bytes) -> None:
@@ -266,8 +266,9 @@ class BoundedHttp(HttpToolsProtocol):
     def _linger(self) -> bool:
         """Begins to linger, now that the server has said all that it will.
 
-        Returns False when the whole request is there: nothing is left to read. Else the peer is told the end of the
-        answer at once, and reset only when it goes on sending for too long.
+        Returns False when the whole request is there, so that nothing is left to read; also when the connection lingers
+        or closes already. Else the peer is told the end of the answer at once, and reset only when it goes on sending
+        for too long.
         """
         if not self._receiving or self._lingering or self.transport.is_closing():
             return False
@@ -280,7 +281,7 @@ class BoundedHttp(HttpToolsProtocol):
         return True
 
     def _disconnect(self) -> None:
-        """Tells all who still answer; the server itself knows of the newest request only."""
+        """Tells all who still answer that the peer is gone; the server itself knows of the newest request only."""
         for cycle in (self._answered, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True

@@ -26,7 +26,7 @@ NOBODY = Lease("", 0.0)
 
 
 class Leases(Protocol):
-    """Shared by all gateway workers. Every method may raise RedisAway."""
+    """Leases that all gateway workers share. Every method may raise RedisAway."""
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
         """Takes the lease, or prolongs it, for so many seconds from now. Another holder's lease, while it lasts, is
@@ -43,7 +43,7 @@ class Leases(Protocol):
 
 
 class MemoryLeases:
-    """Of one gateway process, and gone with it. `clock` is monotonic seconds."""
+    """The leases of one gateway process, gone with it. `clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

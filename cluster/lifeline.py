@@ -11,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process as soon as `parent` ends, even by kill -9. Call it before anything else.
+    """Has the kernel kill this process as soon as `parent` ends, even by kill -9. To be called before anything else.
 
     Exits at once when the parent has ended already, for then no signal would come any more.
     """

@@ -28,7 +28,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Of places: a tenant, or one of its functions (`tenant/function`)."""
+    """An owner of places: a tenant, or one of its functions (`tenant/function`)."""
 
     name: str
     limit: int | None
@@ -64,7 +64,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class LimitState(Protocol):
-    """Shared by all gateway workers, so that a limit means the whole gateway."""
+    """Takes calls within their limits. Shared by all gateway workers, so that a limit means the whole gateway."""
 
     async def take(self, call: Call) -> Refusal | None:
         """Takes all that the call asks for, and returns None; or takes nothing, and returns why. One round trip at
@@ -72,12 +72,12 @@ class LimitState(Protocol):
         ...
 
     async def settle(self, call: Call, unused_tokens: int) -> None:
-        """Notes that the call which `take` allowed has ended."""
+        """Notes that the call which `take` allowed has ended: gives back its places and its `unused_tokens`."""
         ...
 
 
 class Bucket:
-    """Full at first. `now` is in seconds."""
+    """A token bucket, full at first: it fills by `rate` a second up to `capacity`. `now` is in seconds."""
 
     def __init__(self, rate: float, capacity: float, now: float) -> None:
         self.rate, self.capacity = rate, capacity

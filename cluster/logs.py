@@ -101,7 +101,7 @@ def _one_line(text: str) -> str:
 
 
 def wants_text(stream: TextIO) -> bool:
-    """Whether log lines on this stream are for people."""
+    """Returns whether log lines on this stream are for people."""
     return stream.isatty() and os.environ.get(SETTING) != "json"
 
 

@@ -152,7 +152,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started", omit_defaults=True):
-    """The request left the queue. Times are seconds since receipt."""
+    """The request left the queue."""
 
     node: str
     cold_start: str
@@ -171,7 +171,8 @@ class Token(msgspec.Struct, frozen=True, tag_field="event", tag="token", omit_de
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag_field="event", tag="prompt_logprobs", omit_defaults=True):
-    """Of the prompt's tokens from `index` on; the prompt's first token has none. All come before the first Token."""
+    """Log probabilities of the prompt's tokens from `index` on; the prompt's first token has none. All come before the
+    first Token."""
 
     index: int
     logprobs: list[TokenLogprob]

@@ -181,7 +181,7 @@ def facts_of(record: NodeRecord) -> Facts:
 
 
 class RankSums(TypedDict):
-    """Of NodeRecord."""
+    """The sums of ranks in a NodeRecord."""
 
     max_rank: int
     request_ranks: int

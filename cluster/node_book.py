@@ -42,7 +42,7 @@ class NodeView(msgspec.Struct, frozen=True):
 
 
 class _Place(NamedTuple):
-    """One that is held on a node."""
+    """A place that is held on a node."""
 
     end: float
     """When it ends by itself."""

@@ -135,7 +135,7 @@ class NodeTable:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> np.ndarray:
-            """A column over all rows."""
+            """Returns the column of this name over all rows."""
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -191,7 +191,7 @@ def _checked(
     samples: Sequence[msgspec.Struct], fields: tuple[str, ...], least: int = LEAST_SAMPLES
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (f64[n, fields], seconds f64[n]) of the distinct configurations, in order; repeats are their median.
-    Raises BadSample for a value that can't be, and for too few configurations."""
+    Raises BadSample for impossible numbers, and for too few configurations."""
     found: dict[tuple[float, ...], list[float]] = {}
     for index, sample in enumerate(samples):
         row = tuple(float(getattr(sample, field)) for field in fields)

@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 
 def room_for_others(queue_limit: int) -> int:
-    """Places beyond a queue's limit in which requests may be on their way that will take another's place."""
+    """Returns how many places beyond a queue's limit there are, in which requests may be on their way that will take
+    another's place."""
     return max(4, queue_limit // 8)
 
 

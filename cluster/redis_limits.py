@@ -17,8 +17,8 @@ OWNERS_TOGETHER = 500
 
 
 class RedisLimits:
-    """While Redis is away the limits are shared by the workers that lived when it went, `workers` at least: those that
-    this worker's own gateway should have."""
+    """Limits in Redis. While Redis is away they are shared by the workers that lived when it went, `workers` at least:
+    those that this worker's own gateway should have."""
 
     def __init__(self, link: RedisLink, workers: int) -> None:
         self._link = link
@@ -91,7 +91,7 @@ class RedisLimits:
         return [self._link.key("places", owner.name) for owner in call.owners]
 
     async def _recount(self) -> None:
-        """Places that were taken or given back while Redis was away, or that it has lost. No call is counted
+        """Reports places that were taken or given back while Redis was away, or that it has lost. No call is counted
         meanwhile: it would be counted twice, or not at all."""
         async with self._gate.closed():
             names = sorted({*self._here.taken, *self._unreported})

@@ -168,7 +168,7 @@ class RedisLink:
             await self._close()
 
     async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """Does what `run` does, also while the link is not called up yet; for `on_resume` and heartbeats."""
+        """Runs a script as `run` does, also while the link is not called up yet; for `on_resume` and heartbeats."""
         client = self._places if script in PLACES else self._client
         return await self._ask(self._scripts[script](keys, args, client))
 

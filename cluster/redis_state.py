@@ -33,7 +33,7 @@ CHANGES = "changes"
 
 
 class _Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    """News; the script that publishes them puts their parts together."""
+    """A message of news; the script that publishes them puts their parts together."""
 
     heartbeat: Heartbeat
     facts: Facts | None
@@ -247,8 +247,8 @@ class RedisClusterState(ClusterState):
         return self._clock() + self._reservation_seconds
 
     def _put(self, news: News, heard: float) -> None:
-        """Redis has taken them in, so there is room once those are forgotten that Redis has forgotten. Raises
-        OutOfStep."""
+        """Takes news that Redis has taken in into the book. There is room once those nodes are forgotten that Redis has
+        forgotten. Raises OutOfStep."""
         if self._book.lacks(news):
             raise OutOfStep(f"of node {news.heartbeat.id} something was missed")
         if self._book.known(news.heartbeat.id) is None and len(self._book.ids()) >= self._book.max_nodes:
@@ -287,7 +287,7 @@ class RedisClusterState(ClusterState):
             raise OutOfStep(f"Redis is at version {version}, this worker at {self._version}")
 
     async def _catch_up(self, version: int) -> None:
-        """Returns when the mirror has this version, or soon."""
+        """Waits until the mirror has this version, or for CATCH_UP_SECONDS at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CATCH_UP_SECONDS):
                 while version > self._version:

@@ -14,8 +14,8 @@ _NOBODY: set[int] = set()
 
 
 class ResidentIndex:
-    """By rows of a table. Taking a record in touches only what changed: nodes hold thousands of adapters, and most stay
-    where they are."""
+    """Which adapters the nodes hold, by rows of a table. Taking a record in touches only what changed: nodes hold
+    thousands of adapters, and most stay where they are."""
 
     def __init__(self, rows: int) -> None:
         self._tiers: dict[str, dict[int, int]] = {}

@@ -14,7 +14,8 @@ class SecretError(ValueError):
 
 
 def create_secret(path: Path) -> str:
-    """Create the file (mode 0600) with a new secret, or read the one that is there; safe between processes."""
+    """Creates the file (mode 0600) with a new secret, or reads the one that is there; safe between processes. Returns
+    the secret. Raises SecretError as `read_secret` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     secret = secrets.token_urlsafe(32)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".secret-")  # mkstemp makes it 0600

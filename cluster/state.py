@@ -51,7 +51,7 @@ class ClusterState(ABC):
     @property
     @abstractmethod
     def stale(self) -> float | None:
-        """Seconds since the snapshot was last in step with the other gateway workers'; None while it is."""
+        """The seconds since the snapshot was last in step with the other gateway workers'; None while it is."""
 
     @abstractmethod
     async def publish(self, news: News) -> PublishResult:

@@ -163,7 +163,7 @@ def end_token_ids(directory: Path) -> frozenset[int]:
 
 
 def _compile_template(directory: Path, settings: dict[str, Any]) -> jinja2.Template | None:
-    """Returns None where the base has no template."""
+    """Returns the base's compiled chat template; None where the base has none."""
     file = directory / "chat_template.jinja"
     source = file.read_text() if file.exists() else settings.get("chat_template")
     if isinstance(source, list):  # several named templates: the one called default

@@ -28,7 +28,7 @@ def load_operators() -> Operators:
 
 
 class _Segments(ctypes.Structure):
-    """As in grouped_lora.cpp."""
+    """The C struct of a pass's segments; fields and order as in grouped_lora.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("start", "slot", "xa", "wide")),
@@ -37,7 +37,7 @@ class _Segments(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """As in grouped_lora.cpp."""
+    """The C struct of one call; fields and order as in grouped_lora.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("pool", "rank", "scale", "first", "row_offset", "segments", "x")),

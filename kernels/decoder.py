@@ -98,7 +98,7 @@ class Heads:
 
     @property
     def covered(self) -> bool:
-        """Whether the operator can compute them."""
+        """Whether the operator can compute these heads."""
         return self.head_dim % 2 == 0 and self.head_dim <= MAX_HEAD and self.heads % self.kv_heads == 0
 
 

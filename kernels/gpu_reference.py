@@ -13,7 +13,7 @@ from kernels.gpu_ops import Rotary, Rows
 
 
 class TorchOperations:
-    """LayerOperations."""
+    """Implements LayerOperations by plain torch."""
 
     def add_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor, residual: torch.Tensor | None

@@ -46,7 +46,7 @@ def flag_value(epoch: int, sequence: int) -> int:
 
 
 def check_machine(machine: str = platform.machine()) -> None:
-    """Raises UnsupportedMachine unless this is x86-64."""
+    """Checks that this is x86-64. Raises UnsupportedMachine."""
     if machine not in ("x86_64", "AMD64"):
         raise UnsupportedMachine(f"CPU workers run on x86-64 only, this is {machine}: set cpu workers to 0")
 
@@ -70,7 +70,7 @@ class Flags(Protocol):
 
 
 class CompiledFlags:
-    """handoff.cpp, called without the interpreter's lock. Raises CompileError."""
+    """The Flags of handoff.cpp, called without the interpreter's lock. Raises CompileError."""
 
     def __init__(self) -> None:
         library = load_library()
@@ -86,7 +86,7 @@ class CompiledFlags:
 
 
 class NumpyFlags:
-    """The same without a compiler, slower and holding the interpreter's lock between polls."""
+    """Flags without a compiler: slower, and holding the interpreter's lock between polls."""
 
     def post(self, flag: int, value: int) -> None:
         _word(flag)[0] = value

@@ -22,7 +22,7 @@ class Signal(NamedTuple):
 
 
 class StreamKernels(Protocol):
-    """Both are enqueued on the current stream and return at once."""
+    """Handoffs between a device and workers: both operations are enqueued on the current stream and return at once."""
 
     def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, signal: Signal) -> None:
         """Enqueues target = x, then flags[w] = values[w] for every worker w whose value is not 0; nothing where

@@ -103,7 +103,7 @@ def default_launch(operation: str) -> Launch:
 
 
 def column_blocks(widths: Sequence[int], block: int) -> int:
-    """Programs that cover the columns of all outputs, each in one of them."""
+    """Returns the number of programs that cover the columns of all outputs, each in one of them."""
     return sum(-(-width // block) for width in widths)
 
 

@@ -11,7 +11,7 @@ from kernels.view import KernelArgumentError
 
 
 class _Product(ctypes.Structure):
-    """As in product.cpp."""
+    """The C struct of one product; fields and order as in product.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "x", "y")),

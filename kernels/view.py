@@ -41,7 +41,7 @@ class GroupView:
 
     @property
     def unit(self) -> int:
-        """Elements in ROW_ALIGN bytes."""
+        """The number of elements in ROW_ALIGN bytes."""
         return ROW_ALIGN // self.pool.element_size()
 
 

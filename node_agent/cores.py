@@ -19,14 +19,16 @@ for the one that polls holds it, and every product of a step then takes a time s
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores this process may use: its affinity, cut by the container's CPU quota (cgroup v2, then v1)."""
+    """Returns the number of cores that this process may use: its affinity, cut by the container's CPU quota (cgroup v2,
+    then v1)."""
     cores = len(os.sched_getaffinity(0))
     quota = _quota_v2(cgroup) or _quota_v1(cgroup)
     return max(1, min(cores, math.ceil(quota))) if quota else cores
 
 
 def core_share(host_nodes: int, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores for each of so many nodes on this host; one at least, even if they are fewer than nodes."""
+    """Returns the number of cores for each of so many nodes on this host; one at least, even if there are fewer cores
+    than nodes."""
     return max(1, usable_cores(cgroup) // host_nodes)
 
 
@@ -66,7 +68,7 @@ def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
 
 
 def others_share(before: CoreTimes, after: CoreTimes) -> float:
-    """Returns which part of the time between, from 0 to 1, others have used."""
+    """Returns which part of the time between `before` and `after`, from 0 to 1, others have used."""
     others = (after.used - before.used) - (after.own - before.own)
     return min(1.0, max(0.0, others / max(after.passed - before.passed, 1e-9)))
 

@@ -27,7 +27,7 @@ class Event(Protocol):
         """Returns whether it has ended; never waits."""
 
     def synchronize(self) -> None:
-        """Returns when it has ended."""
+        """Waits until the event has ended."""
 
     def wait(self) -> None:
         """Has whatever is enqueued on the current stream from now on run after the event. Returns at once."""

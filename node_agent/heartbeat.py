@@ -27,7 +27,7 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """The engine's side. Raises OSError when the file can't be made."""
+    """The engine's side of its heartbeat. Raises OSError when the file can't be made."""
 
     def __init__(self, path: Path) -> None:
         self._map = _map(path, os.O_RDWR | os.O_CREAT)
@@ -39,7 +39,7 @@ class Heartbeat:
 
 
 class Watch:
-    """A watcher's side, which looks about every `interval` seconds. `now` is monotonic seconds."""
+    """A watcher's side of a heartbeat, which looks about every `interval` seconds. `now` is monotonic seconds."""
 
     def __init__(self, path: Path, interval: float) -> None:
         self.interval = interval

@@ -84,8 +84,8 @@ class PeftAlone:
         return tokens
 
     def positions(self, ids: list[int], prompt: PeftPrompt) -> list[Position]:
-        """Returns what PEFT computes at each position. Teacher-forced: after the function's tokens, not PEFT's own, so
-        that every position is comparable."""
+        """Returns a Position for each token that the function answered. Teacher-forced: after the function's tokens,
+        not PEFT's own, so that every position is comparable."""
         import torch
 
         if not prompt.tokens:

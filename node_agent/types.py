@@ -167,11 +167,11 @@ class StepOutput(Protocol):
 
     @property
     def logprobs(self) -> Sequence[tuple[float, list[tuple[int, float]]] | None]:
-        """Per row that asked: the chosen token's and the k largest (id, log probability)."""
+        """The log probabilities per row that asked: the chosen token's and the k largest (id, log probability)."""
 
     @property
     def non_finite(self) -> frozenset[int]:
-        """Rows of Q whose logits were not finite: their requests end with an error."""
+        """The rows of Q whose logits were not finite: their requests end with an error."""
 
     @property
     def done(self) -> Event: ...
@@ -212,11 +212,11 @@ class ArrivingLora(PassLora, Protocol):
 
     @property
     def on_device(self) -> PassLora | None:
-        """What adds every layer, once it has arrived; None where CPU workers add some."""
+        """The PassLora that adds every layer, once it has arrived; None where CPU workers add some."""
 
     def claim(self, layer: int) -> bool:
-        """Fixes where the layer is computed. True: on the device, where what is enqueued from now on finds its weights.
-        False, where no workers are: the pass is void."""
+        """Fixes where the layer is computed. Returns True for the device, where what is enqueued from now on finds its
+        weights; False, where no workers are: the pass is void."""
 
 
 class Pass(Protocol):

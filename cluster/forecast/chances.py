@@ -36,7 +36,7 @@ class Forecasts(Mapping[str, Chances]):
     garbage collector stop the process for longer than an event loop may be held up."""
 
     def __init__(self, keys: list[str], chances: Array) -> None:
-        """`chances`: f32[functions, horizons], in the order of the keys."""
+        """Keeps `chances`, f32[functions, horizons], in the order of the keys."""
         self._keys, self._chances = keys, chances
 
     def __getitem__(self, key: str) -> Chances:

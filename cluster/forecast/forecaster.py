@@ -44,7 +44,8 @@ class Forecaster:
     """Learns from the calls of every second. Not safe for use by several threads."""
 
     def __init__(self, predictor: str = DEFAULT, *, mixed: Mapping[str, Maker] = PARTS) -> None:
-        """`mixed`: what the default mixes. Raises ValueError, which names the predictors that there are."""
+        """Makes the forecaster of this `predictor`. `mixed`: what the default mixes. Raises ValueError, which names the
+        predictors that there are."""
         if predictor != DEFAULT and predictor not in PREDICTORS:
             raise ValueError(f"unknown predictor {predictor!r}; known are {', '.join((DEFAULT, *PREDICTORS))}")
         makers = mixed if predictor == DEFAULT else {predictor: PREDICTORS[predictor]}

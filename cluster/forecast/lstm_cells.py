@@ -100,7 +100,8 @@ def _cell(parameters: Parameters, layer: str, below: Array, state: Array, cell: 
 
 
 def _backward(parameters: Parameters, tape: list[tuple[_Tape, _Tape]], by_state: Array, gradients: Parameters) -> Array:
-    """Adds to the layers' gradients, from that by the last state of the upper one; returns it by the embeddings."""
+    """Adds to the layers' gradients, from the gradient by the upper layer's last state; returns the gradient by the
+    embeddings."""
     zero = np.zeros_like(by_state)
     by_upper, by_upper_cell, by_lower, by_lower_cell = by_state, zero, zero, zero
     by_embedding = np.zeros((len(by_state), EMBEDDING), by_state.dtype)

@@ -76,7 +76,7 @@ class Trainer:
         self._size = 0
 
     def add(self, lot: Observations) -> None:
-        """Keeps them for replay."""
+        """Keeps the observations for replay; drops the oldest beyond REPLAY."""
         self._lots.append(lot)
         self._size += len(lot.keys)
         while self._size - len(self._lots[0].keys) >= REPLAY:

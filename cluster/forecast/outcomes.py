@@ -19,7 +19,7 @@ class Outcomes:
     """Tells for each recorded forecast whether a call came within its horizon."""
 
     def __init__(self, table: FunctionTable, predictors: int) -> None:
-        """Log-odds of so many `predictors` are recorded."""
+        """Prepares to record the log-odds of so many `predictors`."""
         self._table = table
         self._waiting = [table.column((slots, predictors), fill=np.nan, dtype=np.float16) for slots in SLOTS]
         self._taken_at = [[-np.inf] * slots for slots in SLOTS]

@@ -32,7 +32,8 @@ class Second:
 
 
 class Predictor(Protocol):
-    """Its state is in columns of the forecaster's table, and what it learned of all functions together."""
+    """Estimates the chances of calls. Its state is in columns of the forecaster's table, and what it learned of all
+    functions together."""
 
     def observe(self, second: Second) -> None: ...
 

@@ -67,7 +67,7 @@ class FunctionTable:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all columns, with their room for more functions."""
+        """The bytes of all columns, with their room for more functions."""
         return sum(column.bytes for column in self._columns)
 
     def column(self, shape: tuple[int, ...] = (), *, fill: float = 0.0, dtype: type = np.float32) -> Column:

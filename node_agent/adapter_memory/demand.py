@@ -40,7 +40,7 @@ class _Calls:
 
 
 class Demand:
-    """One for both tiers of a node."""
+    """How much each adapter is called. There is one for both tiers of a node."""
 
     def __init__(self) -> None:
         self._calls: OrderedDict[str, _Calls] = OrderedDict()
@@ -69,7 +69,7 @@ class Demand:
         return found.count if found is not None else 0
 
     def last_call(self, digest: str) -> float:
-        """Returns when it was last called (monotonic seconds); 0 if no call is remembered."""
+        """Returns when the adapter was last called (monotonic seconds); 0 if no call is remembered."""
         found = self._calls.get(digest)
         return found.last if found is not None else 0.0
 

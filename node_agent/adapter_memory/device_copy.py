@@ -82,7 +82,7 @@ class DeviceCopy:
         return int(min(PORTION_BYTES, self.loader.bandwidth * PORTION_S))
 
     def _portion(self, layers: list[int]) -> list[int]:
-        """Returns the first of these layers that go together."""
+        """Returns the first of these layers, as many as may be enqueued together."""
         sizes, most = accumulate(self.layout.moved[layer] for layer in layers), self.portion_bytes
         return layers[: max(1, sum(size <= most for size in sizes))]
 

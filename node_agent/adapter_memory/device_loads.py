@@ -26,8 +26,8 @@ class DeviceLoads:
         self._entries: list[DeviceAdapter] = []
 
     def begin(self, host: HostAdapter, place: Place, order: Sequence[int] | None) -> DeviceAdapter | None:
-        """Moves the adapter in and starts to copy it, each layer once it is in host memory. None: its load ended badly
-        a moment ago, and the place is free again."""
+        """Moves the adapter in and starts to copy it, each layer once it is in host memory. Returns None when its load
+        ended badly a moment ago, and the place is free again."""
         assert host.layout is not None  # it has a place
         if not self._loader.claim(host):
             self._room.give(host.digest, host.layout, place)
@@ -65,7 +65,7 @@ class DeviceLoads:
 
     @property
     def awaited(self) -> list[DeviceAdapter]:
-        """Returns those that are not predicted prefetches, which step back for any other."""
+        """Returns the adapters whose loads are not predicted prefetches: those step back for any other."""
         return [entry for entry in self._entries if entry.host.priority < Priority.PREDICTED]
 
     def _advance(self, entry: DeviceAdapter) -> bool:

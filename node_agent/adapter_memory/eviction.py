@@ -33,7 +33,8 @@ class Candidate(NamedTuple):
 
 
 class LeastRecentlyUsed:
-    """Also the form of every policy: `score` is what the others change."""
+    """Evicts the least recently used adapter first. Also the form of every policy: `score` is what the others
+    change."""
 
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
@@ -65,7 +66,8 @@ class CostAware(LeastRecentlyUsed):
 
 
 class LeastFrequentlyUsed(LeastRecentlyUsed):
-    """By all calls that are remembered, also of times before the adapter was last brought in."""
+    """Evicts the least called adapter first, by all calls that are remembered, also of times before it was last brought
+    in."""
 
     def score(self, candidate: Candidate, now: float) -> float:  # noqa: ARG002 - as the others
         return self.demand.calls(candidate.digest)

@@ -32,7 +32,8 @@ the device before its next call. Tuned on one half of the traces of benchmarks/e
 
 
 class HostTier:
-    """`memory` bytes at most; what leaves first is up to `eviction`. What somebody waits for or copies from stays."""
+    """The adapters in host memory: `memory` bytes at most; what leaves first is up to `eviction`. What somebody waits
+    for or copies from stays."""
 
     def __init__(
         self, loader: Loader, pool: Pool, table: AdapterTable, *, memory: int, eviction: LeastRecentlyUsed
@@ -242,7 +243,7 @@ class HostTier:
             self._reclaim(self.short)
 
     def _reclaim(self, priority: Priority) -> None:
-        """Loads that are less urgent than `priority` end."""
+        """Ends loads that are less urgent than `priority`."""
         for host in self._fetching:
             if host.priority > priority and not host.reclaimed:
                 host.reclaimed = True
@@ -311,7 +312,7 @@ class HostTier:
             self.forget(host)
 
     def _make_room(self, size: int, rows: int, spared: Container[str] = ()) -> int | None:
-        """Returns a run of so many rows of the table once there is room for `size` bytes, too; None: there is not.
+        """Returns a run of so many rows of the table once there is room for `size` bytes, too; None when there is not.
         Evicts only if that makes enough room, and where the table's free entries lie too scattered."""
         idle = self._idle(spared)
         if self.used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):

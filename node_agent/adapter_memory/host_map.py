@@ -27,7 +27,8 @@ MOST_ADAPTERS = 1024
 
 
 class HostMap(msgspec.Struct, frozen=True):
-    """Descriptors are valid in a process that inherited them under the same numbers."""
+    """What another process needs to map the host pool and its table. Descriptors are valid in a process that inherited
+    them under the same numbers."""
 
     pool_fd: int
     pool_bytes: int
@@ -70,7 +71,8 @@ class SharedTable:
     """An AdapterTable over the host pool in a memfd of its own, reserved whole like the pool."""
 
     def __init__(self, pool: Pool, base: BaseModel) -> None:
-        """Raises ValueError without the memory, or when the table's offsets do not reach the pool's end."""
+        """Makes the table for an adapter pool. Raises ValueError without the memory, or when the table's offsets do not
+        reach the pool's end."""
         units, itemsize = pool.pages.count * pool.page_units, pool.data.element_size()
         if units >= 1 << 31:
             raise ValueError(

@@ -40,7 +40,7 @@ class HostMemory:
             self._pinned = Pinned((start + at, min(REGISTER_CHUNK, whole - at)) for at in chunks)
 
     def close(self) -> None:
-        """Unpins and closes the memory. Nothing may copy from it any more."""
+        """Unpins the memory and closes its descriptor. Nothing may copy from it any more."""
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None

@@ -86,7 +86,7 @@ def _check_table(table: AdapterTable, what: str, entries: list[_Entry]) -> list[
 
 
 def _check_adapter(table: AdapterTable, entry: _Entry, rank: np.ndarray) -> list[str]:
-    """Lines that name adapter, layer and projection, for each pair that the table gives wrongly."""
+    """Returns lines that name adapter, layer and projection, for each pair that the table gives wrongly."""
     layout = entry.layout
     positions = layout.positions(entry.pages)
     scale, first = table.scale[entry.slot].cpu().numpy(), table.first[entry.slot].cpu().numpy()

@@ -75,12 +75,12 @@ class AdapterLayout:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The distinct ones, ascending."""
+        """The adapter's distinct ranks, ascending."""
         return tuple(np.unique(self.rank[self.rank > 0]).tolist())
 
     @cached_property
     def moved(self) -> tuple[int, ...]:
-        """Per layer: bytes that a copy of it moves, those between rows and at pages' ends included."""
+        """The bytes, per layer, that a copy of the layer moves, those between rows and at pages' ends included."""
         return tuple(sum(span.end - span.begin for span in spans) * ROW_ALIGN for spans in self.spans)
 
     @property
@@ -176,7 +176,7 @@ def _spans(begin: int, end: int, page_units: int) -> tuple[Span, ...]:
 
 
 def joined_spans(spans: Sequence[Span]) -> list[Span]:
-    """Returns the same stretches, those that follow each other in a page as one."""
+    """Returns the spans with those that follow each other in a page joined to one."""
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None

@@ -49,7 +49,8 @@ class _Awaited:
 
 
 class Loader:
-    """Three pools of threads. Failures end in `failed` of what was being loaded, never in a log alone."""
+    """Loads adapters in three pools of threads. Failures end in `failed` of what was being loaded, never in a log
+    alone."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Loader:
         self.copying.wake()
 
     def wake(self) -> None:
-        """Loads have become more or less urgent, or unwanted."""
+        """Wakes the threads: loads have become more or less urgent, or unwanted."""
         self._measuring.wake()
         self.fetching.wake()
         self.copying.wake()

@@ -20,7 +20,7 @@ CLOSE_SECONDS = 30.0
 
 
 class Priority(IntEnum):
-    """Of a load; the lower number goes first."""
+    """How urgent a load is; the lower number goes first."""
 
     REQUEST = 0
     ORDER = 1
@@ -42,7 +42,7 @@ class Job(Protocol):
 
     @property
     def load(self) -> Load:
-        """The load that it is a part of."""
+        """The load that the job is a part of."""
 
     @property
     def over(self) -> bool:

@@ -86,7 +86,7 @@ class HostAdapter:
 
     @property
     def fetched(self) -> float:
-        """Returns the share of its bytes, 0 to 1, that has arrived; 0 while the header is not read."""
+        """Returns the share of the adapter's bytes, 0 to 1, that has arrived; 0 while the header is not read."""
         if self.header is None or not self.here:
             return 0.0
         return 1 - self.bytes_left(len(self.here)) / max(1, sum(block.size for block in self.header.layers))

@@ -14,7 +14,7 @@ ALLOWED_WASTE = 0.02
 
 
 def choose_page_size(base: BaseModel, itemsize: int) -> int:
-    """Bytes: the largest power of two up to 2 MiB that is expected to waste at most 2 % of a typical adapter.
+    """Returns bytes: the largest power of two up to 2 MiB that is expected to waste at most 2 % of a typical adapter.
 
     An adapter loses half a page at its end and half a row, of the widest, at each page's border. A typical one has rank
     16 on all projections. Where every size wastes more (very small bases), it is the size that wastes least.

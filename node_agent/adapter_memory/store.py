@@ -337,8 +337,8 @@ class AdapterStore:
 
     @property
     def loading_bytes(self) -> int:
-        """Bytes on their way to the device, or awaited there by queued requests; layers that have arrived do not count,
-        nor do predicted prefetches, which a request finds out of its way."""
+        """The bytes on their way to the device, or awaited there by queued requests; layers that have arrived do not
+        count, nor do predicted prefetches, which a request finds out of its way."""
         return sum(entry.bytes_left for entry in self.loads.awaited) + self.hosts.bytes_awaited(self.device)
 
     @property

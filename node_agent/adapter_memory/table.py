@@ -25,7 +25,7 @@ class TableShape:
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """32-bit words of each part."""
+        """The 32-bit words of each part: rank, scale, first, row_offset."""
         pairs = self.slots * self.layers * len(PROJECTIONS)
         return pairs, pairs, 2 * pairs, self.rows
 
@@ -45,7 +45,8 @@ class AdapterTable:
     def __init__(
         self, slots: int, rows: int, num_layers: int, device: torch.device, memory: torch.Tensor | None = None
     ) -> None:
-        """`memory` i32[TableShape.words] is where it lies, if not in memory of its own; it is taken as it is."""
+        """Lays the table in `memory`, i32[TableShape.words], which is taken as it is; None: in zeroed memory of its
+        own."""
         self.shape = TableShape(slots, num_layers, rows)
         if memory is None:
             memory = torch.zeros(self.shape.words, dtype=torch.int32, device=device)
@@ -85,6 +86,7 @@ def _send(target: torch.Tensor, values: np.ndarray) -> None:
 
 
 def rows_for(pool_units: int, base: BaseModel, itemsize: int) -> int:
-    """Entries of row_offset for a full pool: twice what the narrowest projection needs, since runs fragment."""
+    """Returns the entries of row_offset for a full pool: twice what the narrowest projection needs, since runs
+    fragment."""
     pairs = [row_units(d_in, itemsize) + row_units(d_out, itemsize) for d_in, d_out in base.widths]
     return 2 * (2 * pool_units // min(pairs))

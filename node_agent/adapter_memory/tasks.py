@@ -12,19 +12,21 @@ from node_agent.adapter_memory.loader_threads import Load, LoaderThreads, Priori
 
 class Tasks(LoaderThreads):
     def __init__(self, name: str, count: int, most_ahead: int) -> None:
-        """`count`: threads. Work for a load that is less urgent than requests begins while less than `most_ahead` are
-        busy for such loads, and no more urgent work goes on."""
+        """Prepares a pool of `count` threads. Work for a load that is less urgent than requests begins while less than
+        `most_ahead` are busy for such loads, and no more urgent work goes on."""
         super().__init__(name, count)
         self.most_ahead = most_ahead
         self.ahead = 0
         """threads that are busy for such loads; changed under `changed` alone"""
 
     def submit(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """Has a thread call the work. It never begins once the threads are closed; then nothing sets its result."""
+        """Has a thread call the work. The work never begins once the threads are closed; then nothing sets its
+        result."""
         return self._submit(_Task(self, load, lambda: work(*arguments), follows=False))
 
     def follow(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """Does what `submit` does, for work that belongs to some which has begun: it stands behind nothing."""
+        """Has a thread call the work as `submit` does, for work that belongs to some which has begun: it stands behind
+        nothing."""
         return self._submit(_Task(self, load, lambda: work(*arguments), follows=True))
 
     def _submit(self, task: _Task) -> Future[Any]:

@@ -51,7 +51,7 @@ class ArrivingWeights(Sequence[LayerWeights]):
 
 
 def view_weights(pool: Pool, positions: np.ndarray, layout: AdapterLayout, base: BaseModel) -> AdapterWeights:
-    """Views of an adapter whose rows are at `positions` (i64[rows], pool units)."""
+    """Returns views of an adapter whose rows are at `positions` (i64[rows], pool units)."""
     return [LayerViews(pool, positions, pairs, base) for pairs in layout.layers]
 
 
@@ -65,7 +65,7 @@ class LayerViews(LayerWeights):
         self._views: dict[str, tuple[GroupWeights, ...]] = {}
 
     def make(self) -> None:
-        """Makes all of them now."""
+        """Makes all views of the layer now."""
         for group in self._pairs:
             self[group]
 

@@ -81,7 +81,7 @@ def _checked(digest: str) -> str:
 
 
 def _check_wanted(residency: WantedResidency) -> WantedResidency:
-    """Returns the residency if its numbers can be. Raises ServiceError (`validation_failed`)."""
+    """Checks what the gateway wants, and returns it. Raises ServiceError (`validation_failed`)."""
     if len(residency.adapters) > MAX_WANTED:
         raise ServiceError("validation_failed", f"adapters has more than {MAX_WANTED}", param="adapters")
     if not 0 <= residency.seconds < math.inf:

@@ -157,7 +157,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(config: ApiProcessConfig) -> None:
-    """Serve until TERM or INT."""
+    """Serves until TERM or INT."""
     node = config.node
     secret = read_secret(Path(node.secret_file))
     listener = listen(node.host, node.port)

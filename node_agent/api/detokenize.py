@@ -37,7 +37,8 @@ class TokenText:
         return text
 
     def is_silent(self, token_id: int) -> bool:
-        """Ids without a token have no text, nor have special tokens that are left out."""
+        """Returns whether the id has no text: ids without a token have none, nor have special tokens that are left
+        out."""
         return token_id in self._silent or self._tokenizer.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:

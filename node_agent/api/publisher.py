@@ -58,7 +58,8 @@ class Publisher:
         self._heard_of(problem)
 
     def _heard_of(self, problem: str | None) -> None:
-        """Logs when it changes whether the gateway hears us, not at every attempt."""
+        """Logs a change of whether the gateway hears us, not every attempt. `problem`: why it does not; None: it
+        does."""
         heard = problem is None
         if heard != self._heard:
             self._heard = heard

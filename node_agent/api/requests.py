@@ -298,7 +298,7 @@ class RequestRegistry:
 
     @property
     def error(self) -> str:
-        """Why the node can't be used; empty when it can."""
+        """The reason why the node can't be used; empty when it can."""
         if fault := self._gpu.fault:
             return fault
         return self._stands_still if self.ready is not None else read_exit(self._run_dir) or self._error

@@ -8,7 +8,7 @@ from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, News, NodeRecord, R
 
 
 class ResidencyLog:
-    """Each change has a number; of an adapter that changed several times the last change counts."""
+    """Numbers the changes of what a node holds; of an adapter that changed several times the last change counts."""
 
     def __init__(self) -> None:
         self.at = 0

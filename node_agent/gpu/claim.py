@@ -40,7 +40,7 @@ def node_gpus(device: str, devices: Sequence[int] | None, environment: Mapping[s
 
 
 def _listed(device: str) -> list[Gpu] | None:
-    """Returns None where no GPU can be claimed: for the CPU, and where NVML does not work."""
+    """Returns the host's GPUs; None where no GPU can be claimed: for the CPU, and where NVML does not work."""
     if device == "cpu":
         return None
     try:

@@ -71,8 +71,8 @@ def expected_link(uuid: str) -> float | None:
 
 
 def usable_gpus(gpus: Sequence[Gpu], devices: Sequence[int] | None, environment: Mapping[str, str]) -> list[Gpu]:
-    """Returns those that nodes may have: of `devices` (None: all), as far as CUDA_VISIBLE_DEVICES lets this process see
-    them, without those that have failed. Raises NoGpu for a device that is not there, and where all have failed."""
+    """Returns the GPUs that nodes may have: of `devices` (None: all), as far as CUDA_VISIBLE_DEVICES lets this process
+    see them, without those that have failed. Raises NoGpu for a device that is not there, and where all have failed."""
     known = {gpu.index: gpu for gpu in gpus}
     missing = [index for index in devices or () if index not in known]
     if missing:

@@ -80,7 +80,7 @@ def _distances(node: int | None, sys: Path) -> dict[int, int]:
 
 
 def _libnuma() -> ctypes.CDLL | None:
-    """Returns None where libnuma is not installed, or a container forbids what it does."""
+    """Returns libnuma; None where it is not installed, or a container forbids what it does."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError:

@@ -64,7 +64,7 @@ class Nvml:
         """By call, why it failed the last time; without those that failed in no unusual way."""
 
     def __getattr__(self, name: str) -> Any:
-        """Constants of NVML."""
+        """Returns the constant of NVML with this name."""
         return getattr(self._library, name)
 
     def ask(self, name: str, *arguments: object) -> Any:

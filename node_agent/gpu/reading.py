@@ -22,7 +22,7 @@ as 13, 31 and 43, are mostly a program's own fault, and 94 ends that program alo
 
 
 def read_identity(nvml: Nvml, handle: Any, uuid: str) -> GpuFacts:
-    """Returns what does not change. Raises GpuFailed."""
+    """Returns the facts of a GPU that do not change. Raises GpuFailed."""
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
     generation = nvml.ask("nvmlDeviceGetMaxPcieLinkGeneration", handle) or 0
     width = nvml.ask("nvmlDeviceGetMaxPcieLinkWidth", handle) or 0
@@ -39,7 +39,7 @@ def read_identity(nvml: Nvml, handle: Any, uuid: str) -> GpuFacts:
 
 
 def read_load(nvml: Nvml, handle: Any) -> GpuLoad:
-    """Returns what changes all the time. Raises GpuFailed."""
+    """Returns the values of a GPU that change all the time. Raises GpuFailed."""
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
     rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
     milliwatts = nvml.ask("nvmlDeviceGetPowerUsage", handle)

@@ -25,14 +25,14 @@ LEAST_PAUSE_S = 0.1
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """`load` is None where nothing is known of now."""
+    """A GPU at one look. `load` is None where nothing is known of now."""
 
     facts: GpuFacts
     load: GpuLoad | None = None
 
 
 class Sampler:
-    """`clock` is monotonic seconds."""
+    """Looks at the GPU in a thread of its own, every `interval` seconds. `clock` is monotonic seconds."""
 
     def __init__(
         self, uuid: str, interval: float = SAMPLE_INTERVAL_S, clock: Callable[[], float] = time.monotonic

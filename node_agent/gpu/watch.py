@@ -22,7 +22,7 @@ class GpuWatch:
 
     @property
     def fault(self) -> str:
-        """Why the GPU can't be used any more; empty where it can."""
+        """The reason why the GPU can't be used any more; empty where it can."""
         sample = self._sampler.latest() if self._sampler is not None else None
         return sample.facts.fault if sample is not None else ""
 

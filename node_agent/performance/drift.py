@@ -36,7 +36,7 @@ log = logging.getLogger("garnish.engine")
 
 
 class Factor:
-    """Of one kind of pass."""
+    """By how much one kind of pass takes longer than its forecast."""
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -65,7 +65,7 @@ class Factor:
 
 
 class Drift:
-    """Called by the engine's thread alone, once a hot pass."""
+    """Follows how far passes are from the measured model. Called by the engine's thread alone, once a hot pass."""
 
     def __init__(self, measured: PerformanceModel) -> None:
         self.measured = self.published = measured
@@ -93,7 +93,8 @@ class Drift:
 
     @property
     def forecast_ratio(self) -> float | None:
-        """Median of observed / forecast over the last passes, by the model as it is published; None: none were seen."""
+        """The median of observed / forecast over the last passes, by the model as it is published; None when none were
+        seen."""
         ratios = [*self.decode.ratios(), *self.prefill.ratios()]
         return round(median(ratios), 4) if ratios else None
 

@@ -44,7 +44,8 @@ log = logging.getLogger("garnish.engine")
 
 
 class IdleMeasurement:
-    """Of one engine, called by the engine's thread alone. Sets `engine.measuring` and, in the end, `engine.drift`."""
+    """Measures the performance model of one idle engine. Called by the engine's thread alone. Sets `engine.measuring`
+    and, in the end, `engine.drift`."""
 
     def __init__(self, engine: Engine, config: EngineConfig, base: BaseModel) -> None:
         self.engine, self.config, self.base = engine, config, base
