@@ -128,9 +128,7 @@ def test_steps_that_can_not_be_captured_are_named(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(Stream, "capture", fail)
-    with pytest.raises(
-        RuntimeError, match=r"steps of 2 rows: operation not.*; set node.runner: transformers"
-    ):
+    with pytest.raises(RuntimeError, match=r"steps of 2 rows: operation not.*; set node.runner: transformers"):
         runner.serve(make_store(), CPU_KERNEL, max_rows=2, chunk_tokens=8, max_context=64)
 
 
