@@ -12,7 +12,8 @@ BATCH = 1000
 
 
 class DiskMap:
-    """Used as a context manager, by one thread; the file is gone afterwards. Memory is bounded by SQLite's cache."""
+    """A map from text to text in a temporary file. It is used as a context manager, by one thread; the file is gone
+    afterwards. Memory is bounded by SQLite's cache."""
 
     def __enter__(self) -> DiskMap:
         self._folder = tempfile.TemporaryDirectory(prefix="garnish-")
@@ -34,7 +35,7 @@ class DiskMap:
         return None if found is None else str(found[0])
 
     def names(self) -> Iterator[str]:
-        """Ascending. Entries may be put meanwhile."""
+        """Yields the names of all entries, ascending. Entries may be put meanwhile."""
         after = ""
         while True:
             page = self._base.execute("select name from map where name > ? order by name limit ?", (after, BATCH))

@@ -21,7 +21,7 @@ OTHER_MODULES = ("model", "model.embed_tokens", "model.layers", "model.norm", "m
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One adapted module."""
+    """One adapted module, with its rank and alpha."""
 
     module: str
     rank: int
@@ -29,7 +29,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def module_names(num_layers: int, model_type: str) -> list[str]:
-    """Every named module of the base, as transformers names them: targets may match any of them."""
+    """Returns the name of every module of the base, as transformers names them: targets may match any of them."""
     family = FAMILIES[model_type]
     inner = (*family.projections, *family.layer_norms, *family.head_norms, *family.other_modules)
     names = list(OTHER_MODULES)
@@ -39,7 +39,7 @@ def module_names(num_layers: int, model_type: str) -> list[str]:
 
 
 def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
-    """The adapted modules among `names`. Raises InvalidAdapter when a pattern is not a regular expression."""
+    """Returns the adapted modules among `names`. Raises InvalidAdapter when a pattern is not a regular expression."""
     ranks = [(_compile("rank_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.rank_pattern.items()]
     alphas = [(_compile("alpha_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.alpha_pattern.items()]
     targets = []

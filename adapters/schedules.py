@@ -22,14 +22,14 @@ MAX_TENANT_SCHEDULED = 500
 
 
 class Schedules(msgspec.Struct, frozen=True):
-    """schedules.json"""
+    """The content of schedules.json."""
 
     functions: dict[str, float] = {}
     """By `tenant/function`, when it was noted, by the store's clock."""
 
 
 def note_schedule(store: ObjectStore, tenant: str, function: str) -> None:
-    """Raises Conflict when there are too many, StoreUnavailable."""
+    """Notes that a function has warm windows. Raises Conflict when too many functions have some, StoreUnavailable."""
     key = f"{tenant}/{function}"
 
     def noted(known: Schedules | None) -> Schedules:
@@ -45,12 +45,13 @@ def note_schedule(store: ObjectStore, tenant: str, function: str) -> None:
 
 
 def read_schedules(store: ObjectStore) -> Schedules:
-    """Raises StoreUnavailable, CorruptRecord."""
+    """Returns the functions that were noted. Raises StoreUnavailable, CorruptRecord."""
     return find_record(store, SCHEDULES_KEY, Schedules) or Schedules()
 
 
 def forget_schedules(store: ObjectStore, functions: Collection[str]) -> None:
-    """Takes those out that were noted SETTLED_SECONDS ago. Raises StoreUnavailable, CorruptRecord."""
+    """Takes out those of `functions` that were noted more than SETTLED_SECONDS ago. Raises StoreUnavailable,
+    CorruptRecord."""
     before = store.now() - SETTLED_SECONDS
 
     def pruned(known: Schedules | None) -> Schedules:

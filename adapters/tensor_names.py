@@ -16,7 +16,7 @@ PEFT_NAME = "base_model.model.<module>.lora_A.weight"
 
 
 def with_plain_names(adapter: PeftAdapter) -> PeftAdapter:
-    """The adapter with tensors named as `save_pretrained` names them.
+    """Returns the adapter with tensors named as `save_pretrained` names them.
 
     `model.state_dict()` of PEFT keeps the adapter's name (`lora_A.default.weight`): it is left out, for it says nothing
     as long as all tensors carry the same one. Raises InvalidAdapter, with one problem, when they don't, or when the

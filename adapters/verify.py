@@ -39,7 +39,8 @@ def verify(
     tell: Callable[[Damage], None] = lambda _: None,
     progress: Callable[[FoundVersion], None] = lambda _: None,
 ) -> Verified:
-    """Read everything that is listed; `tell` hears of each damage. Raises StoreUnavailable."""
+    """Reads everything that is listed, and returns the counts; `tell` is called with each damage, `progress` with each
+    version. Raises StoreUnavailable."""
     done = Verified()
     with DiskMap() as checked:
         for found in all_versions(store):
@@ -83,7 +84,7 @@ def _contents(manifest: Manifest, entry: VersionEntry) -> Iterator[tuple[str, Ca
 
 
 def _blob_problem(store: ObjectStore, sha256: str) -> str:
-    """Empty when the object is what it should be."""
+    """Returns what is wrong with a stored file; "" when it is what it should be."""
     info = store.head(blob_key(sha256))
     if info is None:
         return "is missing"
