@@ -39,7 +39,8 @@ class TraceLine(msgspec.Struct, frozen=True):
 
 
 def log_names(state: Path) -> list[str]:
-    """Raises FrontDoorError."""
+    """Returns the names of the processes that have a log in the state directory. Raises FrontDoorError when there is
+    none."""
     names = sorted(file.stem for file in (state / "logs").glob("*.log"))
     if not names:
         raise FrontDoorError(f"there are no logs in {state / 'logs'}; is {state} the service's state directory?")
@@ -61,8 +62,8 @@ def for_people(line: str) -> str:
 
 
 def trace_lines(state: Path) -> Iterator[TraceLine]:
-    """The calls that ended well, by the time at which they came; tenants are numbered as they first appear. Raises
-    FrontDoorError."""
+    """Yields the calls that ended well, by the time at which they came; tenants are numbered as they first appear.
+    Raises FrontDoorError when there are none."""
     log_names(state)
     calls = sorted(_calls(log_of(state, "gateway")), key=lambda call: call.at)
     if not calls:
@@ -81,7 +82,8 @@ def trace_lines(state: Path) -> Iterator[TraceLine]:
 
 
 def _calls(log: Path) -> Iterator[Call]:
-    """Lines of other kinds, and lines that were cut when the log was begun anew, are passed over."""
+    """Yields the calls that the log holds. Lines of other kinds, and lines that were cut when the log was begun anew,
+    are passed over."""
     for text in _lines(log):
         if f'"{CALL}"' not in text:
             continue

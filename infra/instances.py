@@ -54,7 +54,8 @@ def devices_of(instance_type: str, devices: Sequence[int] | None, field: str) ->
 
 
 def gpus_of(instance_type: str, field: str) -> Gpus:
-    """Raises InfraError for a type that is unknown, or has no GPU."""
+    """Returns the GPUs of an instance type; `field` names the setting in errors. Raises InfraError for a type that is
+    unknown, or has no GPU."""
     found = INSTANCE_TYPES.get(instance_type)
     if found is None:
         near = difflib.get_close_matches(instance_type, INSTANCE_TYPES, 1)

@@ -16,11 +16,11 @@ _PART = re.compile(r"(ttft|tpot|tpt)=(\d+(?:\.\d+)?)(ms|s|x)")
 
 
 class SloError(ValueError):
-    """The text is no SLO; says what one is."""
+    """The text is no SLO; the message says what one is."""
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Seconds; None: not promised. All that are must hold."""
+    """The bounds that a request is promised, in seconds; None: not promised. All that are promised must hold."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -31,7 +31,7 @@ class Slo(msgspec.Struct, frozen=True):
         return self._hold(job.ttft + overhead, job.tpot, job.tpt + overhead / job.output)
 
     def attainable(self, job: Job, profile: NodeProfile) -> bool:
-        """Whether an empty node that has the adapter could keep it: no policy can where not."""
+        """Whether an empty node that has the adapter could keep the SLO for this request: where not, no policy can."""
         model, steps = profile.performance, job.output - 1
         ttft = profile.overhead + model.prefill.seconds(job.prompt, job.prompt**2, job.prompt * job.rank)
         decode = steps * model.decode.seconds(1, 0, job.rank) + model.decode.per_context * (
@@ -51,7 +51,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 def base_tpt(profile: NodeProfile) -> float:
-    """Seconds a token of the base alone, in a batch of REFERENCE_ROWS."""
+    """Returns the seconds per token of the base alone, in a batch of REFERENCE_ROWS."""
     model = profile.performance
     contexts = REFERENCE_ROWS * (REFERENCE_PROMPT + REFERENCE_OUTPUT // 2)
     prefill = model.prefill.seconds(REFERENCE_PROMPT, REFERENCE_PROMPT**2, 0)
@@ -60,7 +60,7 @@ def base_tpt(profile: NodeProfile) -> float:
 
 
 def parse_slo(text: str, profile: NodeProfile) -> Slo:
-    """Raises SloError."""
+    """Returns the SLO that the text states; multiples are of `base_tpt` of the profile. Raises SloError."""
     found: dict[str, float] = {}
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())

@@ -22,15 +22,17 @@ def simulate(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Simulator, Summary]:
-    """Raises UnknownPolicy."""
+    """Simulates the requests on so many nodes of a kind, and returns the simulator, which has run, and its summary.
+    `progress` is told how many requests have been placed. Raises UnknownPolicy."""
     simulator = Simulator(profile, nodes, policy_maker(policy, seed), make_jobs(requests, profile, slo))
     simulator.run(progress)
     return simulator, summarise(simulator, slo)
 
 
 def smallest_pool(attainment: Callable[[int], float], low: int, high: int, wanted: float) -> int | None:
-    """The least number of nodes with at least the `wanted` attainment, by bisection: it takes for granted that more
-    nodes do no worse. None: `high` are not enough. `attainment` is asked about log2(high - low) + 2 pools at most."""
+    """Returns the least number of nodes with at least the `wanted` attainment; None when `high` are not enough. The
+    search by bisection takes for granted that more nodes do no worse. `attainment` is asked about log2(high - low) + 2
+    pools at most."""
     if attainment(high) < wanted:
         return None
     while low < high:

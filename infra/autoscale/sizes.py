@@ -43,7 +43,7 @@ def read_sizes(directory: Path) -> dict[str, SetSize]:
 
 
 def write_sizes(directory: Path, sizes: dict[str, SetSize]) -> None:
-    """Raises InfraError."""
+    """Writes the sizes, by pool, in place of those that were noted. Raises InfraError when they can't be written."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = msgspec.json.format(msgspec.json.encode(sizes, order="sorted")).decode()
@@ -53,7 +53,7 @@ def write_sizes(directory: Path, sizes: dict[str, SetSize]) -> None:
 
 
 def set_size(directory: Path, pool: str, size: SetSize) -> None:
-    """Raises InfraError. For the only autoscaler: nobody else writes."""
+    """Notes the size of one pool. Only the autoscaler that leads may call it: nobody else writes. Raises InfraError."""
     known = read_sizes(directory)
     if known.get(pool) != size:
         write_sizes(directory, {**known, pool: size})
@@ -64,7 +64,8 @@ def forget_sizes(directory: Path) -> None:
 
 
 def in_force(set_size: SetSize | None, stated: int, least: int, most: int) -> int:
-    """The size that counts: as set, within the bounds, unless `desired` was edited since."""
+    """Returns the size that counts: the one that was set, within the bounds `least` and `most`, unless `desired` was
+    edited since; then, and where none was set, `stated`."""
     if set_size is None or set_size.stated != stated:
         return stated
     return max(least, min(set_size.size, most))

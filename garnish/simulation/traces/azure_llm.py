@@ -18,7 +18,8 @@ def is_azure_llm(header: str) -> bool:
 
 
 def read_azure_llm(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
-    """Raises TraceError."""
+    """Returns the requests of an Azure LLM trace, by ascending time; functions are drawn by `laws`. Raises
+    TraceError."""
     next(lines)
     found = Singles()
     for line in lines:
@@ -28,7 +29,8 @@ def read_azure_llm(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
 
 
 def _seconds(cell: Cell) -> float:
-    """Python reads six digits of a second; the trace has seven."""
+    """Returns the cell's time as Unix time. Python reads six digits of a second, and the trace has seven, so the
+    fraction is read by itself. Raises TraceError."""
     try:
         whole, _, fraction = cell.text.partition(".")
         begun = datetime.fromisoformat(whole)

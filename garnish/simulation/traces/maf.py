@@ -25,7 +25,7 @@ def is_maf(header: str) -> bool:
 
 
 def read_maf(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
-    """Raises TraceError."""
+    """Returns the requests of a MAF trace, by ascending time; lengths are drawn by `laws`. Raises TraceError."""
     counts, owners, last = _counts(lines)
     busiest = np.argsort(-counts.sum(axis=1), kind="stable")[laws.skip_top :]
     busiest = busiest if laws.half is None else busiest[laws.half :: 2]
@@ -64,7 +64,8 @@ def _spread(counts: np.ndarray, owners: np.ndarray, laws: Laws, rng: np.random.G
 
 
 def _counts(lines: Iterator[Line]) -> tuple[np.ndarray, np.ndarray, Line]:
-    """i64[functions, minutes], i64[functions] owners, and the last line."""
+    """Returns the calls of each function and minute (i64[functions, minutes]), the functions' owners (i64[functions]),
+    and the last line. Raises TraceError."""
     line = next(lines)
     names = line.text.split(",")
     if len(names) == len(FIRST):

@@ -17,7 +17,7 @@ def is_mooncake(first: str) -> bool:
 
 
 def read_mooncake(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
-    """Raises TraceError."""
+    """Returns the requests of a Mooncake trace, by ascending time; functions are drawn by `laws`. Raises TraceError."""
     requests = Singles()
     for line in lines:
         found = fields(line)

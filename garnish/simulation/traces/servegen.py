@@ -26,7 +26,7 @@ def is_servegen(header: str) -> bool:
 
 
 def read_servegen(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
-    """Raises TraceError."""
+    """Returns the requests of a ServeGen trace, by ascending time; gaps and lengths are drawn. Raises TraceError."""
     line = next(lines)
     rng, known = np.random.default_rng((laws.seed, 0)), dict[str, int]()
     times, called = list[np.ndarray](), list[np.ndarray]()
@@ -63,7 +63,7 @@ def _rows(at: np.ndarray, who: np.ndarray, clients: int, laws: Laws, rng: np.ran
 
 
 def _within(count: int, pattern: str, shape: float, rng: np.random.Generator) -> np.ndarray:
-    """f64[count]: seconds inside a window."""
+    """Returns the times of a window's `count` requests: f64[count], seconds from the window's beginning, ascending."""
     if pattern == "Gamma":
         gaps = rng.gamma(shape, size=count + 1)
     elif pattern == "Weibull":
