@@ -34,7 +34,7 @@ DAMAGED_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an artifact can't be made."""
+    """Why an artifact can't be made, and until when that is not tried again."""
 
     error: Unmakeable
     until: float

@@ -73,7 +73,7 @@ def read_epoch(store: ObjectStore) -> Epoch:
 
 def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> None:
     """Adds a mark to the epoch: the record under `key` is about to change, or generations of its function end (`ended`
-    says why, `number` is the mark's id). Raises StoreUnavailable."""
+    says why, and `number` is the id by which those who hear of it twice know it). Raises StoreUnavailable."""
 
     def marked(known: Epoch | None) -> Epoch:
         now = store.now()

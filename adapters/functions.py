@@ -99,7 +99,8 @@ class VersionEntry(msgspec.Struct, frozen=True):
 
 
 class FunctionRecord(msgspec.Struct, frozen=True):
-    """function.json. A deleted function stays as a tombstone, so that its version numbers are never used again."""
+    """The content of function.json. A deleted function stays as a tombstone, so that its version numbers are never used
+    again."""
 
     name: str
     created: float
@@ -128,7 +129,7 @@ class BrokenFunction(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """versions/<n>.json: everything about one version, written once."""
+    """The content of versions/<n>.json: everything about one version, written once."""
 
     function: str
     version: int

@@ -73,7 +73,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """tenant.json"""
+    """The content of tenant.json: a tenant's keys and settings."""
 
     id: str
     keys: tuple[KeyRecord, ...] = ()

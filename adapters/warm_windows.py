@@ -26,7 +26,7 @@ class WarmWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class CronProblem(ValueError):
-    """What is wrong with a cron expression."""
+    """A cron expression can't be used; the message says what is wrong with it."""
 
 
 def window_state(window: WarmWindow, now: float) -> tuple[bool, float]:

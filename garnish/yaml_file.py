@@ -26,8 +26,8 @@ _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class Document:
-    """A YAML file's content. `value` is made of dict, list, str, int, float, bool and None; `line` in errors tells
-    where a field stands (from 1)."""
+    """A YAML file's content. `value` is made of dict, list, str, int, float, bool and None; `error` tells at which line
+    a field stands (from 1)."""
 
     def __init__(self, file: Path, value: Any, lines: Mapping[FieldPath, int]) -> None:
         self.file = file
