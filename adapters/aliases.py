@@ -46,7 +46,7 @@ class Alias(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """The shares above 0. Raises InvalidRequest unless they are few and sum to 1."""
+    """Returns the shares that are above 0. Raises InvalidRequest unless they are MAX_SHARES at most and sum to 1."""
     shares = {version: share for version, share in weights.items() if share != 0}
     if not all(0 < share <= 1 for share in shares.values()):
         raise InvalidRequest("weights", "each share of the calls is a number from 0 to 1")
@@ -59,7 +59,8 @@ def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def moved(alias: Alias | None, weights: dict[str, float], now: float, keep: int = MAX_HISTORY) -> Alias:
-    """The alias pointing to `weights`, with at most `keep` earlier targets; the same object if it already does."""
+    """Returns the alias pointing to `weights`, with at most `keep` earlier targets; the same object if it points there
+    already. With `alias` None it is a new alias."""
     if alias is None:
         return Alias(weights=weights, generation=1, when=now)
     if alias.weights == weights:
@@ -68,9 +69,10 @@ def moved(alias: Alias | None, weights: dict[str, float], now: float, keep: int 
 
 
 def rolled_back(alias: Alias, listed: Collection[str], now: float, keep: int = MAX_HISTORY) -> Alias:
-    """The alias back at what it pointed to before, leaving out what came and went by earlier rollbacks.
+    """Returns the alias back at what it pointed to before, leaving out what came and went by earlier rollbacks.
 
-    Targets that name a version not `listed` any more are passed over. Raises Conflict when there is none left.
+    Earlier targets that name a version that is not `listed` any more are passed over. Raises Conflict when there is
+    none left.
     """
     for generation, change in _earlier(alias):
         if change.weights != alias.weights and all(version in listed for version in change.weights):
@@ -80,7 +82,8 @@ def rolled_back(alias: Alias, listed: Collection[str], now: float, keep: int = M
 
 
 def history_room(aliases: int) -> int:
-    """Earlier targets that each of so many aliases may remember: they are read with every function.json."""
+    """Returns how many earlier targets each of `aliases` aliases of a function may remember: they are read with every
+    function.json."""
     return max(MIN_HISTORY, min(MAX_HISTORY, 10 * MAX_HISTORY // max(1, aliases)))
 
 
@@ -96,7 +99,7 @@ def _remembered(alias: Alias, keep: int) -> tuple[AliasChange, ...]:
 
 
 def _earlier(alias: Alias) -> Iterator[tuple[int, AliasChange]]:
-    """The targets down the way that rollbacks take, with their generations."""
+    """Yields the earlier targets in the order in which rollbacks return to them, each with its generation."""
     oldest = alias.generation - len(alias.history)
     generation = alias.generation - 1 if alias.back is None else alias.back
     while generation >= oldest:

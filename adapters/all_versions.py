@@ -60,7 +60,8 @@ def is_listed(store: ObjectStore, found: FoundVersion) -> bool:
 
 
 class _Function:
-    """A function whose manifests are being read: the versions that it lists and were not met yet."""
+    """A function whose manifests are being read; `unmet` has the versions that it lists and whose manifests were not
+    met yet."""
 
     def __init__(self, tenant: str, name: str) -> None:
         self.tenant = tenant
@@ -78,7 +79,8 @@ class _Function:
         return FoundVersion(self.tenant, self.name, version, entry, manifest, info, removed)
 
     def rest(self, store: ObjectStore) -> Iterator[FoundVersion]:
-        """Versions that were deployed since the listing, or deleted, or that have no manifest."""
+        """Yields the versions whose manifest was not met: those deployed since the listing, and those that have none.
+        Versions that were deleted meanwhile are left out."""
         for version, entry in self.unmet.items():
             found = FoundVersion(self.tenant, self.name, version, entry, None, None)
             info = store.head(found.key)
@@ -90,7 +92,8 @@ class _Function:
 
 
 def _of_tenant(store: ObjectStore, tenant: str, pool: ThreadPoolExecutor) -> Iterator[FoundVersion]:
-    """A function's function.json precedes its manifests in the order of keys, and nothing comes between them."""
+    """Yields every version of a tenant. In the order of keys a function's function.json precedes its manifests, and
+    nothing comes between them."""
     current: _Function | None = None
     for info, data in _contents(store, _folder(tenant), pool):
         parsed = _OBJECT.fullmatch(info.key.removeprefix(_folder(tenant)))
@@ -111,7 +114,7 @@ def _of_tenant(store: ObjectStore, tenant: str, pool: ThreadPoolExecutor) -> Ite
 
 
 def _contents(store: ObjectStore, prefix: str, pool: ThreadPoolExecutor) -> Iterator[tuple[ObjectInfo, bytes | None]]:
-    """Objects below the prefix with their content; None: it was deleted since it was listed."""
+    """Yields the objects below the prefix with their content; None for one that was deleted since it was listed."""
 
     def read(info: ObjectInfo) -> bytes | None:
         try:

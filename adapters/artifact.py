@@ -69,7 +69,8 @@ def artifact_key(base_fingerprint: str, digest: str) -> str:
 
 
 def write_artifact(layout: LoraLayout, base: BaseModel, weights: Path, out: Path) -> ArtifactHeader:
-    """Write the artifact of a checked adapter to `out`, layer by layer: memory is bounded by one tensor.
+    """Writes the artifact of a checked adapter to `out`, layer by layer, and returns its header. Memory is bounded by
+    one tensor.
 
     Raises InvalidAdapter when the weights file was cut since it was checked.
     """
@@ -86,7 +87,7 @@ def write_artifact(layout: LoraLayout, base: BaseModel, weights: Path, out: Path
 
 
 def read_header(store: RangeReader, key: str) -> ArtifactHeader:
-    """Read and check the header with one ranged get, or two when it is long. Raises NotFound or CorruptArtifact."""
+    """Reads and checks the header with one ranged get, or two when it is long. Raises NotFound or CorruptArtifact."""
     data = store.get_range(key, 0, FIRST_READ)
     if data[: len(MAGIC)] != MAGIC or len(data) < PREFIX:
         raise CorruptArtifact("not a serving artifact")
@@ -106,7 +107,7 @@ def read_header(store: RangeReader, key: str) -> ArtifactHeader:
 
 
 def check_layer(header: ArtifactHeader, layer: int, data: bytes | memoryview) -> None:
-    """Raise CorruptArtifact unless `data` is the layer's block."""
+    """Raises CorruptArtifact unless `data` is the layer's block, whole and as it was written."""
     block = header.layers[layer]
     if len(data) != block.size or hashlib.sha256(data).hexdigest() != block.sha256:
         raise CorruptArtifact(f"layer {layer} of {header.digest} is not what was written")
@@ -139,7 +140,8 @@ def stored_sha256(store: ObjectStore, key: str, start: int, size: int) -> str:
 
 
 def _check_header(header: ArtifactHeader, data_start: int) -> None:
-    """Bounds only: hashes vouch for the content, the header's own (ranks, scales, offsets) and the layers'."""
+    """Raises CorruptArtifact unless version, dtype and bounds of the layers are in order. No more is checked: hashes
+    vouch for the content, the header's own (ranks, scales, offsets) and the layers'."""
     if header.version != FORMAT_VERSION or header.dtype not in ITEM_BYTES:
         raise CorruptArtifact(f"unknown version {header.version} or dtype {header.dtype[:20]}")
     end = data_start
@@ -151,7 +153,7 @@ def _check_header(header: ArtifactHeader, data_start: int) -> None:
 
 
 def _planned_header(layout: LoraLayout, base: BaseModel) -> ArtifactHeader:
-    """The header with every offset; hashes are still zeros, which take as many bytes as the real ones."""
+    """Returns the header with every offset; hashes are still zeros, which take as many bytes as the real ones."""
     start = ALIGN
     while True:
         end = start
@@ -178,13 +180,13 @@ def _planned_block(pairs: tuple[LoraPair, ...], offset: int, base: BaseModel, it
 
 
 def encode_header(header: ArtifactHeader) -> bytes:
-    """The bytes before the padding and the layers."""
+    """Returns the bytes of the file that come before the padding and the layers."""
     text = msgspec.json.encode(header)
     return MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
 
 
 def _write_block(stream: BinaryIO, block: LayerBlock, pairs: tuple[LoraPair, ...], dtype: str, weights: Path) -> str:
-    """Write one layer's tensors at their offsets; returns the SHA-256 of the block."""
+    """Writes one layer's tensors at their offsets; returns the SHA-256 of the block."""
     whole = hashlib.sha256()
     stream.seek(block.offset)
     for pair in pairs:
@@ -197,7 +199,7 @@ def _write_block(stream: BinaryIO, block: LayerBlock, pairs: tuple[LoraPair, ...
 
 
 def _rows(weights: Path, ref: TensorRef, dtype: str, transposed: bool) -> bytes:
-    """A tensor's elements row by row, as `dtype`, little-endian."""
+    """Returns a tensor's elements (or those of its transpose) row by row, as `dtype`, little-endian."""
     values: npt.NDArray[Any] = read_tensor(weights, ref).reshape(ref.shape)
     if DTYPES[ref.dtype] != dtype:  # a file of mixed dtypes: all become float32, which holds each of them exactly
         values = (values.astype("<u4") << 16).view("<f4") if ref.dtype == "BF16" else values.astype("<f4")

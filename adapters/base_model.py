@@ -46,7 +46,7 @@ class BaseModel(msgspec.Struct, frozen=True):
 
 
 def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
-    """Read config.json and fingerprint the directory.
+    """Returns what config.json and a fingerprint of the files tell of the base model in `directory`.
 
     Hashing the weights is the slow part, so its outcome is kept beside them, keyed by names, sizes and times.
     Raises UnsupportedBase when a file is missing or the architecture is not served.
@@ -72,7 +72,7 @@ def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
 
 
 def projection_widths(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """(d_in, d_out) of q, k, v, o, gate, up, down from a Llama-like config.json."""
+    """Returns (d_in, d_out) of q, k, v, o, gate, up, down from a Llama-like config.json."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, width = config["num_attention_heads"], head_dim(config)
     q, kv = heads * width, (config.get("num_key_value_heads") or heads) * width
@@ -90,7 +90,8 @@ def kv_elements(num_layers: int, widths: tuple[tuple[int, int], ...]) -> int:
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 over config.json and every weight file, remembered in `.garnish-fingerprint.json` beside them."""
+    """Returns the SHA-256 over config.json and every weight file, remembered in `.garnish-fingerprint.json` beside
+    them. Raises UnsupportedBase where there are no weight files."""
     files = sorted([directory / "config.json", *directory.glob("*.safetensors")])
     if len(files) < 2:
         raise UnsupportedBase(f"{directory}: no *.safetensors weight files")

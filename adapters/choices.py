@@ -41,9 +41,9 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def pick(choices: Sequence[Choice], point: float) -> Resolved:
-    """The version into whose share `point` falls, where shares lie side by side from 0.
+    """Returns the version into whose share `point` falls, where shares lie side by side from 0.
 
-    Raises InvalidAdapter, CorruptArtifact, ArtifactPending.
+    Raises InvalidAdapter, CorruptArtifact or ArtifactPending when a node can't load that version now.
 
     Moving share from one of two versions to the other moves only the points in between.
     """

@@ -47,8 +47,8 @@ def collect(
     now: float | None = None,
     tell: Callable[[ObjectInfo], None] = lambda _: None,
 ) -> Collected:
-    """Remove orphans that are ORPHAN_SECONDS old at `now` (Unix time by the store's clock; default: as it is);
-    `tell` hears of each.
+    """Removes orphans that are ORPHAN_SECONDS old at `now` (Unix time by the store's clock; default: as it is), and
+    returns what was removed; `tell` is called for each. With `dry_run` nothing is removed.
 
     Raises StoreUnavailable, and CorruptArtifact when a listed version has no manifest, so that what it needs is not
     known.

@@ -34,7 +34,7 @@ DAMAGED_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an artifact can't be made."""
+    """Why an artifact can't be made, and until when that is not tried again."""
 
     error: Unmakeable
     until: float
@@ -58,7 +58,7 @@ class Contents:
         """By digest."""
 
     def put_files(self, layout: LoraLayout, config: bytes, weights: Path) -> None:
-        """Store both original files and the artifact, unless they are there and young."""
+        """Stores both original files and the artifact, except what is there already and young."""
         self._put(blob_key(hashlib.sha256(config).hexdigest()), config)
         self._put(blob_key(layout.weights_sha256), weights)
         if not self._is_young(artifact_key(self.base.fingerprint, layout.digest)):
@@ -70,7 +70,7 @@ class Contents:
         return *blobs, artifact_key(self.base.fingerprint, layout.digest)
 
     def put_artifact(self, layout: LoraLayout, weights: Path) -> None:
-        """Make and store the artifact, in place of the one that may be there."""
+        """Makes and stores the artifact, in place of the one that may be there."""
         with _scratch() as folder:
             out = folder / "artifact"
             write_artifact(layout, self.base, weights, out)
@@ -85,8 +85,8 @@ class Contents:
         return artifact_problem(self.store, self.base.fingerprint, digest)
 
     def ensure_artifact(self, manifest: Manifest) -> str:
-        """Make the artifact for the present base from the stored files, if there is none or it is damaged. Returns what
-        was wrong with the one that was there.
+        """Makes the artifact for the present base from the stored files, if there is none or it is damaged. Returns
+        what was wrong with the one that was there; "" when it was whole.
 
         Raises InvalidAdapter when the adapter does not fit this base, CorruptArtifact when a stored file was changed.
         """
@@ -111,7 +111,8 @@ class Contents:
         return problem
 
     def failure(self, digest: str) -> Failure | None:
-        """Why the artifact could not be made a while ago: each try reads all tensors. None once another was stored."""
+        """Returns why the artifact could not be made when it was last tried, which spares another try: each reads all
+        tensors. None if no try failed, or once another artifact was stored."""
         failure = self._failures.get(digest)
         return failure if failure is not None and failure.written == self._written(digest) else None
 
@@ -126,7 +127,8 @@ class Contents:
         return None if info is None else info.modified
 
     def _fetch_files(self, manifest: Manifest, weights: Path) -> bytes:
-        """The weights go to the file; returns the config. Raises CorruptArtifact unless both are what was deployed."""
+        """Writes the stored weights to the file `weights`; returns the config. Raises CorruptArtifact unless both are
+        what was deployed."""
         name = f"version {manifest.version} of function {manifest.function}"
         try:
             self._fetch(blob_key(manifest.weights_sha256), weights)
@@ -163,7 +165,8 @@ class Contents:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """A folder for temporary files. A full or broken disk becomes StoreUnavailable."""
+    """Provides a folder for temporary files, which is removed afterwards. A full or broken disk becomes
+    StoreUnavailable."""
     try:
         with tempfile.TemporaryDirectory(prefix="garnish-") as folder:
             yield Path(folder)

@@ -22,7 +22,8 @@ class Destination(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 def check_destination(destination: Destination | None, field: str) -> None:
-    """Raises InvalidRequest naming the field. What it points to may be missing: that is known when it is used."""
+    """Raises InvalidRequest, naming the field, for a malformed destination. The function or host that it names may be
+    missing: that is known when it is used."""
     if destination is None:
         return
     if (destination.webhook is None) == (destination.function is None):

@@ -12,7 +12,8 @@ BATCH = 1000
 
 
 class DiskMap:
-    """Used as a context manager, by one thread; the file is gone afterwards. Memory is bounded by SQLite's cache."""
+    """A map from text to text in a temporary file. It is used as a context manager, by one thread; the file is gone
+    afterwards. Memory is bounded by SQLite's cache."""
 
     def __enter__(self) -> DiskMap:
         self._folder = tempfile.TemporaryDirectory(prefix="garnish-")

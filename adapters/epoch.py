@@ -47,7 +47,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Epoch(msgspec.Struct, frozen=True):
-    """epoch.json"""
+    """The content of epoch.json: the newest marks."""
 
     id: str
     """Drawn when the object is made: the numbers of another one say nothing."""
@@ -62,7 +62,7 @@ class Epoch(msgspec.Struct, frozen=True):
 
 
 def read_epoch(store: ObjectStore) -> Epoch:
-    """Made when there is none, or none that can be read. Raises StoreUnavailable."""
+    """Returns the epoch; makes it when there is none, or none that can be read. Raises StoreUnavailable."""
     try:
         found = find_record(store, EPOCH_KEY, Epoch)
     except CorruptRecord:
@@ -72,7 +72,8 @@ def read_epoch(store: ObjectStore) -> Epoch:
 
 
 def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> None:
-    """The record is about to change, or generations of its function end. Raises StoreUnavailable."""
+    """Adds a mark to the epoch: the record under `key` is about to change, or generations of its function end (`ended`
+    says why, and `number` is the id by which those who hear of it twice know it). Raises StoreUnavailable."""
 
     def marked(known: Epoch | None) -> Epoch:
         now = store.now()

@@ -29,7 +29,7 @@ class InvalidAdapter(AdapterError):
     """The adapter's files can't be served; `problems` (one at least) lists every reason that was found."""
 
     def __init__(self, problems: list[Problem], omitted: int = 0) -> None:
-        """`omitted`: further problems that were only counted."""
+        """`problems` become the error's, MAX_PROBLEMS at most; `omitted`: how many further ones were only counted."""
         total = len(problems) + omitted
         self.problems = problems[:MAX_PROBLEMS]
         self.omitted = total - len(self.problems)
@@ -63,15 +63,16 @@ class NoSuchFunction(NotFound):
 
 
 class Conflict(AdapterError):
-    """It exists already, and what was asked would need it not to."""
+    """What the request asks for can't be beside what there is already: a name is taken, a limit reached, or something
+    in use."""
 
 
 class PreconditionFailed(AdapterError):
-    """Someone else changed it since it was read."""
+    """Someone else changed the object or function since the caller read it."""
 
 
 class TooLarge(AdapterError):
-    """It exceeds a limit; `limit` is in bytes."""
+    """A file exceeds a limit; `limit` is in bytes."""
 
     def __init__(self, message: str, limit: int) -> None:
         super().__init__(message)

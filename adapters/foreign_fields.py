@@ -51,7 +51,7 @@ def is_training_note(field: str) -> bool:
 
 
 def ignored_warning(fields: list[str]) -> str:
-    """One warning for all ignored fields."""
+    """Returns one warning that names the ignored fields, MAX_NAMED at most."""
     named = ", ".join(field[:100] for field in fields[:MAX_NAMED])
     more = f" and {len(fields) - MAX_NAMED} more" if len(fields) > MAX_NAMED else ""
     verb = "is" if len(fields) == 1 else "are"

@@ -19,8 +19,8 @@ from adapters.store import ObjectStore
 
 
 class FunctionChanges:
-    """Methods block; they may be called from any thread. `matches`: the generations of which the function must have
-    one (None: any)."""
+    """Changes functions' records in the store. Methods block; they may be called from any thread. `matches`: the
+    generations of which the function must have one (None: any)."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -28,7 +28,8 @@ class FunctionChanges:
     def set_alias(
         self, tenant: str, name: str, alias: str, weights: dict[str, float], matches: Collection[int] | None = None
     ) -> FunctionRecord:
-        """Point an alias, new or known, to versions by their shares; nothing is written if it points there already.
+        """Points an alias, new or known, to versions by their shares; nothing is written if it points there already.
+        Returns the function's record.
 
         Raises InvalidRequest (alias, weights), NotFound (function, version), Conflict, PreconditionFailed.
         """
@@ -39,8 +40,8 @@ class FunctionChanges:
     def roll_back(
         self, tenant: str, name: str, alias: str = "latest", matches: Collection[int] | None = None
     ) -> FunctionRecord:
-        """Point an alias to what it pointed to before. Raises NotFound, PreconditionFailed, and Conflict when it
-        remembers nothing earlier."""
+        """Points an alias to what it pointed to before; returns the function's record. Raises NotFound,
+        PreconditionFailed, and Conflict when the alias remembers nothing earlier."""
 
         def back(record: FunctionRecord) -> FunctionRecord:
             known = record.aliases.get(alias)
@@ -60,8 +61,9 @@ class FunctionChanges:
         matches: Collection[int] | None = None,
         memory: Memory | None = None,
     ) -> FunctionRecord:
-        """Change the stated fields; `memory`: what provisioned copies must fit in. Raises InvalidRequest naming the
-        field, NotFound, PreconditionFailed, and Conflict for what does not fit."""
+        """Changes the policy's fields that `policy` states; returns the function's record. `memory`: what provisioned
+        copies must fit in. Raises InvalidRequest naming the field, NotFound, PreconditionFailed, and Conflict for what
+        does not fit."""
         parse_policy(policy, Policy(), within="")
 
         def apply(record: FunctionRecord) -> FunctionRecord:
@@ -82,7 +84,9 @@ class FunctionChanges:
         change: Callable[[FunctionRecord], FunctionRecord],
         memory: Memory | None = None,
     ) -> FunctionRecord:
-        """The outcome. Raises what `change` and `update_function` raise, NotFound, PreconditionFailed."""
+        """Applies `change` to the record of a function that exists; returns the record as it is then. Raises what
+        `change` and `update_function` raise, NotFound, and PreconditionFailed when its generation is not among
+        `matches`."""
 
         def apply(record: FunctionRecord | None) -> FunctionRecord:
             if record is None or record.deleted:
@@ -99,7 +103,7 @@ class FunctionChanges:
 
 
 def check_options(alias: str | None, policy: dict[str, Any] | None) -> None:
-    """Raises InvalidRequest for what a deploy can't be done with."""
+    """Raises InvalidRequest for an alias or a policy that a deploy can't be done with."""
     if alias is not None:
         check_alias(alias)
     parse_policy(policy or {}, Policy())

@@ -99,7 +99,8 @@ class VersionEntry(msgspec.Struct, frozen=True):
 
 
 class FunctionRecord(msgspec.Struct, frozen=True):
-    """function.json. A deleted function stays as a tombstone, so that its version numbers are never used again."""
+    """The content of function.json. A deleted function stays as a tombstone, so that its version numbers are never used
+    again."""
 
     name: str
     created: float
@@ -116,7 +117,7 @@ class FunctionRecord(msgspec.Struct, frozen=True):
     aliases: dict[str, Alias] = {}
 
     def numbers(self) -> frozenset[str]:
-        """Its versions, as aliases name them."""
+        """Returns the numbers of the function's versions, as text: so aliases name them."""
         return frozenset(str(entry.version) for entry in self.versions)
 
 
@@ -128,7 +129,7 @@ class BrokenFunction(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """versions/<n>.json: everything about one version, written once."""
+    """The content of versions/<n>.json: everything about one version, written once."""
 
     function: str
     version: int
@@ -150,9 +151,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.") -> Policy:
-    """`current` with the fields that `policy` states; null takes one back. Raises InvalidRequest naming the field.
+    """Returns `current` with the fields that `policy` states; null sets a field back to its default. Raises
+    InvalidRequest naming the field.
 
-    `within` is put before the field's name: where the caller stated it.
+    `within` is put before the field's name in errors: the path at which the caller stated it.
     """
     for field in policy:
         if field not in SUPPORTED_POLICY:
@@ -181,7 +183,7 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
 
 
 def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: float) -> FunctionRecord:
-    """The record with `entry` listed and `alias` moved to it, one generation later.
+    """Returns the record with `entry` listed and `alias` moved to it, one generation later.
 
     Another alias than `latest` leaves `latest` where it is, unless the function has none yet.
     Raises Conflict at MAX_VERSIONS or MAX_ALIASES.
@@ -203,7 +205,7 @@ def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: f
 
 
 def with_alias(record: FunctionRecord, alias: str, weights: dict[str, float], now: float) -> FunctionRecord:
-    """The record with `alias` moved; the same object if it points there already.
+    """Returns the record with `alias` moved; the same object if it points there already.
 
     Raises NotFound for a version that the record does not list, Conflict at MAX_ALIASES.
     """
@@ -224,7 +226,8 @@ def with_aliases(record: FunctionRecord, changed: dict[str, Alias]) -> FunctionR
 
 
 def without_version(record: FunctionRecord, version: int, now: float) -> FunctionRecord:
-    """The record without that version, one generation later. Raises NotFound, Conflict while an alias names it."""
+    """Returns the record without that version, one generation later. Raises NotFound, Conflict while an alias names the
+    version."""
     if str(version) not in record.numbers():
         raise NotFound(f"function {record.name} has no version {version}")
     naming = sorted(name for name, alias in record.aliases.items() if str(version) in alias.weights)
@@ -237,7 +240,7 @@ def without_version(record: FunctionRecord, version: int, now: float) -> Functio
 
 
 def buried(record: FunctionRecord, now: float) -> FunctionRecord:
-    """The tombstone of the record."""
+    """Returns the tombstone of the record: what stays of a deleted function."""
     return FunctionRecord(
         name=record.name,
         created=record.created,

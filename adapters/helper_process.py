@@ -36,7 +36,8 @@ END_SECONDS = 10.0
 
 
 class HelperEnded(Exception):
-    """The process has ended in the middle of its work; `code` is its exit code, or minus the signal that ended it."""
+    """The helper process has ended in the middle of its work; `code` is its exit code, or minus the signal that ended
+    it."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"a helper process ended with exit code {code}")
@@ -44,18 +45,19 @@ class HelperEnded(Exception):
 
 
 class HelperProcess:
-    """Starts with the first job, and again after it has ended. Methods block; one job at a time."""
+    """A process that runs a module of this project. It starts with the first job, and again after it has ended. Methods
+    block; one job at a time."""
 
     def __init__(self, module: str, hello: Callable[[], object] | None = None) -> None:
-        """`hello` makes the first message to each process."""
+        """`module` is what the process runs; `hello` makes the first message to each process (None: there is none)."""
         self._module, self._hello = module, hello
         self.process: subprocess.Popen[bytes] | None = None
         """The latest one; None before the first job."""
         self.connection: socket.socket | None = None
 
     def ask(self, job: object, seconds: float) -> bytes:
-        """Returns the answer. Raises TimeoutError after `seconds`, the start of the process included, and HelperEnded;
-        the next job finds a new process then."""
+        """Has the process do a job, and returns its answer. Raises TimeoutError after `seconds`, the start of the
+        process included, and HelperEnded; the next job finds a new process then."""
         deadline = time.monotonic() + seconds
         try:
             connection = self._started(seconds)
@@ -78,14 +80,14 @@ class HelperProcess:
             self.process.wait()
 
     def end(self) -> None:
-        """The next job finds a new process."""
+        """Ends the process and its connection; the next job finds a new process."""
         self.kill()
         if self.connection is not None:
             self.connection.close()
             self.connection = None
 
     def _exit_code(self) -> int:
-        """Returns that of a process that has hung up, and ends it if it lives on."""
+        """Returns the exit code of a process that has hung up, and ends it if it lives on."""
         assert self.process is not None
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
@@ -119,7 +121,8 @@ def _environment() -> dict[str, str]:
 
 
 def _exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """`deadline` in monotonic seconds. Raises TimeoutError, EOFError."""
+    """Returns the next `size` bytes of the connection; `deadline` is in monotonic seconds. Raises TimeoutError, and
+    EOFError when the other side has hung up."""
     data = bytearray()
     while len(data) < size:
         if deadline is not None:
@@ -156,7 +159,8 @@ def jobs(connection: socket.socket, kind: type[T]) -> Iterator[T]:
 
 @contextmanager
 def limited(timer: int, seconds: float) -> Iterator[None]:
-    """The timer's signal, which nobody handles, ends the process."""
+    """Runs its block under a timer of the process: after `seconds` the timer's signal, which nobody handles, ends the
+    process. What was left of the timer before is set again afterwards."""
     before, _ = signal.setitimer(timer, seconds)
     try:
         yield
@@ -176,5 +180,5 @@ def holds_much() -> bool:
 
 
 def _memory() -> list[int]:
-    """Returns the bytes of address space, and of those in memory."""
+    """Returns the process's bytes of address space, and its bytes in memory, as a list of two."""
     return [int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()[:2]]

@@ -23,7 +23,8 @@ host that gives the process next to none."""
 
 
 class Inspector:
-    """One adapter at a time. The process starts with the first one, and again after it was killed.
+    """Inspects adapters in a helper process, one at a time. The process starts with the first one, and again after it
+    was killed.
 
     Methods block; they may be called from any thread.
     """
@@ -33,7 +34,8 @@ class Inspector:
         self.helper = HelperProcess("adapters.inspector_process", hello=lambda: base)
 
     def inspect(self, config: bytes, weights: Path) -> Inspection:
-        """Raises InvalidAdapter, also for what takes too much memory or time; TooLarge; InspectionBusy."""
+        """Returns what the config and the weights file's header tell. Raises InvalidAdapter, also for what takes too
+        much memory or time; TooLarge; InspectionBusy."""
         if not self._turn.acquire(timeout=WAIT_SECONDS):
             raise InspectionBusy(f"other adapters were looked at for {WAIT_SECONDS:g} s; try again later")
         try:
@@ -68,7 +70,7 @@ class Inspector:
 
 
 def _why(code: int) -> Exception:
-    """Returns what the process has ended of in the middle of its work."""
+    """Returns the error that tells why the process has ended in the middle of its work, by its exit code."""
     if code == -signal.SIGVTALRM:
         problem = "its regular expressions take too long to match"
         return InvalidAdapter([field_problem("target_modules", problem, f"{MATCH_SECONDS:g} s")])

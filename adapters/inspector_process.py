@@ -47,7 +47,7 @@ class Oversized(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """By a fault of our own."""
+    """The adapter could not be looked at by a fault of our own."""
 
     trace: str
 
@@ -62,8 +62,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def outcome_of(job: Job, base: BaseModel) -> Outcome:
-    """Ends the process when READ_SECONDS are over, by SIGPROF, or, while it matches, the job's `match_seconds`, by
-    SIGVTALRM."""
+    """Returns what `inspect_files` finds, or why it refuses. Ends the process when READ_SECONDS are over, by SIGPROF,
+    or, while it matches, the job's `match_seconds`, by SIGVTALRM."""
     try:
         with limited(signal.ITIMER_PROF, READ_SECONDS):
             return inspect_files(job.config, Path(job.weights), base, partial(_find, job.match_seconds))
@@ -80,7 +80,8 @@ def outcome_of(job: Job, base: BaseModel) -> Outcome:
 
 
 def _find(seconds: float, settings: LoraSettings, names: Sequence[str]) -> list[Target]:
-    """`find_targets`, under the limit for it alone."""
+    """Does what `find_targets` does, under a limit of processor time for it alone. Raises InvalidAdapter when matching
+    takes too much memory."""
     try:
         with limited(signal.ITIMER_PROF, 0.0), limited(signal.ITIMER_VIRTUAL, seconds):
             return find_targets(settings, names)
@@ -91,7 +92,8 @@ def _find(seconds: float, settings: LoraSettings, names: Sequence[str]) -> list[
 
 
 def main() -> None:
-    """Jobs come, and outcomes go, over the socket that is the standard input."""
+    """Answers jobs until the gateway hangs up. Jobs come, and outcomes go, over the socket that is the standard
+    input."""
     os.nice(NICENESS)
     connection = socket.socket(fileno=0)
     base = msgspec.msgpack.decode(receive(connection), type=BaseModel)

@@ -39,7 +39,7 @@ class Principal(msgspec.Struct, frozen=True):
 
 
 def new_key(tenant: str | None, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
-    """A fresh key of a tenant (None: an admin key) as (text to show once, record to keep)."""
+    """Returns a fresh key of a tenant (None: an admin key) as (text to show once, record to keep)."""
     key_id = secrets.token_hex(6)
     prefix = "gak" if tenant is None else f"gsk_{tenant}"
     text = f"{prefix}_{key_id}_{secrets.token_hex(32)}"

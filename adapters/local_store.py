@@ -163,7 +163,8 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _written(self, data: bytes | Path) -> Iterator[tuple[Path, str]]:
-        """A synced temporary file with the content, and its etag; removed afterwards if it is still there."""
+        """Provides a synced temporary file with the content, and its etag; removes the file afterwards if it is still
+        there."""
         path = self._tmp / f"{os.getpid()}-{threading.get_ident()}-{uuid.uuid4().hex}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -178,7 +179,8 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Exclude other compare-and-write steps on this key, in this and in other processes."""
+        """Excludes other compare-and-write steps on this key, in this and in other processes. Raises StoreUnavailable
+        when the lock is not free within LOCK_SECONDS."""
         shard = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % SHARDS
         deadline = time.monotonic() + LOCK_SECONDS
         fd = os.open(self._locks / f"{shard:02x}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -198,7 +200,7 @@ class LocalStore:
             os.close(fd)
 
     def _place(self, path: Path, name_it: Callable[[], None]) -> None:
-        """Give a new file its name, in folders that are made for it."""
+        """Gives a new file its name by calling `name_it`, in folders that are made for it."""
         for attempt in range(PLACE_ATTEMPTS):
             try:
                 _make_parents(path.parent, self.root)
@@ -219,7 +221,7 @@ class LocalStore:
                 (self.root / folder).rmdir()
 
     def _sweep(self) -> None:
-        """Remove temporary files whose writers died."""
+        """Removes temporary files whose writers died."""
         for path in self._tmp.iterdir():
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 if time.time() - path.stat().st_mtime < STALE_SECONDS:
@@ -229,7 +231,8 @@ class LocalStore:
                     path.unlink()
 
     def _entries(self, folder: str) -> Sequence[str]:
-        """Names in a folder (a key prefix that ends with "/"), folders marked by "/", in the order of their keys."""
+        """Returns the names in a folder (a key prefix that ends with "/"), folders marked by "/", in the order of their
+        keys."""
         try:
             with os.scandir(self.root / folder) as entries:
                 names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries if entry.name[0] != "."]
@@ -240,12 +243,13 @@ class LocalStore:
         return sorted(names)
 
     def _check_root(self) -> None:
-        """Raise StoreUnavailable when the whole store is gone (unmounted, say): that is not "no such object"."""
+        """Raises StoreUnavailable when the whole store is gone (unmounted, say): that is not "no such object"."""
         if not self._tmp.is_dir():
             raise StoreUnavailable(f"the registry's directory is gone or is no registry: {self._tmp.name} is missing")
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[str]:
-        """Keys in `folder` that start with `prefix` and follow `after`, without entering folders that hold none."""
+        """Yields the keys in `folder` that start with `prefix` and follow `after`, without entering folders that hold
+        none."""
         for name in self._entries(folder):
             key = folder + name
             if not (key.startswith(prefix) or (name.endswith("/") and prefix.startswith(key))):
@@ -259,7 +263,7 @@ class LocalStore:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Turn failures of the file system into the package's error; its text may hold paths: it stays in the cause."""
+    """Turns failures of the file system into StoreUnavailable. Their text may hold paths: it stays in the cause."""
     try:
         yield
     except OSError as error:
@@ -267,7 +271,7 @@ def _translated() -> Iterator[None]:
 
 
 def _copy(data: bytes | Path, out: BinaryIO) -> str:
-    """Write the content to `out`; returns its SHA-256."""
+    """Writes the content to `out`; returns its SHA-256."""
     whole = hashlib.sha256()
     with BytesIO(data) if isinstance(data, bytes) else data.open("rb") as source:
         while chunk := source.read(CHUNK):
@@ -277,7 +281,7 @@ def _copy(data: bytes | Path, out: BinaryIO) -> str:
 
 
 def _make_parents(directory: Path, root: Path) -> None:
-    """Create missing folders below `root` and make each durable in its parent."""
+    """Creates missing folders below `root` and makes each durable in its parent."""
     for folder in (*reversed(directory.relative_to(root).parents[:-1]), directory.relative_to(root)):
         # Existing folders are synced too: whoever made one may have died before its own sync.
         with contextlib.suppress(FileExistsError):

@@ -11,8 +11,8 @@ import msgspec
 
 
 class ModelFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """One `model_type` of config.json. Paths are those of transformers' modules inside a decoder layer; defaults are
-    Llama's."""
+    """What is known of one `model_type` of config.json. Paths are those of transformers' modules inside a decoder
+    layer; defaults are Llama's."""
 
     model_type: str
     projections: tuple[str, ...] = (

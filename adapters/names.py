@@ -15,5 +15,5 @@ def is_name(text: str) -> bool:
 
 
 def is_alias(text: str) -> bool:
-    """An alias is a name that can't be mistaken for a version number."""
+    """Whether `text` may name an alias: a name that can't be mistaken for a version number."""
     return is_name(text) and not text.isdigit()

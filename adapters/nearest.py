@@ -19,13 +19,15 @@ COMPARED = 8
 
 
 def nearest(typed: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Up to `count` of the known names that are close to the typed one, the closest first. Case does not count."""
+    """Returns up to `count` of the known names that are close to the typed one, the closest first. Case does not
+    count."""
     folded = {name.lower(): name for name in known if name != typed}
     return [folded[name] for name in difflib.get_close_matches(typed[:MAX_CHARACTERS].lower(), folded, count, CLOSE)]
 
 
 def did_you_mean(typed: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name; empty where no known one is close."""
+    """Returns the end of a message about an unknown name, which asks whether another was meant; "" where no known name
+    is close."""
     close = nearest(typed, known)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -54,12 +56,13 @@ class NameIndex:
 
 
 def _shared_ends(one: str, other: str) -> int:
-    """Characters of the common beginning and of the common end, less the difference in length."""
+    """Returns how many characters two names share at their beginning and at their end, less the difference in
+    length."""
     return _common(one, other) + _common(reversed(one), reversed(other)) - abs(len(one) - len(other))
 
 
 def _common(one: Iterable[str], other: Iterable[str]) -> int:
-    """Characters in which both begin alike."""
+    """Returns in how many characters both begin alike."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -53,7 +53,7 @@ STORES = {
 
 
 def store_kind(url: str) -> StoreKind:
-    """Raises InvalidRequest for a scheme that is not served."""
+    """Returns what kind of store the address is of. Raises InvalidRequest for a scheme that is not served."""
     kind = STORES.get(url.partition("://")[0] if "://" in url else urlsplit(url).scheme)
     if kind is None:
         raise _unknown(url)
@@ -66,7 +66,7 @@ def _unknown(url: str) -> InvalidRequest:
 
 
 def open_store(url: str) -> ObjectStore:
-    """The store at `url`, an address of one of STORES; a directory is made if it does not exist.
+    """Returns the store at `url`, an address of one of STORES; a directory is made if it does not exist.
 
     Nothing is sent over a network yet. Raises InvalidRequest for another address, StoreUnavailable when the store can't
     be used.
@@ -75,9 +75,9 @@ def open_store(url: str) -> ObjectStore:
 
 
 def open_checked_store(url: str) -> ObjectStore:
-    """`open_store`, for those who write: a remote store is made to show that it keeps conditions.
+    """Does what `open_store` does, for those who write: a remote store is made to show that it keeps conditions.
 
-    Raises InvalidRequest also for one that does not, StoreUnavailable also when it does not answer.
+    Raises InvalidRequest also for a store that does not, StoreUnavailable also when it does not answer.
     """
     store = open_store(url)
     if store_kind(url).remote:

@@ -13,7 +13,7 @@ from adapters.peft_format import PeftAdapter, TensorRef
 def other_base_problem(
     adapter: PeftAdapter, base: BaseModel, pairs: Iterable[tuple[int, TensorRef | None, TensorRef | None]]
 ) -> Problem | None:
-    """The problem if not one targeted module has this base's widths; None if one fits or too little is known.
+    """Returns the problem if not one targeted module has this base's widths; None if one fits or too little is known.
 
     `pairs`: projection, A [rank, d_in] and B [d_out, rank] of each targeted module, None for a tensor that is missing.
     """

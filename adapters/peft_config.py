@@ -56,7 +56,7 @@ BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 class LoraSettings(msgspec.Struct, frozen=True):
-    """The fields that decide which modules are adapted, and how."""
+    """The fields of adapter_config.json that decide which modules are adapted, and how."""
 
     rank: int
     alpha: float
@@ -71,7 +71,7 @@ class LoraSettings(msgspec.Struct, frozen=True):
 
 
 def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Problem], list[str]]:
-    """(settings, problems, warnings); settings are None if a field that they need is unusable."""
+    """Returns (settings, problems, warnings); settings are None if a field that they need is unusable."""
     if (other := _other_file(config)) is not None:
         return None, [other], []
     refused, ignored = _check_others(config)
@@ -97,7 +97,7 @@ def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Prob
 
 
 def field_problem(field: str, problem: str, expected: str | None = None, found: object = None) -> Problem:
-    """A problem of a field of the config; `found` is shortened."""
+    """Returns a problem of a field of the config; `found` is shortened."""
     shown = None if found is None else repr(found)[:200]
     return Problem(f"{CONFIG_FILE}#{field[:100]}", problem, expected, shown)
 
@@ -140,7 +140,7 @@ def _other_file(config: dict[str, Any]) -> Problem | None:
 
 
 def _check_others(config: dict[str, Any]) -> tuple[list[Problem], list[str]]:
-    """(problems, fields that are ignored) of what is neither read nor known to be harmless."""
+    """Returns (problems, fields that are ignored) of the fields that are neither read nor known to be harmless."""
     problems: list[Problem] = []
     ignored: list[str] = []
     for field, value in config.items():
@@ -219,7 +219,7 @@ class _Reader:
         return (value,) if isinstance(value, str) else value
 
     def check_combination(self, settings: LoraSettings) -> None:
-        """Combinations that PEFT itself refuses to load."""
+        """Notes problems of combinations of fields that PEFT itself refuses to load."""
         if isinstance(settings.target_modules, str) and settings.layers_to_transform is not None:
             self.wrong(
                 "layers_to_transform",

@@ -49,7 +49,7 @@ class PeftAdapter(msgspec.Struct, frozen=True):
 
 
 def read_peft(config: bytes, weights: Path, max_tensors: int = MAX_TENSORS) -> PeftAdapter:
-    """Parse the config and the safetensors header; no tensor is read.
+    """Parses the config and the safetensors header; no tensor is read.
 
     Raises InvalidAdapter when either file is malformed or there are more than `max_tensors`, TooLarge when the config
     exceeds MAX_CONFIG_BYTES.
@@ -71,7 +71,7 @@ def read_peft(config: bytes, weights: Path, max_tensors: int = MAX_TENSORS) -> P
 
 
 def read_config(data: bytes) -> dict[str, Any]:
-    """adapter_config.json as a dict. Raises InvalidAdapter or TooLarge."""
+    """Returns adapter_config.json as a dict. Raises InvalidAdapter, or TooLarge above MAX_CONFIG_BYTES."""
     if len(data) > MAX_CONFIG_BYTES:
         raise TooLarge(f"{CONFIG_FILE} has {len(data)} bytes; at most {MAX_CONFIG_BYTES} are read", MAX_CONFIG_BYTES)
     if data.startswith(LFS_POINTER):
@@ -86,8 +86,8 @@ def read_config(data: bytes) -> dict[str, Any]:
 
 
 def read_tensor_table(weights: Path, max_tensors: int = MAX_TENSORS) -> dict[str, TensorRef]:
-    """The tensors of a safetensors file by name. Raises InvalidAdapter with every fault of the table, or with one when
-    it has more than `max_tensors` entries."""
+    """Returns the tensors of a safetensors file by name. Raises InvalidAdapter with every fault of the table, or with
+    one when it has more than `max_tensors` entries."""
     with weights.open("rb") as stream:
         total = stream.seek(0, 2)
         stream.seek(0)
@@ -115,10 +115,10 @@ def read_tensor_table(weights: Path, max_tensors: int = MAX_TENSORS) -> dict[str
 
 
 def read_tensor(weights: Path, ref: TensorRef) -> npt.NDArray[Any]:
-    """The tensor's elements, flat: float32 for F32, float16 for F16, uint16 (raw bits) for BF16.
+    """Returns the tensor's elements, flat: float32 for F32, float16 for F16, uint16 (raw bits) for BF16.
 
-    Plain reads, not a memory map: a map would kill the process when someone truncates the file.
-    Raises InvalidAdapter when the file has become shorter since its header was read.
+    The file is read, not mapped: a map would kill the process when someone truncates the file. Raises InvalidAdapter
+    when the file has become shorter since its header was read.
     """
     kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[ref.dtype]
     with weights.open("rb") as stream:
@@ -130,7 +130,7 @@ def read_tensor(weights: Path, ref: TensorRef) -> npt.NDArray[Any]:
 
 
 def _refuse_other_formats(start: bytes) -> None:
-    """Tell apart the formats that people upload by mistake, by their first bytes alone."""
+    """Raises InvalidAdapter for the formats that people upload by mistake, told apart by their first bytes alone."""
     if start.startswith(b"PK\x03\x04"):
         raise _file_problem(f"a zip archive, as torch.save writes it: {PICKLE_PROBLEM}")
     # A safetensors header of 640 + 256 n bytes starts like a pickle, but its ninth byte opens a JSON object.
@@ -194,7 +194,8 @@ def _naturals(value: Any) -> bool:
 
 
 def _check_cover(tensors: dict[str, TensorRef], data_start: int, total: int) -> list[Problem]:
-    """Tensors must tile the data part: an overlap or a gap means that some reader would see other values."""
+    """Returns a problem for each overlap or gap between the tensors of the data part, which they must tile: otherwise
+    some reader would see other values."""
     problems: list[Problem] = []
     end = data_start
     for ref in sorted(tensors.values(), key=lambda ref: (ref.start, ref.size)):

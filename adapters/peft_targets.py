@@ -21,7 +21,7 @@ OTHER_MODULES = ("model", "model.embed_tokens", "model.layers", "model.norm", "m
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One adapted module."""
+    """One adapted module, with its rank and alpha."""
 
     module: str
     rank: int
@@ -39,7 +39,7 @@ def module_names(num_layers: int, model_type: str) -> list[str]:
 
 
 def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
-    """The adapted modules among `names`. Raises InvalidAdapter when a pattern is not a regular expression."""
+    """Returns the adapted modules among `names`. Raises InvalidAdapter when a pattern is not a regular expression."""
     ranks = [(_compile("rank_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.rank_pattern.items()]
     alphas = [(_compile("alpha_pattern", rf"(.*\.)?({key})$"), value) for key, value in settings.alpha_pattern.items()]
     targets = []

@@ -29,7 +29,8 @@ RECOUNTS = 10
 
 
 class Quota:
-    """Methods block. `clock` is Unix time, the same for all gateways: the store's."""
+    """Reserves and counts tenants' adapters against their limits. Methods block. `clock` is Unix time, the same for all
+    gateways: the store's."""
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float] | None = None) -> None:
         self._store = store
@@ -63,7 +64,8 @@ class Quota:
                 self._change(tenant, lambda current: _given_back(current, freed, before=held))
 
     def take(self, tenant: str, size: int) -> str | None:
-        """Room for one version of `size` bytes: an id to settle, or None for a tenant without such a limit.
+        """Reserves room for one version of `size` bytes. Returns an id to settle, or None for a tenant without such a
+        limit.
 
         Raises Conflict at the limit, NotFound for a deleted tenant, StoreUnavailable.
         """
@@ -82,14 +84,14 @@ class Quota:
             return self._reserve(tenant, size)
 
     def check(self, tenant: str) -> Tenant | None:
-        """The tenant's record; None without one. Raises NotFound for a deleted tenant."""
+        """Returns the tenant's record; None without one. Raises NotFound for a deleted tenant."""
         record = self._read(tenant)
         if record is not None and record.deleted:
             raise unknown(tenant)
         return record
 
     def settle(self, tenant: str, hold: str, made: int | None) -> None:
-        """A hold's end: `made` bytes are listed now, or (None) nothing is."""
+        """Ends a hold: `made` bytes are listed now, or (None) nothing is."""
         self._change(tenant, lambda held: _settled(held, hold, made))
 
     def _reserve(self, tenant: str, size: int) -> str:
@@ -117,7 +119,8 @@ class Quota:
             update_record(self._store, tenant_key(tenant), Tenant, apply)
 
     def _count(self, tenant: str) -> bool:
-        """Set the sums to what the functions list; False when others changed the record each time meanwhile."""
+        """Sets the sums to what the functions list. Returns False when others changed the record each time
+        meanwhile."""
         epoch: int | None = None
         for _ in range(RECOUNTS):
             found = read_record(self._store, tenant_key(tenant), Tenant)
@@ -167,7 +170,7 @@ class QuotaReservation:
             self._hold, self._size = self._quota.take(self._tenant, size), size
 
     def made(self) -> None:
-        """The version is listed."""
+        """Counts the room as taken: the version is listed."""
         self._settle(self._size)
 
     def drop(self) -> None:
@@ -212,7 +215,8 @@ def _check(limits: Limits, held: Held, size: int) -> None:
 
 
 def _must_count(held: Held, now: float) -> bool:
-    """Never counted, or not since the last deploy that may not have known of the limit has ended."""
+    """Whether the functions must be counted before a deploy: they never were, or not since the last deploy that may not
+    have known of the limit has ended."""
     known = held.since + HOLD_SECONDS
     return held.counted is None or held.counted < known < now
 
@@ -233,7 +237,8 @@ def _recounted(held: Held, functions: Iterator[FunctionRecord], now: float) -> H
 
 
 def _settled(held: Held, hold: str, made: int | None) -> Held:
-    """A hold that is gone was taken for dead by a count, which may have seen its version or not."""
+    """Returns the sums without the hold, and with the `made` bytes if any. A hold that is gone was taken for dead by a
+    count, which may have seen its version or not: the sums are not exact then."""
     known = hold in held.holds
     return msgspec.structs.replace(
         held,
@@ -245,7 +250,8 @@ def _settled(held: Held, hold: str, made: int | None) -> Held:
 
 
 def _given_back(held: Held, freed: Freed, before: Held) -> Held:
-    """After a count in between nobody knows whether it saw what was removed: the sums stay as they are, too high."""
+    """Returns the sums without what was removed. After a count since `before` nobody knows whether it saw the removal:
+    then the sums stay as they are, too high."""
     if (held.since, held.epoch) != (before.since, before.epoch):
         return msgspec.structs.replace(held, exact=False)
     return msgspec.structs.replace(

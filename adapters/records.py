@@ -21,19 +21,19 @@ T = TypeVar("T")
 
 
 def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | None:
-    """The record and its etag, or None if there is none. Raises StoreUnavailable, CorruptRecord."""
+    """Returns the record and its etag, or None if there is none. Raises StoreUnavailable, CorruptRecord."""
     found = _find(store, key)
     return None if found is None else (decoded(found.data, key, kind), found.etag)
 
 
 def find_record(store: ObjectStore, key: str, kind: type[T]) -> T | None:
-    """The record without its etag. Raises as `read_record`."""
+    """Returns the record without its etag, or None if there is none. Raises as `read_record`."""
     found = _find(store, key)
     return None if found is None else decoded(found.data, key, kind)
 
 
 def _find(store: ObjectStore, key: str) -> Object | None:
-    """Returns None if there is none."""
+    """Returns the object under `key`, or None if there is none."""
     try:
         return store.get(key)
     except NotFound:
@@ -41,7 +41,7 @@ def _find(store: ObjectStore, key: str) -> Object | None:
 
 
 def decoded(data: bytes, key: str, kind: type[T]) -> T:
-    """Raises CorruptRecord."""
+    """Returns the record that `data` holds; `key` is for the message. Raises CorruptRecord when it can't be read."""
     try:
         return decode_record(data, kind)
     except msgspec.DecodeError as error:
@@ -49,7 +49,7 @@ def decoded(data: bytes, key: str, kind: type[T]) -> T:
 
 
 def read_records(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
-    """The records, in the order of `keys`; None where there is none. Raises as `read_record`."""
+    """Returns the records, in the order of `keys`; None where there is none. Raises as `read_record`."""
     records: list[T | None] = []
     for found in read_each(store, keys, kind):
         if isinstance(found, CorruptRecord):
@@ -83,7 +83,7 @@ def update_record(
     *,
     keeps_unknown: bool = False,
 ) -> T:
-    """Apply `change` to the record (None: there is none yet) until no other writer came between; returns the outcome.
+    """Applies `change` to the record (None: there is none yet) until no other writer came between; returns the outcome.
 
     `change` may be called several times; when it returns the very object that it was given, nothing is written.
     `before_commit` is called before each attempt to write. With `keeps_unknown`, fields that a newer release has stored

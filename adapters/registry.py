@@ -67,7 +67,7 @@ MAX_ORPHANS = 1000
 
 @dataclass
 class _Deploy:
-    """A deploy under way; `manifest` once it has taken a number, which it keeps through all tries."""
+    """A deploy under way; `manifest` is set once it has taken a version number, which it keeps through all tries."""
 
     layout: LoraLayout
     config: bytes
@@ -120,7 +120,7 @@ class Registry:
         before_listed: Callable[[Deployment], None] | None = None,
         memory: Memory | None = None,
     ) -> Deployment:
-        """Store an adapter as a version of a function and point an alias (`latest`) to it.
+        """Stores an adapter as a version of a function and points an alias (`latest`) to it.
 
         `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
         `before_listed` is called once, when all is stored and no call can get the version yet. `memory`:
@@ -153,9 +153,9 @@ class Registry:
         return deployment_of(name, entry.version if entry else None, layout, created=deploy.created)
 
     def resolve(self, tenant: str, name: str, qualifier: str | None = None, point: float = 0.0) -> Resolved:
-        """The version that a call gets now; `point` in [0, 1) says on which side of a split alias it falls.
+        """Returns the version that a call gets now; `point` in [0, 1) says on which side of a split alias it falls.
 
-        Its artifact is made here if there is none. Raises NotFound, StoreUnavailable, CorruptArtifact, and
+        The version's artifact is made here if there is none. Raises NotFound, StoreUnavailable, CorruptArtifact, and
         InvalidAdapter if the base was changed and this adapter does not fit.
         """
         try:
@@ -165,7 +165,8 @@ class Registry:
         return pick(self.choices(tenant, name, qualifier), point)
 
     def choices(self, tenant: str, name: str, qualifier: str | None = None) -> Sequence[Choice]:
-        """The versions that `qualifier` (an alias, a version number, or None for `latest`) names now, ascending.
+        """Returns the versions that `qualifier` (an alias, a version number, or None for `latest`) names now,
+        ascending.
 
         Raises NotFound, StoreUnavailable.
         """
@@ -179,7 +180,7 @@ class Registry:
         return [self._choice(record, entry, weights[str(entry.version)]) for entry in entries]
 
     def function(self, tenant: str, name: str) -> FunctionRecord:
-        """The function's record. Raises NotFound."""
+        """Returns the function's record. Raises NotFound."""
         found = self._read(tenant, name) if is_name(name) and is_name(tenant) else None
         if found is None or found.deleted:
             raise NoSuchFunction(tenant, name)
@@ -188,7 +189,8 @@ class Registry:
     def functions(
         self, tenant: str, after: str = "", limit: int = 100
     ) -> tuple[list[FunctionRecord | BrokenFunction], str | None]:
-        """A page of the tenant's functions in a fixed order, and the `after` of the next page if there may be one.
+        """Returns a page of the tenant's functions in a fixed order, and the `after` of the next page if there may be
+        one.
 
         What is left of deleted functions is passed over, MAX_PASSED at most: then a page ends early, or is empty.
         """
@@ -213,24 +215,25 @@ class Registry:
         return records, after
 
     def names(self, tenant: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
-        """A page of the tenant's names in a fixed order, deleted functions of which something is left included."""
+        """Returns a page of the tenant's names in a fixed order, deleted functions of which something is left
+        included."""
         _check_tenant(tenant)
         return self.store.folders(f"tenants/{tenant}/functions/", after, limit)
 
     def manifest(self, tenant: str, name: str, version: int) -> Manifest:
-        """One version's manifest. Raises NotFound unless the function lists that version."""
+        """Returns one version's manifest. Raises NotFound unless the function lists that version."""
         if all(entry.version != version for entry in self.function(tenant, name).versions):
             raise NotFound(f"function {name} has no version {version}")
         return self._manifest(tenant, name, version)
 
     def versions(self, tenant: str, name: str) -> list[Manifest]:
-        """The manifests of all versions, ascending. Raises NotFound."""
+        """Returns the manifests of all versions, ascending. Raises NotFound."""
         listed = [entry.version for entry in self.function(tenant, name).versions]
         found = read_records(self.store, [_manifest_key(tenant, name, version) for version in listed], Manifest)
         return [_present(name, version, manifest) for version, manifest in zip(listed, found, strict=True)]
 
     def delete_version(self, tenant: str, name: str, version: int, matches: Collection[int] | None = None) -> None:
-        """Make a version that no alias names invisible at once; its objects are left to garbage collection, and its
+        """Makes a version that no alias names invisible at once; its objects are left to garbage collection, and its
         number is not used again. Raises NotFound, Conflict, PreconditionFailed (as in FunctionChanges)."""
 
         def remove(record: FunctionRecord) -> FunctionRecord:
@@ -242,7 +245,7 @@ class Registry:
             self.changes.change(tenant, name, matches, remove)
 
     def delete_function(self, tenant: str, name: str, matches: Collection[int] | None = None) -> None:
-        """Make the function invisible at once; its objects are left to garbage collection.
+        """Makes the function invisible at once; its objects are left to garbage collection.
 
         Raises NotFound, PreconditionFailed (as in FunctionChanges).
         """
@@ -255,8 +258,9 @@ class Registry:
             self.changes.change(tenant, name, matches, bury)
 
     def _end_if_deleted(self, tenant: str, name: str) -> None:
-        """After a deploy. A deletion of the tenant that began before may have listed its functions already, and what
-        it missed would belong to whoever makes a tenant of this name next. Raises NotFound."""
+        """Deletes what was just deployed if its tenant is deleted. A deletion of the tenant that began before the
+        deploy may have listed its functions already, and what it missed would belong to whoever makes a tenant of this
+        name next. Raises NotFound then."""
         try:
             self.quota.check(tenant)
         except NotFound:
@@ -265,8 +269,8 @@ class Registry:
             raise
 
     def make_artifact(self, tenant: str, name: str, version: int) -> str:
-        """Make a version's artifact for the present base from its files, unless there is one that is whole. Takes long.
-        Returns what was wrong with the one that was there; empty if nothing was.
+        """Makes a version's artifact for the present base from its files, unless there is one that is whole. Takes
+        long. Returns what was wrong with the one that was there; "" if nothing was.
 
         Raises InvalidAdapter, CorruptArtifact and StoreUnavailable.
         """
@@ -303,7 +307,8 @@ class Registry:
             raise CorruptFunction(name) from None
 
     def _listed(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> VersionEntry:
-        """The version that the record should list: the one it has of this digest, or one with a number of its own."""
+        """Returns the version that the record should list: the one it has of this digest, or one with a number of its
+        own, whose content is stored first."""
         existing = _find_digest(record, deploy.layout.digest)
         deploy.created = existing is None
         if existing is not None:
@@ -317,7 +322,8 @@ class Registry:
         return VersionEntry(made.version, made.digest, made.base, made.ranks, made.targets, made.bytes, made.created)
 
     def _put_all(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> Manifest:
-        """Store what the version is made of, until nothing that a garbage collection was just removing is missing."""
+        """Stores what the version is made of, until nothing of it is missing that a garbage collection was just
+        removing. Returns the manifest. Raises StoreUnavailable after MAX_REWRITES tries."""
         manifest: Manifest | None = None
         for _ in range(MAX_REWRITES):
             self.contents.put_files(deploy.layout, deploy.config, deploy.weights)
@@ -334,7 +340,7 @@ class Registry:
         return _present(name, version, find_record(self.store, _manifest_key(tenant, name, version), Manifest))
 
     def _put_manifest(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> Manifest:
-        """Take the next free number by writing its manifest; numbers of orphans are skipped."""
+        """Takes the next free version number by writing its manifest; numbers of orphans are skipped."""
         layout = deploy.layout
         for number in range(record.next_version, record.next_version + MAX_ORPHANS):
             manifest = Manifest(
@@ -362,7 +368,7 @@ class Registry:
 
 
 def _announce(name: str, entry: VersionEntry, deploy: _Deploy) -> None:
-    """Calls `before_listed`, once however often the commit is tried."""
+    """Calls the deploy's `before_listed`, once however often the commit is tried."""
     if deploy.before_listed is not None:
         announce, deploy.before_listed = deploy.before_listed, None
         announce(deployment_of(name, entry.version, deploy.layout, created=deploy.created))

@@ -39,7 +39,8 @@ NOT_DONE = ("SlowDown", "ServiceUnavailable", "RequestTimeout", *CONFLICTS)
 
 
 class S3Limits(msgspec.Struct, frozen=True):
-    """Seconds and bytes. A call ends within `call` + `connect` + `read` seconds, and one more per `slowest` bytes.
+    """Limits of calls to S3, in seconds and bytes. A call ends within `call` + `connect` + `read` seconds, and one more
+    per `slowest` bytes.
 
     (Longer only if the host has several addresses, of which none answers, or a server sends its headers by the byte.)
     """
@@ -90,7 +91,7 @@ class S3Calls:
         self.client.meta.events.register("after-call.s3", self._note_time)
 
     def server_time(self) -> float:
-        """Unix time by the server's clock, which stands in each answer; by this host's if it is in none."""
+        """Returns the Unix time by the server's clock, which stands in each answer; by this host's if it is in none."""
         if self._told is None:
             # Not a HEAD: the answer to one has no room for a reason why not.
             self.run(lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1), self.deadline(), answers=())
@@ -107,7 +108,8 @@ class S3Calls:
         return time.monotonic() + self.limits.call + size / self.limits.slowest
 
     def run(self, work: Callable[[Any], T], deadline: float, answers: Collection[int] = ANSWERS) -> T:
-        """`work(client)`, again while it fails in ways that pass.
+        """Returns what `work(client)` returns; calls it again while it fails in ways that pass, and the deadline
+        allows.
 
         Raises Refused for the statuses in `answers`, StoreUnavailable for every other failure that lasts.
         """
@@ -127,7 +129,7 @@ class S3Calls:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _judge(self, error: Exception, answers: Collection[int], doubt: bool) -> bool:
-        """Whether an attempt may have taken effect, if the call may be tried again; raises if not."""
+        """Returns whether an attempt of the call may have taken effect, if it may be tried again; raises if not."""
         if isinstance(error, ClientError):
             status, code = status_and_code(error)
             if status in answers and code != "NoSuchBucket":
@@ -146,7 +148,7 @@ class S3Calls:
 
 
 def make_client(limits: S3Limits) -> Any:
-    """A client by boto3's own chain of credentials, profile, region and endpoint (AWS_ENDPOINT_URL_S3)."""
+    """Returns a client by boto3's own chain of credentials, profile, region and endpoint (AWS_ENDPOINT_URL_S3)."""
     settings = botocore.session.get_session()
     session = boto3.session.Session(botocore_session=settings)
     options: dict[str, Any] = {
@@ -194,9 +196,9 @@ def describe(error: Exception) -> str:
 
 
 def read_body(reply: Any, target: memoryview, deadline: float, arrived: Arrived | None = None) -> None:
-    """Fill `target` with the body, all of it. Raises Interrupted when the body has another length or is too slow.
+    """Fills `target` with the body, all of it. Raises Interrupted when the body has another length or is too slow.
 
-    Takes what one receive brings at a time: a body that drips can't pass the deadline by more than one silence.
+    Reads what one receive brings at a time: a body that drips can't pass the deadline by more than one silence.
     `arrived` is called after each, with how many bytes of `target` are there.
     """
     filled = 0

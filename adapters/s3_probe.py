@@ -16,7 +16,7 @@ NO_ETAG = "0" * 32
 
 
 def check_conditions(store: ObjectStore) -> None:
-    """Write a few bytes under conditions, met and unmet; nothing is left of them.
+    """Writes a few bytes under conditions, met and unmet; nothing is left of them.
 
     Raises InvalidRequest when the store ignores one, StoreUnavailable when it does not answer or refuses access.
     """

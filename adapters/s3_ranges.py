@@ -33,7 +33,7 @@ def read_range(
     buffer: memoryview,
     arrived: Arrived | None = None,
 ) -> int:
-    """Fill `buffer` (bytes) from byte `start`, as far as the object goes; returns how many bytes were read.
+    """Fills `buffer` (bytes) from byte `start`, as far as the object goes; returns how many bytes were read.
 
     `arrived` is called as bytes of the first piece come, and when all pieces are there. Raises Refused (404) and
     StoreUnavailable; nothing writes to `buffer` any more by then.
@@ -70,7 +70,8 @@ def read_piece(
     answers: Collection[int] = ANSWERS,
     arrived: Arrived | None = None,
 ) -> Piece:
-    """One ranged get, of the content that has this ETag if one is given. Raises Refused for a status in `answers`."""
+    """Fills `buffer` by one ranged get from byte `start`, of the content that has this ETag if one is given. Returns
+    how much was read, and of what. Raises Refused for a status in `answers`."""
     deadline = calls.deadline(len(buffer))
     condition = {"IfMatch": etag} if etag else {}
 

@@ -81,7 +81,8 @@ class S3Store:
         return bytes(memoryview(data)[:count])
 
     def get_range_into(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None) -> int:
-        """Ranges over `S3Limits.part` are read in pieces at once; all are of one and the same content."""
+        """Fills `buffer` as `ObjectStore.get_range_into` says. Ranges over `S3Limits.part` are read in pieces at once;
+        all are of one and the same content."""
         target = self.target(key)
         if not buffer.nbytes:
             if self.head(key) is None:
@@ -150,7 +151,8 @@ class S3Store:
         return {"Bucket": self.place.bucket, "Key": self._root + key}
 
     def _head(self, key: str) -> Any:
-        """S3's reply, or None. A bucket that is gone answers the same 404, and is no empty store: so it is asked."""
+        """Returns S3's reply, or None without such an object. A bucket that is gone is answered with the same 404, and
+        is no empty store: so the bucket is asked for, too."""
         target = self.target(key)
         try:
             return self.calls.run(lambda client: client.head_object(**target), self.calls.deadline())
@@ -164,7 +166,7 @@ class S3Store:
         return None
 
     def _write(self, key: str, data: bytes | Path, condition: dict[str, str], lost: AdapterError) -> str:
-        """Write under a condition, and raise `lost` if it is surely not met. Returns the etag."""
+        """Writes the object under a condition; returns its etag. Raises `lost` if the condition is surely not met."""
         target, size = self.target(key), size_of(data)
         write_id = uuid.uuid4().hex
         metadata = {WRITE_ID: write_id}

@@ -32,7 +32,8 @@ def size_of(data: bytes | Path) -> int:
 
 
 def read_slice(data: bytes | Path, start: int, length: int) -> io.BytesIO:
-    """A body to send. A stream: it goes out in small blocks, each with a timeout of its own."""
+    """Returns `length` bytes of `data` from `start` as a body to send. It is a stream: it goes out in small blocks,
+    each with a timeout of its own. Raises StoreUnavailable when the file can't be read."""
     if isinstance(data, bytes):
         return io.BytesIO(data[start : start + length])
     try:
@@ -45,7 +46,7 @@ def read_slice(data: bytes | Path, start: int, length: int) -> io.BytesIO:
 def upload(
     calls: S3Calls, pool: Executor, name: str, data: bytes | Path, metadata: dict[str, str], condition: dict[str, str]
 ) -> str:
-    """Write the object under its full name; returns the ETag as S3 gives it.
+    """Writes the object under its full name, in parts; returns the ETag as S3 gives it.
 
     Raises Refused (412: the condition; 404: the upload is gone, because an earlier attempt ended it or someone aborted
     it) and StoreUnavailable.
@@ -97,7 +98,8 @@ def _complete(calls: S3Calls, target: dict[str, str], parts: list[dict[str, Any]
 
 
 def _abort(calls: S3Calls, target: dict[str, str]) -> None:
-    """Free the parts. What failed before matters more to the caller than a failure here, which is logged."""
+    """Aborts the upload and so frees its parts. What failed before matters more to the caller than a failure here,
+    which is logged."""
     try:
         calls.run(lambda client: client.abort_multipart_upload(**target), calls.deadline())
     except Refused:
@@ -107,7 +109,8 @@ def _abort(calls: S3Calls, target: dict[str, str]) -> None:
 
 
 def gather(pool: Executor, works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Results in order. When one fails the rest is dropped, and none still runs when the failure is raised."""
+    """Returns the results of `works` in order, run by `pool`. When one fails the rest is dropped, and none still runs
+    when the failure is raised."""
     futures: list[Future[Any]] = []
     try:
         futures.extend(pool.submit(work) for work in works)

@@ -21,7 +21,7 @@ class S3Place(msgspec.Struct, frozen=True):
 
 
 def parse_s3_url(url: str) -> S3Place:
-    """Raises InvalidRequest, saying what is wrong."""
+    """Returns the bucket and the prefix of the address. Raises InvalidRequest, saying what is wrong with it."""
     found = _URL.fullmatch(url)
     if found is None:
         raise InvalidRequest("registry", f"{url[:200]!r} is not of the form s3://bucket/prefix")

@@ -22,7 +22,7 @@ MAX_TENANT_SCHEDULED = 500
 
 
 class Schedules(msgspec.Struct, frozen=True):
-    """schedules.json"""
+    """The content of schedules.json."""
 
     functions: dict[str, float] = {}
     """By `tenant/function`, when it was noted, by the store's clock."""
@@ -50,7 +50,8 @@ def read_schedules(store: ObjectStore) -> Schedules:
 
 
 def forget_schedules(store: ObjectStore, functions: Collection[str]) -> None:
-    """Takes those out that were noted SETTLED_SECONDS ago. Raises StoreUnavailable, CorruptRecord."""
+    """Takes out those of `functions` that were noted more than SETTLED_SECONDS ago. Raises StoreUnavailable,
+    CorruptRecord."""
     before = store.now() - SETTLED_SECONDS
 
     def pruned(known: Schedules | None) -> Schedules:

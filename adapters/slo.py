@@ -27,5 +27,5 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"slo_
 
 
 def lower_class(one: SloClass, other: SloClass) -> SloClass:
-    """The one of them that is promised less."""
+    """Returns the one of two SLO classes that is promised less."""
     return min(one, other, key=CLASSES.index)

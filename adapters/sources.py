@@ -28,10 +28,12 @@ class SourceFiles(msgspec.Struct, frozen=True):
 
 
 class Sources:
-    """Methods may be called from any thread. Nothing is sent before the first `copy`."""
+    """Copies adapters' files from the places in S3 that the operator allows. Methods may be called from any thread.
+    Nothing is sent before the first `copy`."""
 
     def __init__(self, allowed: Sequence[str], limits: S3Limits | None = None) -> None:
-        """`allowed`: `s3://bucket` or `s3://bucket/prefix`. Raises InvalidRequest for anything else."""
+        """`allowed` are the prefixes to copy from, `s3://bucket` or `s3://bucket/prefix`. Raises InvalidRequest for
+        anything else."""
         self._allowed = [parse_s3_url(url) for url in allowed]
         self._limits = limits
         self._buckets: dict[str, S3Calls] = {}
@@ -51,7 +53,8 @@ class Sources:
         return place
 
     def copy(self, place: S3Place, folder: Path, *, limit: int, deadline: float, stop: Event) -> SourceFiles:
-        """Copy the files into `folder`, at most `limit` bytes in all, until `deadline` (monotonic) or `stop`.
+        """Copies an adapter's two files into `folder`, at most `limit` bytes in all, until `deadline` (monotonic) or
+        `stop`.
 
         Raises InvalidRequest (a file is not there, or may not be read), TooLarge, StoreUnavailable.
         """
@@ -85,7 +88,7 @@ class _Copy:
         self.left = limit
 
     def file(self, target: Path, limit: int) -> None:
-        """Copy the file of that name, whole and of one content."""
+        """Copies the source's file that has the name of `target` to it, whole and of one content."""
         from adapters.s3_calls import Refused
 
         name = target.name

@@ -49,12 +49,12 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Forecasts may bring its adapters to nodes."""
 
     def says(self, policy: Policy) -> bool:
-        """Whether it is what the policy asks for."""
+        """Whether the entry has what the policy asks for."""
         return _asked(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, digests=())
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """standing.json"""
+    """The content of standing.json."""
 
     functions: dict[str, Entry] = {}
     """By `tenant/function`."""
@@ -105,8 +105,8 @@ def update_function(
 
 
 def settle(store: ObjectStore, tenant: str, name: str) -> None:
-    """Makes both records say what the function's own says now. What can't be written is logged, and is settled with the
-    function's next change, or by the leader."""
+    """Makes standing.json and the tenant's record say what the function's own record says now. What can't be written is
+    logged, and is settled with the function's next change, or by the leader."""
     key, owner = function_key(tenant, name), f"{tenant}/{name}"
 
     def standing(known: Standing | None) -> Standing:
@@ -219,7 +219,7 @@ def _asked(policy: Policy) -> Entry:
 
 
 def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
-    """Raises Conflict where the entry of `owner` does not fit beside the others."""
+    """Raises Conflict where the provisioned copies of `owner` do not fit in `memory` beside the others."""
     entry, tenant = standing.functions[owner], owner.partition("/")[0]
     copies = entry.device + entry.host
     if memory.nodes is not None and copies > memory.nodes:
@@ -246,7 +246,8 @@ def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
 
 
 def _claimed(known: Tenant | None, tenant: str, name: str, places: int) -> Tenant:
-    """Raises Conflict when the tenant may not have as many places, or has too many functions that reserve some."""
+    """Returns the tenant's record with so many places reserved for the function. Raises Conflict when the tenant may
+    not have as many places, or has too many functions that reserve some."""
     known = known or Tenant(tenant)
     changed = _with_reserved(known, name, places)
     limit, total = known.limits.concurrent, sum(changed.reserved.values())
@@ -258,7 +259,8 @@ def _claimed(known: Tenant | None, tenant: str, name: str, places: int) -> Tenan
 
 
 def _with_reserved(known: Tenant, name: str, places: int) -> Tenant:
-    """Returns the same object if it says so already."""
+    """Returns the tenant's record with so many places reserved for the function; the same object if it says so already,
+    or is deleted."""
     if known.deleted or known.reserved.get(name, 0) == places:
         return known
     others = {function: kept for function, kept in known.reserved.items() if function != name}

@@ -20,10 +20,10 @@ START_SECONDS = 10.0
 
 
 def unmarked_start_keys(keys: Sequence[KeyRecord], admin: Sequence[KeyRecord]) -> set[str]:
-    """Ids of a tenant's keys that starts of releases that did not mark them made.
+    """Returns the ids of a tenant's keys that starts of releases that did not mark them made.
 
-    Each made an admin key and, right after it, one key per tenant. Two keys after one admin key can't be told from
-    what a user made, and don't count.
+    Each such start made an admin key and, right after it, one key per tenant. Two keys after one admin key can't be
+    told from what a user made, and don't count.
     """
     starts = sorted(key.created for key in admin if key.made_by is None)
     following: dict[int, list[str]] = defaultdict(list)
@@ -35,7 +35,7 @@ def unmarked_start_keys(keys: Sequence[KeyRecord], admin: Sequence[KeyRecord]) -
 
 
 def bounded(keys: tuple[KeyRecord, ...], unmarked: Collection[str], used: Collection[str]) -> tuple[KeyRecord, ...]:
-    """The keys without surplus ones of starts; the same object if there are none.
+    """Returns the keys without surplus ones of starts; the same object if there are none.
 
     `unmarked`: ids of keys that a start made although they don't say so. `used`: ids that stay in any case.
     """

@@ -36,7 +36,7 @@ class RangeReader(Protocol):
     """As much of a store as it takes to read an artifact's header."""
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """`length` bytes from `start`, fewer where the object ends. Raises NotFound."""
+        """Returns `length` bytes from `start`, fewer where the object ends. Raises NotFound."""
 
 
 Arrived = Callable[[int], None]
@@ -55,19 +55,20 @@ class ObjectStore(Protocol):
     """Small objects that are best read at once."""
 
     def now(self) -> float:
-        """Unix time by the store's clock: hosts' own clocks may be hours away from it, and from each other's."""
+        """Returns Unix time by the store's clock: hosts' own clocks may be hours away from it, and from each
+        other's."""
 
     def get(self, key: str) -> Object:
-        """The whole object: for records, not for weights. Raises NotFound."""
+        """Returns the whole object: for records, not for weights. Raises NotFound."""
 
     def head(self, key: str) -> ObjectInfo | None:
-        """Size and age, or None if there is no such object."""
+        """Returns the object's size and the time of its last write, or None if there is no such object."""
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """`length` bytes from `start`, fewer where the object ends. Raises NotFound."""
+        """Returns `length` bytes from `start`, fewer where the object ends. Raises NotFound."""
 
     def get_range_into(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None) -> int:
-        """Fill `buffer` (contiguous, writable) from byte `start`; returns how many bytes there were before the end.
+        """Fills `buffer` (contiguous, writable) from byte `start`; returns how many bytes there were before the end.
 
         `arrived` is called by the calling thread as bytes come, with how many from the buffer's start are there; fewer
         than before when they are read anew. What it raises ends the read, and is raised here. Raises NotFound. Nothing
@@ -75,36 +76,37 @@ class ObjectStore(Protocol):
         """
 
     def put(self, key: str, data: bytes | Path) -> str:
-        """Write unconditionally; returns the etag."""
+        """Writes unconditionally; returns the etag."""
 
     def put_if_absent(self, key: str, data: bytes | Path) -> str:
-        """Write if there is no such object; returns the etag. Raises Conflict."""
+        """Writes if there is no such object; returns the etag. Raises Conflict."""
 
     def put_if_match(self, key: str, data: bytes, etag: str) -> str:
-        """Replace the content that has this etag; returns the new one. Raises PreconditionFailed."""
+        """Replaces the content that has this etag; returns the new one. Raises PreconditionFailed."""
 
     def list(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[ObjectInfo]:
         """Lists at most `limit` objects whose keys start with `prefix` and are greater than `after`, ascending by
         bytes."""
 
     def folders(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
-        """Names n for which keys `prefix` + n + "/..." exist (`prefix` ends with "/"), ascending as n + "/".
+        """Returns the names n for which keys `prefix` + n + "/..." exist (`prefix` ends with "/"), ascending as n +
+        "/".
 
         Only names with n + "/" > `after` + "/" are listed, at most `limit`.
         """
 
     def delete(self, key: str) -> None:
-        """Remove the object; no error if there is none."""
+        """Removes the object; no error if there is none."""
 
     def delete_older(self, key: str, before: float) -> bool:
-        """Remove the object if its last write was before that Unix time; whether there was such an object.
+        """Removes the object if its last write was before that Unix time; returns whether it was removed.
 
         What is written at that moment may be lost all the same: `missing` tells its writer.
         """
 
     def missing(self, keys: Sequence[str]) -> Sequence[str]:
-        """Which of these objects, written by the caller, are gone; the others no `delete_older` that began before
-        removes any more. Waits for those under way."""
+        """Returns which of these objects, written by the caller, are gone; the others no `delete_older` that began
+        before removes any more. Waits for removals that are under way."""
 
 
 def all_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
@@ -116,11 +118,11 @@ def all_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
 
 
 def is_key(text: str) -> bool:
-    """Whether it can be an object's key, or a part of one between slashes."""
+    """Whether the text can be an object's key, or a part of one between slashes."""
     return len(text) <= MAX_KEY and all(_SEGMENT.fullmatch(part) for part in text.split("/"))
 
 
 def check_key(key: str) -> None:
-    """Raise InvalidRequest unless `key` is well-formed, so that no key can leave the store."""
+    """Raises InvalidRequest unless `key` is well-formed, so that no key can leave the store."""
     if not is_key(key):
         raise InvalidRequest("key", f"malformed object key {key[:200]!r}")

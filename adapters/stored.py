@@ -47,7 +47,8 @@ def encode_over(stored: bytes, known: Record, changed: Record) -> bytes:
 
 
 def _carried(raw: Any, before: Any, after: Any, depth: int) -> Any:
-    """`after` with what `raw` has and `before` has not; `depth`: levels of mappings in which fields may be unknown."""
+    """Returns `after` with what `raw` has and `before` has not; `depth`: levels of mappings in which fields may be
+    unknown."""
     if before == after:
         return raw
     if not depth or not all(isinstance(each, dict) for each in (raw, before, after)):
@@ -59,7 +60,8 @@ def _carried(raw: Any, before: Any, after: Any, depth: int) -> Any:
 
 
 def _known(value: Any, of: inspect.Type, at: str, unknown: list[str]) -> Any:
-    """`value` without the fields that `of` does not have; their paths are added to `unknown`."""
+    """Returns `value` without the fields that the type `of` does not have; adds their paths, which begin with `at`, to
+    `unknown`."""
     if isinstance(of, inspect.UnionType):
         of = next((each for each in of.types if isinstance(each, inspect.StructType)), of)
     if isinstance(of, inspect.StructType) and isinstance(value, dict):

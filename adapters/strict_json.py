@@ -13,7 +13,7 @@ class InvalidJson(ValueError):
 
 
 def loads(data: bytes) -> Any:
-    """Parse UTF-8 JSON. Raises InvalidJson where parsers disagree or values can't be kept.
+    """Parses UTF-8 JSON. Raises InvalidJson where parsers disagree or values can't be kept.
 
     Refused beside plain syntax errors: NaN and Infinity (also by overflow, as 1e999), duplicate keys, lone surrogates,
     nesting deeper than the interpreter's stack, integers of more than 4,300 digits.

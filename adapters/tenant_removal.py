@@ -19,7 +19,8 @@ def data_prefix(tenant: str) -> str:
 
 
 def delete_tenant(tenants: Tenants, registry: Registry, tenant: str) -> None:
-    """Blocks for as long as there are functions, calls or files. One that dies half-way is ended by calling it again.
+    """Deletes a tenant with all that it has; blocks for as long as there are functions, calls or files. A deletion that
+    dies half-way is completed by calling this again.
 
     Raises NotFound, Conflict (declared in serverless.yml), StoreUnavailable.
     """

@@ -73,7 +73,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """tenant.json"""
+    """The content of tenant.json: a tenant's keys and settings."""
 
     id: str
     keys: tuple[KeyRecord, ...] = ()
@@ -97,7 +97,7 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 class Admin(msgspec.Struct, frozen=True):
-    """admin.json"""
+    """The content of admin.json: the keys of administrators."""
 
     keys: tuple[KeyRecord, ...] = ()
 
@@ -109,19 +109,19 @@ class Tenants:
         self.store = store
 
     def get(self, tenant: str) -> Tenant:
-        """Raises NotFound."""
+        """Returns the tenant's record. Raises NotFound, also for a deleted tenant."""
         found = self._read(tenant) if is_name(tenant) else None
         if found is None or found.deleted:
             raise unknown(tenant)
         return found
 
     def list(self, after: str = "", limit: int = 1000) -> Sequence[Tenant]:
-        """A page of the tenants, in the order of the store's folders."""
+        """Returns a page of the tenants, in the order of the store's folders."""
         found = (self._read(name) for name in self.names(after, limit))
         return tuple(tenant for tenant in found if tenant is not None and not tenant.deleted)
 
     def names(self, after: str = "", limit: int = 1000) -> Sequence[str]:
-        """A page of the names of tenants in a fixed order, deleted ones of which something is left included."""
+        """Returns a page of the names of tenants in a fixed order, deleted ones of which something is left included."""
         return self.store.folders("tenants/", after, limit)
 
     def put(
@@ -135,7 +135,7 @@ class Tenants:
         file_bytes: int | None = None,
         declared: bool | None = None,
     ) -> Tenant:
-        """Make the tenant, or change what is given; its keys stay.
+        """Makes the tenant, or changes what is given; its keys stay.
 
         Raises InvalidRequest for a malformed name and for values outside their ranges, Conflict while a deletion of
         the tenant has not ended.
@@ -158,10 +158,10 @@ class Tenants:
         webhook_hosts: tuple[str, ...] = (),
         file_bytes: int = FILE_BYTES,
     ) -> tuple[Tenant, bool]:
-        """Make the tenant, or give it these settings and no others, as an administrator may.
+        """Makes the tenant, or gives it these settings and no others, as an administrator may.
 
-        Returns it and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml declares, and
-        for a lower `concurrent` than its functions have reserved.
+        Returns the tenant and whether it is new. Raises as `put`, and Conflict for a tenant that serverless.yml
+        declares, and for a lower `concurrent` than its functions have reserved.
         """
         created = False
 
@@ -180,7 +180,7 @@ class Tenants:
         return self._update(tenant, change), created
 
     def delete(self, tenant: str) -> None:
-        """End the tenant's keys, and hide it; `removed` is to be called once its functions are deleted.
+        """Ends the tenant's keys, and hides the tenant; `removed` is to be called once its functions are deleted.
 
         Raises NotFound, also for a tenant whose deletion has ended; Conflict for one that serverless.yml declares.
         """
@@ -194,7 +194,7 @@ class Tenants:
         self._update(tenant, bury)
 
     def removed(self, tenant: str) -> None:
-        """Note that nothing of a deleted tenant is left, so that its name is free. Raises NotFound."""
+        """Notes that nothing of a deleted tenant is left, so that its name is free. Raises NotFound."""
 
         def end(record: Tenant | None) -> Tenant:
             if record is None or not record.deleted:
@@ -204,18 +204,18 @@ class Tenants:
         self._update(tenant, end)
 
     def add_key(self, owner: str | None, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
-        """A new key of an existing tenant, or of an administrator when `owner` is None; the text is not kept anywhere.
-        Raises NotFound, or Conflict at MAX_KEYS."""
+        """Makes a key of an existing tenant, or of an administrator when `owner` is None; returns its text, which is
+        not kept anywhere, and its record. Raises NotFound, or Conflict at MAX_KEYS."""
         text, key = new_key(owner, made_by)
         self._change_keys(owner, lambda keys: _added(keys, key))
         return text, key
 
     def revoke_key(self, owner: str | None, key_id: str) -> None:
-        """`owner` as in `add_key`. Raises NotFound. Revoking twice is no error."""
+        """Revokes a key of `owner`, as in `add_key`. Raises NotFound. Revoking twice is no error."""
         self._change_keys(owner, lambda keys: _revoked(keys, key_id))
 
     def adopt_key(self, text: str) -> None:
-        """Make a key that the operator has chosen valid, unless it was revoked.
+        """Makes a key that the operator has chosen valid, unless it was revoked.
 
         Raises InvalidRequest for what is no key, NotFound without its tenant, Conflict at MAX_KEYS.
         """
@@ -223,7 +223,7 @@ class Tenants:
         self._change_keys(owner.tenant, lambda keys: _adopted(keys, key))
 
     def bound_start_keys(self, names: Sequence[str], used: Sequence[str]) -> None:
-        """Forget surplus keys that earlier starts made for these tenants and for administrators; `used`: texts of keys
+        """Forgets surplus keys that earlier starts made for these tenants and for administrators; `used`: texts of keys
         that stay in any case. See adapters.start_keys."""
         admin, ids = self.admin_keys(), {claim.key_id for text in used if (claim := parse_key(text)) is not None}
 
@@ -246,7 +246,7 @@ class Tenants:
         return (find_record(self.store, ADMIN_KEY, Admin) or Admin()).keys
 
     def verify(self, text: str) -> Principal | None:
-        """The key's owner, or None for anything but a valid, unrevoked key."""
+        """Returns the key's owner, or None for anything but a valid, unrevoked key."""
         claim = parse_key(text)
         if claim is None:
             return None
@@ -271,7 +271,8 @@ class Tenants:
         return self._update(tenant, lambda record: self._checked(change(_live(record, tenant, create))))
 
     def _checked(self, record: Tenant) -> Tenant:
-        """The record as it will be read; constraints hold only when a record is decoded. Raises InvalidRequest."""
+        """Returns the record as it will be read; constraints hold only when a record is decoded. Raises
+        InvalidRequest."""
         if record.limits.adapters is None and record.limits.bytes is None:
             record = msgspec.structs.replace(record, held=None)
         elif record.held is None:
@@ -296,7 +297,8 @@ def unknown(tenant: str) -> NotFound:
 
 
 def _live(record: Tenant | None, tenant: str, create: bool) -> Tenant:
-    """The record, or with `create` a new one in place of one that is gone."""
+    """Returns the record of a tenant that is not deleted, or with `create` a new one in place of one that is gone.
+    Raises NotFound, and Conflict while the tenant's deletion has not ended."""
     if record is not None and not record.deleted:
         return record
     if not create:
@@ -322,7 +324,8 @@ def _check_reserved(record: Tenant, concurrent: int | None) -> None:
 
 
 def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
-    """Room is made by forgetting the key that was revoked first. Raises Conflict when none is revoked.
+    """Returns the keys with `key` among them. Room is made by forgetting the key that was revoked first. Raises
+    Conflict when there is no room and none is revoked.
 
     Keys that starts make are bounded on their own and need no room: a service must always be able to start.
     """

@@ -16,7 +16,7 @@ PEFT_NAME = "base_model.model.<module>.lora_A.weight"
 
 
 def with_plain_names(adapter: PeftAdapter) -> PeftAdapter:
-    """The adapter with tensors named as `save_pretrained` names them.
+    """Returns the adapter with tensors named as `save_pretrained` names them.
 
     `model.state_dict()` of PEFT keeps the adapter's name (`lora_A.default.weight`): it is left out, for it says nothing
     as long as all tensors carry the same one. Raises InvalidAdapter, with one problem, when they don't, or when the
@@ -48,7 +48,8 @@ def with_plain_names(adapter: PeftAdapter) -> PeftAdapter:
 
 
 def _refuse_other_files(names: list[str]) -> None:
-    """Raises InvalidAdapter with one problem for a file whose names tell what it is instead."""
+    """Raises InvalidAdapter with one problem for a file whose tensors' names tell that it is something else than a PEFT
+    adapter."""
     if not names:
         raise _refused(WEIGHTS_FILE, "it holds no tensors: training may have been stopped before it saved any")
     if any(name.endswith("_proj.base_layer.weight") for name in names):

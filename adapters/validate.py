@@ -80,12 +80,13 @@ FindTargets = Callable[[LoraSettings, Sequence[str]], list[Target]]
 
 
 def inspect_files(config: bytes, weights: Path, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
-    """`inspect` of an adapter's two files. Raises InvalidAdapter, TooLarge."""
+    """Does what `inspect` does, for an adapter's two files. Raises InvalidAdapter, TooLarge."""
     return inspect(read_peft(config, weights, base.num_layers * TENSORS_PER_LAYER + SPARE_TENSORS), base, find)
 
 
 def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
-    """Map the adapter to the base model. Raises InvalidAdapter when the tensors' names tell of another kind of file."""
+    """Maps the adapter to the base model, and returns the outcome with its problems. Raises InvalidAdapter when the
+    tensors' names tell of another kind of file."""
     settings, problems, warnings = check_config(adapter.config)
     try:
         adapter = with_plain_names(adapter)
@@ -117,7 +118,8 @@ def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targ
 
 
 def check_values(inspection: Inspection, weights: Path) -> LoraLayout:
-    """Read every tensor once. Raises InvalidAdapter with the problems of the inspection and of the values."""
+    """Reads every tensor once, and returns the layout of the checked adapter. Raises InvalidAdapter with the problems
+    of the inspection and of the values."""
     problems = [*inspection.problems, *_value_problems(inspection.tensors, weights)]
     if problems:
         raise InvalidAdapter(problems, inspection.omitted)
@@ -134,7 +136,7 @@ def _no_targets(adapter: PeftAdapter, base: BaseModel) -> Problem:
 
 
 def digest_of(layers: tuple[tuple[LoraPair, ...], ...], weights_sha256: str) -> str:
-    """SHA-256 hex over {projection -> rank and scaling, hash of the weights, format} as canonical JSON.
+    """Returns the SHA-256 hex over {projection -> rank and scaling, hash of the weights, format} as canonical JSON.
 
     Equal tensors with another alpha differ; configs that differ only in harmless fields don't.
     """
@@ -148,7 +150,7 @@ def digest_of(layers: tuple[tuple[LoraPair, ...], ...], weights_sha256: str) -> 
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 hex of a file, streamed."""
+    """Returns the SHA-256 hex of a file, streamed."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -174,7 +176,8 @@ def _layout(weights: Path, layers: tuple[tuple[LoraPair, ...], ...], warnings: t
 def _map(
     adapter: PeftAdapter, base: BaseModel, targets: list[Target], use_rslora: bool
 ) -> tuple[tuple[tuple[LoraPair, ...], ...], list[Problem]]:
-    """Pairs per layer, and a problem for each tensor that is missing, of a wrong shape, or maps to nothing."""
+    """Returns the pairs of each layer, and a problem for each tensor that is missing, of a wrong shape, or maps to
+    nothing."""
     problems: list[Problem] = []
     layers: list[list[LoraPair]] = [[] for _ in range(base.num_layers)]
     used: set[str] = set()
@@ -211,7 +214,7 @@ def _map(
 
 
 def _place(module: str, base: BaseModel) -> tuple[int, int] | None:
-    """(layer, projection) of a module, or None if it is not a projection of the base."""
+    """Returns (layer, projection) of a module, or None if it is not a projection of the base."""
     match, projections = _MODULE.fullmatch(module), base.family.projections
     if match is None or match["path"] not in projections or int(match["layer"]) >= base.num_layers:
         return None

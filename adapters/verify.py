@@ -39,7 +39,8 @@ def verify(
     tell: Callable[[Damage], None] = lambda _: None,
     progress: Callable[[FoundVersion], None] = lambda _: None,
 ) -> Verified:
-    """Read everything that is listed; `tell` hears of each damage. Raises StoreUnavailable."""
+    """Reads everything that is listed, and returns the counts; `tell` is called with each damage, `progress` with each
+    version. Raises StoreUnavailable."""
     done = Verified()
     with DiskMap() as checked:
         for found in all_versions(store):

@@ -26,7 +26,7 @@ class WarmWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class CronProblem(ValueError):
-    """What is wrong with a cron expression."""
+    """A cron expression can't be used; the message says what is wrong with it."""
 
 
 def window_state(window: WarmWindow, now: float) -> tuple[bool, float]:
@@ -37,7 +37,7 @@ def window_state(window: WarmWindow, now: float) -> tuple[bool, float]:
 
 
 def _next_time(cron: str, after: datetime) -> float:
-    """Returns the first time behind `after` that it names."""
+    """Returns the first time (Unix) after `after` that the expression `cron` names. Raises CronProblem."""
     if len(cron.split()) != FIELDS:
         example = "0 9 * * 1-5 is 9:00 UTC from Monday to Friday"
         raise CronProblem(f"expected minute, hour, day of the month, month and day of the week: {example}")

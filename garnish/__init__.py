@@ -13,7 +13,8 @@ __all__ = ["AsyncClient", "Client", "GarnishError"]
 
 
 def __getattr__(name: str) -> object:
-    """`garnish.Client` and its like are imported when they are first asked for: `import garnish` stays light."""
+    """Imports `Client`, `AsyncClient` and `GarnishError` when they are first asked for: `import garnish` stays
+    light."""
     if name in ("AsyncClient", "Client"):
         import garnish.client
 

@@ -35,14 +35,14 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
 class AdapterFiles(msgspec.Struct, frozen=True):
-    """An adapter's two files, which exist."""
+    """The paths of an adapter's two files, which exist."""
 
     config: Path
     weights: Path
 
 
 def adapter_files(folder: Path, use: str) -> AdapterFiles:
-    """The folder's two files; nothing of them is read but how they begin.
+    """Returns the paths of the folder's two files; nothing of them is read but how they begin.
 
     `use` says how another folder is named instead, with `{}` in its place: `garnish deploy mine {}`.
     Raises GarnishError with one line that says what the folder is, and what to do.
@@ -62,7 +62,8 @@ def adapter_files(folder: Path, use: str) -> AdapterFiles:
 
 
 def what_lies_there(names: list[str], where: str, use: str) -> str:
-    """One line about a folder that lacks at least one of the two files.
+    """Returns one line about a folder that lacks at least one of the two files: what lies there instead, and what to
+    do.
 
     `names`: paths in it, relative, at most one folder deep. `where`: what it is called.
     """
@@ -138,7 +139,8 @@ def _siblings(path: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """Names in the folder, and `name/adapter_config.json` of folders that hold one."""
+    """Yields the names in the folder: of files, `name/adapter_config.json` of folders that hold one, `name/` of other
+    folders. MAX_ENTRIES are looked at."""
     with os.scandir(folder) as entries:
         for entry in islice(entries, MAX_ENTRIES):
             if not entry.is_dir():

@@ -54,12 +54,14 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def trouble(self) -> str | None:
-        """Why this process may not act; None while it leads, by its own clock from before the gateway was asked."""
+        """Returns why this process may not act; None while it leads, by its own clock from before the gateway was
+        asked."""
         return None if time.monotonic() < self._ends else self._why
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The first answer, or failure, is there when the context begins; the lease is given back when it ends."""
+        """Holds the lease while the context runs. The first answer, or failure, is there when the context begins, or
+        LEASE_SECONDS are over; the lease is given back when it ends."""
         self._thread.start()
         self._asked.wait(LEASE_SECONDS)
         try:
@@ -171,7 +173,8 @@ def _aws_driver(service: ServiceFile, state: Path) -> PoolDriver | None:
 
 
 def _nodes_each(service: ServiceFile, name: str) -> int:
-    """Nodes that the pool's driver counts as one: an instance has a node for each GPU that nodes may have."""
+    """Returns how many nodes the pool's driver counts as one: an instance has a node for each GPU that nodes may
+    have."""
     pool, devices = service.node_pools[name], service.node.devices
     if pool.backend != "aws":
         return 1
@@ -180,7 +183,7 @@ def _nodes_each(service: ServiceFile, name: str) -> int:
 
 @contextmanager
 def _stopped() -> Iterator[threading.Event]:
-    """Set by INT and TERM."""
+    """Provides an event that INT and TERM set while the context runs."""
     stop = threading.Event()
 
     def note(_number: int, _frame: FrameType | None) -> None:

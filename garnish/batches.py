@@ -16,7 +16,8 @@ UPLOAD_SECONDS = 600.0
 
 @contextmanager
 def upload_call(path: Path) -> Iterator[Call]:
-    """The file is open while the request is sent. The reply is gateway.batches.messages.FileObject.
+    """Provides the request that uploads a file; the file is open while the request is sent. The reply is
+    gateway.batches.messages.FileObject.
 
     Raises GarnishError when the file can't be read.
     """
@@ -34,7 +35,8 @@ def upload_call(path: Path) -> Iterator[Call]:
 
 
 def create_call(file_id: str, endpoint: Endpoint) -> Call:
-    """The reply is gateway.batches.messages.Batch, as those of the calls below."""
+    """Returns the request that makes a batch of an uploaded file. The reply is gateway.batches.messages.Batch, as that
+    of `batch_call` and `cancel_call`."""
     body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
     return Call(method="POST", url="/v1/batches", json=body)
 

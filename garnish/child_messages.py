@@ -18,7 +18,8 @@ from node_agent.cores import SPIN_LIMIT
 def child_messages(
     command: Sequence[str], settings: msgspec.Struct, *, doing: str, patience: float
 ) -> Generator[dict[str, Any], None, None]:
-    """The objects that the process writes, as they come. The process ends with the iteration, and with this process.
+    """Starts the process with `settings` on its standard input, and yields the objects that it writes, as they come.
+    The process ends with the iteration, and with this process.
 
     `doing` names the work in errors. Raises FrontDoorError after `patience` seconds of silence.
     """
@@ -36,7 +37,7 @@ def child_messages(
 
 
 def _lines(fd: int, doing: str, patience: float) -> Iterator[bytes]:
-    """Whole lines until the end of the output. Raises FrontDoorError after `patience` seconds of silence."""
+    """Yields whole lines until the end of the output. Raises FrontDoorError after `patience` seconds of silence."""
     begun = b""
     while True:
         if not select.select([fd], [], [], patience)[0]:

@@ -80,7 +80,7 @@ class Client(_Connected[httpx.Client]):
     def invoke(
         self, name: str, prompt: Prompt, *, stream: bool = False, **options: Any
     ) -> InvokeReply | Iterator[Event]:
-        """Call a function (`name`, `name:alias` or `name:version`) with a prompt, its token ids, or messages.
+        """Calls a function (`name`, `name:alias` or `name:version`) with a prompt, its token ids, or messages.
 
         `options` are the request's other fields (docs/guide/invoke.md): max_tokens, temperature, n, stop, logit_bias,
         ...; and `session`: calls with equal ones are on the same side of an alias that splits its calls.
@@ -103,28 +103,30 @@ class Client(_Connected[httpx.Client]):
             return self.ask(call, DeployReply)
 
     def delete(self, name: str, force: bool = False) -> None:
-        """New calls answer `not_found` at once; running ones finish, or are cancelled with `force`."""
+        """Deletes a function: new calls answer `not_found` at once; running ones finish, or are cancelled with
+        `force`."""
         self.send(delete_call(name, force))
 
     def delete_version(self, name: str, version: int) -> None:
-        """A version that no alias points to."""
+        """Deletes a version that no alias points to."""
         self.send(delete_version_call(name, version))
 
     def send(self, call: Call) -> None:
-        """A request whose reply is empty."""
+        """Sends a request whose reply is empty."""
         with explained(self._connection.url):
             response = self._http.request(**call.arguments())
         if response.is_error:
             raise error_of(response, self._connection)
 
     def ask(self, call: Call, kind: type[Reply]) -> Reply:
-        """Any other request, such as those of garnish.operate; `kind` is the type of its reply."""
+        """Sends any other request, such as those of garnish.operate, and returns its reply; `kind` is the reply's
+        type."""
         with explained(self._connection.url):
             response = self._http.request(**call.arguments())
         return parse(response, kind, self._connection)
 
     def download(self, call: Call) -> Iterator[bytes]:
-        """A file's content as it comes, such as that of garnish.batches.content_call."""
+        """Yields a file's content as it comes; `call` is a request such as garnish.batches.content_call returns."""
         with explained(self._connection.url), self._http.stream(**call.arguments()) as response:
             if response.is_error:
                 response.read()

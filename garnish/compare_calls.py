@@ -35,7 +35,7 @@ TOP = 20
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What `garnish compare` was asked."""
+    """What `garnish compare` was asked to do."""
 
     name: str
     prompts: list[str]
@@ -59,7 +59,8 @@ def check_installed() -> None:
 
 
 def run_comparison(wanted: Wanted, service: ServiceFile, client: Client, step: Callable[[str], None]) -> Comparison:
-    """Ask the function, then PEFT alone, and compare. `step` is told what is being done. Raises FrontDoorError."""
+    """Asks the function, then PEFT alone, and returns the comparison. `step` is told what is being done. Raises
+    FrontDoorError."""
     model = resolve_base(service).directory
     version = _version(client, wanted.name)
     pinned = f"{version.function}:{version.version}"
@@ -86,7 +87,8 @@ def run_comparison(wanted: Wanted, service: ServiceFile, client: Client, step: C
 
 
 def _version(client: Client, name: str) -> VersionReply:
-    """The version that a call of the name has. Raises FrontDoorError."""
+    """Returns the version that a call of the name gets, which is found out by a call. Raises FrontDoorError for the
+    base model itself."""
     reply = client.invoke(name, "Hello", stream=False, max_tokens=1)
     if reply.version is None:
         raise FrontDoorError(f"{name} is the base model itself: name a function, whose adapter PEFT can load")
@@ -108,7 +110,7 @@ def has_chat_template(model: Path) -> bool:
 def _ask_function(
     client: Client, name: str, wanted: Wanted, step: Callable[[str], None]
 ) -> tuple[list[InvokeReply], list[float]]:
-    """Each prompt's greedy answer and its seconds, one call at a time. Raises GarnishError."""
+    """Returns each prompt's greedy answer and its seconds, asked for one call at a time. Raises GarnishError."""
     options: dict[str, Any] = {
         "max_tokens": wanted.max_tokens,
         "temperature": 0,

@@ -12,7 +12,7 @@ EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A token that is not PEFT's choice after the same tokens."""
+    """A token of the function's answer that is not PEFT's choice after the same tokens."""
 
     position: int
     """In the answer, from 0."""
@@ -31,7 +31,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One prompt."""
+    """The comparison of one prompt's answers."""
 
     prompt: str
     tokens: int
@@ -48,7 +48,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def is_equal(self) -> bool:
-        """Whether each token is PEFT's, but for ties."""
+        """Whether both sides read as many prompt tokens, and each token of the answer is PEFT's, but for ties."""
         return self.prompt_tokens[0] == self.prompt_tokens[1] and all(found.is_tie for found in self.differences)
 
 
@@ -106,8 +106,8 @@ def summarise(function: str, loaded: Loaded, rows: list[Row]) -> Comparison:
 
 
 def tie_width(size: float, dtype: str) -> float:
-    """How far two logits may lie apart and be swapped by rounding: 1e-4 in float32; in half precisions a rounding of
-    each side at the best logit's `size`, if that is more."""
+    """Returns how far two logits may lie apart and be swapped by rounding: 1e-4 in float32; in half precisions a
+    rounding of each side at the best logit's `size`, if that is more."""
     return max(FP32_TIE, 2 * EPSILON[dtype] * size)
 
 

@@ -35,7 +35,7 @@ Section = TypeVar("Section")
 
 
 class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole file; paths in it are still as written (relative to the file's folder)."""
+    """The whole serverless.yml; paths in it are still as written (relative to the file's folder)."""
 
     file: Path
     service: str
@@ -55,8 +55,8 @@ class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
         return self.file.absolute().parent / Path(written).expanduser()
 
     def adapter_files(self, name: str) -> AdapterFiles:
-        """The files of a declared function's adapter; one on the Hub is fetched. Raises GarnishError with one line that
-        says what is wrong."""
+        """Returns the files of a declared function's adapter; one on the Hub is fetched. Raises GarnishError with one
+        line that says what is wrong."""
         written, use = self.functions[name].adapter, f"functions.{name}.adapter: {{}}"
         return adapter_files(local_folder(written, use) if is_hub_place(written) else self.path(written), use)
 
@@ -191,7 +191,8 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
 
 
 def _matches(value: Any, pattern: str, path: FieldPath = ()) -> Iterator[tuple[FieldPath, dict[str, Any]]]:
-    """Fields of nested mappings that a dotted pattern (`*`: any key) names, each with the mapping that holds it."""
+    """Yields the fields of nested mappings that a dotted pattern (`*`: any key) names, each with the mapping that holds
+    it."""
     head, _, rest = pattern.partition(".")
     if not isinstance(value, dict):
         return
@@ -227,7 +228,7 @@ def _section(document: Document, path: FieldPath, kind: type[Section]) -> Sectio
 
 
 def _explained(document: Document, path: FieldPath, kind: type[Any], message: str) -> Exception:
-    """msgspec's message as a mistake in the file: the field it names, and what was expected."""
+    """Returns msgspec's message as a mistake in the file: the field that it names, and what was expected."""
     problem, _, where = message.partition(" - at `$")
     inner = path + tuple(part for part in re.split(r"[.\[\]]+", where.rstrip("`")) if part)
     fields: tuple[str, ...] = getattr(_type_at(kind, inner[len(path) :]), "__struct_encode_fields__", ())
@@ -295,7 +296,7 @@ def _check_devices(document: Document, node: Node) -> None:
 
 
 def tenant_names(loaded: ServiceFile) -> tuple[str, ...]:
-    """The declared tenants, the first of which is the default; `default` when none is declared."""
+    """Returns the declared tenants, the first of which is the default; `default` when none is declared."""
     return tuple(loaded.tenants) or (OPEN_TENANT,)
 
 

@@ -26,7 +26,7 @@ class Connection(msgspec.Struct, frozen=True):
 
 
 class _UserConfig(msgspec.Struct, frozen=True):
-    """~/.config/garnish/config.toml"""
+    """The content of ~/.config/garnish/config.toml."""
 
     url: str | None = None
     api_key: str | None = None

@@ -18,7 +18,7 @@ FILE_NAME = "credentials.toml"
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """With `auth: none` the keys are empty."""
+    """The content of credentials.toml: the service's URL and the keys for it. With `auth: none` the keys are empty."""
 
     url: str
     admin_key: str = ""
@@ -48,7 +48,7 @@ def read_credentials(file: Path) -> Credentials | None:
 
 
 def write_credentials(file: Path, credentials: Credentials) -> None:
-    """Replace the file in one step, so that a reader never sees half of it."""
+    """Replaces the file in one step, so that a reader never sees half of it."""
     lines = [
         f"{name} = {json.dumps(getattr(credentials, name))}"
         for name in ("url", "admin_key", "tenant", "api_key")
@@ -78,7 +78,7 @@ def read_operator_keys(file: Path) -> OperatorKeys:
 
 
 def adopt_keys(tenants: Tenants, names: Sequence[str], chosen: OperatorKeys, known: Credentials | None) -> Credentials:
-    """Make the operator's keys of these tenants valid; returns `known` with them in place of its own."""
+    """Makes the operator's keys of these tenants valid; returns `known` with them in place of its own."""
     keys = {name: chosen.keys[name] for name in names if chosen.keys.get(name)}
     for key in filter(None, (chosen.admin_key, *keys.values())):
         tenants.adopt_key(key)
@@ -89,7 +89,7 @@ def adopt_keys(tenants: Tenants, names: Sequence[str], chosen: OperatorKeys, kno
 def prepare_keys(
     tenants: Tenants, names: Sequence[str], known: Credentials | None, url: str
 ) -> tuple[Credentials, dict[str, str]]:
-    """Make the tenants exist, and a key for whoever has none that still works.
+    """Makes the tenants exist, and a key for whoever has none that still works.
 
     Returns the credentials and the keys that are new (`admin`, or `tenant NAME`), to be shown once.
     """

@@ -16,12 +16,14 @@ GONE = ("not_found", "node_failed")
 
 
 def known_nodes(client: Client) -> dict[str, NodeItem]:
-    """The nodes as the gateway sees them. Raises GarnishError, of type `unreachable` where there is no gateway."""
+    """Returns the nodes as the gateway sees them, by id. Raises GarnishError, of type `unreachable` where there is no
+    gateway."""
     return {str(node.record["id"]): node for node in client.ask(nodes_call(), NodeList).nodes}
 
 
 def drain(client: Client, nodes: Iterable[str], seconds: float, tell: Callable[[str], None]) -> list[str]:
-    """Drain those nodes that the gateway knows, and wait until none has a request open, or for so long.
+    """Drains those nodes that the gateway knows, and waits until none has a request open, `seconds` at most. `tell` is
+    called while it waits.
 
     Returns those that served before, for `undrain`. Raises GarnishError; after that, and whatever else ends it (Ctrl-C,
     a listener that has gone), they serve again: whoever gives up ends none of them.
@@ -53,7 +55,8 @@ def _wait(client: Client, waiting: list[str], seconds: float, tell: Callable[[st
 
 
 def set_draining(client: Client, node: str, drain: bool) -> bool:
-    """Returns whether there is such a node: it may have died, or never come up. Raises GarnishError."""
+    """Drains the node, or lets it serve again. Returns whether there is such a node: it may have died, or never come
+    up. Raises GarnishError."""
     try:
         client.ask(drain_call(node, drain), NodeItem)
     except GarnishError as error:

@@ -50,7 +50,8 @@ class GarnishError(FrontDoorError):
         self.request_id, self.status, self.retry_after = request_id, status, retry_after
 
     def report(self) -> str:
-        """The message and, on lines of their own, what is wrong in detail; in one line where that is one problem."""
+        """Returns the message and, on lines of their own, what is wrong in detail; in one line where that is one
+        problem."""
         if len(self.details) == 1 and str(self).endswith(_problem(self.details[0])):
             return str(self) + _expected(self.details[0])
         shown = [f"\n  {_detail(entry)}" for entry in self.details[:MAX_DETAILS]]

@@ -31,7 +31,7 @@ _NUMBER = r"(?=.*[1-9])\d+(\.\d+)? ?"
 
 
 def document() -> Schema:
-    """The whole schema."""
+    """Returns the whole schema of serverless.yml."""
     (top, *_), definitions = msgspec.json.schema_components(
         [Top, *SECTIONS.values(), *NAMED.values()], ref_template="#/$defs/{name}"
     )
@@ -61,14 +61,15 @@ def document() -> Schema:
 
 
 def _describe_sharing(gateway: Schema) -> None:
-    """More workers than one share what they know in Redis."""
+    """Makes the gateway's schema demand `redis` for more workers than one, which share what they know there."""
     gateway["properties"]["redis"] = _or_null(_text(r"(redis|rediss|unix)://.+"))
     gateway["if"] = {"required": ["workers"], "properties": {"workers": {"type": "number", "minimum": 2}}}
     gateway["then"] = {"required": ["redis"], "properties": {"redis": {"type": "string"}}}
 
 
 def _top_field(name: str, field: Schema, definitions: Schema, required: bool) -> Schema:
-    """null stands for a key that is left out, and for a section of which nothing is stated."""
+    """Returns the schema of a key at the top. null stands for a key that is left out, and for a section of which
+    nothing is stated."""
     if name in SECTIONS:
         return _or_null({"$ref": f"#/$defs/{SECTIONS[name].__name__}"})
     if name in NAMED:
@@ -87,7 +88,7 @@ def _top_field(name: str, field: Schema, definitions: Schema, required: bool) ->
 
 
 def _with_variable(field: Schema) -> Schema:
-    """The field, or an environment variable in its place where it takes no text anyway."""
+    """Returns the field's schema, which also takes an environment variable where the field takes no text anyway."""
     options = field.get("anyOf", [field])
     if not any("enum" in option or option.get("type") in ("integer", "number") for option in options):
         return field
@@ -112,7 +113,8 @@ def _takes_auto(parse: Callable[[object], object]) -> bool:
 
 
 def _only(field: Schema, served: tuple[object, ...]) -> Schema | bool:
-    """The values that ask for nothing that is not built."""
+    """Returns the field's schema with the `served` values alone, and null where it may be null: those that ask for
+    nothing that is not built. False where there are none."""
     nothing = [None] if {"type": "null"} in field.get("anyOf", ()) else []
     values = [*served, *nothing]
     if not values:
@@ -122,7 +124,7 @@ def _only(field: Schema, served: tuple[object, ...]) -> Schema | bool:
 
 
 def _holder(whole: Schema, path: str) -> tuple[Schema, str]:
-    """The properties among which a dotted path (`*`: any name) names the last one."""
+    """Returns the properties among which a dotted path (`*`: any name) names the last one, and its name."""
     holder = whole
     *sections, name = path.split(".")
     for part in sections:
@@ -131,7 +133,7 @@ def _holder(whole: Schema, path: str) -> tuple[Schema, str]:
 
 
 def _resolved(whole: Schema, field: Schema) -> Schema:
-    """The mapping's schema that a field refers to, null and words apart."""
+    """Returns the mapping's schema that a field refers to, null and words apart. Raises KeyError without one."""
     for option in field.get("anyOf", [field]):
         if "$ref" in option and option != _VARIABLE:
             found: Schema = whole["$defs"][option["$ref"].rpartition("/")[2]]

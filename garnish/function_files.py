@@ -21,9 +21,10 @@ READ_BYTES = 8 << 20
 
 @contextlib.contextmanager
 def registry_folder(registry: str, version: VersionReply) -> Iterator[Path]:
-    """A temporary folder with the version's two files, read from the registry and checked against their hashes.
+    """Provides a temporary folder with the version's two files, read from the registry and checked against their
+    hashes.
 
-    Raises FrontDoorError.
+    Raises FrontDoorError when the registry does not give them, or they were changed.
     """
     elsewhere = "name the folder that was deployed with --adapter"
     if "://" not in registry and not Path(registry).is_dir():
@@ -43,7 +44,7 @@ def registry_folder(registry: str, version: VersionReply) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def named_folder(folder: Path, version: VersionReply) -> Iterator[Path]:
-    """The folder, if its files are those of the version. Raises FrontDoorError."""
+    """Provides the folder itself, if its files are those of the version. Raises FrontDoorError."""
     files = adapter_files(folder, "--adapter {}")
     found = tuple(_sha256(file) for file in (files.config, files.weights))
     if found != (version.config_sha256, version.weights_sha256):

@@ -45,7 +45,8 @@ def is_hub_place(adapter: str | Path) -> bool:
 
 
 def local_folder(adapter: str | Path, use: str) -> Path:
-    """The directory that `adapter` names; one on the Hub is fetched into the cache first. `use`: as in adapter_files.
+    """Returns the directory that `adapter` names; one on the Hub is fetched into the cache first. `use`: as in
+    adapter_files.
 
     Raises GarnishError when the Hub has no such adapter, or neither it nor the cache can be read within MAX_SECONDS.
     """
@@ -71,7 +72,8 @@ def parse_place(written: str) -> HubPlace:
 
 
 def _other_files(names: list[str], place: HubPlace, written: str, use: str) -> str:
-    """One line about a repository without the two files. What is done with files is done with a copy of them."""
+    """Returns one line about a repository without the two files. What is to be done with the files there is done with a
+    copy of them."""
     if CONFIG_FILE not in names:
         return what_lies_there(names, written.partition("@")[0], use)
     copy = place.repository.partition("/")[2]

@@ -21,7 +21,7 @@ REPLY_SECONDS = 10.0
 
 
 class Refused(Exception):
-    """Why there is no such adapter for this caller; the text is meant for a person."""
+    """There is no such adapter for this caller; the text says why, and is meant for a person."""
 
 
 def fetch(place: HubPlace) -> Fetched:
@@ -76,7 +76,8 @@ def _cached(place: HubPlace, reason: str) -> Fetched:
 
 
 def _files(place: HubPlace, **options: Any) -> Fetched:
-    """Both files, of one commit."""
+    """Fetches both files, of one commit; with `local_files_only` from the cache. Raises Refused when they are not of
+    one commit."""
     from huggingface_hub import hf_hub_download
 
     folders = {

@@ -61,8 +61,8 @@ def for_people(line: str) -> str:
 
 
 def trace_lines(state: Path) -> Iterator[TraceLine]:
-    """The calls that ended well, by the time at which they came; tenants are numbered as they first appear. Raises
-    FrontDoorError."""
+    """Yields the calls that ended well, by the time at which they came; tenants are numbered as they first appear.
+    Raises FrontDoorError when there are none."""
     log_names(state)
     calls = sorted(_calls(log_of(state, "gateway")), key=lambda call: call.at)
     if not calls:
@@ -81,7 +81,8 @@ def trace_lines(state: Path) -> Iterator[TraceLine]:
 
 
 def _calls(log: Path) -> Iterator[Call]:
-    """Lines of other kinds, and lines that were cut when the log was begun anew, are passed over."""
+    """Yields the calls that the log holds. Lines of other kinds, and lines that were cut when the log was begun anew,
+    are passed over."""
     for text in _lines(log):
         if f'"{CALL}"' not in text:
             continue

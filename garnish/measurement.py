@@ -23,8 +23,9 @@ def run_measurement(
     command: Sequence[str] = COMMAND,
     patience: float = LONGEST_STEP,
 ) -> dict[str, Any]:
-    """The cold-start profile (`cold_start`) and the performance model (`performance`), which the process has also
-    written to `config.profile` and beside it; `step` is told what is being done, and which share of it is done.
+    """Measures the node, and returns its cold-start profile (`cold_start`) and its performance model (`performance`),
+    which the process has also written to `config.profile` and beside it. `step` is told what is being done, and which
+    share of it is done.
 
     The process ends with this call, however that ends, and with this process. Raises FrontDoorError.
     """

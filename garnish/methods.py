@@ -24,7 +24,8 @@ Reply = TypeVar("Reply")
 
 
 class Method(Generic[Parameters, Reply]):
-    """A method with the parameters of `request`, which asks it with `ask` and returns the reply, of the type `kind`."""
+    """A client's method with the parameters of `request`: it sends what that returns with the client's `ask`, and
+    returns the reply, of the type `kind`."""
 
     def __init__(self, request: Callable[Parameters, Call], kind: type[Reply]) -> None:
         self._request, self._kind = request, kind
@@ -46,7 +47,8 @@ class Method(Generic[Parameters, Reply]):
 
 
 class Methods:
-    """What takes one request and its reply; the functions of the requests say more of each."""
+    """The methods of both clients that take one request and its reply; the functions of the requests say more of
+    each."""
 
     functions = Method(protocol.functions_call, FunctionList)
     function = Method(protocol.function_call, FunctionReply)

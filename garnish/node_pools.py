@@ -45,7 +45,8 @@ def stack_of(service: ServiceFile, state: Path) -> Stack:
 
 
 def host_nodes_of(service: ServiceFile, node: str) -> int:
-    """How many nodes divide this host's cores with a node of this id, by the declared pools; 1 for one of no pool."""
+    """Returns how many nodes divide this host's cores with a node of this id, by the declared pools; 1 for a node of no
+    pool."""
     bounds = {name: pool.max for name, pool in service.node_pools.items() if pool.backend == "local"}
     pool, _, number = node.rpartition("-")
     return sharing_nodes(bounds.values()) if pool in bounds and number.isdecimal() else 1
@@ -94,7 +95,8 @@ def _local_host(service: ServiceFile, state: Path) -> LocalHost:
 
 
 def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
-    """None without infra.aws. With it and without pools in AWS their registry's bucket stays."""
+    """Returns what the `aws` backend needs to know; None without infra.aws. With it and without pools in AWS their
+    registry's bucket stays. Raises ServiceFileError where a key that nodes in AWS need is missing."""
     aws = service.infra.aws
     if aws is None:
         return None
@@ -113,7 +115,8 @@ def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
 
 
 def node_file(service: ServiceFile, state: Path) -> str:
-    """The service file of a node elsewhere, as JSON: what it reads, and nothing of tenants, functions or secrets."""
+    """Returns the service file of a node elsewhere, as JSON: what it reads, and nothing of tenants, functions or
+    secrets. Raises ServiceFileError for a simulated link."""
     node = msgspec.to_builtins(service.node)
     simulate = {name: value for name, value in node.pop("simulate").items() if value not in (None, 1)}
     stated = {name: value for name, value in node.items() if value is not None}
@@ -126,7 +129,7 @@ def node_file(service: ServiceFile, state: Path) -> str:
 
 
 def base_config(service: ServiceFile) -> dict[str, Any]:
-    """The base model's config.json; of a Hugging Face id only that file is fetched. Raises StartError."""
+    """Returns the base model's config.json; of a Hugging Face id only that file is fetched. Raises StartError."""
     file = service.path(service.base_model) / "config.json"
     try:
         if not file.is_file():
@@ -143,7 +146,8 @@ def base_config(service: ServiceFile) -> dict[str, Any]:
 
 
 def check_memory(service: ServiceFile) -> None:
-    """Raises FrontDoorError when a pool's GPUs are unknown, or too small for a node."""
+    """Raises InfraError when the GPUs of a pool in AWS are unknown, or too small for a node; StartError when the base
+    model's config.json can't be had."""
     pools = {name: pool for name, pool in service.node_pools.items() if pool.backend == "aws"}
     if not pools:
         return

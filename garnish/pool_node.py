@@ -51,7 +51,8 @@ class CreateError(Exception):
 
 
 def create(spec: Spec) -> None:
-    """Start the node, detached, and wait until its processes talk to each other. Raises CreateError.
+    """Starts the node, detached, and waits until its processes talk to each other. Raises CreateError when it does not
+    get up in START_SECONDS.
 
     Also when Terraform, which asked for it, has ended meanwhile (by kill -9): no state would hold the node.
     """
@@ -98,7 +99,7 @@ def _asked_by(parent: int, spec: Spec) -> None:
 
 
 def serve(spec: Spec) -> None:
-    """`garnish node`, in this process, beside a thread that keeps its log from growing without end."""
+    """Runs `garnish node` in this process, beside a thread that keeps its log from growing without end."""
     log = log_of(Path(spec.state), spec.node)
     threading.Thread(target=_keep_bounded, args=(log,), name="log", daemon=True).start()
     from garnish.cli.main import main as command_line

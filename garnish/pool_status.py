@@ -27,7 +27,7 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What there is."""
+    """What there is now, as Terraform's state, this host and the gateway tell."""
 
     applied: Mapping[str, Any]
     """Pools, as they were applied: an output of Terraform's state."""
@@ -42,7 +42,8 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def pool_statuses(stack: Stack, seen: Seen) -> list[PoolStatus]:
-    """The declared pools in the file's order, then those that are no longer declared and still there."""
+    """Returns the status of the declared pools in the file's order, then of those that are no longer declared and still
+    there."""
     applied, local = seen.applied, {*seen.held, *seen.alive}
     undeclared = {*applied, *map(pool_of, local)} - {pool.name for pool in stack.pools}
     return [

@@ -77,12 +77,13 @@ def _can_be_sent(text: str) -> bool:
 
 
 def _is_prompt(prompt: Prompt) -> bool:
-    """A text or its token ids, and not messages."""
+    """Whether `prompt` is a text or its token ids, and not messages."""
     return isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
 
 
 def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]) -> Call:
-    """`options` are fields of the request by their names, and `session`, a header; None means not stated."""
+    """Returns the request that calls a function. `options` are fields of the request by their names, and `session`, a
+    header; None means not stated."""
     stated = {field: value for field, value in options.items() if value is not None}
     session = stated.pop("session", None)
     body = {("prompt" if _is_prompt(prompt) else "messages"): prompt, **stated}
@@ -96,8 +97,8 @@ def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]
 
 @contextmanager
 def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool, warm: bool = False) -> Iterator[Call]:
-    """`adapter`: a directory, whose two files are kept open while the request is sent, `hf:org/name` on the Hugging
-    Face Hub, which is fetched first, or `s3://bucket/prefix`.
+    """Provides the request that deploys an adapter. `adapter`: a directory, whose two files are kept open while the
+    request is sent, `hf:org/name` on the Hugging Face Hub, which is fetched first, or `s3://bucket/prefix`.
 
     Raises GarnishError when it is none of these, or a file can't be read.
     """
@@ -127,7 +128,7 @@ def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool
 
 
 def functions_call(limit: int = 100, after: str | None = None) -> Call:
-    """A page of the tenant's functions; `next` of the reply is `after` of the next page."""
+    """Asks for a page of the tenant's functions; `next` of the reply is `after` of the next page."""
     return Call(method="GET", url="/functions", params={"limit": str(limit), **({"after": after} if after else {})})
 
 
@@ -136,17 +137,17 @@ def function_call(name: str) -> Call:
 
 
 def versions_call(name: str) -> Call:
-    """The manifests of all versions of a function."""
+    """Asks for the manifests of all versions of a function."""
     return Call(method="GET", url=f"/functions/{quote(name, safe='')}/versions")
 
 
 def tenant_call(tenant: str) -> Call:
-    """Its SLO, limits, weight and keys; needs an admin key."""
+    """Asks for a tenant's SLO, limits, weight and keys; needs an admin key."""
     return Call(method="GET", url=f"/tenants/{quote(tenant, safe='')}")
 
 
 def put_tenant_call(tenant: str, settings: dict[str, Any]) -> Call:
-    """Make a tenant, or give it these settings; needs an admin key."""
+    """Makes a tenant, or gives it these settings; needs an admin key."""
     return Call(method="PUT", url=f"/tenants/{quote(tenant, safe='')}", json=settings)
 
 
@@ -166,10 +167,11 @@ def alias_call(name: str, alias: str) -> Call:
 def set_alias_call(
     name: str, alias: str, target: AliasTarget, if_match: int | None = None, *, warm: bool = False
 ) -> Call:
-    """Point an alias to a version, or to several: `{3: 0.9, 4: 0.1}`.
+    """Points an alias to a version, or to several: `{3: 0.9, 4: 0.1}`.
 
-    `if_match`, here and below: the `generation` of a reply; `precondition_failed` when the function has changed.
-    `warm`, here and below: a node has it before calls come; the reply's `warnings` say when that took too long.
+    `if_match`, here and below: the `generation` of an earlier reply; `precondition_failed` when the function has
+    changed since. `warm`, here and below: a node loads the adapter before calls come; the reply's `warnings` say when
+    that took too long.
     """
     if isinstance(target, int):
         body: dict[str, Any] = {"version": target}
@@ -186,7 +188,7 @@ def set_alias_call(
 
 
 def rollback_call(name: str, alias: str = "latest", if_match: int | None = None, *, warm: bool = False) -> Call:
-    """Point an alias to what it pointed to before; again: one further back."""
+    """Points an alias to what it pointed to before; again: one further back."""
     return Call(
         method="POST",
         url=f"/functions/{quote(name, safe='')}/rollback",
@@ -198,24 +200,24 @@ def rollback_call(name: str, alias: str = "latest", if_match: int | None = None,
 
 
 def warm_call(name: str, version: str | None = None, *, tier: Tier = "device", copies: int = 1) -> Call:
-    """Bring what calls of the function would run (or a version, or an alias's) to its nodes now. Loads may still go on
+    """Brings what calls of the function would run (or a version, or an alias's) to its nodes now. Loads may still go on
     when it returns: the reply says where each is, and the same call again where it is then."""
     body = {"tier": tier, "copies": copies, **({} if version is None else {"version": version})}
     return Call(method="POST", url=f"/functions/{quote(name, safe='')}/warm", json=body)
 
 
 def forecast_call(name: str) -> Call:
-    """Whether calls of the function are expected soon, and which nodes are asked to have it ready."""
+    """Asks whether calls of the function are expected soon, and which nodes are asked to have it ready."""
     return Call(method="GET", url=f"/functions/{quote(name, safe='')}/forecast")
 
 
 def _flags(**flags: bool) -> dict[str, str]:
-    """Returns the query parameters of those that are set: an older service does not know them all."""
+    """Returns the query parameters of the flags that are set: an older service does not know them all."""
     return {name: "true" for name, value in flags.items() if value}
 
 
 def policy_call(name: str, policy: Mapping[str, Any], if_match: int | None = None) -> Call:
-    """Change the stated fields of a function's policy; None takes one back."""
+    """Changes the stated fields of a function's policy; None sets a field back to its default."""
     url = f"/functions/{quote(name, safe='')}"
     return Call(method="PATCH", url=url, json=dict(policy), headers=_condition(if_match))
 
@@ -231,7 +233,7 @@ def _condition(generation: int | None) -> dict[str, str]:
 def usage_call(
     tenant: str | None = None, start: str | None = None, end: str | None = None, group_by: Sequence[str] | None = None
 ) -> Call:
-    """Sums of what was used from `start` to `end` (ISO 8601 or Unix time; by default the last 24 hours).
+    """Asks for sums of what was used from `start` to `end` (ISO 8601 or Unix time; by default the last 24 hours).
 
     `group_by`: of tenant, function, version, hour. With an admin key `tenant` says whose; None: of all.
     """
@@ -302,7 +304,7 @@ def _decode(content: bytes, kind: type[Reply]) -> Reply:
 
 
 class EventReader:
-    """Server-sent events, line by line. Comments keep idle connections alive and carry nothing."""
+    """Reads server-sent events, line by line. Comments keep idle connections alive and carry nothing."""
 
     def __init__(self) -> None:
         self._name = ""
@@ -311,7 +313,8 @@ class EventReader:
         """Whether `done` came: a stream that ends without it broke off."""
 
     def line(self, line: str) -> Event | None:
-        """The event that this line completes. Raises GarnishError for an `error` event."""
+        """Returns the event that this line completes; None when it completes none. Raises GarnishError for an `error`
+        event."""
         if line:
             field, _, value = line.partition(":")
             value = value.removeprefix(" ")
@@ -333,6 +336,6 @@ class EventReader:
         return None
 
     def end(self) -> None:
-        """Raises GarnishError when the stream broke off."""
+        """Ends the stream. Raises GarnishError when it broke off before its `done` event."""
         if not self.finished:
             raise GarnishError("node_failed", "the stream ended before its `done` event")

@@ -36,7 +36,7 @@ Apply = Callable[[Callable[[Event], None]], None]
 
 
 class Provision:
-    """One command's view: the file, its stack and the directory where Terraform works."""
+    """What one command works on: the service file, its stack and the directory where Terraform works."""
 
     def __init__(self, file: Path, state: Path) -> None:
         self.state = state.absolute()
@@ -65,7 +65,8 @@ class Provision:
             return self.workspace.plan(self.stack, self.made_for, self._dead(held), strays=strays)
 
     def apply(self, confirm: Callable[[PlanNote], None], tell: Tell) -> PlanNote:
-        """The saved plan; `confirm` is shown it first, and raises to stop."""
+        """Applies the saved plan; `confirm` is shown it first, and raises to stop. Nodes that go are drained before.
+        Raises FrontDoorError."""
         with told():
             check_memory(self.service)
         with told(), self.workspace.held():
@@ -104,7 +105,8 @@ class Provision:
             )
 
     def destroy(self, confirm: Callable[[PlanNote], None], tell: Tell, *, force: bool) -> PlanNote:
-        """Everything, after the nodes have been drained. Raises FrontDoorError."""
+        """Destroys everything, after the nodes have been drained; `force`: also where they can't be. Raises
+        FrontDoorError."""
         with told(), self.workspace.held():
             tell("preparing terraform")
             self.workspace.open(self.stack)
@@ -135,8 +137,8 @@ class Provision:
         return [f"{line}; the plan keeps that, until `desired` is edited" for line in told]
 
     def _dead(self, held: Mapping[str, str]) -> dict[str, str]:
-        """Addresses of nodes in the state that should go on but whose process has ended, or whose GPU has failed; with
-        what became of them."""
+        """Returns the addresses of nodes in the state that should go on but whose process has ended, or whose GPU has
+        failed; with what became of them."""
         alive = {key.node for key in self._running(held)}
         failed = {node for node, known in self._seen_nodes().items() if gpu_fault(known)} if alive else set()
         wanted = set(declared_nodes(self.stack))
@@ -173,8 +175,8 @@ class Provision:
                 undrain(client, nodes)
 
     def _strays(self, held: Collection[str]) -> list[NodeKey]:
-        """Nodes of this service's pools that the state does not hold: of a creation that failed, or of a state that was
-        lost."""
+        """Returns the nodes of this service's pools that run and that the state does not hold: of a creation that
+        failed, or of a state that was lost."""
         return sorted((key for key in self._running(()) if key.node not in held), key=lambda key: key.node)
 
     def _stray_changes(self, held: Collection[str]) -> list[Change]:
@@ -224,7 +226,7 @@ class Provision:
         }
 
     def _seen_nodes(self) -> dict[str, NodeItem]:
-        """The nodes as the gateway sees them; empty where it can't be asked."""
+        """Returns the nodes as the gateway sees them, by id; empty where it can't be asked."""
         try:
             with admin_client(self.state) as client:
                 return known_nodes(client)
@@ -233,7 +235,8 @@ class Provision:
 
 
 def check_credentials(stack: Stack) -> None:
-    """Named here, before terraform looks in vain for minutes; their values are never read. Raises InfraError."""
+    """Raises InfraError where AWS credentials or a region are needed and missing. They are named here, before terraform
+    looks in vain for minutes; their values are never read."""
     if stack.aws is None and stack.state is None:
         return
     import boto3
@@ -251,7 +254,8 @@ def check_credentials(stack: Stack) -> None:
 
 
 def render_to(file: Path, state: Path, out: Path) -> list[Path]:
-    """The root module for people who run Terraform themselves; returns the files. Needs no terraform."""
+    """Writes the root module into `out`, for people who run Terraform themselves; returns the files. Needs no
+    terraform."""
     from infra.render import write_root
 
     service = load_service_file(file)
@@ -261,18 +265,19 @@ def render_to(file: Path, state: Path, out: Path) -> list[Path]:
 
 
 def told() -> AbstractContextManager[None]:
-    """Failures of `infra` as those that the command line shows in one line."""
+    """Raises failures of `infra` as FrontDoorError, which the command line shows in one line."""
     return raised_as(FrontDoorError, InfraError)
 
 
 def unchanged() -> AbstractContextManager[None]:
-    """Failures before anything was changed."""
+    """Raises failures as Unchanged: nothing was changed before them."""
     return raised_as(Unchanged, FrontDoorError, InfraError)
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """TERM and HUP are as Ctrl-C: nodes that were drained serve again. One that is ignored (by `nohup`) stays so."""
+    """Makes TERM and HUP end the block as Ctrl-C does: nodes that were drained serve again. One that is ignored (by
+    `nohup`) stays so."""
     numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
     taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     for number in taken:
@@ -285,7 +290,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _progress(event: dict[str, Any], tell: Tell) -> None:
-    """One line per resource that begins, ends or fails; long ones say that they go on."""
+    """Tells one line for a resource that begins, ends or fails; and for long ones that they go on."""
     hook, name = event.get("hook") or {}, _name_in(event)
     action = hook.get("action", "").replace("delete", "destroy")  # one word for it everywhere
     seconds = hook.get("elapsed_seconds", 0)
@@ -312,7 +317,8 @@ def _state_told(node: NodeItem) -> str:
 
 
 def _of_size(change: Change) -> bool:
-    """Whether it only makes or ends nodes of local pools, by their number or because they, or their GPU, have died."""
+    """Whether the change only makes or ends nodes of local pools, by their number or because they, or their GPU, have
+    died."""
     if "terraform_data.node[" not in change.address:
         return False
     return change.action == "create" or change.reason in (DEAD, FAILED, REASONS["delete_because_each_key"])

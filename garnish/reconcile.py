@@ -23,12 +23,13 @@ from gateway.routes.deploy import DeployReply
 
 class Connect(Protocol):
     def __call__(self, tenant: str | None, *, admin: bool = False) -> Client:
-        """A client that acts for the tenant, with the administrator's key if asked."""
+        """Returns a client that acts for the tenant, with the administrator's key if asked."""
 
 
 class FunctionStep(msgspec.Struct, frozen=True):
-    """`create`: the adapter becomes a new version. `move`: it is one already, and the alias has to point to it. `set`:
-    only its policy has to change, which it may with the others, too."""
+    """What is to be done for one function. `create`: the adapter becomes a new version. `move`: the adapter is a
+    version already, and the alias has to point to it. `set`: only the function's policy has to change, which it may
+    with the others, too."""
 
     tenant: str
     function: str
@@ -60,8 +61,8 @@ class FunctionStep(msgspec.Struct, frozen=True):
 
 
 class TenantStep(msgspec.Struct, frozen=True):
-    """`change`: what the file states of it is not so. `later`: nor is it, but the gateway itself takes the tenant from
-    its own service file."""
+    """What is to be done for one tenant. `change`: what the file states of it is not so. `later`: nor is it, but the
+    gateway itself takes the tenant from its own service file."""
 
     tenant: str
     action: Literal["create", "change", "later", "none"]
@@ -108,7 +109,8 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
 
 
 def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
-    """One change after another; `tell` hears of each before it begins. Raises GarnishError: what was done stays."""
+    """Carries out one change after another, and yields the reply of each deploy; `tell` is called with each before it
+    begins. Raises GarnishError: what was done before stays."""
     for step in plan.tenants:
         if step.action in ("create", "change"):
             tell(str(step))

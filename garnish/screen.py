@@ -45,35 +45,35 @@ class Screen:
         return self._out.is_terminal
 
     def line(self, text: str = "") -> None:
-        """A line for people; nothing with `as_json`."""
+        """Writes a line for people; nothing with `as_json`."""
         if not self.as_json:
             self.piece(text + "\n")
 
     def styled(self, text: str) -> None:
-        """A line whose control characters are ours; nothing with `as_json`."""
+        """Writes a line whose control characters are ours; nothing with `as_json`."""
         if not self.as_json:
             self._out.file.write(text + "\n")
             self._out.file.flush()
 
     def piece(self, text: str) -> None:
-        """Text as it comes, without a line break; a terminal gets no control characters of others."""
+        """Writes text as it comes, without a line break; a terminal gets no control characters of others."""
         self._out.file.write(printable(text) if self.is_terminal else text)
         self._out.file.flush()
 
     def pieces(self, content: Iterable[bytes]) -> None:
-        """UTF-8 text that is too long to hold, as it comes."""
+        """Writes UTF-8 text that is too long to hold, as it comes."""
         decoder = getincrementaldecoder("utf-8")(errors="replace")
         for piece in content:
             self.piece(decoder.decode(piece))
 
     def result(self, value: Any) -> None:
-        """The command's outcome as JSON; nothing without `as_json`."""
+        """Writes the command's outcome as JSON; nothing without `as_json`."""
         if self.as_json:
             self._out.file.write(msgspec.json.encode(value).decode() + "\n")
             self._out.file.flush()
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-        """A table for people; nothing with `as_json`."""
+        """Writes a table for people; nothing with `as_json`."""
         if self.as_json:
             return
         if not self.is_terminal:
@@ -102,7 +102,7 @@ class Screen:
             self._status = None
 
     def note(self, text: str) -> None:
-        """Something that happened, on standard error."""
+        """Writes something that happened to standard error."""
         self._err.print(printable(text))
 
 

@@ -34,14 +34,14 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 class Base(msgspec.Struct, frozen=True):
-    """Where the base model lies, and what it is called."""
+    """Where the base model lies, and its id."""
 
     directory: Path
     id: str
 
 
 def resolve_base(service: ServiceFile) -> Base:
-    """The base model's directory; a Hugging Face id is fetched first, if it is not in the cache.
+    """Returns the base model's directory and id; a Hugging Face id is fetched first, if it is not in the cache.
 
     Raises StartError when it is not there.
     """
@@ -98,7 +98,8 @@ def gateway_config(
     port: int | None = None,
     shutdown_seconds: float | None = None,
 ) -> GatewayConfig:
-    """`host` and `port` of the command line win over the file. Raises ServiceFileError."""
+    """Returns the gateway's settings. `host` and `port` of the command line win over the file; `shutdown_seconds`: how
+    long open requests get at the end. Raises ServiceFileError."""
     bounds: dict[str, Any] = {"hold_seconds": service.gateway.hold, "shutdown_seconds": shutdown_seconds}
     config = GatewayConfig(
         model_dir=str(base.directory),
@@ -141,7 +142,7 @@ def node_config(
     stop_seconds: float = UP_SHUTDOWN_SECONDS,
     pool: str = "",
 ) -> NodeConfig:
-    """`host_nodes` of this host, the new one included, divide its cores."""
+    """Returns the settings of one node. `host_nodes` nodes of this host, the new one included, divide its cores."""
     return NodeConfig(
         node_id=node_id,
         pool=pool,
@@ -189,7 +190,8 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
 
 
 def _disk_cache(service: ServiceFile, state: Path, node_id: str) -> DiskCacheConfig | None:
-    """Unless the file says otherwise: 10 GiB for a registry that is far away, none for one in a directory."""
+    """Returns the settings of a node's disk cache; None for none. Unless the file says otherwise it has 10 GiB for a
+    registry that is far away, and there is none for a registry in a directory."""
     asked = service.node.disk_cache
     if asked == "off" or (asked is None and not store_kind(registry_of(service, state)).remote):
         return None

@@ -14,12 +14,13 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
 
 
 def parse_bytes(value: object) -> int:
-    """`4GiB`, `200MB` or a plain number of bytes, above 0. Raises ValueError that says what was expected."""
+    """Returns the bytes that `4GiB`, `200MB` or a plain number above 0 stands for. Raises ValueError that says what was
+    expected."""
     return math.ceil(_quantity(value, BYTES, "a size such as 512MiB, 4GiB or 2GB"))
 
 
 def parse_rate(value: object) -> float:
-    """`1GB/s`, as bytes per second. Raises ValueError."""
+    """Returns the bytes per second of a rate such as `1GB/s`. Raises ValueError that says what was expected."""
     expected = "a rate such as 200MB/s or 1GB/s"
     if not isinstance(value, str) or not value.endswith("/s"):
         raise ValueError(f"expected {expected}, found {value!r}")
@@ -27,12 +28,13 @@ def parse_rate(value: object) -> float:
 
 
 def parse_seconds(value: object) -> float:
-    """`15m`, `250ms` or a plain number of seconds, above 0. Raises ValueError."""
+    """Returns the seconds that `15m`, `250ms` or a plain number above 0 stands for. Raises ValueError that says what
+    was expected."""
     return float(_quantity(value, SECONDS, "a duration such as 30s, 15m or 2h"))
 
 
 def shown_bytes(count: int) -> str:
-    """`2.3 MiB`: a number of bytes, at least 0, with three digits or less of the largest fitting unit."""
+    """Returns a number of bytes, at least 0, as `2.3 MiB`: with three digits or less of the largest fitting unit."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while round(size) >= 1024 and len(units) > 1:
         size /= 1024
@@ -41,7 +43,8 @@ def shown_bytes(count: int) -> str:
 
 
 def _quantity(value: object, units: dict[str, float] | dict[str, int], expected: str) -> Fraction:
-    """Exact: a float would move large sizes by some bytes."""
+    """Returns the quantity in the unit that counts as 1 in `units`. It is exact: a float would move large sizes by some
+    bytes. Raises ValueError with `expected`."""
     text = str(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in units:

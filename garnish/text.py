@@ -6,5 +6,5 @@ from datetime import UTC, datetime
 
 
 def shown_time(moment: float) -> str:
-    """`2026-11-21T19:22:44Z`, of seconds since 1970."""
+    """Returns a moment, in seconds since 1970, as `2026-11-21T19:22:44Z`."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -18,7 +18,7 @@ from infra.stack import Stack, node_ids
 
 
 class ThisHost:
-    """As infra.autoscale.local.Host; `state` is absolute."""
+    """Does what infra.autoscale.local.Host asks of this host; `state` is an absolute path."""
 
     def __init__(self, file: Path, state: Path) -> None:
         self._file, self._state = file, state
@@ -30,7 +30,8 @@ class ThisHost:
             return stack_of(load_service_file(self._file), self._state)
 
     def stated(self, pool: str) -> int:
-        """`desired` in the service file now."""
+        """Returns `desired` of the pool in the service file now. Raises InfraError when the file has no such pool any
+        more."""
         with _told():
             entry = load_service_file(self._file).node_pools.get(pool)
         if entry is None:
@@ -66,5 +67,5 @@ class ThisHost:
 
 
 def _told() -> AbstractContextManager[None]:
-    """Failures of the front door as the driver tells them."""
+    """Raises failures of the front door as InfraError, which the driver tells."""
     return raised_as(InfraError, FrontDoorError)

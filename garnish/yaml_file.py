@@ -26,7 +26,8 @@ _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class Document:
-    """`value` is made of dict, list, str, int, float, bool and None; `line` tells where a field stands (from 1)."""
+    """A YAML file's content. `value` is made of dict, list, str, int, float, bool and None; `error` tells at which line
+    a field stands (from 1)."""
 
     def __init__(self, file: Path, value: Any, lines: Mapping[FieldPath, int]) -> None:
         self.file = file
@@ -34,7 +35,8 @@ class Document:
         self._lines = lines
 
     def error(self, path: FieldPath, problem: str) -> ServiceFileError:
-        """A mistake at a field, or at the nearest field around it that the file states."""
+        """Returns a mistake at a field, with the line of that field, or of the nearest one around it that the file
+        states."""
         known = path
         while known and known not in self._lines:
             known = known[:-1]
@@ -42,7 +44,8 @@ class Document:
 
 
 def read_yaml(file: Path, environment: Mapping[str, str] | None = None) -> Document:
-    """Read the file; `${env:NAME}` in a value becomes that variable. Raises ServiceFileError."""
+    """Reads the file; `${env:NAME}` in a value becomes that variable of `environment` (by default the process's).
+    Raises ServiceFileError."""
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)

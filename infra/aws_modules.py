@@ -21,8 +21,9 @@ class AwsParts(msgspec.Struct, frozen=True):
 
 
 def aws_parts(stack: Stack) -> AwsParts:
-    """Empty for a stack without AWS. One with AWS and without pools keeps the registry's bucket, and what Terraform
-    needs to destroy pools that were there. Raises InfraError."""
+    """Returns the modules and providers of the stack's part in AWS; none for a stack without AWS. One with AWS and
+    without pools keeps the registry's bucket, and what Terraform needs to destroy pools that were there. Raises
+    InfraError without a registry on S3."""
     if stack.aws is None:
         return AwsParts()
     if stack.registry is None:

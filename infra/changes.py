@@ -49,7 +49,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 def changes_of(
     shown: Mapping[str, Any], pools: Mapping[str, str], dead: Mapping[str, str], *, destroy: bool = False
 ) -> list[Change]:
-    """Rows of a plan as `terraform show -json` gives it.
+    """Returns the rows of a plan as `terraform show -json` gives it, by pool and address.
 
     `pools` maps modules to pools; `dead` maps addresses to what became of their process.
     """
@@ -93,7 +93,7 @@ def _reason(entry: Mapping[str, Any], action: str) -> str:
 
 
 def _changed(change: Mapping[str, Any]) -> list[str]:
-    """Names of the attributes that are to differ; their values may be long, and are in the plan itself."""
+    """Returns the names of the attributes that are to differ; their values may be long, and are in the plan itself."""
     before, after = change.get("before") or {}, change.get("after") or {}
     return sorted(name for name in after if before.get(name) != after[name])
 

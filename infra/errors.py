@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class InfraError(Exception):
-    """Something that the operator must know or mend; nothing was left half-told."""
+    """Something that the operator must know or mend; the message tells all of it."""
 
 
 class TerraformMissing(InfraError):
@@ -15,7 +15,7 @@ class TerraformMissing(InfraError):
 
 
 class StateLocked(InfraError):
-    """Someone else works on this state."""
+    """Another command or person works on this state."""
 
 
 class StateElsewhere(InfraError):
@@ -29,11 +29,11 @@ class StateElsewhere(InfraError):
 
 
 class StalePlan(InfraError):
-    """The saved plan is not for what there is now."""
+    """The saved plan is not for what there is now, or there is none."""
 
 
 class Unchanged(InfraError):
-    """It ended before anything was changed."""
+    """The work ended before anything was changed."""
 
 
 class TerraformFailed(InfraError):
@@ -41,7 +41,7 @@ class TerraformFailed(InfraError):
 
 
 class Interrupted(InfraError):
-    """Ctrl-C: terraform has saved its state and ended."""
+    """Ctrl-C, or another signal: terraform has saved its state and ended."""
 
 
 @contextmanager

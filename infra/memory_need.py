@@ -26,7 +26,7 @@ GIB = float(1 << 30)
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on the device."""
+    """What a node needs on the device, in bytes."""
 
     weights: int
     adapters: int
@@ -39,8 +39,9 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_memory: int | None) -> Need:
-    """`config` is the base model's config.json; `dtype` as the file has it. Raises InfraError for an unknown dtype, or
-    a model that is not Llama-like."""
+    """Returns what a node needs at least. `config` is the base model's config.json; `dtype` as the file has it;
+    `adapter_memory` and `kv_memory` in bytes (None: room for MIN_KV_TOKENS, or for one longest context if that is
+    less). Raises InfraError for an unknown dtype, or a model that is not Llama-like."""
     _check_config(config)
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -63,8 +64,8 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 
 def parameters(config: Mapping[str, Any]) -> int:
-    """Projections, norms, embeddings, and a head of its own unless it is tied; a family that is not served counts as
-    Llama's."""
+    """Returns the number of parameters: projections, norms, embeddings, and a head of its own unless it is tied; a
+    family that is not served counts as Llama's."""
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     widths, family = projection_widths(config), FAMILIES.get(str(config.get("model_type")), LLAMA)
     biased = {*family.biased}.union(*(names for key, names in family.bias_keys.items() if config.get(key)))
@@ -77,7 +78,7 @@ def parameters(config: Mapping[str, Any]) -> int:
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], item: int) -> int:
-    """Keys and values of all layers."""
+    """Returns the bytes of one token's keys and values in all layers; `item` is the bytes of one element."""
     return kv_elements(int(config["num_hidden_layers"]), projection_widths(config)) * item
 
 

@@ -23,7 +23,7 @@ Block = dict[str, Any]
 
 
 def render(stack: Stack) -> Block:
-    """The root module. Raises InfraError for a stack that can't be."""
+    """Returns the root module. Raises InfraError for a stack that can't be."""
     check_stack(stack)
     parts = aws_parts(stack)
     modules = {module_name(pool.name): _local_module(stack, pool) for pool in stack.local_pools}
@@ -50,7 +50,8 @@ def text_of(root: Block) -> str:
 
 
 def write_root(stack: Stack, directory: Path) -> str:
-    """Write the root module and the modules it uses; what else lies in the directory stays. Returns the root's text."""
+    """Writes the root module and the modules it uses; what else lies in the directory stays. Returns the root's text.
+    Raises InfraError."""
     root = render(stack)
     text = text_of(root)
     try:
@@ -100,7 +101,8 @@ def _pool_output(pool: Pool) -> Block:
 
 
 def _backend(stack: Stack) -> Block:
-    """Where the state lies; for S3, region and credentials come from the environment, as for every tool of AWS."""
+    """Returns where the state lies; for S3, region and credentials come from the environment, as for every tool of
+    AWS."""
     if stack.state is None:
         return {"local": {"path": STATE_FILE}}
     key = "/".join(part for part in (stack.state.prefix, stack.service, STATE_FILE) if part)
@@ -108,7 +110,8 @@ def _backend(stack: Stack) -> Block:
 
 
 def _write_modules(target: Path, names: set[str]) -> None:
-    """Replaces or removes those of ours alone: the directory may hold others'."""
+    """Writes the modules `names`, and removes our other ones. Nothing else in the directory is touched: it may hold
+    others'."""
     for old in sorted(MODULES.iterdir()):
         shutil.rmtree(target / old.name, ignore_errors=True)
     for name in sorted(names):

@@ -104,13 +104,13 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sharing_nodes(bounds: Iterable[int]) -> int:
-    """Into how many parts nodes divide their host's cores, by the local pools' `max`: whatever is desired just now, so
-    that all nodes have one share, however they are scaled."""
+    """Returns into how many parts nodes divide their host's cores, from the `max` of the local pools (`bounds`),
+    whatever is desired just now, so that all nodes have one share, however they are scaled."""
     return max(1, sum(bounds))
 
 
 def module_name(pool: str) -> str:
-    """A pool's module in the root module: names of Terraform take no dots."""
+    """Returns the name of a pool's module in the root module: names of Terraform take no dots."""
     return "pool_" + pool.replace(".", "_")
 
 
@@ -120,7 +120,7 @@ def node_ids(pool: str, count: int) -> list[str]:
 
 
 def pool_of(node: str) -> str:
-    """The local pool that a node with such an id is of."""
+    """Returns the local pool that a node with such an id is of."""
     return node.rpartition("-")[0]
 
 

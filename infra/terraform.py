@@ -55,7 +55,7 @@ class Program(msgspec.Struct, frozen=True):
 
 
 def find_program(search: str | None = None) -> Program:
-    """The first of terraform and tofu on PATH that is new enough. Raises TerraformMissing."""
+    """Returns the first of terraform and tofu on PATH that is new enough. Raises TerraformMissing."""
     old: list[str] = []
     for name in PROGRAMS:
         path = shutil.which(name, path=search)
@@ -80,7 +80,8 @@ def _version(path: str) -> str:
 
 
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The caller's, without what would change what a command means."""
+    """Returns the caller's environment (`base`: another one), without what would change what a command means, and with
+    the settings for use without a terminal."""
     base = os.environ if base is None else base
     kept = {name: value for name, value in base.items() if not MEDDLING.fullmatch(name)}
     file = kept.get("TF_CLI_CONFIG_FILE")
@@ -90,14 +91,15 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 class Terraform:
-    """Commands in one root module's directory."""
+    """Runs terraform's commands in one root module's directory."""
 
     def __init__(self, program: Program, directory: Path) -> None:
         self.program = program
         self.directory = directory
 
     def init(self) -> None:
-        """Downloads only what the root module asks for: nothing for local pools.
+        """Makes the directory ready for the other commands. Downloads only what the root module asks for: nothing for
+        local pools.
 
         Raises StateElsewhere when `infra.state` names another place than at the last command.
         """
@@ -115,11 +117,11 @@ class Terraform:
         self._run(["plan", "-json", f"-lock-timeout={LOCK_TIMEOUT}", f"-out={out}", *flags], _ignore)
 
     def apply(self, plan: str, on_event: Callable[[Event], None]) -> None:
-        """Exactly the saved plan."""
+        """Applies exactly the saved plan; `on_event` is called with each event."""
         self._run(["apply", "-json", f"-lock-timeout={LOCK_TIMEOUT}", plan], on_event)
 
     def show(self, plan: str | None = None) -> dict[str, Any]:
-        """The state, or a saved plan, in Terraform's documented JSON form."""
+        """Returns the state, or a saved plan, in Terraform's documented JSON form."""
         command = [self.program.path, "show", "-json", *([plan] if plan else [])]
         try:
             done = subprocess.run(
@@ -183,7 +185,8 @@ class Terraform:
 
 
 def _heard_out(process: subprocess.Popen[str], interrupts: list[int]) -> None:
-    """Interrupt it, unless it was, and read on: it saves its state, and a closed pipe would kill it before that."""
+    """Interrupts terraform, unless it was, and reads on until it has ended: it saves its state, and a closed pipe would
+    kill it before that."""
     if not interrupts:
         interrupts.append(signal.SIGINT)
         process.send_signal(signal.SIGINT)
@@ -217,7 +220,8 @@ def _event(line: str) -> Event | None:
 
 @contextmanager
 def _passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """TERM, INT and HUP become one INT for terraform, which saves its state and ends; a second would make it give up.
+    """Passes TERM, INT and HUP on to terraform as one INT; it saves its state and ends, and a second one would make it
+    give up. Yields the list of the signals that came.
 
     A signal that is ignored (by `nohup`, or in the background of a script) stays so.
     """
@@ -295,7 +299,7 @@ def _unlocking(said: str) -> str:
 
 
 def redacted(text: str, base: Mapping[str, str] | None = None) -> str:
-    """The text without the values of credentials."""
+    """Returns the text without the values of credentials that stand in the environment (`base`: another one)."""
     base = os.environ if base is None else base
     for name in SECRETS:
         value = base.get(name, "")

@@ -12,7 +12,8 @@ _TEMPLATE = re.compile(r"([$%])\{")
 
 
 def literal(value: Any) -> Any:
-    """The value as Terraform's JSON means it: `${` and `%{` in a text would be templates."""
+    """Returns the value with `${` and `%{` escaped, so that Terraform's JSON means it as it is: they would be
+    templates."""
     if isinstance(value, str):
         return _TEMPLATE.sub(r"\1\1{", value)
     if isinstance(value, dict):
@@ -21,7 +22,8 @@ def literal(value: Any) -> Any:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Whole or not at all, and for its owner alone: a reader never sees half a file. Raises OSError."""
+    """Writes the file whole or not at all, readable for its owner alone: a reader never sees half a file. Raises
+    OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # mkstemp makes it 0600
     with os.fdopen(descriptor, "w") as stream:
         stream.write(text)

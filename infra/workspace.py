@@ -30,7 +30,7 @@ PLACE_FILE = "place"
 
 
 class PlanNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies beside a saved plan: what it was made for, and what it does."""
+    """What lies beside a saved plan: what the plan was made for, and what it does."""
 
     made_for: str
     """Digest of serverless.yml and the root module rendered from it."""
@@ -40,8 +40,8 @@ class PlanNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workspace:
-    """Use it inside `held()`: one command at a time works in a directory. `home`: that of a service file that names no
-    other; it is noted there which one was used."""
+    """The directory in which Terraform works for a service. To be used inside `held()`: one command at a time works in
+    a directory. `home` is the directory of a service file that names no other; the one that was used is noted there."""
 
     def __init__(self, directory: Path, program: Program, home: Path | None = None) -> None:
         self.directory, self._home = directory, home or directory
@@ -71,13 +71,14 @@ class Workspace:
             ) from None
 
     def open(self, stack: Stack) -> None:
-        """Write the root module and let terraform get ready for it. Raises StateElsewhere."""
+        """Writes the root module and lets terraform get ready for it. Raises StateElsewhere."""
         self._check_place()
         write_root(stack, self.directory)
         self._terraform.init()
 
     def _check_place(self) -> None:
-        """Without its state, all that there is would be made a second time, and never ended."""
+        """Notes that this directory is used. Raises StateElsewhere where another one was used before: without its
+        state, all that there is would be made a second time, and never ended."""
         here, home = self.directory.resolve(), self._home.resolve()
         note = home / PLACE_FILE
         try:
@@ -102,8 +103,9 @@ class Workspace:
         strays: Iterable[Change] = (),
         destroy: bool = False,
     ) -> PlanNote:
-        """Make and save a plan; `dead` maps addresses to be replaced to what became of their process. `strays`, of
-        which Terraform does not know, end, too: beside what it plans, or because it makes them anew."""
+        """Makes and saves a plan, and returns its note. `dead` maps addresses to be replaced to what became of their
+        process. `strays`, of which Terraform does not know, end, too: beside what it plans, or because it makes them
+        anew."""
         self.forget_plan()
         changes = self._planned(PLAN_FILE, stack, dead or {}, destroy=destroy)
         changes = _with_strays(changes, {change.resource: change for change in strays})
@@ -112,7 +114,7 @@ class Workspace:
         return note
 
     def plan_sizes(self, stack: Stack, dead: Mapping[str, str]) -> list[Change]:
-        """A plan beside the saved one, for `apply_sizes`."""
+        """Makes a plan beside the saved one, for `apply_sizes`, and returns what it would change."""
         return self._planned(SIZE_PLAN_FILE, stack, dead, destroy=False)
 
     def _planned(self, file: str, stack: Stack, dead: Mapping[str, str], *, destroy: bool) -> list[Change]:
@@ -121,7 +123,7 @@ class Workspace:
         return changes_of(self._terraform.show(file), pools, dead, destroy=destroy)
 
     def saved(self, made_for: str) -> PlanNote:
-        """The saved plan's note. Raises StalePlan when there is none, or it was made for something else."""
+        """Returns the saved plan's note. Raises StalePlan when there is none, or it was made for something else."""
         try:
             note = msgspec.json.decode((self.directory / NOTE_FILE).read_bytes(), type=PlanNote)
             digest = self._plan_digest()
@@ -152,7 +154,7 @@ class Workspace:
             (self.directory / name).unlink(missing_ok=True)
 
     def state(self) -> dict[str, Any]:
-        """The state's `values`; empty when nothing was ever made."""
+        """Returns the state's `values`; empty when nothing was ever made."""
         return self._terraform.show().get("values") or {}
 
     def _plan_digest(self) -> str:
@@ -175,7 +177,7 @@ def digest_of(stack: Stack, file: bytes) -> str:
 
 
 def resources(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All managed resources of a state's `values`, those of modules too."""
+    """Returns all managed resources of a state's `values`, those of modules too."""
     found: list[dict[str, Any]] = []
     pending: list[Mapping[str, Any]] = [values.get("root_module") or {}]
     while pending:
@@ -190,7 +192,7 @@ def outputs(values: Mapping[str, Any], name: str) -> Any:
 
 
 def local_nodes(values: Mapping[str, Any]) -> dict[str, str]:
-    """Addresses of the local backend's nodes in the state, by node id."""
+    """Returns the addresses of the local backend's nodes in the state, by node id."""
     return {
         str(entry["index"]): str(entry["address"])
         for entry in resources(values)
@@ -199,11 +201,11 @@ def local_nodes(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tainted_nodes(values: Mapping[str, Any]) -> set[str]:
-    """Ids of the local backend's nodes whose creation broke off."""
+    """Returns the ids of the local backend's nodes whose creation broke off."""
     broken = {str(entry["address"]) for entry in resources(values) if entry.get("tainted")}
     return {node for node, address in local_nodes(values).items() if address in broken}
 
 
 def declared_nodes(stack: Stack) -> Sequence[str]:
-    """Ids of the local nodes that the stack asks for."""
+    """Returns the ids of the local nodes that the stack asks for."""
     return [node for pool in stack.local_pools for node in node_ids(pool.name, pool.desired)]

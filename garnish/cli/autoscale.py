@@ -29,7 +29,8 @@ def autoscale(
 
 
 def _show(decided: Decided, screen: Screen, shown: dict[str, tuple[object, ...]], *, every: bool) -> None:
-    """JSON: every decision. For people: what differs from the pool's last line."""
+    """Shows what was decided of a pool: with JSON every decision; for people what differs from the pool's last line in
+    `shown`, or all of it with `every`."""
     import time
 
     import msgspec

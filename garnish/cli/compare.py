@@ -71,7 +71,8 @@ def compare(
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The lines that are not blank. Raises FrontDoorError."""
+    """Returns the file's lines that are not blank. Raises FrontDoorError where it can't be read, or has too many or
+    none."""
     from garnish.errors import FrontDoorError
 
     try:

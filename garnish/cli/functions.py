@@ -192,7 +192,7 @@ def delete(
 
 
 def _delete_version(client: Client, name: str, version: int) -> None:
-    """Raises GarnishError; that an alias is in the way with what to do about it."""
+    """Deletes the version. Raises GarnishError; where an alias is in the way, one that says what to do about it."""
     from garnish.errors import GarnishError
 
     try:
@@ -205,7 +205,8 @@ def _delete_version(client: Client, name: str, version: int) -> None:
 
 
 def _version_in(name: str, version: int | None) -> tuple[str, int | None]:
-    """`teas:1` means the same as `teas --version 1`. Raises typer.BadParameter for `teas:prod`."""
+    """Returns the name and the version to delete: `teas:1` means the same as `teas --version 1`. Raises
+    typer.BadParameter for `teas:prod`."""
     name, colon, named = name.partition(":")
     if not colon:
         return name, version
@@ -218,7 +219,7 @@ def _version_in(name: str, version: int | None) -> tuple[str, int | None]:
 
 
 def pointed(target: int | dict[str, float]) -> str:
-    """`4`, or `3:0.9+4:0.1` for shares of the calls."""
+    """Returns what an alias points to as text: `4`, or `3:0.9+4:0.1` for shares of the calls."""
     if isinstance(target, int):
         return str(target)
     return "+".join(f"{version}:{share:g}" for version, share in sorted(target.items(), key=lambda item: int(item[0])))

@@ -76,7 +76,7 @@ for group in (events, webhook_secrets, batch, nodes, registry, infra):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Runs the command line. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         app(arguments)

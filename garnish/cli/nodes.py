@@ -81,7 +81,8 @@ def gpu_shown(record: Mapping[str, Any]) -> str:
 
 
 def observed_over_forecast(record: Mapping[str, Any]) -> str:
-    """How its passes compare with what its performance model says of them, if there is one."""
+    """Returns text that tells how a node's passes compare with what its performance model says of them, or how far the
+    measuring of one is."""
     from cluster.model_check import is_off
 
     ratio = record.get("forecast_ratio")
@@ -133,7 +134,8 @@ def adapters(service: Service, output: TableOutput, node: Node) -> None:
 
 
 def _progress(layers: Sequence[str] | None) -> str:
-    """How many layers are in each state: `3 device, 1 host, 4 no`."""
+    """Returns text that tells how many layers are in each state, such as `3 device, 1 host, 4 no`; `-` without
+    layers."""
     if layers is None:
         return "-"
     return ", ".join(f"{layers.count(state)} {state}" for state in dict.fromkeys(layers))

@@ -42,7 +42,7 @@ class Service:
     state: State = DEFAULT_STATE
 
     def client(self, tenant: str | None = None, *, admin: bool = False) -> Client:
-        """A client for the tenant, with the key that belongs to the service, or with its admin key."""
+        """Returns a client for the tenant, with the key that belongs to the service, or with its admin key."""
         from garnish.client import Client
         from garnish.connection import find_connection
 
@@ -83,7 +83,8 @@ class TableOutput:
 
 
 def ask(question: str, screen: Screen, nobody: str) -> None:
-    """Raises FrontDoorError, with the text `nobody`, when there is nobody to ask, and Exit when the answer is no."""
+    """Asks a person whether to go on. Raises FrontDoorError, with the text `nobody`, when there is nobody to ask, and
+    Exit when the answer is no."""
     from garnish.errors import FrontDoorError
 
     if screen.as_json or not sys.stdin.isatty():

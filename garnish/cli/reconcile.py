@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def deploy_file(file: Path, service: Service, screen: Screen, *, dry_run: bool, yes: bool) -> None:
-    """Raises FrontDoorError."""
+    """Shows what a service file would change, asks, and changes it; with `dry_run` it has only the adapters checked,
+    with `yes` nobody is asked. Raises FrontDoorError."""
     from garnish.config import load_service_file
     from garnish.connection import find_connection
     from garnish.reconcile import carry_out, make_plan, try_out

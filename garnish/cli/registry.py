@@ -77,7 +77,8 @@ def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STA
 
 
 def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
-    """The registry that the service file names. Raises FrontDoorError."""
+    """Returns the registry that the service file names; with `writes` it is checked that it keeps conditions. Raises
+    FrontDoorError."""
     from adapters.open_store import open_checked_store, open_store
     from garnish.config import load_service_file
     from garnish.errors import StartError
@@ -90,7 +91,8 @@ def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
 
 
 def _told(work: Callable[[], T]) -> T:
-    """The work's result; what went wrong with the store as an error for the person at the terminal."""
+    """Returns the work's result. Raises what went wrong with the store as FrontDoorError, for the person at the
+    terminal."""
     from adapters.errors import AdapterError
     from garnish.errors import FrontDoorError
 

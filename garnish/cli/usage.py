@@ -65,5 +65,5 @@ def _numbers(sums: UsageSums) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    """The base model's calls have no version."""
+    """Returns the value as text, `-` for None: the base model's calls have no version."""
     return "-" if value is None else str(value)

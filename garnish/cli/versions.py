@@ -56,7 +56,8 @@ def rollback(
 
 
 def parse_target(words: list[str]) -> int | dict[str, float]:
-    """`4`, or `3=0.9 4=0.1` (or `3=90% 4=10%`). Raises typer.BadParameter; the service checks versions and sums."""
+    """Returns what the words name: the version of `4`, or the shares of `3=0.9 4=0.1` (or `3=90% 4=10%`). Raises
+    typer.BadParameter; the service checks versions and sums."""
     if len(words) == 1 and words[0].isascii() and words[0].isdigit():
         return int(words[0])
     shares: dict[str, float] = {}

@@ -14,15 +14,16 @@ STARVED_AFTER = 1.0
 
 
 class Admission:
-    """In the order of fair shares within free rows, KV blocks and adapter memory. Requests whose adapter is on its way
-    hold at most a quarter of the rows and, but for the first of them, half of the KV memory."""
+    """Admits requests to the batch in the order of fair shares, within free rows, KV blocks and adapter memory.
+    Requests whose adapter is on its way hold at most a quarter of the rows and, but for the first of them, half of the
+    KV memory."""
 
     def __init__(self, profile: NodeProfile, loads: Loads) -> None:
         self._profile, self._loads = profile, loads
         self._short_since: dict[Job, float] = {}
 
     def choose(self, queue: WaitingQueue, running: Collection[Job], kv_free: int, now: float) -> list[Job]:
-        """Takes out of `queue` whom it admits; each has a lease and knows its `kv`."""
+        """Takes the requests that it admits out of `queue`, and returns them; each has a lease and knows its `kv`."""
         profile, admitted = self._profile, list[Job]()
         loading = [job for job in running if job.entry is not None and not job.entry.whole]
         rows, kv = max(1, profile.max_rows // 4) - len(loading), sum(job.kv for job in loading)
@@ -49,6 +50,6 @@ class Admission:
         return admitted
 
     def kv_tokens(self, job: Job) -> int:
-        """That it reserves: its whole length, in blocks."""
+        """Returns the tokens of KV memory that the request reserves: its whole length, in blocks."""
         block = self._profile.block_tokens
         return -(-(job.prompt + job.max_tokens) // block) * block

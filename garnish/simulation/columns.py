@@ -92,7 +92,8 @@ def _load(node: SimulatedNode, now: float) -> NodeLoad:
 
 
 class _Index(ResidentIndex):
-    """Told of single adapters. `everywhere`: nodes that hold every adapter in some tier, which no record lists."""
+    """A ResidentIndex that is told of single adapters. `everywhere`: the nodes that hold every adapter in some tier,
+    which no record lists, with that tier."""
 
     def __init__(self, nodes: list[SimulatedNode]) -> None:
         super().__init__(len(nodes))
@@ -120,7 +121,7 @@ class SimulatedTable(NodeTable):
             assert row == node.index
 
     def tell(self, node: SimulatedNode, now: float) -> None:
-        """The node's record comes in."""
+        """Takes in the node's record at `now`."""
         row = node.index
         self._loads[row] = _load(node, now)
         demands = self._demands[row]

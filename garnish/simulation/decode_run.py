@@ -29,15 +29,16 @@ class DecodeRun:
         return self.begin + self.seconds(self.steps)
 
     def done_by(self, now: float) -> int:
-        """Steps that have ended by then."""
+        """Returns how many steps have ended by `now`."""
         return min(self.steps, int(self._passed(now + ROUNDING)))
 
     def cut(self, now: float) -> None:
-        """No step begins after `now`: the one that runs is the last."""
+        """Shortens the run so that no step begins after `now`: the one that runs is the last."""
         self.steps = min(self.steps, max(1, ceil(self._passed(now - ROUNDING))))
 
     def _passed(self, now: float) -> float:
-        """Steps, with their fractions, that fit into the time until `now`: the root of seconds(k) = now - begin."""
+        """Returns the steps, with their fractions, that fit into the time until `now`: the root of seconds(k) = now -
+        begin."""
         passed = max(0.0, now - self.begin)
         half = self.first - self.growth / 2
         return 2 * passed / (half + sqrt(half * half + 2 * self.growth * passed)) if passed else 0.0

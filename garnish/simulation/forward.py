@@ -26,7 +26,8 @@ class Prompt:
 
 
 class Forward:
-    """Begins when the step or pass that runs now has ended. `extra`: one more request."""
+    """Runs what a node has to its end, beginning when the step or pass that runs now has ended. `extra`: one more
+    request."""
 
     def __init__(self, node: SimulatedNode, now: float, extra: Job | None) -> None:
         self._profile = node.profile
@@ -44,7 +45,7 @@ class Forward:
         self._queue.reverse()
 
     def total(self) -> float:
-        """Seconds a token, added over all requests."""
+        """Runs all requests to their ends, and returns their seconds per token, added up."""
         while self._decoding or self._prompts or self._queue:
             while self._queue and len(self._decoding) + len(self._prompts) < self._profile.max_rows:
                 self._prompts.append(self._queue.pop())
@@ -89,7 +90,7 @@ class Forward:
         return found
 
     def _pass(self, chunks: list[tuple[Prompt, int]]) -> None:
-        """A decode step, with chunks beside it."""
+        """Computes a decode step, with chunks of prompts beside it."""
         model = self._profile.performance
         seconds = model.prefill.seconds(
             sum(length for _, length in chunks),
@@ -109,7 +110,7 @@ class Forward:
                 self._decode(prompt.job, prompt.job.output - prompt.job.generated - 1)
 
     def _run(self) -> None:
-        """Decode steps until a request ends or a prompt is ready."""
+        """Computes decode steps until a request ends or a prompt is ready."""
         growth = self._profile.performance.decode.per_context * len(self._decoding)
         run = DecodeRun(self._now, self._step(), growth, self._decoding[0][0] - self._steps)
         if self._prompts:

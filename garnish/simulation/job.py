@@ -30,7 +30,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Times are simulated seconds; 0 until known."""
+    """A request on its way through the simulated nodes. Times are simulated seconds; 0 until known."""
 
     number: int
     at: float
@@ -78,10 +78,10 @@ class Job:
 
     @property
     def tpt(self) -> float:
-        """E2E / output tokens."""
+        """The time per token: E2E / output tokens."""
         return (self.end - self.at) / self.output
 
     @property
     def tpot(self) -> float:
-        """(E2E - TTFT) / (n - 1); 0 of a single token."""
+        """The time per output token after the first: (E2E - TTFT) / (n - 1); 0 of a single token."""
         return (self.end - self.first_token) / (self.output - 1) if self.output > 1 else 0.0

@@ -10,7 +10,8 @@ from cluster.performance_model import Transfer
 
 
 class SharedLink:
-    """Each of k transfers gets a k-th of the bandwidth. The latency of each counts as bytes that it has to move more.
+    """A link that gives each of k transfers a k-th of its bandwidth. The latency of each counts as bytes that it has to
+    move more.
 
     `_moved` is what a transfer that was there from the beginning would have moved: one of n bytes ends when `_moved`
     has grown by n since it began, however many others come and go.
@@ -28,7 +29,8 @@ class SharedLink:
         self._order = 0
 
     def start(self, name: str, size: int, now: float, ready_share: float) -> None:
-        """Its end is told as ("end", name), and before it ("ready", name) when `ready_share` of it has arrived."""
+        """Begins a transfer of `size` bytes. `reached` tells its end as ("end", name), and before it ("ready", name)
+        when `ready_share` of it has arrived."""
         self._move(now)
         cost = size + self.speed.latency * self.speed.bandwidth
         self._mark(self._moved + ready_share * cost, "ready", name)
@@ -45,7 +47,8 @@ class SharedLink:
         return self._at + max(0.0, self._marks[0][0] - self._moved) * self._active / self.speed.bandwidth
 
     def reached(self, now: float, sizes: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Marks reached by `now`, in order. `sizes` has the bytes of every transfer that is under way."""
+        """Returns the marks reached by `now`, in order, as (what, name). `sizes` has the bytes of every transfer that
+        is under way."""
         found: list[tuple[str, str]] = []
         while (due := self.next) <= now:
             mark, _, what, name = heappop(self._marks)

@@ -42,7 +42,8 @@ class Loads:
         return self.store.bytes + self.device.bytes
 
     def announce(self, job: Job, now: float) -> int:
-        """A request waits for its adapter: fetch it, unless that is under way. Returns the tier in which it is."""
+        """Notes that a request waits for its adapter: fetches the adapter, unless that is under way. Returns the tier
+        in which the adapter is."""
         if job.digest is None or self._all_there:
             return DEVICE
         tier = self.memory.tier(job.digest)
@@ -53,7 +54,7 @@ class Loads:
         return tier
 
     def is_ready(self, job: Job) -> bool:
-        """Its prompt, and all tokens after it, could be computed without waiting for bytes."""
+        """Whether the request's prompt, and all tokens after it, could be computed without waiting for bytes."""
         if job.digest is None or self._all_there:
             return True
         entry = self.memory.device.get(job.digest)
@@ -63,7 +64,8 @@ class Loads:
         return job.digest is None or self._all_there or job.digest in self.memory.device
 
     def lease(self, job: Job, now: float) -> bool:
-        """Take a lease on the request's adapter, and start its copy if need be; False: there is no room now."""
+        """Takes a lease on the request's adapter, and starts its copy if need be. Returns False when there is no room
+        now."""
         if job.digest is None:
             return True
         known = job.digest in self.memory.device

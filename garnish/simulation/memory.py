@@ -26,7 +26,8 @@ class Entry:
 
 class AdapterMemory:
     def __init__(self, device_bytes: int, host_bytes: int | None, slots: int) -> None:
-        """`host_bytes` None: every adapter is in host memory."""
+        """Sizes are in bytes, and the device holds `slots` adapters at most. `host_bytes` None: every adapter is in
+        host memory."""
         self.host_bytes, self._slots = host_bytes, slots
         self.device: OrderedDict[str, Entry] = OrderedDict()
         self.host: OrderedDict[str, int] = OrderedDict()
@@ -51,7 +52,8 @@ class AdapterMemory:
         return self.host_bytes is None or digest in self.host
 
     def lease(self, digest: str, size: int) -> Entry | None:
-        """An entry with one lease more, which may be on its way; None: no room that idle adapters could give."""
+        """Takes a lease on an adapter of `size` bytes, and returns its entry, which may be on its way; None when there
+        is no room that idle adapters could give."""
         entry = self.device.get(digest)
         if entry is None:
             if size > self.free or not self._make_room(size):
@@ -73,7 +75,7 @@ class AdapterMemory:
             self.changed.add(entry.digest)
 
     def arrived(self, digest: str) -> None:
-        """All of it is on the device."""
+        """Notes that all of the adapter is on the device."""
         entry = self.device[digest]
         entry.ready = entry.whole = True
         self.changed.add(digest)
@@ -96,7 +98,8 @@ class AdapterMemory:
             self.host.move_to_end(digest)
 
     def _make_room(self, size: int) -> bool:
-        """Evicts idle adapters, least recently used first."""
+        """Evicts idle adapters, least recently used first, until a slot and `size` bytes are free. Returns False when
+        no more of them can go before that."""
         while self._unused < size or len(self.device) >= self._slots:
             victim = next((entry for entry in self.device.values() if not entry.leases and entry.whole), None)
             if victim is None:

@@ -24,13 +24,14 @@ Pace = Callable[[], float]
 
 
 class SimulatedNode:
-    """`wake` must be called at `next_time`, which changes with every call. Others only read the attributes."""
+    """A node that computes in simulated time. `wake` must be called at `next_time`, which changes with every call.
+    Others only read the attributes."""
 
     def __init__(
         self, index: int, profile: NodeProfile, ended: Callable[[Job], None], pace: Pace = lambda: 1.0
     ) -> None:
-        """`ended` is told of each request that is done. Decode steps in which nothing changes are one pass to
-        `pace`."""
+        """`ended` is called with each request that is done. `pace` is asked once per pass; decode steps in which
+        nothing changes are one pass to it."""
         self.index, self.profile, self._ended, self._pace = index, profile, ended, pace
         self.loads = Loads(profile)
         self._admission = Admission(profile, self.loads)
@@ -73,7 +74,8 @@ class SimulatedNode:
     # --- what comes from outside
 
     def submit(self, job: Job, now: float) -> None:
-        """A request has come; or has come from another node, with tokens that were generated there."""
+        """Takes in a request that has come, or that has come from another node, with tokens that were generated
+        there."""
         job.node, job.left = self.index, job.prompt + job.generated
         found = self.loads.announce(job, now)
         if not job.moves:
@@ -100,7 +102,7 @@ class SimulatedNode:
         self._set_next()
 
     def move(self, job: Job, now: float, arrived: Arrived) -> None:
-        """Take a waiting request away now, a running one at the end of the iteration; then call `arrived`."""
+        """Takes a waiting request away now, a running one at the end of the iteration; then calls `arrived`."""
         if job in self.running:
             self.leaving[job] = arrived
             self._interrupt(now)
@@ -116,7 +118,7 @@ class SimulatedNode:
     # --- what it tells
 
     def contexts(self, now: float) -> int:
-        """Tokens that are computed, of all running requests."""
+        """Returns the tokens that are computed, of all running requests."""
         return self._contexts + self._steps_of_run(now) * self.decoding.rows
 
     def context(self, job: Job, now: float) -> int:
@@ -124,13 +126,13 @@ class SimulatedNode:
         return job.prompt + self.tokens(job, now) - (job.left or 1)
 
     def tokens(self, job: Job, now: float) -> int:
-        """Generated so far by a request that is here."""
+        """Returns how many tokens a request that is here has generated so far."""
         if not job.finish_step:
             return job.generated
         return job.output - (job.finish_step - self.steps - self._steps_of_run(now))
 
     def prompt_left(self) -> int:
-        """Tokens of prompts, waiting and running."""
+        """Returns the tokens of prompts that are not computed yet, of waiting and running requests."""
         return self.queued_tokens + sum(job.left for job in self.prefilling)
 
     def tightest_tpot(self) -> float | None:
@@ -151,7 +153,7 @@ class SimulatedNode:
         self.next_time = min(self.iteration_end, self.loads.next, self._start)
 
     def _interrupt(self, now: float) -> None:
-        """Something came: it is seen when the step that runs has ended."""
+        """Notes that something came: it is seen when the step that runs has ended, or at once by an idle node."""
         if self.iteration_end == inf:
             self._start = now
         elif self.run is not None:
@@ -224,7 +226,8 @@ class SimulatedNode:
             self._let_go(now)
 
     def _take_first(self, job: Job, now: float) -> None:
-        """The prompt is computed, which gives one token."""
+        """Gives the request the one token that computing its prompt gives; then it ends, decodes, or waits for its
+        adapter."""
         job.generated += 1
         job.first_token = job.first_token or now
         if job.generated >= job.output:
@@ -270,7 +273,7 @@ class SimulatedNode:
         self._ended(job)
 
     def _leave(self, job: Job) -> None:
-        """Frees what it holds; its `generated` is what it is now."""
+        """Frees what the request holds; its `generated` must be what it is now."""
         self._contexts -= job.prompt + job.generated - (job.left or 1)
         del self.running[job]
         self.running_mix.remove(job.digest, job.rank)
@@ -280,7 +283,7 @@ class SimulatedNode:
         self.leaving.pop(job, None)
 
     def _let_go(self, now: float) -> None:
-        """Requests that are to move go; where they arrive all their tokens are computed again."""
+        """Lets the requests go that are to move; where they arrive all their tokens are computed again."""
         for job, arrived in list(self.leaving.items()):
             if job in self.prefilling:
                 self.prefilling.remove(job)
@@ -297,6 +300,6 @@ class SimulatedNode:
 
 
 def _squares(job: Job, length: int) -> int:
-    """e * e - b * b of a chunk from token b to e: what attention costs, as the model counts it."""
+    """Returns e * e - b * b of a chunk from token b to e: what attention costs, as the model counts it."""
     begin = job.prompt + job.generated - job.left
     return (begin + length) ** 2 - begin**2

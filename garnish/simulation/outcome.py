@@ -19,7 +19,7 @@ FOUND = {DEVICE: "none", HOST: "host", DISK: "disk", ABSENT: "absent"}
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Seconds; 0 of nothing."""
+    """The mean and percentiles of times in seconds; all are 0 where there are no times."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -76,7 +76,8 @@ def summarise(simulator: Simulator, slo: Slo) -> Summary:
 
 
 def values(jobs: Sequence[Job], measure: str, overhead: float) -> np.ndarray:
-    """f64[done], ascending: ttft or tpt of every request that was done."""
+    """Returns the ttft or tpt (`measure`) of every request that was done: f64[done], seconds, ascending. `overhead`:
+    seconds before the first token that the simulation leaves out."""
     done = [job for job in jobs if job.outcome == "done"]
     spread = [job.output if measure == "tpt" else 1 for job in done]
     found = [getattr(job, measure) + overhead / over for job, over in zip(done, spread, strict=True)]

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class NoPlots(RuntimeError):
-    """matplotlib is not installed; says what to do."""
+    """matplotlib is not installed; the message says what to do."""
 
 
 def plot(file: Path, simulator: Simulator, slo: Slo, sweep: Mapping[int, float], wanted: float, title: str) -> None:
-    """Distributions of TTFT and TPT and, of a sweep, attainment by nodes. The file's ending chooses the format. Raises
-    NoPlots, ValueError, OSError."""
+    """Draws the distributions of TTFT and TPT and, of a sweep (nodes -> attainment), attainment by nodes, into `file`,
+    whose ending chooses the format. Raises NoPlots, ValueError, OSError."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

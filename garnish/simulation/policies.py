@@ -16,7 +16,7 @@ SIMULATED: Mapping[str, Callable[[Clock], Policy]] = MappingProxyType({"oracle":
 
 
 def default_policy() -> str:
-    """The gateway's."""
+    """Returns the name of the policy that the gateway has by default."""
     return str(next(field.default for field in msgspec.structs.fields(GatewayConfig) if field.name == "policy"))
 
 
@@ -25,7 +25,8 @@ def policy_names() -> list[str]:
 
 
 def policy_maker(name: str, seed: int) -> Callable[[Clock], Policy]:
-    """Makes the policy with the simulation's clock. Raises UnknownPolicy with the names that exist."""
+    """Returns the function that makes the policy with the simulation's clock. Raises UnknownPolicy with the names that
+    exist."""
     if name in SIMULATED:
         return SIMULATED[name]
     if name not in POLICIES:

@@ -14,7 +14,7 @@ it."""
 
 
 def make_jobs(requests: Sequence[TraceRequest], profile: NodeProfile, slo: Slo) -> list[Job]:
-    """Numbered in order, as the simulator wants them."""
+    """Returns the requests as jobs for nodes of `profile`, numbered in order, as the simulator wants them."""
     return [
         Job(
             number=number,

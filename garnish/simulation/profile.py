@@ -17,11 +17,11 @@ FOLDER = Path(__file__).with_name("profiles")
 
 
 class ProfileError(ValueError):
-    """The profile can't be used; names the file and what is wrong."""
+    """The profile can't be used; the message names the file and what is wrong."""
 
 
 class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sizes are in bytes, times in seconds."""
+    """A kind of node, as it is simulated. Sizes are in bytes, times in seconds."""
 
     title: str
     source: Literal["measured", "papers", "assumed"]
@@ -68,7 +68,7 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str) -> NodeProfile:
-    """A committed profile by its name, or a file. Raises ProfileError."""
+    """Returns a committed profile by its name, or the one in a file. Raises ProfileError."""
     file = FOLDER / f"{name}.json" if name in profile_names() else Path(name)
     try:
         return msgspec.json.decode(file.read_bytes(), type=NodeProfile)

@@ -8,7 +8,8 @@ from cluster.performance_model import RankTerm
 
 
 class RankMix:
-    """All sums are kept, so that asking costs nothing that grows with the set."""
+    """The ranks and adapters of a changing set of requests. All sums are kept, so that asking costs nothing that grows
+    with the set."""
 
     __slots__ = ("adapter_ranks", "adapters", "ranks", "request_ranks", "rows")
 

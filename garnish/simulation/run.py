@@ -56,7 +56,8 @@ class Plan:
         return {"nodes": nodes, "summary": summary}
 
     def sweep(self, low: int, high: int, wanted: float, progress: Progress) -> dict[str, Any]:
-        """The smallest pool, the pools that were looked at on the way, and the smallest one's summary."""
+        """Returns the smallest pool of `low` to `high` nodes with at least the `wanted` attainment (None: `high` are
+        not enough), the pools that were looked at on the way, and the smallest one's summary."""
 
         def attainment(nodes: int) -> float:
             if nodes not in self._sweep:
@@ -77,7 +78,7 @@ class Plan:
         }
 
     def plot(self, file: Path, wanted: float) -> None:
-        """Raises FrontDoorError."""
+        """Draws the last run, and the sweep if there was one, into `file`. Raises FrontDoorError when that fails."""
         assert self._last is not None
         nodes, simulator, _ = self._last
         title = f"{nodes} nodes, {self._policy}, {self._profile.title}"
@@ -103,7 +104,7 @@ class Plan:
 
 
 def make_plan(trace: Path, laws: Laws, profile: str, slo: str, policy: str | None, seed: int) -> Plan:
-    """Reads what is named. Raises FrontDoorError."""
+    """Reads the trace, profile, SLO and policy that are named, and returns the plan. Raises FrontDoorError."""
     try:
         name = policy or default_policy()
         policy_maker(name, seed)

@@ -45,9 +45,9 @@ class Simulator:
         jobs: Sequence[Job],
         pace: Callable[[int], Pace] = lambda _: lambda: 1.0,
     ) -> None:
-        """`policy` is called with the simulated clock. `jobs` are sorted by `at` and numbered from 0. `pace(i)` returns
-        the function that says by what factor node i computes longer than the profile has it; the node's record has the
-        profile's model all the same."""
+        """`policy` makes the policy, and is called with the simulated clock. `jobs` are sorted by `at` and numbered
+        from 0. `pace(i)` returns the function that says by what factor node i computes longer than the profile has it;
+        the node's record has the profile's model all the same."""
         self.now = 0.0
         self.profile, self.policy, self.jobs = profile, policy(lambda: self.now), jobs
         self.nodes = [SimulatedNode(i, profile, self._ended, pace(i)) for i in range(nodes)]
@@ -107,7 +107,7 @@ class Simulator:
             self._push(time + self.policy.period, REBALANCE, 0)
 
     def _touched(self, node: SimulatedNode) -> None:
-        """Its next event may have another time now."""
+        """Schedules the node's next event, which may have another time now."""
         index, time = node.index, node.next_time
         if time != self._woken[index] and time != inf:
             self._woken[index] = time
@@ -171,7 +171,7 @@ class Simulator:
         self._touched(node)
 
     def _rebalance(self, policy: Migrates) -> None:
-        """Move what the policy wants to be moved: a waiting request now, a running one when its iteration ends."""
+        """Moves what the policy wants to be moved: a waiting request now, a running one when its iteration ends."""
         loads = {node.index: len(node.running) + len(node.queue) - len(node.leaving) for node in self.nodes}
         for move in policy.moves(loads, [movable for node in self.nodes for movable in _movables(node, self.now)]):
             job = self.jobs[int(move.id)]

@@ -16,11 +16,11 @@ _PART = re.compile(r"(ttft|tpot|tpt)=(\d+(?:\.\d+)?)(ms|s|x)")
 
 
 class SloError(ValueError):
-    """The text is no SLO; says what one is."""
+    """The text is no SLO; the message says what one is."""
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Seconds; None: not promised. All that are must hold."""
+    """The bounds that a request is promised, in seconds; None: not promised. All that are promised must hold."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -31,7 +31,7 @@ class Slo(msgspec.Struct, frozen=True):
         return self._hold(job.ttft + overhead, job.tpot, job.tpt + overhead / job.output)
 
     def attainable(self, job: Job, profile: NodeProfile) -> bool:
-        """Whether an empty node that has the adapter could keep it: no policy can where not."""
+        """Whether an empty node that has the adapter could keep the SLO for this request: where not, no policy can."""
         model, steps = profile.performance, job.output - 1
         ttft = profile.overhead + model.prefill.seconds(job.prompt, job.prompt**2, job.prompt * job.rank)
         decode = steps * model.decode.seconds(1, 0, job.rank) + model.decode.per_context * (

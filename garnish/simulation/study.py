@@ -30,8 +30,9 @@ def simulate(
 
 
 def smallest_pool(attainment: Callable[[int], float], low: int, high: int, wanted: float) -> int | None:
-    """The least number of nodes with at least the `wanted` attainment, by bisection: it takes for granted that more
-    nodes do no worse. None: `high` are not enough. `attainment` is asked about log2(high - low) + 2 pools at most."""
+    """Returns the least number of nodes with at least the `wanted` attainment; None when `high` are not enough. The
+    search by bisection takes for granted that more nodes do no worse. `attainment` is asked about log2(high - low) + 2
+    pools at most."""
     if attainment(high) < wanted:
         return None
     while low < high:

@@ -47,7 +47,7 @@ class WaitingQueue:
             job.charged = generated
 
     def turn(self, job: Job) -> float:
-        """The counter of its tenant: the least is served first, in the batch, too."""
+        """Returns the counter of the request's tenant: the least is served first, in the batch, too."""
         return self.shares.tenant(job.tenant)
 
     def _charge(self, job: Job, service: float) -> None:

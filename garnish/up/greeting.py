@@ -67,7 +67,7 @@ def _rate(tokens: float) -> str:
 
 
 def show_keys(state: Path, credentials: Credentials, new_keys: dict[str, str], screen: Screen) -> None:
-    """Keys that were made just now, in full; of the others only where they are."""
+    """Shows the keys that were made just now, in full; of the others only where they are."""
     file = shown(state / FILE_NAME)
     if new_keys:
         screen.line(f"keys, shown once (and kept in {file}):")
@@ -102,5 +102,5 @@ def _example(model: Path) -> dict[str, Any]:
 
 
 def shown(path: Path) -> str:
-    """Relative when it is below the working directory."""
+    """Returns the path as text, relative when it is below the working directory."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -21,7 +21,7 @@ UNKNOWN = ""
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """As node_agent.performance.capacity writes it; that module loads torch."""
+    """What a node is good for, as node_agent.performance.capacity writes it; that module loads torch."""
 
     device_adapters: dict[str, int]
     """By rank: how many adapters of all seven projections fit at once, if no others are there."""
@@ -37,7 +37,7 @@ def log_of(state: Path, name: str) -> Path:
 
 
 def fresh_log(state: Path, name: str) -> Path:
-    """The path of a log that is empty now; the one of the start before becomes NAME.log.1."""
+    """Returns the path of a log that is empty now; the log of the start before becomes NAME.log.1."""
     log = log_of(state, name)
     log.parent.mkdir(mode=0o700, exist_ok=True)
     if log.exists():
@@ -47,7 +47,7 @@ def fresh_log(state: Path, name: str) -> Path:
 
 
 def bound_log(log: Path, limit: int = MAX_LOG) -> None:
-    """Begin a log anew that has grown too large; what it held becomes NAME.log.1.
+    """Begins a log anew that has grown beyond `limit` bytes; what it held becomes NAME.log.1.
 
     Its writers keep it open for appending, so it is emptied, not renamed: lines written within that moment are lost.
     """
@@ -68,20 +68,23 @@ def capacity(log: Path) -> Capacity | None:
 
 
 def times_ended(log: Path) -> int:
-    """How often a node's supervisor saw one of its processes end by itself."""
+    """Returns how often a node's supervisor saw one of its processes end by itself, as far as the log's last TAIL bytes
+    tell."""
     return sum(entry.get("message") == "child ended" for entry in _entries(log))
 
 
 def last_problem(log: Path, start: int = 0) -> str | None:
-    """The last error that a process logged, in one line: a record's message or the end of a stack trace.
+    """Returns the last error that a process logged, in one line: a record's message or the end of a stack trace. None
+    without one.
 
-    Counts what stands after the byte `start`, where a process that began later wrote its first line.
+    Only what stands after the byte `start` counts, where a process that began later wrote its first line.
     """
     return _read(_tail(log, start)).last
 
 
 def end_reason(log: Path) -> str | None:
-    """The last error of that process of a node which ended last, as its supervisor tells in the node's log."""
+    """Returns the last error of that process of a node which ended last, as its supervisor tells in the node's log;
+    None without one."""
     return _read(_tail(log)).ended
 
 

@@ -27,7 +27,8 @@ NODES_SECONDS = 60.0
 
 
 class Opening(threading.Thread):
-    """`result` is set before the thread ends: the deployed functions' replies, or why the service can't be used."""
+    """Waits until the service is ready, and deploys the declared functions. `result` is set before the thread ends: the
+    functions' replies, or why the service can't be used."""
 
     def __init__(self, prepared: Prepared, node_logs: list[Path], tell: Callable[[str], None]) -> None:
         super().__init__(name="opening", daemon=True)
@@ -80,7 +81,8 @@ class Opening(threading.Thread):
         raise AssertionError("unreachable")
 
     def _set_policy(self, deployment: Deployment) -> None:
-        """Raises StartError for a policy that is refused."""
+        """Sets the function's policy as the file states it. One that does not fit is tried again for NODES_SECONDS.
+        Raises StartError for a policy that is refused."""
         deadline = time.monotonic() + NODES_SECONDS
         while deployment.policy:
             try:

@@ -59,7 +59,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """One entry of `functions:`, ready to be sent."""
+    """One entry of `functions:` in the service file, ready to be sent."""
 
     name: str
     directory: Path
@@ -83,7 +83,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def state_directory(state: Path) -> Iterator[Path]:
-    """The directory (mode 0700), held by this process alone. Raises StartError when it can't be."""
+    """Provides the directory (mode 0700), held by this process alone. Raises StartError when it can't be."""
     state = state.absolute()
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -147,7 +147,8 @@ def node_count(service: ServiceFile, asked: int | None) -> int:
 
 
 def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials, dict[str, str]]:
-    """Make the cluster secret, the tenants and their keys, as far as they are missing, and leave the credentials file.
+    """Makes the cluster secret, the tenants and their keys, as far as they are missing, and leaves the credentials
+    file.
 
     Returns the credentials and the keys that are new. Raises StartError.
     """
@@ -172,7 +173,8 @@ def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials,
 
 
 def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str]) -> None:
-    """Make the tenants what the file says; those of `before` that it no longer names are left to the admin routes."""
+    """Makes the tenants what the file says; tenants of `before` that it no longer names are left to the admin
+    routes."""
     names = {*tenant_names(service), *([OPEN_TENANT] if service.auth == "none" else [])}
     for name in names:
         written = service.tenants.get(name) or Tenant()
@@ -192,7 +194,7 @@ def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str
 
 
 def check_shared(config: GatewayConfig) -> None:
-    """Raises StartError when the gateway's workers are to share a Redis that does not answer."""
+    """Raises StartError when the gateway is to use a Redis that does not answer."""
     if config.redis is not None:
         try:
             check_redis(config.redis)
@@ -203,7 +205,7 @@ def check_shared(config: GatewayConfig) -> None:
 
 
 def check_secret(file: Path) -> None:
-    """Raises StartError when a node has no cluster secret to show."""
+    """Raises StartError when a node has no cluster secret to show: `file` can't be used."""
     try:
         read_secret(file)
     except SecretError as error:
@@ -220,7 +222,7 @@ def _deployments(service: ServiceFile, folders: dict[str, Path], credentials: Cr
 
 
 def _adapter_folders(service: ServiceFile) -> dict[str, Path]:
-    """The declared functions' folders by name; those on the Hub are fetched. Raises StartError."""
+    """Returns the declared functions' folders by name; those on the Hub are fetched. Raises StartError."""
     folders = {}
     for name in service.functions:
         try:
@@ -238,7 +240,7 @@ def local_url(host: str, port: int) -> str:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises StartError when nothing can listen there."""
+    """Raises StartError when nothing can listen on this host and port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -32,7 +32,7 @@ LOG_SECONDS = 5.0
 
 
 def up(options: UpOptions, screen: Screen) -> int:
-    """Serve until TERM or INT. Returns the exit code. Raises FrontDoorError when the service can't be started."""
+    """Serves until TERM or INT. Returns the exit code. Raises FrontDoorError when the service can't be started."""
     with state_directory(options.state) as state, screen:
         screen.progress(f"reading {options.file}")
         prepared = prepare(options, state)
@@ -65,12 +65,12 @@ def _serve(prepared: Prepared, screen: Screen) -> int:
 
 
 def node_grace(prepared: Prepared) -> float:
-    """Nodes bound their own stop, and get a little longer than that."""
+    """Returns the seconds that nodes get to stop: they bound their own stop, and get a little longer than that."""
     return max(node.stop_seconds for node in prepared.nodes) + supervisor.STOP_SLACK + 3.0
 
 
 def _children(prepared: Prepared, ends: Ends) -> list[Child]:
-    """The gateway first, then the nodes; none is started yet."""
+    """Returns the processes, the gateway first, then the nodes; none is started yet."""
     parent = os.getpid()
     modules: list[tuple[str, str, msgspec.Struct]] = [
         ("gateway", "garnish.run_gateway", GatewayProcessConfig(parent, prepared.gateway)),
@@ -109,7 +109,8 @@ def _tend(children: Sequence[Child]) -> float:
 
 
 def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
-    """TERM to all, and KILL to who is still there after `grace`; a second Ctrl-C cuts the wait short."""
+    """Stops the processes: TERM to all, and KILL to who is still there after `grace` seconds; a second Ctrl-C cuts the
+    wait short."""
     deadline = time.monotonic() + grace
     asked = signals.stop_requested
     for child in children:

@@ -27,7 +27,8 @@ LIVE = frozenset({"Pending", "Pending:Wait", "Pending:Proceed", "InService"})
 
 
 class AwsDriver:
-    """The groups are those of the module aws_pool: SERVICE-POOL. Raises InfraError where AWS can't be asked at all."""
+    """Sizes the autoscaling groups that the module aws_pool made, SERVICE-POOL. Raises InfraError where AWS can't be
+    asked at all."""
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class AwsDriver:
         endpoint_url: str | None = None,
         failed: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        """`failed` returns the ids of nodes whose GPU has failed; they are called POOL-INSTANCE-GPU."""
+        """`failed` returns the ids of nodes whose GPU has failed; they are called POOL-INSTANCE-GPU. `endpoint_url`:
+        another server than AWS's own."""
         self._service, self._failed = service, failed
         try:
             self._client: Any = boto3.client(
@@ -57,8 +59,9 @@ class AwsDriver:
         )
 
     def set_desired(self, pool: str, size: int) -> None:
-        """AWS checks the bounds too, but not every server that speaks its language does. Instances with a GPU that has
-        failed are called unhealthy: the group replaces them, and drains their other nodes before."""
+        """Sets the group's desired capacity. The bounds are checked here, too: AWS checks them, but not every server
+        that speaks its language does. Instances with a GPU that has failed are called unhealthy: the group replaces
+        them, and drains their other nodes before."""
         known = self.size(pool)
         check_bounds(pool, size, known)
         for instance in [] if known.settled else self._broken(pool, self._group(pool)):
@@ -74,7 +77,7 @@ class AwsDriver:
             )
 
     def _broken(self, pool: str, group: dict[str, Any]) -> list[str]:
-        """Ids of the instances with a failed GPU that the group takes for healthy."""
+        """Returns the ids of the instances with a failed GPU that the group takes for healthy."""
         serving = [instance for instance in group["Instances"] if instance["LifecycleState"] == "InService"]
         healthy = [str(instance["InstanceId"]) for instance in serving if instance.get("HealthStatus") == "Healthy"]
         failed = self._failed() if healthy else ()

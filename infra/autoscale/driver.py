@@ -20,28 +20,29 @@ class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Later(InfraError):
-    """Not now; the next round tries again."""
+    """A size can't be asked for or set now; the next round tries again."""
 
 
 class Throttled(Later):
-    """Asked too often."""
+    """The driver was asked too often, or another change is under way."""
 
 
 class Draining(Later):
-    """Nodes that go have requests open."""
+    """Nodes that go have requests open, so the pool can't become smaller yet."""
 
 
 class PoolDriver(Protocol):
-    """Calls may block; every one of them is bounded. They raise InfraError."""
+    """Tells and sets the sizes of pools. Calls may block; every one of them is bounded. They raise InfraError."""
 
     def size(self, pool: str) -> PoolSize: ...
 
     def set_desired(self, pool: str, size: int) -> None:
-        """Refuses a size outside the pool's bounds."""
+        """Brings about that the pool has `size` nodes or instances. Raises InfraError for a size outside the pool's
+        bounds."""
         ...
 
 
 def check_bounds(pool: str, size: int, known: PoolSize) -> None:
-    """Raises InfraError."""
+    """Raises InfraError when `size` is outside the bounds of the pool."""
     if not known.min <= size <= known.max:
         raise InfraError(f"node_pools.{pool}: the size {size} is outside its bounds, {known.min} to {known.max}")

@@ -31,11 +31,11 @@ class Host(Protocol):
         ...
 
     def running(self) -> Collection[str]:
-        """Ids of the nodes whose process lives."""
+        """Returns the ids of the nodes whose process lives."""
         ...
 
     def failed(self) -> Collection[str]:
-        """Ids of the nodes, of any pool, whose GPU has failed and whose last request has ended."""
+        """Returns the ids of the nodes, of any pool, whose GPU has failed and whose last request has ended."""
         ...
 
     def open_requests(self) -> Mapping[str, int]:
@@ -47,13 +47,13 @@ class Host(Protocol):
         ...
 
     def apply(self) -> None:
-        """Make what the stack says so, as far as it is a matter of how many nodes there are. Raises Unchanged where
-        it did not come to that."""
+        """Makes what the stack says so, as far as it is a matter of how many nodes there are. Raises Unchanged where
+        nothing was changed, because it did not come to that."""
         ...
 
 
 class LocalDriver:
-    """`clock` is monotonic seconds."""
+    """Sizes the local pools of a host. `clock` is monotonic seconds."""
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self._host, self._clock = host, clock
@@ -64,7 +64,8 @@ class LocalDriver:
         return self._seen(pool)[0]
 
     def set_desired(self, pool: str, size: int) -> None:
-        """Raises Draining while nodes that go have requests open."""
+        """Brings the pool to `size` nodes and notes that size; nodes that go are drained first. Raises Draining while
+        they have requests open, and Unchanged, with the old size noted, where nothing was changed."""
         (known, live, failed), entry, nodes = self._seen(pool), self._pool(pool), _nodes(pool, size)
         check_bounds(pool, size, known)
         if size == known.desired and known.settled:

@@ -10,13 +10,15 @@ from infra.autoscale.sizes import SetSize, read_sizes, set_size
 
 
 class NotedDriver:
-    """A driver's sizes, with each that was set noted beside Terraform's state. `stated`: `desired` in the file now."""
+    """Does what `driver` does, with each size that was set noted beside Terraform's state. `stated` returns `desired`
+    of a pool in the file now."""
 
     def __init__(self, driver: PoolDriver, directory: Path, stated: Callable[[str], int]) -> None:
         self._driver, self._directory, self._stated = driver, directory, stated
 
     def size(self, pool: str) -> PoolSize:
-        """A note that tells another size is mended: whoever set that one had no time left to note it."""
+        """Returns the driver's size. A note that tells another size is mended: whoever set that one had no time left to
+        note it."""
         known, noted = self._driver.size(pool), read_sizes(self._directory).get(pool)
         if noted is not None and noted.size != known.desired and noted.stated == self._stated(pool):
             set_size(self._directory, pool, SetSize(known.desired, noted.stated))

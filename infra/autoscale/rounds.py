@@ -66,7 +66,8 @@ IDLE = Load(open_requests=0, queue_wait=0.0, demand=0.0, backlog=0.0, attainment
 
 
 class _State:
-    """What is known of a pool between rounds."""
+    """What is known of a pool between rounds: its sizer, when it last grew, and when a driver that failed may be called
+    again."""
 
     def __init__(self, targets: Targets) -> None:
         self.sizer = Sizer(targets)
@@ -75,8 +76,8 @@ class _State:
 
 
 class Autoscaler:
-    """`picture` raises Away; `trouble` tells why the lease is not held (None: it is), and is asked again before each
-    change. `clock` is monotonic seconds."""
+    """Decides and sets the sizes of pools, round by round. `picture` raises Away; `trouble` returns why the lease is
+    not held (None: it is), and is asked again before each change. `clock` is monotonic seconds."""
 
     def __init__(
         self,
@@ -90,7 +91,8 @@ class Autoscaler:
         self._seen = float("-inf")
 
     def round(self, *, once: bool = False) -> list[Decided]:
-        """`once`: nothing is known of before, and nothing will be of later; then a pool may only grow."""
+        """Looks at every pool once, sets its size where that is to change, and returns what was made of each. `once`:
+        no round came before and none comes later; then a pool may only grow."""
         if trouble := self._trouble():
             return self._all_held(trouble)
         try:
@@ -174,7 +176,8 @@ class Autoscaler:
 def shared_out(
     picture: Picture, pools: Sequence[Scaled], sizes: Mapping[str, PoolSize | InfraError]
 ) -> dict[str, View]:
-    """Each pool's view. Requests that no node could take are the first pool's that has room, in the file's order."""
+    """Returns each pool's view. Requests that no node could take are counted with the first pool that has room, in the
+    file's order."""
     views = {pool.name: picture.pools.get(pool.name, View(IDLE, 0)) for pool in pools}
     takers = [name for name, size in sizes.items() if isinstance(size, PoolSize) and size.desired < size.max]
     if takers:

@@ -65,7 +65,8 @@ def forget_sizes(directory: Path) -> None:
 
 
 def in_force(set_size: SetSize | None, stated: int, least: int, most: int) -> int:
-    """The size that counts: as set, within the bounds, unless `desired` was edited since."""
+    """Returns the size that counts: the one that was set, within the bounds `least` and `most`, unless `desired` was
+    edited since; then, and where none was set, `stated`."""
     if set_size is None or set_size.stated != stated:
         return stated
     return max(least, min(set_size.size, most))

@@ -12,7 +12,7 @@ import msgspec
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool over the last interval, as its gateway sees it."""
+    """A pool's load over the last interval, as its gateway sees it."""
 
     open_requests: int
     """Running and waiting, those held for an empty pool included."""

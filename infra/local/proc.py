@@ -16,7 +16,7 @@ STATE_TAG = "GARNISH_POOL_STATE"
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One very process: no later one of the same id is equal to it."""
+    """One very process: no later process with the same id is equal to it."""
 
     pid: int
     start_time: int
@@ -45,7 +45,7 @@ def boot_id() -> str:
 
 
 def identify(pid: int) -> Process | None:
-    """The living process of this id; None for a zombie, which only waits to be reaped."""
+    """Returns the living process of this id; None without one, and for a zombie, which only waits to be reaped."""
     stat = read_stat(pid)
     return None if stat is None or stat.state in "ZX" else Process(pid, stat.start_time, boot_id())
 
@@ -55,7 +55,8 @@ def is_alive(process: Process) -> bool:
 
 
 def tags(pid: int) -> tuple[str, str] | None:
-    """(state directory, node tag) that the process was started with; None without, or if it is another user's."""
+    """Returns (state directory, node tag) that the process was started with; None where it has none, or is another
+    user's."""
     try:
         entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -66,7 +67,7 @@ def tags(pid: int) -> tuple[str, str] | None:
 
 
 def tagged(state: str, prefix: str) -> Iterator[tuple[str, Process]]:
-    """(tag, process) of every living process of this state directory whose tag begins with `prefix`."""
+    """Yields (tag, process) of every living process of this state directory whose tag begins with `prefix`."""
     for entry in PROC.iterdir():
         if not entry.name.isdigit():
             continue

@@ -21,7 +21,7 @@ KILL_SECONDS = 10.0
 
 
 class NodeKey(msgspec.Struct, frozen=True, kw_only=True):
-    """Which node: of which state directory (an absolute path), service and pool."""
+    """Names one node: of which state directory (an absolute path), service and pool it is."""
 
     state: str
     service: str
@@ -54,7 +54,7 @@ def nodes_directory(state: Path, service: str) -> Path:
 
 
 def remember(key: NodeKey, pid: int) -> Process | None:
-    """Write the pid file; None when the process has ended already."""
+    """Writes the node's pid file and returns its process; None when the process has ended already."""
     process = identify(pid)
     if process is None:
         return None
@@ -72,7 +72,7 @@ def remembered(key: NodeKey) -> Process | None:
 
 
 def processes_of(key: NodeKey) -> list[Process]:
-    """All that lives of a node: what its pid file names, and whatever carries its tag."""
+    """Returns all living processes of a node: what its pid file names, and whatever carries its tag."""
     named = remembered(key)
     found = {process.pid: process for tag, process in tagged(key.state, key.tag) if tag == key.tag}
     if named is not None and is_alive(named):
@@ -81,7 +81,8 @@ def processes_of(key: NodeKey) -> list[Process]:
 
 
 def main_process(key: NodeKey) -> Process | None:
-    """The node's supervisor if it lives; without a pid file, the tagged process that none of the others started."""
+    """Returns the node's supervisor if it lives; without a pid file, the tagged process that none of the others
+    started. None without one."""
     named = remembered(key)
     if named is not None:
         return named if is_alive(named) else None
@@ -92,9 +93,10 @@ def main_process(key: NodeKey) -> Process | None:
 
 
 def stop(key: NodeKey, grace: float) -> bool:
-    """TERM to the supervisor, which drains; after `grace` seconds KILL to what is left. Whether anything ran.
+    """Ends a node: TERM to the supervisor, which drains; after `grace` seconds KILL to what is left. Returns whether
+    anything ran.
 
-    Raises StillRunning when something survives that.
+    Raises StillRunning when a process survives that.
     """
     found = processes_of(key)
     if main := main_process(key):
@@ -109,7 +111,8 @@ def stop(key: NodeKey, grace: float) -> bool:
 
 
 def send(process: Process, number: signal.Signals) -> None:
-    """The signal to this very process: its id is held while it is looked at, so that no stranger can take it over."""
+    """Sends the signal to this very process: its id is held while it is looked at, so that no stranger can take it
+    over. Does nothing when the process has ended."""
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -123,7 +126,8 @@ def send(process: Process, number: signal.Signals) -> None:
 
 
 def running_nodes(state: Path, service: str, known: Iterable[NodeKey] = ()) -> dict[NodeKey, Process]:
-    """Nodes of the service whose supervisor lives: all that are tagged, and those `known` by their pid files."""
+    """Returns the nodes of the service whose supervisor lives, with its process: all that are tagged, and those `known`
+    by their pid files."""
     keys = {key_of(str(state), tag) for tag, _ in tagged(str(state), f"{service}/")} | set(known)
     found = {key: main_process(key) for key in keys if key is not None}
     return {key: process for key, process in found.items() if process is not None}

@@ -28,7 +28,8 @@ def read_azure_llm(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
 
 
 def _seconds(cell: Cell) -> float:
-    """Python reads six digits of a second; the trace has seven."""
+    """Returns the cell's time as Unix time. Python reads six digits of a second, and the trace has seven, so the
+    fraction is read by itself. Raises TraceError."""
     try:
         whole, _, fraction = cell.text.partition(".")
         begun = datetime.fromisoformat(whole)

@@ -21,7 +21,8 @@ class Singles:
         self._times, self._prompts, self._outputs = array("d"), array("q"), array("q")
 
     def add(self, line: Line, seconds: float, prompt: int, output: int) -> None:
-        """A request without prompt or without output tokens counts as having one. Raises TraceError."""
+        """Adds a request; one without prompt or without output tokens counts as having one. Raises TraceError for more
+        than MAX_REQUESTS."""
         if len(self._times) == MAX_REQUESTS:
             raise line.error(0, f"more than {MAX_REQUESTS} requests")
         self._times.append(seconds)
@@ -50,7 +51,8 @@ def single_requests(times: np.ndarray, prompts: np.ndarray, outputs: np.ndarray,
 def rows(
     times: np.ndarray, called: np.ndarray, owners: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, laws: Laws
 ) -> list[TraceRequest]:
-    """`called` i64[n]: functions; `owners` i64[functions]: tenants. `times` ascend."""
+    """Returns the requests that the columns hold, with ranks drawn by `laws`. `times` ascend; `called` i64[n]:
+    functions; `owners` i64[functions]: tenants."""
     ranks, names = rank_of(laws, len(owners)).tolist(), [f"f{i}" for i in range(len(owners))]
     tenants = [f"t{owner}" for owner in owners.tolist()]
     return [

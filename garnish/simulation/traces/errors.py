@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class TraceError(ValueError):
-    """`line` and `column` count from 1; `column` is that of a character, 0 where the whole line is meant."""
+    """What is wrong with a trace, and where: `line` and `column` count from 1; `column` is that of a character, 0 where
+    the whole line is meant."""
 
     def __init__(self, file: str, line: int, column: int, problem: str) -> None:
         super().__init__(f"{file}:{line}:{column}: {problem}" if column else f"{file}:{line}: {problem}")

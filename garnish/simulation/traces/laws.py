@@ -12,7 +12,7 @@ MEAN_OUTPUT = 128
 
 @dataclass(frozen=True)
 class Laws:
-    """Of one reading of a trace."""
+    """What one reading of a trace takes of it, and how what it does not tell is drawn."""
 
     seed: int = 0
     ranks: tuple[int, ...] = (8, 16, 32, 64)
@@ -36,13 +36,14 @@ class Laws:
 
 
 def rank_of(laws: Laws, functions: int) -> np.ndarray:
-    """i64[functions]: every rank equally often, in an order that is drawn."""
+    """Returns the rank of each function (i64[functions]): every rank equally often, in an order that is drawn."""
     order = np.random.default_rng((laws.seed, 1)).permutation(functions)
     return np.asarray(laws.ranks, np.int64)[order % len(laws.ranks)]
 
 
 def chat_prompts(n: int, rng: np.random.Generator) -> np.ndarray:
-    """i64[n]: log-normal with 90 % at most 256 tokens and 99 % at most 1,024; cut at 2,048."""
+    """Returns n lengths of prompts (i64[n]): log-normal with 90 % at most 256 tokens and 99 % at most 1,024; cut at
+    2,048."""
     low, high = 1.2815515655, 2.3263478740  # the normal quantiles of 0.9 and 0.99
     sigma = log(1024 / 256) / (high - low)
     drawn = np.rint(rng.lognormal(log(256) - low * sigma, sigma, n))
@@ -50,11 +51,11 @@ def chat_prompts(n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def outputs(n: int, mean: int, rng: np.random.Generator) -> np.ndarray:
-    """i64[n]: geometric, cut at four times the mean."""
+    """Returns n lengths of answers (i64[n]): geometric, cut at four times the mean."""
     return np.minimum(rng.geometric(1 / mean, n), 4 * mean).astype(np.int64)
 
 
 def zipf(n: int, functions: int, rng: np.random.Generator) -> np.ndarray:
-    """i64[n]: functions; the k-th is called in proportion to 1/k."""
+    """Returns the functions that n requests call (i64[n]); the k-th is called in proportion to 1/k."""
     weight = 1 / np.arange(1, functions + 1)
     return rng.choice(functions, n, p=weight / weight.sum())

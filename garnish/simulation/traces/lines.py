@@ -38,7 +38,7 @@ class Cell:
     name: str
 
     def number(self, kind: Callable[[str], T], least: float, most: float) -> T:
-        """Raises TraceError."""
+        """Returns the cell's number, from `least` to `most`. Raises TraceError for anything else."""
         try:
             value = kind(self.text)
         except ValueError:
@@ -52,7 +52,7 @@ class Cell:
 
 
 def read_lines(file: Path) -> Iterator[Line]:
-    """Lines that are not empty. Raises TraceError, also where the file can't be read."""
+    """Yields the lines that are not empty. Raises TraceError, also where the file can't be read."""
     number = 0
     try:
         with file.open("rb") as raw:
@@ -71,7 +71,7 @@ def read_lines(file: Path) -> Iterator[Line]:
 
 
 def cells(line: Line, names: list[str]) -> list[Cell]:
-    """Raises TraceError unless there are as many as `names`."""
+    """Returns the cells of a CSV line. Raises TraceError unless there are as many as `names`."""
     found, column = [], 1
     texts = line.text.split(",")
     if len(texts) != len(names):
@@ -83,7 +83,7 @@ def cells(line: Line, names: list[str]) -> list[Cell]:
 
 
 def fields(line: Line) -> dict[str, Any]:
-    """A JSON object. Raises TraceError."""
+    """Returns the JSON object in the line. Raises TraceError."""
     try:
         value = json.loads(line.text)
     except json.JSONDecodeError as error:
@@ -98,7 +98,8 @@ def fields(line: Line) -> dict[str, Any]:
 
 
 def field(line: Line, found: dict[str, Any], name: str, least: float, most: float) -> float:
-    """A number of a JSON object. Raises TraceError at the field."""
+    """Returns the number under `name` in the line's JSON object `found`, from `least` to `most`. Raises TraceError at
+    the field."""
     if name not in found:
         raise line.error(1, f"{name} is missing")
     value = found[name]

@@ -64,7 +64,8 @@ def _spread(counts: np.ndarray, owners: np.ndarray, laws: Laws, rng: np.random.G
 
 
 def _counts(lines: Iterator[Line]) -> tuple[np.ndarray, np.ndarray, Line]:
-    """i64[functions, minutes], i64[functions] owners, and the last line."""
+    """Returns the calls of each function and minute (i64[functions, minutes]), the functions' owners (i64[functions]),
+    and the last line. Raises TraceError."""
     line = next(lines)
     names = line.text.split(",")
     if len(names) == len(FIRST):

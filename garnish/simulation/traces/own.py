@@ -39,7 +39,8 @@ def read_own(lines: Iterator[Line], laws: Laws) -> list[TraceRequest]:
 
 
 def _request(line: Line, names: dict[str, str]) -> TraceRequest:
-    """`names`: one object of each that occurs."""
+    """Returns the request in the line. `names` keeps one text for each tenant and function, which all their requests
+    share. Raises TraceError."""
     found = fields(line)
     for name in found.keys() - NAMES:
         raise line.error(column_of(line, name), f"{name}: this field is not known")

@@ -28,7 +28,7 @@ FORMATS: dict[str, tuple[Callable[[str], bool], Reader]] = {
 
 
 def read_trace(file: Path, laws: Laws) -> tuple[str, list[TraceRequest]]:
-    """The format's name, and the requests by ascending time. Raises TraceError."""
+    """Returns the format's name, and the requests by ascending time. Raises TraceError."""
     lines = read_lines(file)
     first = next(lines, None)
     if first is None:

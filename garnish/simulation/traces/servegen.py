@@ -63,7 +63,7 @@ def _rows(at: np.ndarray, who: np.ndarray, clients: int, laws: Laws, rng: np.ran
 
 
 def _within(count: int, pattern: str, shape: float, rng: np.random.Generator) -> np.ndarray:
-    """f64[count]: seconds inside a window."""
+    """Returns the times of a window's `count` requests: f64[count], seconds from the window's beginning, ascending."""
     if pattern == "Gamma":
         gaps = rng.gamma(shape, size=count + 1)
     elif pattern == "Weibull":
