@@ -36,6 +36,7 @@ class HttpService:
         gateway: str = "",
         options: tuple[str, ...] = (),
         registry: str = "",
+        device: str = "cpu",
     ) -> None:
         """`node`: what else serverless.yml says of the node, as `, key: value`; `gateway`: what it says of the gateway;
         `options` of `garnish up`; `registry`: empty for the default, in the state directory."""
@@ -44,7 +45,7 @@ class HttpService:
         root.mkdir(parents=True)
         functions = "".join(f"  a{i}: {{tenant: bench, adapter: {path}}}\n" for i, path in enumerate(adapters))
         (root / "serverless.yml").write_text(
-            f"service: bench\nbase_model: {model_dir}\nnode: {{dtype: {dtype}, device: cpu{node}}}\n"
+            f"service: bench\nbase_model: {model_dir}\nnode: {{dtype: {dtype}, device: {device}{node}}}\n"
             f"gateway: {{{gateway}}}\n"
             + (f"registry: {registry}\n" if registry else "")
             + f"tenants:\n  bench: {{}}\nfunctions:\n{functions}"
