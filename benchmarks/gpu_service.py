@@ -39,16 +39,16 @@ ROOM_SHARE = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    adapters: int = 24
+    adapters: int = 12
     lengths: tuple[int, ...] = (64, 256, 1024)
     """Words; prompts have a few tokens more."""
     calls: int = 12
     """One after another, of each length."""
     callers: int = 32
-    requests: int = 192
+    requests: int = 128
     load_prompt: int = 128
     load_tokens: int = 64
-    measuring_s: float = 60.0
+    measuring_s: float = 15.0
 
 
 QUICK = Sizes(3, (8,), 3, 2, 4, 4, 3, 0.0)

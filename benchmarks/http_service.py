@@ -20,6 +20,8 @@ from cluster.secret import read_secret
 from garnish.credentials import FILE_NAME, read_credentials
 
 START_LIMIT = 300.0
+LOG_CHARACTERS = 6000
+"""Of each log's end, where the service does not start."""
 
 
 class HttpService:
@@ -69,7 +71,7 @@ class HttpService:
         deadline = time.monotonic() + START_LIMIT
         while "\nready" not in (self.root / "up.log").read_text():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the service did not start:\n{(self.root / 'up.log').read_text()}")
+                raise RuntimeError(f"the service did not start:\n{self._logs()}")
             time.sleep(0.2)
         state = self.root / ".garnish"
         keys = read_credentials(state / FILE_NAME)
@@ -77,6 +79,10 @@ class HttpService:
             raise RuntimeError(f"the service left no {FILE_NAME} in {state}")
         self.key, self.admin_key, self.secret = keys.api_key, keys.admin_key, read_secret(state / "cluster.secret")
         return self
+
+    def _logs(self) -> str:
+        files = [self.root / "up.log", *sorted((self.root / ".garnish" / "logs").glob("*.log"))]
+        return "\n".join(f"{file.name}: {file.read_text()[-LOG_CHARACTERS:]}" for file in files)
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._process.send_signal(signal.SIGINT)

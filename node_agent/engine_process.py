@@ -281,8 +281,9 @@ def main() -> int:
     try:
         engine, base = build_engine(config.engine, wake.set)
         has_model = use_performance(engine, config.engine, base)
-    except (ValueError, OSError) as error:
-        log.error("engine can't start", extra={"reason": str(error)})
+    except (ValueError, OSError, RuntimeError) as error:  # the last kind is torch's and CUDA's
+        trace = isinstance(error, RuntimeError)
+        log.error("engine can't start", extra={"reason": str(error) or type(error).__name__}, exc_info=trace)
         return 1
     ready = ready_message(engine, base)
     log.info("engine is warm", extra=msgspec.to_builtins(ready))
