@@ -1,6 +1,6 @@
 """The whole service on a GPU, over HTTP: its start, first tokens cold and warm, and thirty-two callers at once.
 
-A 7B shape with drawn weights and the tokenizer of `--model`, and adapters of rank 64 on q, k and v, as `garnish up`
+A base with drawn weights and the tokenizer of `--model`, and adapters of rank 64 on q, k and v, as `garnish up`
 deploys them from serverless.yml; settings are the defaults but for device memory. Twice: with room for all adapters
 (`roomy`), and for a third (`tight`), where calls in turn find theirs in host memory. Calls of `lengths` words come one
 at a time; each prompt is drawn anew.
@@ -164,12 +164,14 @@ def study(
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct", help="its tokenizer")
+    parser.add_argument("--shape", choices=("7b", "1b"), default="7b")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU is here: benchmarks.serve measures a service on a CPU")
     sizes = QUICK if options.quick else Sizes()
     with tempfile.TemporaryDirectory() as root:
-        publish(study(Path(root), "7b", "cuda", options.model, sizes, options.seed, options.json), options.json)
+        document = study(Path(root), options.shape, "cuda", options.model, sizes, options.seed, options.json)
+        publish(document, options.json)
 
 
 if __name__ == "__main__":

@@ -39,10 +39,13 @@ from benchmarks.gpu_tables import (
     gpu_aims_table,
     gpu_decode_table,
     gpu_exact_table,
+    gpu_kernels_table,
+    gpu_loads_table,
     gpu_lora_table,
     gpu_merged_table,
     gpu_points_table,
     gpu_prefill_table,
+    gpu_service_table,
     gpu_ttft_table,
 )
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table, steps_table
@@ -183,7 +186,12 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "gpu-prefill": one("gpu_suite_captured", gpu_prefill_table),
         "gpu-lora": one("gpu_suite_captured", gpu_lora_table),
         "gpu-ttft": one("gpu_ttft", gpu_ttft_table),
-        "gpu-points": one("gpu_suite", gpu_points_table),
+        "gpu-points": one("gpu_suite_cold", gpu_points_table),
+        "gpu-loads": one("gpu_suite_cold", gpu_loads_table),
+        "gpu-exact-cold": one("gpu_suite_cold", gpu_exact_table),
+        "gpu-exact-lightllm": one("gpu_lightllm", gpu_exact_table),
+        "gpu-kernels": one("gpu_suite_cold", gpu_kernels_table),
+        "gpu-service": one("gpu_service", gpu_service_table),
     },
     ROOT / "docs" / "design" / "adapter-memory.md": {
         "eviction": one("eviction", eviction_table),

@@ -281,8 +281,8 @@ def main() -> int:
     try:
         engine, base = build_engine(config.engine, wake.set)
         has_model = use_performance(engine, config.engine, base)
-    except (ValueError, OSError, RuntimeError) as error:  # the last kind is torch's and CUDA's
-        trace = isinstance(error, RuntimeError)
+    except Exception as error:  # whatever it is: who starts a node reads the log's last error as the reason
+        trace = not isinstance(error, (ValueError, OSError))
         log.error("engine can't start", extra={"reason": str(error) or type(error).__name__}, exc_info=trace)
         return 1
     ready = ready_message(engine, base)

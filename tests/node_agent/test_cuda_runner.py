@@ -164,6 +164,28 @@ def test_a_runner_that_computes_other_numbers_is_not_used(
     assert record.levelname == "ERROR" and "apart" in record.reason
 
 
+def deep_llama(path: Path) -> Path:
+    """As many layers as a 7B has, narrow, with drawn weights."""
+    return save_random(LlamaConfig(**{**SHAPE, "num_hidden_layers": 32}), path)
+
+
+def test_rounding_through_many_layers_is_allowed(tmp_path: Path) -> None:
+    assert isinstance(find_runner("cuda")(settings_of(deep_llama(tmp_path), torch.bfloat16)), CudaRunner)
+
+
+@pytest.mark.parametrize("layer", [0, 13, 31])
+def test_one_wrong_layer_of_many_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+    real = Decoder._attention
+
+    def wrong(self: Decoder, at: Any, qkv: torch.Tensor, attended: Any) -> torch.Tensor:
+        found = real(self, at, qkv, attended)
+        return found.roll(16, -1) if at is self.layers[layer] else found  # each head in the next one's place
+
+    monkeypatch.setattr(Decoder, "_attention", wrong)
+    opened = find_runner("cuda")(settings_of(deep_llama(tmp_path), torch.bfloat16))
+    assert isinstance(opened, TransformersRunner)
+
+
 @pytest.mark.parametrize(
     "error", [OutOfResources(300 << 10, 227 << 10, "shared memory"), RuntimeError("PassManager::run failed")]
 )
