@@ -5,7 +5,8 @@ remote_store.py, and are deployed over REST. A node's device holds a tenth of th
 disk none; bytes reach the device at the rate at which a rank-64 adapter takes 0.68 of a warm prefill of 256 tokens.
 Calls are those of a stretch of the Azure 2019 trace (many_load.py), faster or slower, so that their rate is
 `--utilisation` of the capacity that was measured with everything resident. So many calls again go before those that
-count. Each row is a service started anew, with nothing in memory; a round's rows have the same calls.
+count. Each row is a service started anew, with nothing in memory; a round's rows have the same calls. `--rates`: times
+the rates of network and link, each with a report of its own; calls are as many. `--foreign`: many_foreign.py too.
 
 `oracle` is `eviction`, but the study orders a prefetch of each adapter 2 s before its call, and once more 0.5 s before:
 of what is on the device, the second does nothing. `pinned`: every called adapter is on the device before the first
@@ -31,10 +32,12 @@ from urllib.parse import urlsplit
 
 import torch
 
+from benchmarks import many_foreign
 from benchmarks.cold_rig import make_adapters
 from benchmarks.cold_stream import s3_server
 from benchmarks.http_service import HttpService
 from benchmarks.many_cells import TIES, Limits, Load, measure_limits, run_cell, until_measured
+from benchmarks.many_foreign import foreign_row
 from benchmarks.many_load import ORACLE_LEADS_S, WITHOUT_TOP, draw_window, make_prompt, prompt_lengths
 from benchmarks.remote_store import DELAY, RATE
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
@@ -48,6 +51,8 @@ DEVICE_SHARE, HOST_SHARE = 0.1, 1 / 3
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 FILE_ITEM_BYTES = 2
 LIMITS = "limits"
+FOREIGN = ("ondemand", "forecast")
+"""Of whom another project's client is asked. It draws its calls' times itself, so that nobody could be told them."""
 COSTS = Path(".garnish", "profiles", "node-1.performance.json")
 """What the first service's node measured of its passes; others would measure it in gaps between calls."""
 SLACK_BYTES = 16 << 20
@@ -87,6 +92,10 @@ class Settings:
     most_prompt: int
     """words"""
     variants: tuple[str, ...]
+    rates: tuple[float, ...]
+    """factors of the network's and the link's"""
+    foreign: Path | None
+    """where foreign_clients.py installed vLLM"""
     measured: bool
     """whether the first service waits until its node has measured its costs"""
     seed: int
@@ -109,6 +118,7 @@ class Bench:
         self._costs = root / LIMITS / COSTS
         self.link = 0.0
         """Bytes per second; 0: not limited."""
+        self.rate = 1.0
 
     @contextmanager
     def service(self, name: str, node: str, resident: Sequence[str] = ()) -> Iterator[HttpService]:
@@ -117,7 +127,7 @@ class Bench:
         device = room if resident else self.device
         text = f", adapter_memory: {device}, host_memory: {self.host}, disk_cache: 'off', {node}"
         if self.link:
-            text += f", simulate: {{link: {round(self.link)}B/s}}"
+            text += f", simulate: {{link: {round(self.rate * self.link)}B/s}}"
         root, dtype = self._root / name, self.settings.dtype
         service = HttpService(self.settings.model, [], root, dtype, 0, text, registry=self._registry)
         if self._costs.exists():
@@ -134,30 +144,48 @@ class Bench:
         self.link = self.sizes[RANKS.index(LINK_RANK)] / (LINK_SHARE * prefill_s)
 
 
-def study(settings: Settings, root: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Measured settings and the rows until then, after each row."""
-    with far_store() as registry:
+def study(settings: Settings, root: Path) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
+    """What is measured, measured settings and its rows until then, after each row."""
+    with s3_server(max(os.sched_getaffinity(0)), in_memory=False) as registry:
         bench = Bench(settings, root, registry)
         loads, limits = _measure(bench)
         bench.set_link(limits.prefill_s)
         gap_s = 1 / (settings.utilisation * limits.capacity)
-        rows: list[dict[str, Any]] = []
-        for number, load in enumerate(loads):
-            timed = Load(load.window, load.warmup, gap_s, load.prompts, load.tokens)
-            for name in settings.variants:
-                rows.append(_row(bench, limits, timed, name=name, number=number))
-                yield _measured(bench, loads, limits, gap_s=gap_s), rows
+        for rate in settings.rates:
+            rows: list[dict[str, Any]] = []
+            bench.rate = rate
+            with far_network(rate):
+                for number, load in enumerate(loads):
+                    timed = Load(load.window, load.warmup, gap_s, load.prompts, load.tokens)
+                    for name in settings.variants:
+                        rows.append(_row(bench, limits, timed, name=name, number=number))
+                        yield _name(rate), _measured(bench, loads, limits, gap_s=gap_s), rows
+        if settings.foreign is not None:
+            rows, bench.rate = [], 1.0
+            timed = Load(loads[0].window, 0, gap_s, loads[0].prompts, loads[0].tokens)
+            with far_network(1.0):
+                for name in FOREIGN:
+                    with bench.service(f"{name}-foreign", VARIANTS[name].node) as service:
+                        rows.append({"variant": name, **foreign_row(service, timed, settings.foreign)})
+                    yield "foreign", _measured(bench, loads, limits, gap_s=gap_s), rows
+
+
+def _name(rate: float) -> str:
+    return "" if rate == 1 else f"{rate:g}x"
 
 
 @contextmanager
-def far_store() -> Iterator[str]:
-    """An s3:// URL, behind the slow network."""
-    with s3_server(max(os.sched_getaffinity(0)), in_memory=False) as url:
-        server = urlsplit(os.environ["AWS_ENDPOINT_URL_S3"]).port
-        assert server is not None
-        with slow_link(server, RATE, DELAY) as port:
-            os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{port}"
-            yield url
+def far_network(rate: float) -> Iterator[None]:
+    """Services that start meanwhile reach the S3 server by the slow network, `rate` times as fast as it is."""
+    near = os.environ["AWS_ENDPOINT_URL_S3"]
+    server = urlsplit(near).port
+    assert server is not None
+    with slow_link(server, rate * RATE, DELAY) as port:
+        os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{port}"
+        try:
+            yield
+        finally:
+            os.environ["AWS_ENDPOINT_URL_S3"] = near
 
 
 def _measure(bench: Bench) -> tuple[list[Load], Limits]:
@@ -187,13 +215,14 @@ def _row(bench: Bench, limits: Limits, load: Load, *, name: str, number: int) ->
     resident = load.functions if variant.resident else []
     with bench.service(f"{name}-{number}", variant.node, resident) as service:
         cell = run_cell(service, load, limits, told=variant.told, resident=variant.resident, tie=tie)
-        return {"variant": name, "round": number, **asyncio.run(cell)}
+        return {"variant": name, "round": number, "rate": bench.rate, **asyncio.run(cell)}
 
 
 def _measured(bench: Bench, loads: Sequence[Load], limits: Limits, *, gap_s: float) -> dict[str, Any]:
     return {
         "bytes": sum(bench.sizes), "device_bytes": bench.device, "host_bytes": bench.host,
-        "link_bytes_s": bench.link, "store_bytes_s": RATE, "store_delay_s": DELAY,
+        "rate": bench.rate, "link_bytes_s": bench.rate * bench.link, "store_bytes_s": bench.rate * RATE,
+        "store_delay_s": DELAY,
         "capacity_calls_s": limits.capacity, "calls_s": 1 / gap_s, "prefill_256_s": limits.prefill_s,
         "warm_ttft_s": [ttft for ttft, _ in limits.warm], "warm_e2e_s": [e2e for _, e2e in limits.warm],
         "called_adapters": [len(load.functions) for load in loads],
@@ -249,6 +278,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         utilisation=options.utilisation,
         most_prompt=64 if quick else 1024,
         variants=variants,
+        rates=tuple(options.rates),
+        foreign=options.foreign and options.foreign.absolute(),
         measured=not quick,
         seed=options.seed,
     )
@@ -262,6 +293,10 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=200, help="of a row that count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--utilisation", type=float, default=0.5)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="of network and link, times the usual")
+    parser.add_argument(
+        "--foreign", type=Path, metavar="DIR", help="vLLM's client as well, as foreign_clients installed it"
+    )
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     options = parser.parse_args()
     settings = _settings(options)
@@ -269,10 +304,14 @@ def main() -> None:
     stated = asdict(settings) | {"model": settings.model.name, "ranks": RANKS, "warmup_calls": settings.calls}
     stated |= {"oracle_leads_s": ORACLE_LEADS_S, "tie": TIES[settings.dtype], "without_top": WITHOUT_TOP}
     stated |= {"nodes": {name: VARIANTS[name].node for name in settings.variants}}
+    del stated["foreign"]
     with tempfile.TemporaryDirectory() as root:
-        for measured, rows in study(settings, Path(root)):
+        for what, measured, rows in study(settings, Path(root)):
             probes = {"probe_before_ms": before, "probe_after_ms": contention_probe()}
-            publish(report("many", stated | measured | probes, settings.seed, rows, figures_of(rows)), options.json)
+            figures = many_foreign.figures_of(rows) if what == "foreign" else figures_of(rows)
+            document = report("many", stated | measured | probes, settings.seed, rows, figures)
+            file: Path | None = options.json
+            publish(document, file.with_stem(f"{file.stem}_{what}") if file is not None and what else file)
 
 
 if __name__ == "__main__":

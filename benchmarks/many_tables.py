@@ -22,7 +22,8 @@ def many_table(document: dict[str, Any]) -> str:
     text = (
         f"{settings['model']} in {settings['dtype']}, {settings['adapters']:,} adapters of ranks {settings['ranks']} "
         f"({settings['bytes'] / 1e6:,.0f} MB; device {settings['device_bytes'] / 1e6:,.0f} MB, host "
-        f"{settings['host_bytes'] / 1e6:,.0f} MB, {settings['link_bytes_s'] / 1e6:.0f} MB/s between them, simulated), "
+        f"{settings['host_bytes'] / 1e6:,.0f} MB, {settings['link_bytes_s'] / 1e6:.0f} MB/s between them, simulated, "
+        f"and {settings['store_bytes_s'] / 1e6:.3g} MB/s from the store), "
         f"{settings['calls']} calls a round of {median(settings['called_adapters']):.0f} adapters, "
         f"{settings['calls_s']:.2f} a second: {settings['utilisation']:g} of capacity, "
         f"{median(settings['faster_than_trace']):.2g} times as fast as the trace. Median of {settings['rounds']} "

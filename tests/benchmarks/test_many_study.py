@@ -222,7 +222,8 @@ def test_figures_and_tables() -> None:
     assert found["prefetch_wasted"] == pytest.approx(0.3)
     settings = {
         "model": "m", "dtype": "bfloat16", "adapters": 1000, "ranks": [8], "bytes": 1e9, "device_bytes": 1e8,
-        "host_bytes": 3e8, "link_bytes_s": 1e8, "calls": 200, "called_adapters": [60, 61], "calls_s": 1.0,
+        "host_bytes": 3e8, "link_bytes_s": 1e8,
+        "store_bytes_s": 5e7, "calls": 200, "called_adapters": [60, 61], "calls_s": 1.0,
         "utilisation": 0.5, "faster_than_trace": [0.6], "rounds": 2, "probe_before_ms": 1.0, "probe_after_ms": 1.0,
         "variants": ["ondemand", "eviction", "forecast", "oracle"],
     }  # fmt: skip
