@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -86,8 +87,11 @@ def node_of(config: GatewayConfig, script: Any) -> StubNode:
 
 
 def worker_of(pid: int) -> int:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(children[0])
+    """Waits for it, as long as a test may take: one that has just ended is replaced."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    while not (pids := children.read_text().split()):
+        time.sleep(0.01)
+    return int(pids[0])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -209,10 +210,14 @@ def test_drawn_steps_arrivals_and_faults(
     engine.engine.store.loader.device_link = DrawnLink(random.Random(19), rates=(50, 20, 5))  # type: ignore[assignment]
     kinds = [Case(path, engine.deploy(path), [], 0) for path in drawn_adapters]
     problems: list[str] = []
-    # whether a row joins is a matter of time: a stalled host's loads end before their requests decode, and beside other
-    # tests a killed worker takes longer to come back than all the cases
+    # whether a row joins is a matter of time: a stalled host's loads end before their requests decode. All adapters
+    # have room on the device, so each batch begins without them.
     while tally.cases < 60 or (not forced.joined and tally.cases < 600):
         assert forced.joined or workers_of(engine).wait_ready(60)
+        for kind in kinds:
+            assert kind.adapter is not None
+            with suppress(InUse):  # the load of a cancelled request may go on
+                evict(engine.engine.store, kind.adapter.digest)
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
     assert not problems, "\n".join(problems)
     assert forced.joined
