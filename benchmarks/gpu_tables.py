@@ -237,7 +237,8 @@ def gpu_service_table(document: Document) -> str:
     loads = {row["load"]: row for row in rows if "tok_s" in row}
     base, adapters = loads["base"], loads["adapters"]
     text = (
-        f"`garnish up` with a base of 1.0 billion drawn weights in bf16 and {settings['adapters']} adapters of rank "
+        f"`garnish up` with a base of the {settings['shape']} shape, drawn weights in bf16, and "
+        f"{settings['adapters']} adapters of rank "
         f"{settings['rank']} on q, k, v, on one host, over HTTP. Calls one by one have prompts of so many words; "
         f"together, {settings['callers']} callers make {settings['requests']} calls of {settings['load_prompt']} words "
         f"and {settings['load_tokens']} tokens, once."

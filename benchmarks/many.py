@@ -213,7 +213,7 @@ def _measure(bench: Bench) -> tuple[list[Load], Limits]:
 def _row(bench: Bench, limits: Limits, load: Load, *, name: str, number: int) -> dict[str, Any]:
     variant, tie = VARIANTS[name], TIES[bench.settings.dtype]
     resident = load.functions if variant.resident else []
-    with bench.service(f"{name}-{number}", variant.node, resident) as service:
+    with bench.service(f"{name}-{number}-{bench.rate:g}", variant.node, resident) as service:
         cell = run_cell(service, load, limits, told=variant.told, resident=variant.resident, tie=tie)
         return {"variant": name, "round": number, "rate": bench.rate, **asyncio.run(cell)}
 

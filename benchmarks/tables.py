@@ -49,6 +49,7 @@ from benchmarks.gpu_tables import (
     gpu_ttft_table,
 )
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table, steps_table
+from benchmarks.many_foreign import foreign_table
 from benchmarks.many_tables import many_table
 from benchmarks.memory_tables import memory_settings_table, memory_table
 from benchmarks.perfmodel_report import perfmodel_table
@@ -169,6 +170,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "eviction-traces": one("eviction", eviction_traces_table),
         "many": each(("many", "many_80"), many_table),
         "many-1000": each(("many_1000", "many_1000_0.25x", "many_1000_4x"), many_table),
+        "many-foreign": one("many_1000_foreign", foreign_table),
         "batches": one("batches", batches_table),
         "gateway": one("gateway", gateway_table),
         "random-keys": one("random_keys", random_keys_table),

@@ -27,7 +27,9 @@ MEASURE_AHEAD = 2
 """For prefetches a header is read while so few of these threads at most read for others; with what comes behind each
 header they take half of the threads."""
 STORE_THREADS = 8
-COPY_THREADS = 4
+COPY_THREADS = {"cpu": 4, "cuda": 1}
+"""By device. One fills a GPU's link, as copies are enqueued; more only take the interpreter from the engine's thread:
+four cold calls at once had their first tokens after 76 ms, not 50 (docs/results/gpu.md)."""
 
 
 class _Awaited:
@@ -70,7 +72,7 @@ class Loader:
         self._links = store_link, device_link
         self._measuring = Tasks("measure", MEASURE_THREADS, MEASURE_AHEAD)
         self.fetching = LoaderThreads("fetch", STORE_THREADS)
-        self.copying = LoaderThreads("copy", COPY_THREADS)
+        self.copying = LoaderThreads("copy", COPY_THREADS[device.data.device.type])
         self.staging = Staging()
         self.bandwidth = math.inf
         """Bytes per second of the link to a GPU, once measured. On a CPU no pass waits behind others' copies."""

@@ -74,7 +74,7 @@ class ColdPass:
 
 
 class ColdPasses:
-    """At most `limit` passes, which take turns."""
+    """At most `limit` passes, in the order in which they began."""
 
     def __init__(
         self,
@@ -126,9 +126,10 @@ class ColdPasses:
         self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, begun))
 
     def advance(self, tokens: int) -> int:
-        """Advance the passes, best effort's last, else those that wait longest first, as far as they can go, and by no
-        more than a warm pass of `tokens` tokens would compute, but for one stretch: so long it would hold up the
-        others, too. Returns what was used of `tokens`."""
+        """Advance the passes, best effort's last, else those that began first, as far as they can go, and by no more
+        than a warm pass of `tokens` tokens would compute, but for one stretch: so long it would hold up the others,
+        too. Those behind fill what the first leaves free: passes that took turns would all end as late as the last.
+        Returns what was used of `tokens`."""
         budget = left = max(tokens * self.num_layers, max((cold.row.length for cold in self.open), default=0))
         while (found := self._next()) is not None and left >= found[0].row.length:
             cold, ready = found
@@ -184,13 +185,11 @@ class ColdPasses:
         return output
 
     def _take_stock(self, cold: ColdPass, output: StepOutput | bool | None) -> None:
-        """A pass that has ended is booked; one that is poisoned, or found no memory (None), is dropped; any other goes
-        behind those that wait."""
+        """A pass that has ended is booked; one that is poisoned, or found no memory (None), is dropped."""
+        if output is True:
+            return
         request = cold.row.request
         self.open.remove(cold)
-        if output is True:
-            self.open.append(cold)
-            return
         cold.lora.close()
         request.in_cold_pass = False
         cold.phases.layers_cpu += cold.lora.layers_on_cpu
