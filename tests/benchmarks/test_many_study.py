@@ -240,11 +240,12 @@ def test_figures_and_tables() -> None:
 @pytest.mark.slow
 def test_quick_run(stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    arguments = ["--model", str(stories_dir), "--dtype", "float32", "--json", str(file)]
+    arguments = ["--model", str(stories_dir), "--dtype", "float32", "--rates", "1", "4", "--json", str(file)]
     run_study(monkeypatch, "many", "--quick", *arguments)
-    document = json.loads(file.read_text())
-    assert document["figures"]["wrong_tokens"] == 0
-    assert [row["variant"] for row in document["rows"]] == ["ondemand", "forecast"]
-    for row in document["rows"]:
-        assert (row["calls"], row["errors"]) == (8, {})
-        assert row["node_cpu_s"] > 0 and row["gateway_mb"] > 0
+    for report in (file, tmp_path / "report_4x.json"):
+        document = json.loads(report.read_text())
+        assert document["figures"]["wrong_tokens"] == 0
+        assert [row["variant"] for row in document["rows"]] == ["ondemand", "forecast"]
+        for row in document["rows"]:
+            assert (row["calls"], row["errors"]) == (8, {})
+            assert row["node_cpu_s"] > 0 and row["gateway_mb"] > 0
