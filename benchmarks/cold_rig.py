@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ import torch
 
 from benchmarks.latency import Sample
 from benchmarks.local_engine import LocalEngine
-from benchmarks.peft_reference import make_adapter
+from benchmarks.peft_reference import make_adapter, redraw_adapter
 from benchmarks.workloads import Call
 from cluster.messages import Adapter, ColdStart
 from node_agent.types import Lease
@@ -60,24 +58,18 @@ def make_adapters(
     targets: Sequence[str] = TARGETS,
     dtype: torch.dtype = torch.float32,
 ) -> list[Path]:
-    """Adapters of these ranks on `targets`; one set of weights per rank, under a scaling of its own for each."""
-    made: dict[int, Path] = {}
+    """Adapters of these ranks on `targets`, each with random weights of its own."""
+    first: dict[int, Path] = {}
     found = []
     for i, rank in enumerate(ranks):
-        if rank not in made:
+        path, own_seed = root / f"a{i}", (seed << 20) + i
+        if rank in first:
+            redraw_adapter(first[rank], path, own_seed)
+        else:
             config: dict[str, Any] = {"r": rank, "lora_alpha": rank, "target_modules": list(targets)}
-            made[rank] = make_adapter(model_dir, root / f"rank{rank}", seed + rank, dtype, **config)
-        copy = root / f"a{i}"
-        shutil.copytree(made[rank], copy, copy_function=_link)
-        config = json.loads((made[rank] / "adapter_config.json").read_text())
-        (copy / "adapter_config.json").unlink()
-        (copy / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": rank + i / 1000}))
-        found.append(copy)
+            first[rank] = make_adapter(model_dir, path, own_seed, dtype, **config)
+        found.append(path)
     return found
-
-
-def _link(source: str, target: str) -> None:
-    Path(target).hardlink_to(source)
 
 
 class Rig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,19 @@ def make_adapter(model_dir: Path, out: Path, seed: int, dtype: torch.dtype = tor
             spread *= STRENGTH / layer.scaling["default"]
         tensors[name] = (torch.randn(tensor.shape, generator=generator) * spread).to(dtype)
     save_file(tensors, file, metadata={"format": "pt"})
+    return out
+
+
+def redraw_adapter(source: Path, out: Path, seed: int) -> Path:
+    """An adapter like `source`, with other random weights that are as strong."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(source / "adapter_model.safetensors")
+    for name, tensor in sorted(tensors.items()):
+        spread = float(tensor.float().std())
+        tensors[name] = (torch.randn(tensor.shape, generator=generator) * spread).to(tensor.dtype)
+    out.mkdir(parents=True)
+    shutil.copyfile(source / "adapter_config.json", out / "adapter_config.json")
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
     return out
 
 

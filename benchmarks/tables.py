@@ -80,6 +80,30 @@ def exactness_table(document: dict[str, Any]) -> str:
     return "\n".join([caption(document, text), "", *table(head, [cells]), "", wrapped(rest)])
 
 
+ROUNDED = {"PEFT": "PEFT in {}", "alone": "engine in {}, one by one", "company": "engine in {}, 16 at a time"}
+
+
+def rounding_table(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    text = (
+        f"{settings['model']}, {settings['adapters']} adapters of ranks {settings['ranks']}, {settings['answers']} "
+        f"answers of {settings['tokens']} tokens to prompts of {settings['prompt_tokens']} tokens."
+    )
+    lines = [
+        (
+            ROUNDED[row["of"]].format(settings["dtype"]), f"{row['tokens']:,}", f"{row['median']:.3f}",
+            f"{row['p99']:.2f}", f"{row['most']:.2f}", f"{row['flips'] / row['tokens']:.1%}", f"{row['flip_gap']:.2f}",
+        )
+        for row in document["rows"]
+    ]  # fmt: skip
+    head = ("", "tokens", "error, median", "p99", "worst", "another likeliest", "widest gap of these")
+    rest = (
+        f"{figures['texts_apart']:.0f} texts differ between the engine's two ways, all from a token on whose two best "
+        f"log probabilities lie at most {figures['apart_gap']:.3g} apart."
+    )
+    return "\n".join([caption(document, text), "", *table(head, lines), "", wrapped(rest)])
+
+
 def handoff_table(document: dict[str, Any]) -> str:
     settings, figures = document["settings"], document["figures"]
     text = (
@@ -163,12 +187,13 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
     ROOT / "docs" / "results" / "benchmarks.md": {
         "engine": each(ENGINE, engine_table),
         "exactness": one("exactness", exactness_table),
+        "rounding": one("rounding", rounding_table),
         "serve": each(SERVE, serve_table),
         "neighbours": each(("neighbours",), neighbours_table),
         "memory": one("memory", memory_table),
         "memory-settings": one("memory", memory_settings_table),
         "eviction-traces": one("eviction", eviction_traces_table),
-        "many": each(("many", "many_80"), many_table),
+        "many": each(("many", "many_20", "many_80"), many_table),
         "many-1000": each(("many_1000", "many_1000_0.25x", "many_1000_4x"), many_table),
         "many-foreign": one("many_1000_foreign", foreign_table),
         "batches": one("batches", batches_table),
