@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from adapters.base_model import BaseModel
 from adapters.errors import CorruptArtifact, NotFound
+from adapters.functions import ITEM_BYTES
 from adapters.peft_format import TensorRef, read_tensor
 from adapters.store import ObjectStore, RangeReader
 from adapters.validate import DTYPES, LoraLayout, LoraPair
@@ -28,7 +29,6 @@ ALIGN = 64
 FORMAT_VERSION = 1
 PREFIX = len(MAGIC) + 8 + 32
 """Bytes before the header."""
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_HEADER_BYTES = 64 << 20
 READ_BYTES = 8 << 20
 FIRST_READ = 64 << 10

@@ -20,6 +20,8 @@ class Resolved(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     bytes: int
     policy: Policy
+    itemsize: int = 0
+    """As in VersionEntry."""
 
 
 class Choice(msgspec.Struct, frozen=True):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
+from adapters.functions import Manifest
 from adapters.validate import LoraLayout
 
 
@@ -21,6 +24,16 @@ class Deployment(msgspec.Struct, frozen=True):
     """Whether a new version was made; False when this adapter was deployed under this name before, and in a dry run."""
     dtype: str
     """Of the tensors as stored: `bytes` counts them in it."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """An adapter whose files are stored, and that is not listed yet."""
+
+    made: Deployment
+    layout: LoraLayout
+    manifest: Manifest | None
+    """Of a new version, which has taken its number."""
 
 
 def deployment_of(name: str, version: int | None, layout: LoraLayout, *, created: bool) -> Deployment:

@@ -82,6 +82,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 SUPPORTED_POLICY = Policy.__struct_fields__
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Of an element, by the dtypes that adapters may have."""
 
 
 class VersionEntry(msgspec.Struct, frozen=True):
@@ -96,6 +98,8 @@ class VersionEntry(msgspec.Struct, frozen=True):
     bytes: int
     """Bytes of its tensors as served."""
     created: float
+    itemsize: int = 0
+    """Bytes of an element, of those. 0: listed by an earlier release, until it is deployed again."""
 
 
 class FunctionRecord(msgspec.Struct, frozen=True):

@@ -10,11 +10,9 @@ A version exists only once function.json lists it, so whatever dies in between l
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,9 @@ from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
 from adapters.choices import Choice, Resolved, pick
 from adapters.contents import Contents, Inspect
-from adapters.deployment import Deployment, deployment_of
+from adapters.deployment import Deployment, Staged, deployment_of
 from adapters.errors import (
     ArtifactPending,
-    Conflict,
     CorruptFunction,
     CorruptRecord,
     InvalidAdapter,
@@ -50,33 +47,16 @@ from adapters.functions import (
 )
 from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
-from adapters.quota import Quota, QuotaReservation
+from adapters.quota import Quota
 from adapters.records import find_record, read_each, read_records
 from adapters.schedules import note_schedule
 from adapters.standing import Memory, function_key, update_function
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, check_values, inspect_files
+from adapters.version_files import Storing, VersionFiles, find_digest, manifest_key
 
 MAX_PASSED = 1000
 """Deleted functions that one page of a list passes over, besides as many as it may have."""
-MAX_REWRITES = 10
-"""Times that a deploy stores again what a garbage collection was removing."""
-MAX_ORPHANS = 1000
-"""Numbers in a row that a deploy skips because deploys that failed, or still run, took them."""
-
-
-@dataclass
-class _Deploy:
-    """A deploy under way; `manifest` is set once it has taken a version number, which it keeps through all tries."""
-
-    layout: LoraLayout
-    config: bytes
-    weights: Path
-    source: str | None
-    room: QuotaReservation
-    before_listed: Callable[[Deployment], None] | None = None
-    manifest: Manifest | None = None
-    created: bool = False
 
 
 class Registry:
@@ -91,6 +71,7 @@ class Registry:
         self.contents = Contents(store, base, self._inspect)
         self.changes = FunctionChanges(store)
         self.quota = Quota(store)
+        self._versions = VersionFiles(store, base, self.contents)
 
     def check(
         self,
@@ -104,9 +85,28 @@ class Registry:
         `deploy` raises for its arguments and files."""
         if name:
             self._check_name(name)
-        check_options(alias, policy)
-        layout = check_values(self._inspect(config, weights), weights)
-        return deployment_of(name, None, layout, created=False)
+        return deployment_of(name, None, self._layout(config, weights, alias, policy), created=False)
+
+    def stage(
+        self,
+        tenant: str,
+        name: str,
+        config: bytes,
+        weights: Path,
+        alias: str | None = None,
+        policy: dict[str, Any] | None = None,
+        source: str | None = None,
+    ) -> Staged:
+        """Stores what `deploy` of the same arguments stores, and lists nothing: no call can get the version yet. What
+        is not deployed afterwards is left to garbage collection. Raises what `deploy` does."""
+        self._check_name(name)
+        _check_tenant(tenant)
+        layout = self._layout(config, weights, alias, policy)
+        record = self._read(tenant, name) or FunctionRecord(name=name, created=time.time())
+        with self.quota.deploying(tenant) as room:
+            deploy = Storing(layout, config, weights, source, room)
+            entry = self._versions.listed(tenant, record, deploy)
+        return Staged(deployment_of(name, entry.version, layout, created=deploy.created), layout, deploy.manifest)
 
     def deploy(
         self,
@@ -117,39 +117,37 @@ class Registry:
         alias: str | None = None,
         policy: dict[str, Any] | None = None,
         source: str | None = None,
-        before_listed: Callable[[Deployment], None] | None = None,
+        staged: Staged | None = None,
         memory: Memory | None = None,
     ) -> Deployment:
         """Stores an adapter as a version of a function and points an alias (`latest`) to it.
 
         `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
-        `before_listed` is called once, when all is stored and no call can get the version yet. `memory`:
-        what provisioned copies that `policy` asks for must fit in.
+        `staged`: what `stage` made of the same arguments. `memory`: what provisioned copies that `policy` asks for must
+        fit in.
         Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, InspectionBusy, StoreUnavailable, and
         Conflict when the function has too many versions or aliases, the tenant too many adapters, or its policy asks
         for more than there is.
         """
         self._check_name(name)
         _check_tenant(tenant)
-        check_options(alias, policy)
-        layout = check_values(self._inspect(config, weights), weights)
+        layout = staged.layout if staged is not None else self._layout(config, weights, alias, policy)
 
         def commit(record: FunctionRecord | None) -> FunctionRecord:
             record = record or FunctionRecord(name=name, created=time.time())
-            entry = self._listed(tenant, record, deploy)
-            _announce(name, entry, deploy)
+            entry = self._versions.listed(tenant, record, deploy)
             changed = msgspec.structs.replace(record, policy=parse_policy(policy or {}, record.policy))
             if changed.policy.warm:
                 note_schedule(self.store, tenant, name)
             return with_version(changed, entry, alias or "latest", time.time())
 
         with self.quota.deploying(tenant) as room:
-            deploy = _Deploy(layout, config, weights, source, room, before_listed)
+            deploy = Storing(layout, config, weights, source, room, None if staged is None else staged.manifest)
             record = update_function(self.store, tenant, name, commit, memory)
             if deploy.created:
                 room.made()
         self._end_if_deleted(tenant, name)
-        entry = _find_digest(record, layout.digest)
+        entry = find_digest(record, layout.digest)
         return deployment_of(name, entry.version if entry else None, layout, created=deploy.created)
 
     def resolve(self, tenant: str, name: str, qualifier: str | None = None, point: float = 0.0) -> Resolved:
@@ -229,7 +227,7 @@ class Registry:
     def versions(self, tenant: str, name: str) -> list[Manifest]:
         """Returns the manifests of all versions, ascending. Raises NotFound."""
         listed = [entry.version for entry in self.function(tenant, name).versions]
-        found = read_records(self.store, [_manifest_key(tenant, name, version) for version in listed], Manifest)
+        found = read_records(self.store, [manifest_key(tenant, name, version) for version in listed], Manifest)
         return [_present(name, version, manifest) for version, manifest in zip(listed, found, strict=True)]
 
     def delete_version(self, tenant: str, name: str, version: int, matches: Collection[int] | None = None) -> None:
@@ -285,6 +283,7 @@ class Registry:
             ranks=entry.ranks,
             bytes=entry.bytes,
             policy=record.policy,
+            itemsize=entry.itemsize,
         )
         failure = self.contents.failure(entry.digest)
         if failure is not None and isinstance(failure.error, InvalidAdapter):
@@ -300,78 +299,19 @@ class Registry:
         if name == self.base.id:
             raise InvalidRequest("name", f"{name!r} is the base model's id")
 
+    def _layout(self, config: bytes, weights: Path, alias: str | None, policy: dict[str, Any] | None) -> LoraLayout:
+        """Raises what `deploy` does for its arguments and files."""
+        check_options(alias, policy)
+        return check_values(self._inspect(config, weights), weights)
+
     def _read(self, tenant: str, name: str) -> FunctionRecord | None:
         try:
             return find_record(self.store, function_key(tenant, name), FunctionRecord)
         except CorruptRecord:
             raise CorruptFunction(name) from None
 
-    def _listed(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> VersionEntry:
-        """Returns the version that the record should list: the one it has of this digest, or one with a number of its
-        own, whose content is stored first."""
-        existing = _find_digest(record, deploy.layout.digest)
-        deploy.created = existing is None
-        if existing is not None:
-            if self.contents.artifact_problem(existing.digest):
-                self.contents.put_artifact(deploy.layout, deploy.weights)
-            return msgspec.structs.replace(existing, base=self.base.fingerprint)
-        if deploy.manifest is None:
-            deploy.room.take(deploy.layout.bytes)
-            deploy.manifest = self._put_all(tenant, record, deploy)
-        made = deploy.manifest
-        return VersionEntry(made.version, made.digest, made.base, made.ranks, made.targets, made.bytes, made.created)
-
-    def _put_all(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> Manifest:
-        """Stores what the version is made of, until nothing of it is missing that a garbage collection was just
-        removing. Returns the manifest. Raises StoreUnavailable after MAX_REWRITES tries."""
-        manifest: Manifest | None = None
-        for _ in range(MAX_REWRITES):
-            self.contents.put_files(deploy.layout, deploy.config, deploy.weights)
-            manifest = manifest or self._put_manifest(tenant, record, deploy)
-            key = _manifest_key(tenant, record.name, manifest.version)
-            missing = self.store.missing([*self.contents.keys(deploy.layout, deploy.config), key])
-            if not missing:
-                return manifest
-            if key in missing:
-                manifest = None
-        raise StoreUnavailable("what a deploy stores is removed again and again by garbage collections")
-
     def _manifest(self, tenant: str, name: str, version: int) -> Manifest:
-        return _present(name, version, find_record(self.store, _manifest_key(tenant, name, version), Manifest))
-
-    def _put_manifest(self, tenant: str, record: FunctionRecord, deploy: _Deploy) -> Manifest:
-        """Takes the next free version number by writing its manifest; numbers of orphans are skipped."""
-        layout = deploy.layout
-        for number in range(record.next_version, record.next_version + MAX_ORPHANS):
-            manifest = Manifest(
-                function=record.name,
-                version=number,
-                digest=layout.digest,
-                base=self.base.fingerprint,
-                base_id=self.base.id,
-                config_sha256=hashlib.sha256(deploy.config).hexdigest(),
-                weights_sha256=layout.weights_sha256,
-                dtype=layout.dtype,
-                ranks=layout.ranks,
-                targets=layout.targets,
-                bytes=layout.bytes,
-                warnings=layout.warnings,
-                created=time.time(),
-                source=deploy.source,
-            )
-            try:
-                self.store.put_if_absent(_manifest_key(tenant, record.name, number), msgspec.json.encode(manifest))
-            except Conflict:
-                continue
-            return manifest
-        raise StoreUnavailable(f"function {record.name} has too many unfinished versions; remove them first")
-
-
-def _announce(name: str, entry: VersionEntry, deploy: _Deploy) -> None:
-    """Calls the deploy's `before_listed`, once however often the commit is tried."""
-    if deploy.before_listed is not None:
-        announce, deploy.before_listed = deploy.before_listed, None
-        announce(deployment_of(name, entry.version, deploy.layout, created=deploy.created))
+        return _present(name, version, find_record(self.store, manifest_key(tenant, name, version), Manifest))
 
 
 def _present(name: str, version: int, manifest: Manifest | None) -> Manifest:
@@ -380,14 +320,6 @@ def _present(name: str, version: int, manifest: Manifest | None) -> Manifest:
     return manifest
 
 
-def _manifest_key(tenant: str, name: str, version: int) -> str:
-    return f"tenants/{tenant}/functions/{name}/versions/{version}.json"
-
-
 def _check_tenant(tenant: str) -> None:
     if not is_name(tenant):
         raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
-
-
-def _find_digest(record: FunctionRecord, digest: str) -> VersionEntry | None:
-    return next((entry for entry in record.versions if entry.digest == digest), None)

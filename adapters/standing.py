@@ -41,6 +41,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Copies."""
     bytes: int = 0
     """Of one copy of all that `latest` stands for."""
+    elements: int = 0
+    """Of those, together. 0: not known."""
     idle_ttl: float | None = None
     digests: tuple[str, ...] = ()
     reserved: int = 0
@@ -50,7 +52,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def says(self, policy: Policy) -> bool:
         """Whether the entry has what the policy asks for."""
-        return _asked(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, digests=())
+        return _asked(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, elements=0, digests=())
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -71,6 +73,12 @@ class Memory(msgspec.Struct, frozen=True):
     """Of all functions, in either tier."""
     tenant_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Of these bytes, that one tenant may have."""
+    itemsize: int = 0
+    """Bytes of an element there. 0: not known; then copies count as many bytes as they have in the registry."""
+
+    def taken_by(self, entry: Entry) -> int:
+        """Returns the bytes that one copy of a function takes."""
+        return entry.elements * self.itemsize or entry.bytes
 
 
 def update_function(
@@ -197,10 +205,13 @@ def _entry(record: FunctionRecord, known: Entry | None, now: float) -> Entry | N
         return None
     named = {version for alias in record.aliases.values() for version in alias.weights}
     digests = [entry.digest for entry in record.versions if str(entry.version) in named]
+    live = live_versions(record)
+    known_sizes = all(entry.itemsize for entry in live)
     return msgspec.structs.replace(
         _asked(policy),
         since=now if known is None else known.since,
-        bytes=sum(entry.bytes for entry in live_versions(record)),
+        bytes=sum(entry.bytes for entry in live),
+        elements=sum(entry.bytes // entry.itemsize for entry in live) if known_sizes else 0,
         digests=tuple(digests[-MAX_DIGESTS:]) if policy.idle_ttl is not None else (),
     )
 
@@ -233,13 +244,14 @@ def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
     for tier, room in (("device", memory.device), ("host", memory.host)):
         if room is None or not getattr(entry, tier):
             continue
-        sums = {key: getattr(each, tier) * each.bytes for key, each in standing.functions.items()}
+        sums = {key: getattr(each, tier) * memory.taken_by(each) for key, each in standing.functions.items()}
         own = sum(size for key, size in sums.items() if key.startswith(f"{tenant}/"))
         for whose, needed, allowed in (("all tenants", sum(sums.values()), room),
                                        ("the tenant", own, room * memory.tenant_share)):  # fmt: skip
             if needed > allowed:
+                size, count = memory.taken_by(entry), getattr(entry, tier)
                 raise Conflict(
-                    f"provisioned: {entry.bytes} bytes x {getattr(entry, tier)} {tier} copies make {needed} bytes for "
+                    f"provisioned: {size} bytes x {count} {tier} copies make {needed} bytes for "
                     f"the functions of {whose}, and {int(allowed)} of the nodes' {tier} memory may be provisioned for "
                     "them; take other copies back, or add nodes"
                 )

@@ -30,7 +30,7 @@ from cluster.residency import WantedAdapter
 from garnish import service_file
 from gateway.residency.history import LEAST_CHANCE, MAX_CHOSEN
 from gateway.residency.messages import WATCH_SECONDS, Tier
-from gateway.residency.plan import DEVICE_CHANCE, TENANT_SHARE, WANTED_SHARE, NodeWants, Wish
+from gateway.residency.plan import DEVICE_CHANCE, NodeMemory, NodeWants, Wish
 from gateway.residency.residency import PLAN_SECONDS
 from node_agent.adapter_memory.demand import FORECAST_S, Demand
 from node_agent.adapter_memory.eviction import POLICIES
@@ -127,11 +127,7 @@ class Node:
         self._judge(now)
 
     def _asked(self, likely: Likely) -> list[WantedAdapter]:
-        room: dict[Tier, float] = {
-            "device": WANTED_SHARE * self.room["device"],
-            "host": WANTED_SHARE * self.room["host"],
-        }
-        asked = NodeWants(room, TENANT_SHARE * self.room["device"])
+        asked = NodeWants(NodeMemory({"device": self.room["device"], "host": self.room["host"]}))
         for digest, chance in likely:
             near = digest in self.device.residents or digest in self.host.residents
             adapter = Adapter(digest, "", self.trace.sizes[int(digest)], (1,))

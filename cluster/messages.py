@@ -100,6 +100,12 @@ class Adapter(msgspec.Struct, frozen=True):
     """Object key of the serving artifact in the registry."""
     bytes: int
     ranks: tuple[int, ...]
+    itemsize: int = 0
+    """Bytes of an element, as `bytes` counts them. 0: not known, for it was deployed by an earlier release."""
+
+    def bytes_in(self, itemsize: int) -> int:
+        """Returns what it takes where elements have so many bytes; as it is where either is not known (0)."""
+        return self.bytes // self.itemsize * itemsize if self.itemsize and itemsize else self.bytes
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):

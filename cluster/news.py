@@ -128,6 +128,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes that one adapter may have here; calls of a larger one are answered `too_large`. 0: not reported."""
     adapter_itemsize: int = 0
     """Bytes of an element of an adapter's weights here, whatever its file has. 0: not reported."""
+    takes_wants: bool = True
+    """It brings in what is wanted before it is called. False: of that only what is provisioned."""
     device: str = ""
     error: str = ""
     """Why the engine is not ready, when it is not."""
@@ -159,6 +161,7 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
     host_bytes: int = 0
     largest_adapter: int = 0
     adapter_itemsize: int = 0
+    takes_wants: bool = True
     device: str = ""
     error: str = ""
     pool: str = ""

@@ -49,6 +49,8 @@ class AdapterStates(msgspec.Struct, frozen=True):
 class PrefetchOrder(msgspec.Struct, frozen=True):
     adapter: Adapter
     v: int = PROTOCOL_VERSION
+    tenant: str = ""
+    """Who asks; empty: the operator. A tenant has only some of a node's places for prefetches."""
 
 
 class WantedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):

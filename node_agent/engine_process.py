@@ -258,6 +258,7 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
         adapter_itemsize=engine.runner.dtype.itemsize,
         cpu_workers=engine.cold_start.decision.count,
         cpu_workers_reason=engine.cold_start.decision.reason,
+        takes_wants=engine.limits.prefetch_waste is not None,
     )
 
 

@@ -40,6 +40,8 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
 
     id: str
     adapter: Adapter
+    tenant: str = ""
+    """Who asks; empty: the operator."""
 
 
 class Evict(msgspec.Struct, frozen=True, tag="evict"):
@@ -77,6 +79,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Host memory for adapters."""
     cpu_workers: int = 0
     cpu_workers_reason: str = ""
+    takes_wants: bool = True
+    """As in cluster.news.Facts."""
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):

@@ -137,7 +137,10 @@ def _expected(forecast: ForecastReply | None) -> str:
             f"{forecast.chances['within_30_s']:.0%} within 30 s, {forecast.chances['within_300_s']:.0%} within 5 min"
         )
     places = ", ".join(sorted({f"{place.node}:{place.tier} ({place.cause})" for place in forecast.wanted}))
-    return f"{expected}; wanted on {places or 'no node'}"
+    left_out = "".join(
+        f"; not wanted on {each.node or 'any node'} ({each.cause}): {each.why}" for each in forecast.left_out
+    )
+    return f"{expected}; wanted on {places or 'no node'}{left_out}"
 
 
 def _show_versions(found: FunctionReply, screen: Screen) -> None:

@@ -125,4 +125,10 @@ class Functions:
 
 def adapter_of(found: Resolved) -> Adapter:
     """Returns the version as nodes are told of it."""
-    return Adapter(digest=found.digest, artifact=found.artifact_key, bytes=found.bytes, ranks=found.ranks)
+    return Adapter(
+        digest=found.digest,
+        artifact=found.artifact_key,
+        bytes=found.bytes,
+        ranks=found.ranks,
+        itemsize=found.itemsize,
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from adapters.functions import ITEM_BYTES
 from cluster.messages import Adapter
 from gateway.http.routing import BOOLEAN, parameter
 from gateway.residency.messages import WARM_SECONDS, Version, WarmOrder
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 WARM = parameter(
     "query", "warm", f"First bring it to its node; what is not there after {WARM_SECONDS:g} s is a warning", BOOLEAN
 )
-SLACK_SECONDS = 30.0
-"""After which a deploy's thread gives up an event loop that does not answer: it has stopped."""
 
 
 async def warm_targets(services: Services, tenant: str, name: str, versions: Iterable[str]) -> list[str]:
@@ -28,19 +26,13 @@ async def warm_targets(services: Services, tenant: str, name: str, versions: Ite
     return await _warmed(services, WarmOrder(tenant, name, found))
 
 
-def warm_first(services: Services, tenant: str, problems: list[str]) -> Callable[[Deployment], None]:
-    """Returns what Registry.deploy is to call in its thread before it lists a version; `problems` is added to."""
+async def warm_staged(services: Services, tenant: str, made: Deployment) -> list[str]:
+    """Waits until a version that is stored, and not listed yet, is warm on a node. Returns what went wrong."""
     from adapters.artifact import artifact_key  # with numpy, which clients that know of warm deploys need not load
 
-    loop = asyncio.get_running_loop()
-
-    def wait(made: Deployment) -> None:
-        adapter = Adapter(made.digest, artifact_key(services.base.fingerprint, made.digest), made.bytes, made.ranks)
-        order = WarmOrder(tenant, made.function, [Version(made.version or 0, adapter)])
-        waiting = asyncio.run_coroutine_threadsafe(_warmed(services, order), loop)
-        problems.extend(waiting.result(WARM_SECONDS + SLACK_SECONDS))
-
-    return wait
+    key, itemsize = artifact_key(services.base.fingerprint, made.digest), ITEM_BYTES[made.dtype]
+    adapter = Adapter(made.digest, key, made.bytes, made.ranks, itemsize)
+    return await _warmed(services, WarmOrder(tenant, made.function, [Version(made.version or 0, adapter)]))
 
 
 async def _warmed(services: Services, order: WarmOrder) -> list[str]:

@@ -47,6 +47,13 @@ class HeldWants:
         elif len(self._until) > MAX_HELD:
             self._until.popitem(last=False)
 
+    def has(self, tenant: str, function: str) -> bool:
+        return any(key[:2] == (tenant, function) for key in self._until)
+
+    def forget(self, tenant: str, function: str) -> None:
+        for key in [key for key in self._until if key[:2] == (tenant, function)]:
+            del self._until[key]
+
     def now(self) -> list[Held]:
         """Returns what is still wanted, the latest last."""
         now = self._clock()

@@ -60,6 +60,17 @@ class WantedPlace(msgspec.Struct, frozen=True):
     """Unix time."""
 
 
+class LeftOut(msgspec.Struct, frozen=True):
+    """An adapter that was ordered, scheduled or provisioned, and that no node, or not this one, is asked to have."""
+
+    node: str
+    """Empty: any."""
+    digest: str
+    tier: Tier
+    cause: Cause
+    why: str
+
+
 class ForecastReply(msgspec.Struct, frozen=True):
     """What the gateway worker that leads expects of a function, and what it has done about it."""
 
@@ -72,6 +83,7 @@ class ForecastReply(msgspec.Struct, frozen=True):
     """Log loss and Brier score of what was forecast of all functions lately; less is better, and 0.25 is the Brier
     score of one who always says 0.5."""
     wanted: list[WantedPlace] = []
+    left_out: list[LeftOut] = []
 
 
 class WarmReply(msgspec.Struct, frozen=True):

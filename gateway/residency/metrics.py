@@ -30,6 +30,13 @@ class ResidencyMetrics:
             registry=registry,
             multiprocess_mode="livemostrecent",
         )
+        self._left_out = Gauge(
+            "garnish_left_out_adapters",
+            "Adapters that were ordered, scheduled or provisioned and that no node is asked to have, by the leader",
+            ("cause",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
         self._orders = Counter(
             "garnish_residency_orders", "Orders to nodes of what to have ready", ("outcome",), registry=registry
         )
@@ -41,6 +48,10 @@ class ResidencyMetrics:
     def set_wanted(self, counts: Mapping[str, int]) -> None:
         for cause in get_args(Cause):
             self._wanted.labels(cause).set(counts.get(cause, 0))
+
+    def set_left_out(self, counts: Mapping[str, int]) -> None:
+        for cause in get_args(Cause):
+            self._left_out.labels(cause).set(counts.get(cause, 0))
 
     def count_order(self, outcome: Outcome) -> None:
         self._orders.labels(outcome).inc()

@@ -3,7 +3,7 @@ what is forecast."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -11,7 +11,7 @@ from cluster.messages import Adapter
 from cluster.news import NodeRecord
 from cluster.node_table import ABSENT, HOST, NodeTable
 from cluster.residency import MAX_WANTED, WantedAdapter
-from gateway.residency.messages import Cause, Tier
+from gateway.residency.messages import Cause, LeftOut, Tier
 from gateway.scheduling.homes import Homes
 
 DEVICE_CHANCE = 0.5
@@ -24,11 +24,14 @@ PROVISIONED_SHARE = 0.5
 TENANT_PROVISIONED_SHARE = 0.5
 """Of what all provisioned copies may take, that one tenant's may."""
 TENANT_SHARE = 0.125
-"""Of the device's adapter memory, that one tenant's own orders and schedules may take."""
+"""Of each tier of a node's adapter memory, that one tenant's own orders and schedules may take."""
 TENANT_WANTED = 16
 """Adapters on one node that one tenant's own orders and schedules may name."""
+MAX_LEFT_OUT = 1000
+"""Wishes of which it is told why they are left out."""
 MAX_NODES = 4
 """Of those that have an adapter in memory, on which a forecast keeps it."""
+WHERE: Mapping[Tier, str] = {"device": "the device", "host": "host memory"}
 STEPS = 20
 """Chances are told in so many steps: a list that hardly changed is not sent again."""
 
@@ -73,24 +76,60 @@ class Want:
         return WantedAdapter(self.adapter, self.tier, self.steps / STEPS, self.pinned, self.provisioned)
 
 
+@dataclass(frozen=True)
+class NodeMemory:
+    """What a plan knows of a node's memory."""
+
+    bytes: Mapping[Tier, float]
+    """By tier; infinite where the node does not tell."""
+    itemsize: int = 0
+    """Bytes of an element of an adapter there; 0: not told."""
+    takes_wants: bool = True
+    """As in Facts."""
+
+    def taken_by(self, adapter: Adapter) -> float:
+        """Returns bytes."""
+        return float(adapter.bytes_in(self.itemsize))
+
+    def why_never(self, adapter: Adapter, tier: Tier) -> str | None:
+        """Returns why no tenant's order or schedule gets the adapter there, whatever else is wanted."""
+        if not self.takes_wants:
+            return "prefetch is off on this node"
+        size, most = self.taken_by(adapter), TENANT_SHARE * self.bytes[tier]
+        if size > most:
+            return (
+                f"it takes {size:.0f} bytes, and a tenant's orders and schedules get {most:.0f} of {WHERE[tier]} there"
+            )
+        return None
+
+
+def memory_of(node: NodeRecord) -> NodeMemory:
+    device = node.adapter_bytes or inf
+    host = node.host_bytes or device  # an older node does not tell
+    return NodeMemory({"device": device, "host": host}, node.adapter_itemsize, node.takes_wants)
+
+
 @dataclass
 class NodeWants:
     """What a node is asked for, and what of it may still be."""
 
-    room: dict[Tier, float]
-    """Bytes in each tier; infinite where the node does not tell its memory."""
-    tenant_room: float
-    """Bytes that one tenant's own orders and schedules may take."""
+    memory: NodeMemory
     wants: dict[str, Want] = field(default_factory=dict)
     """By digest."""
-    tenants: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By tenant and digest, the bytes that its own orders and schedules have taken."""
-    kept_room: dict[Tier, float] = field(default_factory=dict)
+    tenants: dict[str, dict[str, tuple[Tier, float]]] = field(default_factory=dict)
+    """By tenant and digest, the bytes that its own orders and schedules have taken, and where."""
+    room: dict[Tier, float] = field(init=False)
+    """Bytes left in each tier."""
+    kept_room: dict[Tier, float] = field(init=False)
     """As `room`, of provisioned copies alone."""
+
+    def __post_init__(self) -> None:
+        self.room = {tier: WANTED_SHARE * size for tier, size in self.memory.bytes.items()}
+        self.kept_room = {tier: PROVISIONED_SHARE * size for tier, size in self.memory.bytes.items()}
 
     def keep(self, wish: Wish) -> bool:
         """Returns False where a provisioned copy does not fit. Copies for devices must come first."""
-        size, digest, tier = float(wish.adapter.bytes), wish.adapter.digest, wish.tier
+        size, digest, tier = self.memory.taken_by(wish.adapter), wish.adapter.digest, wish.tier
         known = self.wants.get(digest)
         if known is None:
             if len(self.wants) >= MAX_WANTED or size > min(self.kept_room[tier], self.room[tier]):
@@ -102,17 +141,19 @@ class NodeWants:
         known.causes.setdefault(wish.key, wish.cause)
         return True
 
-    def take(self, wish: Wish, tier: Tier) -> None:
-        """Leaves the wish out where it is beyond a bound. A forecast for which the device has no room left is for host
-        memory."""
-        size, digest = float(wish.adapter.bytes), wish.adapter.digest
+    def take(self, wish: Wish, tier: Tier) -> str | None:
+        """Returns why the wish is left out, where it is beyond a bound. A forecast for which the device has no room is
+        for host memory."""
+        size, digest = self.memory.taken_by(wish.adapter), wish.adapter.digest
         known = self.wants.get(digest)
         if known is None and wish.cause == "forecast" and size > self.room[tier]:
             tier = "host"
+        if wish.cause != "forecast" and (never := self.memory.why_never(wish.adapter, tier)) is not None:
+            return never
         if known is None and (len(self.wants) >= MAX_WANTED or size > self.room[tier]):
-            return
-        if wish.cause != "forecast" and not self._allow(wish, size):
-            return
+            return "other adapters that are wanted there take all that it may be asked for"
+        if wish.cause != "forecast" and (beyond := self._beyond(wish, tier, size)) is not None:
+            return beyond
         if known is None:
             self.room[tier] -= size
             known = self.wants[digest] = Want(wish.adapter, tier, 0.0)
@@ -122,14 +163,20 @@ class NodeWants:
             known.tier = tier
         known.chance = 1.0 - (1.0 - known.chance) * (1.0 - wish.chance)
         known.causes.setdefault(wish.key, wish.cause)
+        return None
 
-    def _allow(self, wish: Wish, size: float) -> bool:
-        """Returns False beyond what one tenant may pin."""
+    def _beyond(self, wish: Wish, tier: Tier, size: float) -> str | None:
+        """Notes what one tenant pins. Returns which bound the wish is beyond."""
         own, digest = self.tenants.setdefault(wish.key.partition("/")[0], {}), wish.adapter.digest
-        if digest not in own and (len(own) >= TENANT_WANTED or sum(own.values()) + size > self.tenant_room):
-            return False
-        own[digest] = size
-        return True
+        if digest in own:
+            return None
+        if len(own) >= TENANT_WANTED:
+            return f"a tenant's orders and schedules may name {TENANT_WANTED} adapters there"
+        most = TENANT_SHARE * self.memory.bytes[tier]
+        if sum(bytes for where, bytes in own.values() if where == tier) + size > most:
+            return f"a tenant's orders and schedules may take {most:.0f} bytes of {WHERE[tier]} there"
+        own[digest] = tier, size
+        return None
 
 
 class Plan:
@@ -142,13 +189,19 @@ class Plan:
         """By row."""
         self._copies: dict[tuple[str, str], set[int]] = {}
         """Rows with a provisioned copy, by function and digest."""
+        self.left_out: dict[str, list[LeftOut]] = {}
+        """By function: what was asked for and is not wanted."""
 
     def add(self, wish: Wish) -> None:
         if wish.cause == "provisioned":
             self._provision(wish)
             return
         for row in self._rows(wish):
-            self._of(row).take(wish, self._tier(wish, row))
+            if not self._records[row].takes_wants and wish.cause == "forecast":
+                continue
+            why = self._of(row).take(wish, self._tier(wish, row))
+            if why is not None and wish.cause != "forecast":
+                self._leave_out(wish, self._records[row].id, why)
 
     @property
     def nodes(self) -> list[NodeRecord]:
@@ -173,6 +226,14 @@ class Plan:
                 return
             if row not in copies and self._of(row).keep(wish):
                 copies.add(row)
+        if len(copies) < wanted:
+            why = f"{wanted - len(copies)} of the {wish.tier} copies find no node with room for them"
+            self._leave_out(wish, "", why)
+
+    def _leave_out(self, wish: Wish, node: str, why: str) -> None:
+        if len(self.left_out) < MAX_LEFT_OUT:
+            found = LeftOut(node, wish.adapter.digest, wish.tier, wish.cause, why)
+            self.left_out.setdefault(wish.key, []).append(found)
 
     def _rows(self, wish: Wish) -> Iterable[int]:
         if wish.node is not None:
@@ -193,12 +254,7 @@ class Plan:
 
     def _of(self, row: int) -> NodeWants:
         if row not in self._planned:
-            record = self._records[row]
-            device = record.adapter_bytes or inf
-            host = record.host_bytes or device  # an older node does not tell
-            room: dict[Tier, float] = {"device": WANTED_SHARE * device, "host": WANTED_SHARE * host}
-            kept: dict[Tier, float] = {"device": PROVISIONED_SHARE * device, "host": PROVISIONED_SHARE * host}
-            self._planned[row] = NodeWants(room, TENANT_SHARE * device, kept_room=kept)
+            self._planned[row] = NodeWants(memory_of(self._records[row]))
         return self._planned[row]
 
 

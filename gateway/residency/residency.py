@@ -33,7 +33,7 @@ from gateway.residency.arrivals import TOGETHER, Arrival, ArrivalCounter, CallsC
 from gateway.residency.held import Held, HeldWants
 from gateway.residency.history import CallHistory, Forecast
 from gateway.residency.lookups import choices_of
-from gateway.residency.messages import ForecastReply, WantedPlace
+from gateway.residency.messages import ForecastReply, LeftOut, WantedPlace
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import NodeOrder, ResidencyOrders
 from gateway.residency.plan import Plan, Want, Wish
@@ -90,9 +90,13 @@ class Residency:
         """When the next one is made, whatever they are."""
         self.owners = parts.owners
         self._held = HeldWants(clock)
+        self._changed: set[str] = set()
+        """Functions with what is held for them, which may be gone."""
         self._counter = ArrivalCounter()
         self._wants: Mapping[str, Sequence[Want]] = {}
         """By node, as last ordered."""
+        self._left_out: Mapping[str, list[LeftOut]] = {}
+        """By function, of the last plan."""
         self._since: dict[tuple[str, str], float] = {}
         """Unix time, by node and digest."""
         self.on_provisioned: Callable[[str, str], None] = lambda *_: None
@@ -112,6 +116,8 @@ class Residency:
         """The function was changed, by anyone."""
         self._history.forget(tenant, function)
         self.owners.forget(tenant, function)
+        if self._held.has(tenant, function):
+            self._changed.add(function_key(tenant, function))
 
     def provisioned(self) -> dict[str, dict[str, str]]:
         """Returns the tier in which each digest is provisioned, by node, as last ordered."""
@@ -145,12 +151,21 @@ class Residency:
     async def _report_calls(self) -> None:
         while True:
             await asyncio.sleep(SECOND)
+            await self._forget_deleted()
             arrivals = self._counter.take()
             if self._history.observes:
                 self._count(arrivals)
             elif self._channel.is_up:
                 for first in range(0, len(arrivals), TOGETHER):
                     self._channel.publish(CallsCounted(arrivals[first : first + TOGETHER]))
+
+    async def _forget_deleted(self) -> None:
+        """Of functions that are gone nothing stays wanted. While the registry is away, they are looked up again."""
+        with suppress(StoreUnavailable):
+            for key in list(self._changed):
+                if await choices_of(self._functions, key) is None:
+                    self._held.forget(*key.split("/"))
+                self._changed.discard(key)
 
     def _count(self, arrivals: Sequence[Arrival]) -> None:
         """Does nothing on a worker that does not lead."""
@@ -201,7 +216,7 @@ class Residency:
             if number % TOGETHER_PLANNED == 0:
                 await asyncio.sleep(0)
                 turn.check()
-        self._note(plan.wants(), forecast)
+        self._note(plan, forecast)
         idle = self._idle_ttls(await self._cluster.table())
         orders = {
             node: NodeOrder(tuple(want.message() for want in wants), idle.get(node, {}))
@@ -248,12 +263,13 @@ class Residency:
                     continue
                 yield Wish(likely.key, adapter, "forecast", 1.0 - (1.0 - likely.chance) ** share)
 
-    def _note(self, wants: Mapping[str, Sequence[Want]], forecast: Forecast) -> None:
-        now, since = self._unix(), self._since
+    def _note(self, plan: Plan, forecast: Forecast) -> None:
+        now, since, wants = self._unix(), self._since, plan.wants()
         every = [(node, want) for node, each in wants.items() for want in each]
         self._since = {(node, w.adapter.digest): since.get((node, w.adapter.digest), now) for node, w in every}
-        self._wants = wants
+        self._wants, self._left_out = wants, plan.left_out
         self._parts.metrics.set_wanted(Counter(cause for _, want in every for cause in want.causes.values()))
+        self._parts.metrics.set_left_out(Counter(each.cause for of in plan.left_out.values() for each in of))
         self._parts.metrics.set_error(forecast.error)
 
     def _reply(self, tenant: str, function: str) -> ForecastReply:
@@ -271,4 +287,5 @@ class Residency:
             chances=None if chances is None else {name: round(chance, 4) for name, chance in chances._asdict().items()},
             error={name: round(score, 4) for name, score in self._history.latest.error.items()},
             wanted=places,
+            left_out=self._left_out.get(key, []),
         )

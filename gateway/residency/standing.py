@@ -123,6 +123,7 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
         host=PROVISIONED_SHARE * sum(host) if all(host) else None,  # nor does a node of an earlier release
         tenant_share=TENANT_PROVISIONED_SHARE,
         copies=MAX_WANTED * len(nodes),
+        itemsize=max(node.adapter_itemsize for node in nodes),
     )
 
 

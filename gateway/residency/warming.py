@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from adapters.choices import pick
 from cluster.errors import ServiceError
-from cluster.messages import Adapter
 from cluster.news import NodeRecord
 from cluster.node_table import ABSENT, DEVICE, DISK, HOST, TIERS, NodeTable
 from cluster.residency import HeldTier, Moved, PrefetchOrder
@@ -19,7 +18,8 @@ from cluster.state import ClusterState
 from gateway.calls.node_calls import NodeCalls, PathUnknown
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.residency.held import Held
-from gateway.residency.messages import Version, WarmOrder, WarmPlace, WarmReply
+from gateway.residency.messages import Tier, Version, WarmOrder, WarmPlace, WarmReply
+from gateway.residency.plan import memory_of
 from gateway.scheduling.homes import Homes
 from gateway.scheduling.placement import RETRY_AFTER
 
@@ -81,7 +81,8 @@ class Warming:
 
     async def warm(self, order: WarmOrder) -> WarmReply:
         """Has nodes load what is not there yet, and waits ANSWER_SECONDS at most. Raises ServiceError: `unavailable`
-        without nodes, `rate_limited`, and what the nodes say when none of them takes anything."""
+        without nodes, `rate_limited`, `conflict` where host memory of none of them is for it, and what the nodes say
+        when none of them takes anything."""
         places = await self._places(order)
         reply = await self._bring(order, places)
         for version, node in places:
@@ -105,7 +106,10 @@ class Warming:
             await asyncio.wait(answers.values(), timeout=ANSWER_SECONDS)
         _raise_refusal(answers.values(), len(places))
         nodes = await self._cluster.table()
-        return _reply(order, [_place(nodes, place, answers) for place in places])
+        found = [_place(nodes, place, answers, order.tier) for place in places]
+        if order.tier == "host" and all(place.error for place in found):
+            raise ServiceError("conflict", found[0].error or "")
+        return _reply(order, found)
 
     async def until_warm(self, order: WarmOrder, seconds: float) -> str | None:
         """Returns when all is warm, or what is not so after `seconds`; None: nothing."""
@@ -138,14 +142,14 @@ class Warming:
         if own + len(begun) > MAX_TENANT_UNDERWAY or len(self._loads) + len(begun) > MAX_UNDERWAY:
             raise ServiceError("rate_limited", "too many adapters are being warmed; try again", retry_after=RETRY_AFTER)
         for key, (version, node) in begun.items():
-            answer = asyncio.create_task(self._ask(node, version.adapter))
+            answer = asyncio.create_task(self._ask(node, PrefetchOrder(version.adapter, tenant=order.tenant)))
             answer.add_done_callback(partial(self._end, key))
             self._loads[key] = _Load(order.tenant, answer, now + AGAIN_SECONDS)
         return {_key(v, node): self._loads[_key(v, node)].answer for v, node in missing}
 
-    async def _ask(self, node: NodeRecord, adapter: Adapter) -> Moved:
+    async def _ask(self, node: NodeRecord, order: PrefetchOrder) -> Moved:
         """Asks a node to load the adapter, and returns what it says. Raises ServiceError."""
-        return (await self._node_calls.ask(node, "/adapters/prefetch", Moved, PrefetchOrder(adapter)))[1]
+        return (await self._node_calls.ask(node, "/adapters/prefetch", Moved, order))[1]
 
     def _end(self, key: Key, answer: asyncio.Task[Moved]) -> None:
         """Forgets a load that has ended; one that goes on is remembered, and not ordered again."""
@@ -170,9 +174,12 @@ def _raise_refusal(answers: Iterable[asyncio.Task[Moved]], places: int) -> None:
         raise failures[0]
 
 
-def _place(nodes: NodeTable, place: Place, answers: Mapping[Key, asyncio.Task[Moved]]) -> WarmPlace:
+def _place(nodes: NodeTable, place: Place, answers: Mapping[Key, asyncio.Task[Moved]], wanted: Tier) -> WarmPlace:
     version, node = place
     tier, answer = _tier(nodes, version, node), answers.get(_key(version, node))
+    if wanted == "host":
+        never = None if tier in ("device", "host") else memory_of(node).why_never(version.adapter, "host")
+        return WarmPlace(version.number, node.id, tier, never)
     if answer is None or not answer.done() or answer.cancelled():
         return WarmPlace(version.number, node.id, tier)
     if (failure := answer.exception()) is not None:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from adapters import strict_json
 from adapters.function_changes import check_options
+from adapters.functions import ITEM_BYTES
 from adapters.names import is_name
 from cluster.errors import ServiceError
 from gateway.catalog.source_copy import allowed_place, copied_source
@@ -22,17 +23,13 @@ from gateway.http.multipart import Upload, receive_upload
 from gateway.http.params import flag
 from gateway.http.responses import json_response
 from gateway.http.routing import BOOLEAN, NAME_PATTERN, Routes, parameter
-from gateway.residency.before_traffic import WARM, warm_first
+from gateway.residency.before_traffic import WARM, warm_staged
 
 if TYPE_CHECKING:
     from adapters.deployment import Deployment
     from gateway.services import Services
 
 routes = Routes()
-
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of an element, by the dtypes that adapters may have."""
-
 
 ADAPTER_FORM = {
     "type": "object",
@@ -126,18 +123,23 @@ class _How(NamedTuple):
 
 async def _store(services: Services, request: Request, tenant: str, name: str, given: _Given, how: _How) -> Response:
     problems: list[str] = []
+    registry, staged = services.registry, None
     await services.templates.check(
         tenant, given.policy or {}, special=services.text.special, receive=request.receive, within="policy."
     )
-    async with services.deploys.store(tenant):
-        if how.dry_run:
+    if how.dry_run:
+        async with services.deploys.store(tenant):
             checked = await services.threads.write(
-                services.registry.check, given.config, given.weights, name, given.alias, given.policy
+                registry.check, given.config, given.weights, name, given.alias, given.policy
             )
-            return json_response(await _reply(services, checked, problems))
-        before = warm_first(services, tenant, problems) if how.warm else None
+        return json_response(await _reply(services, checked, problems))
+    if how.warm:
+        async with services.deploys.store(tenant):
+            staged = await services.threads.write(registry.stage, tenant, name, *given)
+        problems += await warm_staged(services, tenant, staged.made)  # meanwhile others store theirs
+    async with services.deploys.store(tenant):
         memory = await services.provisionable()
-        made = await services.functions.change(services.registry.deploy, tenant, name, *given, before, memory)
+        made = await services.functions.change(registry.deploy, tenant, name, *given, staged, memory)
     return json_response(await _reply(services, made, problems), 201 if made.created else 200)
 
 
@@ -174,14 +176,14 @@ async def _room_warnings(services: Services, deployment: Deployment) -> list[str
     Nodes keep adapters in a dtype of their own, and padded a little: one that barely fits may be refused without having
     been warned of, but none is warned of that will be served.
     """
-    elements = deployment.bytes // ITEMSIZE[deployment.dtype]
+    elements = deployment.bytes // ITEM_BYTES[deployment.dtype]
     fits: list[tuple[int, int]] = []
     for node in await services.cluster.nodes():
         record = node.record
         room = record.largest_adapter or record.adapter_bytes  # an older node reports its whole memory alone
         # A node that is starting reports no room yet.
         if record.base == services.base.fingerprint and room:
-            fits.append((room, elements * (record.adapter_itemsize or min(ITEMSIZE.values()))))
+            fits.append((room, elements * (record.adapter_itemsize or min(ITEM_BYTES.values()))))
     if not fits or any(needed <= room for room, needed in fits):
         return []
     room, needed = max(fits)

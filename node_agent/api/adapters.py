@@ -36,7 +36,7 @@ def adapter_routes(registry: RequestRegistry) -> list[Route]:
     async def prefetch(request: Request) -> Response:
         order = await _order(request, PrefetchOrder)
         digest = _checked(order.adapter.digest)
-        answer = await registry.ask(Prefetch(_id(), order.adapter), ANSWER_SECONDS)
+        answer = await registry.ask(Prefetch(_id(), order.adapter, order.tenant), ANSWER_SECONDS)
         if answer is None:
             return _packed(Moved(digest, None), status=202)
         return _packed(Moved(digest, answer.tier))

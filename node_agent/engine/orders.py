@@ -16,6 +16,8 @@ from node_agent.types import LoadFailed, TooLarge
 
 MOST_PREFETCHES = 16
 """At a time."""
+MOST_TENANT_PREFETCHES = 8
+"""Of those, that one tenant has asked for."""
 LONGEST_PREFETCH = 600.0
 """Seconds."""
 
@@ -60,12 +62,19 @@ class Orders:
     def _begin(self, order: Prefetch) -> None:
         if self._store.ready(order.adapter.digest):
             self._answers.append(Answer(order.id, tier="device"))
-        elif len(self._underway) >= MOST_PREFETCHES:
-            text = f"{MOST_PREFETCHES} prefetches are under way on this node"
-            self._answers.append(Answer(order.id, error_type="overloaded", error=text))
+        elif (busy := self._busy(order.tenant)) is not None:
+            self._answers.append(Answer(order.id, error_type="overloaded", error=busy))
         else:
             load = PrefetchLoad(self._store, order.adapter, Priority.ORDER)
             self._underway.append(_Underway(order, time.monotonic() + LONGEST_PREFETCH, load))
+
+    def _busy(self, tenant: str) -> str | None:
+        """Returns why no other prefetch may begin now, where that is so."""
+        if len(self._underway) >= MOST_PREFETCHES:
+            return f"{MOST_PREFETCHES} prefetches are under way on this node"
+        if tenant and sum(each.order.tenant == tenant for each in self._underway) >= MOST_TENANT_PREFETCHES:
+            return f"{MOST_TENANT_PREFETCHES} prefetches of this tenant are under way on this node"
+        return None
 
     def _advance(self, each: _Underway, may_place: bool) -> bool:
         """Whether it has ended."""

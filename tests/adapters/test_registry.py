@@ -318,18 +318,30 @@ def test_a_damaged_record_is_an_outage_not_a_crash(registry: Registry, good: tup
         registry.resolve("acme", "f")
 
 
-def test_a_version_is_announced_once_before_it_is_listed(registry: Registry, good: tuple[bytes, Path]) -> None:
-    announced: list[Deployment] = []
-
-    def announce(made: Deployment) -> None:
-        announced.append(made)
-        assert registry.store.head(artifact_key(registry.base.fingerprint, made.digest)) is not None
-        with pytest.raises(NotFound):
-            registry.resolve("acme", "f", str(made.version))
-        if len(announced) == 1:  # another writer is faster: the commit is tried again
-            deploy(registry, variant(good, 99))
-
-    done = deploy(registry, good, before_listed=announce)
-    assert announced == [done]
+def test_what_is_staged_keeps_its_number_and_is_listed_by_its_deploy(
+    registry: Registry, good: tuple[bytes, Path]
+) -> None:
+    staged = registry.stage("acme", "f", *good)
+    made = staged.made
+    assert registry.store.head(artifact_key(registry.base.fingerprint, made.digest)) is not None
+    with pytest.raises(NotFound):
+        registry.resolve("acme", "f", str(made.version))
+    deploy(registry, variant(good, 99))  # another one is faster
+    done = deploy(registry, good, staged=staged)
+    assert (done.version, done.digest, done.created) == (made.version, made.digest, True)
     assert [entry.version for entry in registry.function("acme", "f").versions] == [1, 2]
     assert registry.resolve("acme", "f").digest == done.digest
+    again = registry.stage("acme", "f", *good)
+    assert (again.made.version, again.made.created, again.manifest) == (1, False, None)
+    assert not deploy(registry, good, staged=again).created
+
+
+def test_what_was_staged_and_collected_is_stored_again(registry: Registry, good: tuple[bytes, Path]) -> None:
+    staged = registry.stage("acme", "f", *good)
+    artifact = artifact_key(registry.base.fingerprint, staged.made.digest)
+    for key in (artifact, "tenants/acme/functions/f/versions/1.json"):
+        assert registry.store.head(key) is not None
+        registry.store.delete(key)
+    done = deploy(registry, good, staged=staged)
+    assert registry.manifest("acme", "f", done.version or 0).digest == staged.made.digest
+    assert registry.store.head(artifact) is not None
