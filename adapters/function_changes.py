@@ -91,10 +91,7 @@ class FunctionChanges:
         def apply(record: FunctionRecord | None) -> FunctionRecord:
             if record is None or record.deleted:
                 raise NoSuchFunction(tenant, name)
-            if matches is not None and record.generation not in matches:
-                raise PreconditionFailed(
-                    f"function {name} has changed meanwhile: it is at generation {record.generation}"
-                )
+            check_generation(record, matches)
             return change(record)
 
         if not is_name(name) or not is_name(tenant):
@@ -113,3 +110,11 @@ def check_alias(alias: str) -> None:
     """Raises InvalidRequest for a name that no alias may have."""
     if not is_alias(alias):
         raise InvalidRequest("alias", f"malformed alias {alias[:100]!r}: {NAME_RULE}, not all digits")
+
+
+def check_generation(record: FunctionRecord, matches: Collection[int] | None) -> None:
+    """Raises PreconditionFailed unless the record's generation is among `matches`."""
+    if matches is not None and record.generation not in matches:
+        raise PreconditionFailed(
+            f"function {record.name} has changed meanwhile: it is at generation {record.generation}"
+        )

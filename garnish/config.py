@@ -102,6 +102,7 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "functions.*.timeout": parse_seconds,
     "functions.*.max_age": parse_seconds,
     "functions.*.idle_ttl": parse_seconds,
+    "functions.*.warm.*.for": parse_seconds,
     "tenants.*.limits.bytes": parse_bytes,
     "tenants.*.file_bytes": parse_bytes,
     "gateway.hold": parse_seconds,
@@ -191,9 +192,12 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
 
 
 def _matches(value: Any, pattern: str, path: FieldPath = ()) -> Iterator[tuple[FieldPath, dict[str, Any]]]:
-    """Yields the fields of nested mappings that a dotted pattern (`*`: any key) names, each with the mapping that holds
-    it."""
+    """Yields the fields of nested mappings that a dotted pattern (`*`: any key, or item of a list) names, each with the
+    mapping that holds it."""
     head, _, rest = pattern.partition(".")
+    if isinstance(value, list) and head == "*":
+        for number, item in enumerate(value):
+            yield from _matches(item, rest, (*path, str(number)))
     if not isinstance(value, dict):
         return
     for key in list(value) if head == "*" else [head] if head in value else []:

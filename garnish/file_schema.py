@@ -124,7 +124,7 @@ def _only(field: Schema, served: tuple[object, ...]) -> Schema | bool:
 
 
 def _holder(whole: Schema, path: str) -> tuple[Schema, str]:
-    """Returns the properties among which a dotted path (`*`: any name) names the last one, and its name."""
+    """Returns the properties among which a dotted path (`*`: any name, or item) names the last one, and its name."""
     holder = whole
     *sections, name = path.split(".")
     for part in sections:
@@ -141,6 +141,8 @@ def _resolved(whole: Schema, field: Schema) -> Schema:
         if option.get("type") == "object":
             mapping: Schema = option
             return mapping
+        if option.get("type") == "array":
+            return {"additionalProperties": option["items"]}
     raise KeyError(f"no mapping: {field}")
 
 

@@ -51,7 +51,11 @@ def _field(text: str) -> tuple[str, Any]:
     try:
         if field in DURATIONS and written != "null":
             return field, parse_seconds(written)
-        return field, msgspec.json.decode(written)
+        value = msgspec.json.decode(written)
+        for window in value if field == "warm" and isinstance(value, list) else ():
+            if isinstance(window, dict) and isinstance(window.get("for"), str):
+                window["for"] = parse_seconds(window["for"])
+        return field, value
     except msgspec.DecodeError:
         return field, written  # a word such as strict
     except ValueError as error:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from adapters.aliases import MAX_SHARES, checked_weights, rolled_back
 from adapters.errors import NotFound
+from adapters.function_changes import check_generation
 from adapters.functions import FunctionRecord
 from adapters.names import NAME_RULE, is_alias
 from adapters.nearest import did_you_mean
@@ -104,10 +105,11 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
     if not is_alias(moved):
         raise NotFound(f"there is no alias {moved[:100]!r}: an alias has {NAME_RULE}, not all of them digits")
     weights = {str(wanted.version): 1.0} if wanted.weights is None else checked_weights(wanted.weights)
-    warnings = await warm_targets(services, tenant, name, weights) if flag(request, "warm") else []
-    record = await services.functions.change(
-        services.registry.changes.set_alias, tenant, name, moved, weights, if_match(request)
-    )
+    matches, warnings = if_match(request), list[str]()
+    if flag(request, "warm"):
+        check_generation(await services.threads.read(services.registry.function, tenant, name), matches)
+        warnings = await warm_targets(services, tenant, name, weights)
+    record = await services.functions.change(services.registry.changes.set_alias, tenant, name, moved, weights, matches)
     return _reply(record, moved, warnings)
 
 
@@ -124,16 +126,19 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
 async def roll_back(request: Request, services: Services, tenant: str) -> Response:
     name = request.path_params["name"]
     wanted = await read_message(request, services.config, Rollback, absent=b"{}")
-    warnings = await _warm_earlier(services, tenant, name, wanted.alias) if flag(request, "warm") else []
-    record = await services.functions.change(
-        services.registry.changes.roll_back, tenant, name, wanted.alias, if_match(request)
-    )
+    matches, warnings = if_match(request), list[str]()
+    if flag(request, "warm"):
+        warnings = await _warm_earlier(services, tenant, name, wanted.alias, matches)
+    record = await services.functions.change(services.registry.changes.roll_back, tenant, name, wanted.alias, matches)
     return _reply(record, wanted.alias, warnings)
 
 
-async def _warm_earlier(services: Services, tenant: str, name: str, alias: str) -> list[str]:
+async def _warm_earlier(
+    services: Services, tenant: str, name: str, alias: str, matches: frozenset[int] | None
+) -> list[str]:
     """As warm_targets, of what a rollback would point to; it says itself when there is nothing."""
     record = await services.threads.read(services.registry.function, tenant, name)
+    check_generation(record, matches)
     known = record.aliases.get(alias)
     if known is None:
         return []

@@ -111,6 +111,7 @@ def test_a_refusal_says_the_sum(filled: Registry, good: tuple[bytes, Path]) -> N
     for memory, told in [
         (Memory(device=2.5 * each), f"{each} bytes x 1 device copies make {3 * each} bytes"),
         (Memory(device=9.0 * each, tenant_share=0.25), f"{int(2.25 * each)} of the nodes' device memory"),
+        (Memory(device=5.5 * each, itemsize=8), f"{2 * each} bytes x 1 device copies make {6 * each} bytes"),
         (Memory(nodes=0), "1 copies (1 device, 0 host) need as many nodes; 0 serve"),
         (Memory(copies=2), "3 copies in all"),
     ]:

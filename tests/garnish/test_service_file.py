@@ -265,7 +265,7 @@ def test_a_function_s_policy_stands_beside_its_own_keys(tmp_path: Path) -> None:
         HEAD + "functions:\n  f: {adapter: a, alias: prod, provisioned: {device: 1, host: 2}, idle_ttl: 15m,"
         "\n    timeout: 30s, max_age: 2h, reserved_concurrency: 2, max_concurrency: 8, retries: 1, slo_class: strict,"
         "\n    prefetch: off,"
-        "\n    defaults: {temperature: 0}, warm: [{cron: '45 8 * * 1-5', for: 3600, copies: 2}]}\n  g: {adapter: a}",
+        "\n    defaults: {temperature: 0}, warm: [{cron: '45 8 * * 1-5', for: 60m, copies: 2}]}\n  g: {adapter: a}",
     )
     assert service.functions["f"].policy() == {
         "provisioned": {"device": 1, "host": 2}, "idle_ttl": 900, "timeout": 30, "max_age": 7200,
@@ -285,6 +285,7 @@ def test_a_function_s_policy_stands_beside_its_own_keys(tmp_path: Path) -> None:
         ("provisioned: {disk: 1}", "provisioned.disk"),
         ("idle_ttl: soon", "idle_ttl"),
         ("warm: [{cron: '0 99 * * *', for: 60}]", "warm"),
+        ("warm: [{cron: '0 9 * * *', for: soon}]", "warm.0.for"),
         ("reserved_concurrency: 3, max_concurrency: 2", "reserved_concurrency"),
         ("on_failure: {}", "on_failure"),
         ("prefetch: never", "prefetch"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from adapters.artifact import read_header
 from benchmarks.local_engine import LocalEngine, MakeEngine
@@ -134,6 +135,22 @@ def test_a_prefetch_does_not_go_before_requests(make_engine: MakeEngine, by_size
     assert run_with(engine, wanted) == "host"
     engine.run(until=lambda: "p" in engine.answers)
     assert engine.answers.pop("p").error_type == ""
+
+
+def test_one_tenant_has_only_some_of_the_places(make_engine: MakeEngine, by_size: list[Path]) -> None:
+    engine = make_engine()
+    adapter = engine.deploy(by_size[0])
+    others = [replace(adapter, digest=f"{number:064}") for number in range(orders.MOST_PREFETCHES + 2)]
+    own = orders.MOST_TENANT_PREFETCHES
+    took = engine.engine.orders
+    for number, each in enumerate(others[: own + 1]):
+        took.take(Prefetch(str(number), each, "a"))
+    assert [(each.id, each.error_type) for each in took.answers()] == [(str(own), "overloaded")]
+    for number, each in enumerate(others[own + 1 :]):
+        took.take(Prefetch(str(number), each))
+    assert [(each.id, each.error_type) for each in took.answers()] == [
+        (str(orders.MOST_PREFETCHES - own), "overloaded")
+    ]
 
 
 def test_a_prefetch_that_steps_back_holds_no_host_memory(make_engine: MakeEngine, by_size: list[Path]) -> None:

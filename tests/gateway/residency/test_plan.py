@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_struct
 from numbered_adapters import DIGESTS, adapter
 from scheduling_world import node, table_of
 
@@ -138,3 +140,41 @@ def test_what_is_wanted_twice_has_the_better_tier_where_there_is_room() -> None:
     wishes += [Wish("t/h", adapter(1, size), "forecast", 0.2), Wish("t/i", adapter(1, size), "forecast", 0.9)]
     asked = planned([node("n", adapter_bytes=MEMORY, host_bytes=4 * MEMORY)], wishes)["n"]
     assert [asked[digest].tier for digest in DIGESTS[:2]] == ["device", "host"]
+
+
+def test_room_is_counted_in_the_dtype_of_the_node() -> None:
+    """Files in bfloat16 take twice their bytes on a node of float32; what an earlier release listed counts as it is."""
+    adapters = [replace_struct(adapter(number, 1000), itemsize=2 if number < 6 else 0) for number in range(12)]
+    for itemsize, most in ((4, 2), (2, 4), (0, 4)):
+        plan = Plan(table_of(node("n", adapter_bytes=9000, adapter_itemsize=itemsize)), "b")
+        for number, each in enumerate(adapters[:6]):
+            plan.add(Wish(f"t{number}/f", each, "provisioned", 1.0))
+        assert len(plan.wants()["n"]) == most
+        assert [len(found) for found in plan.left_out.values()] == [1] * (6 - most)
+    wide = node("n", adapter_bytes=9000, adapter_itemsize=4)
+    assert len(planned([wide], [Wish("t/f", adapters[7], "order", 1.0)])["n"]) == 1
+    assert not planned([wide], [Wish("t/f", adapters[0], "order", 1.0)])["n"], "2000 is more than an eighth"
+
+
+def test_what_is_left_out_is_told_with_its_reason() -> None:
+    def reasons(wishes: list[Wish], **told: Any) -> list[str]:
+        plan = Plan(table_of(node("n", **told)), "b")
+        for wish in wishes:
+            plan.add(wish)
+        return [each.why for found in plan.left_out.values() for each in found]
+
+    large = Wish("t/f", adapter(0, 60_000), "schedule", 1.0)
+    assert "orders and schedules get 50000 of the device" in reasons([large], adapter_bytes=400_000)[0]
+    assert "50000 of host memory" in reasons([replace(large, tier="host")], adapter_bytes=1, host_bytes=400_000)[0]
+    assert reasons([large], adapter_bytes=MEMORY) == []
+    assert reasons([large], adapter_bytes=MEMORY, takes_wants=False) == ["prefetch is off on this node"]
+    forecast = Wish("t/f", adapter(0), "forecast", 0.9)
+    assert reasons([forecast], takes_wants=False) == []
+    assert not planned([node("n", takes_wants=False)], [forecast])["n"]
+    kept = Wish("t/f", adapter(0), "provisioned", 1.0)
+    assert len(planned([node("n", takes_wants=False)], [kept])["n"]) == 1
+    many = [Wish("t/f", adapter(number), "order", 1.0) for number in range(TENANT_WANTED + 2)]
+    assert reasons(many) == [f"a tenant's orders and schedules may name {TENANT_WANTED} adapters there"] * 2
+    half = [Wish(f"t{number}/f", adapter(number, 60_000), "order", 1.0) for number in range(9)]
+    assert reasons(half, adapter_bytes=600_000)[-1].startswith("other adapters that are wanted there")
+    assert "1 of the device copies find no node" in reasons([replace(kept, copies=2)])[0]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from running_gateway import Running, until, upload
@@ -148,6 +149,49 @@ def test_an_alias_moves_when_its_version_is_warm(running: Running, stories_adapt
     assert again.status_code == 409
     unknown = client.put("/functions/f/aliases/prod", json={"version": 9}, params={"warm": "true"})
     assert unknown.status_code == 404
+
+
+def test_a_change_that_comes_too_late_warms_nothing(running: Running, stories_adapters: dict) -> None:
+    node = wanting_node(running, "n", loads=False)
+    client = running.client()
+    client.post("/deploy/f", files=upload(stories_adapters["dragon"]))
+    late: dict[str, Any] = {"params": {"warm": "true"}, "headers": {"if-match": '"77"'}}
+    assert client.put("/functions/f/aliases/latest", json={"version": 1}, **late).status_code == 412
+    assert client.post("/functions/f/rollback", **late).status_code == 412
+    assert node.ordered == []
+
+
+def test_deploys_that_wait_to_be_warm_hold_up_nobody(running: Running, stories_adapters: dict) -> None:
+    """As many as one tenant may store at once wait for a node that never gets ready."""
+    node = wanting_node(running, "n", loads=False)
+    client = running.client()
+    with ThreadPoolExecutor(2) as pool:
+        warm = [
+            pool.submit(client.post, f"/deploy/w{i}", files=upload(stories_adapters["dragon"]), params={"warm": "true"})
+            for i in range(2)
+        ]
+        until(lambda: bool(node.ordered))
+        for i in range(3):
+            assert client.post(f"/deploy/p{i}", files=upload(stories_adapters["ocean"])).status_code == 201
+        assert not any(each.done() for each in warm)
+        node.hold(node.ordered[0], "device")
+        assert [each.result().status_code for each in warm] == [201, 201]
+
+
+def test_what_is_ordered_of_a_deleted_function_is_wanted_no_more(running: Running) -> None:
+    node = wanting_node(running, "n")
+    client = running.client()
+    assert client.post("/functions/f/warm", json={"tier": "host"}).status_code == 202
+    until(lambda: bool(node.wanted and node.wanted[-1][1].adapters))
+    assert client.delete("/functions/f").status_code in (200, 204)
+    until(lambda: not node.wanted[-1][1].adapters)
+
+
+def test_host_memory_that_is_too_small_is_said_at_once(running: Running) -> None:
+    wanting_node(running, "n", adapter_bytes=4096)
+    refused = running.client().post("/functions/f/warm", json={"tier": "host"})
+    assert refused.status_code == 409
+    assert "get 512 of host memory" in refused.json()["error"]["message"]
 
 
 def test_what_does_not_get_warm_takes_calls_with_a_warning(
