@@ -103,7 +103,7 @@ class NodeMemory:
         return None
 
 
-def memory_of(node: NodeRecord) -> NodeMemory:
+def node_memory(node: NodeRecord) -> NodeMemory:
     device = node.adapter_bytes or inf
     host = node.host_bytes or device  # an older node does not tell
     return NodeMemory({"device": device, "host": host}, node.adapter_itemsize, node.takes_wants)
@@ -254,7 +254,7 @@ class Plan:
 
     def _of(self, row: int) -> NodeWants:
         if row not in self._planned:
-            self._planned[row] = NodeWants(memory_of(self._records[row]))
+            self._planned[row] = NodeWants(node_memory(self._records[row]))
         return self._planned[row]
 
 

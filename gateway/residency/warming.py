@@ -19,7 +19,7 @@ from gateway.calls.node_calls import NodeCalls, PathUnknown
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.residency.held import Held
 from gateway.residency.messages import Tier, Version, WarmOrder, WarmPlace, WarmReply
-from gateway.residency.plan import memory_of
+from gateway.residency.plan import node_memory
 from gateway.scheduling.homes import Homes
 from gateway.scheduling.placement import RETRY_AFTER
 
@@ -178,7 +178,7 @@ def _place(nodes: NodeTable, place: Place, answers: Mapping[Key, asyncio.Task[Mo
     version, node = place
     tier, answer = _tier(nodes, version, node), answers.get(_key(version, node))
     if wanted == "host":
-        never = None if tier in ("device", "host") else memory_of(node).why_never(version.adapter, "host")
+        never = None if tier in ("device", "host") else node_memory(node).why_never(version.adapter, "host")
         return WarmPlace(version.number, node.id, tier, never)
     if answer is None or not answer.done() or answer.cancelled():
         return WarmPlace(version.number, node.id, tier)
