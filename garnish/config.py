@@ -20,7 +20,7 @@ from cluster.redis_url import url_problem
 from garnish.adapter_folder import AdapterFiles, adapter_files
 from garnish.hub import is_hub_place, local_folder
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
-from garnish.sizes import parse_bytes, parse_rate, parse_seconds
+from garnish.sizes import parse_bytes, parse_rate, parse_seconds, parse_whole_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
 from gateway.events.webhook_hosts import parse_webhook_hosts
 from gateway.usage.prices import Prices
@@ -102,7 +102,7 @@ QUANTITIES: dict[str, Callable[[object], float | None]] = {
     "functions.*.timeout": parse_seconds,
     "functions.*.max_age": parse_seconds,
     "functions.*.idle_ttl": parse_seconds,
-    "functions.*.warm.*.for": parse_seconds,
+    "functions.*.warm.*.for": parse_whole_seconds,
     "tenants.*.limits.bytes": parse_bytes,
     "tenants.*.file_bytes": parse_bytes,
     "gateway.hold": parse_seconds,

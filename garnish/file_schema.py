@@ -17,7 +17,7 @@ from adapters.names import NAME
 from adapters.open_store import STORES
 from garnish.config import BUILT, QUANTITIES, built
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Tenant, Top
-from garnish.sizes import BYTES, SECONDS, parse_rate, parse_seconds
+from garnish.sizes import BYTES, SECONDS, parse_rate, parse_seconds, parse_whole_seconds
 
 FILE = Path(__file__).with_name("serverless.schema.json")
 
@@ -98,7 +98,7 @@ def _with_variable(field: Schema) -> Schema:
 
 def _quantity(parse: Callable[[object], object]) -> Schema:
     number: list[Schema] = [] if parse is parse_rate else [{"type": "number", "exclusiveMinimum": 0}]
-    units = SECONDS if parse is parse_seconds else BYTES
+    units = SECONDS if parse in (parse_seconds, parse_whole_seconds) else BYTES
     written = _text(_NUMBER + f"({'|'.join(units)})" + ("/s" if parse is parse_rate else ""))
     words: list[Schema] = [{"const": "auto"}] if _takes_auto(parse) else []
     return {"anyOf": [*number, *words, *written["anyOf"]]}

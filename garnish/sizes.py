@@ -33,6 +33,14 @@ def parse_seconds(value: object) -> float:
     return float(_quantity(value, SECONDS, "a duration such as 30s, 15m or 2h"))
 
 
+def parse_whole_seconds(value: object) -> int:
+    """Does what `parse_seconds` does. Raises ValueError also for a part of a second."""
+    seconds = parse_seconds(value)
+    if not seconds.is_integer():
+        raise ValueError(f"expected whole seconds, found {value!r}")
+    return int(seconds)
+
+
 def shown_bytes(count: int) -> str:
     """Returns a number of bytes, at least 0, as `2.3 MiB`: with three digits or less of the largest fitting unit."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]

@@ -41,7 +41,7 @@ def _field(text: str) -> tuple[str, Any]:
     """Returns a field with its value; None: it is taken back. Raises typer.BadParameter."""
     import msgspec
 
-    from garnish.sizes import parse_seconds
+    from garnish.sizes import parse_seconds, parse_whole_seconds
 
     field, equals, written = text.partition("=")
     if not field or not equals:
@@ -54,7 +54,7 @@ def _field(text: str) -> tuple[str, Any]:
         value = msgspec.json.decode(written)
         for window in value if field == "warm" and isinstance(value, list) else ():
             if isinstance(window, dict) and isinstance(window.get("for"), str):
-                window["for"] = parse_seconds(window["for"])
+                window["for"] = parse_whole_seconds(window["for"])
         return field, value
     except msgspec.DecodeError:
         return field, written  # a word such as strict

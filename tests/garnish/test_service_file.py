@@ -273,6 +273,7 @@ def test_a_function_s_policy_stands_beside_its_own_keys(tmp_path: Path) -> None:
         "defaults": {"temperature": 0}, "warm": [{"cron": "45 8 * * 1-5", "for": 3600, "copies": 2}],
         "prefetch": "off",
     }  # fmt: skip
+    assert isinstance(service.functions["f"].policy()["warm"][0]["for"], int), "a gateway takes no other number"
     assert service.functions["g"].policy() == {}
     earlier = load(tmp_path, HEAD + "functions: {f: {adapter: a, provisioned: 0}}")
     assert earlier.functions["f"].policy() == {}
@@ -286,6 +287,7 @@ def test_a_function_s_policy_stands_beside_its_own_keys(tmp_path: Path) -> None:
         ("idle_ttl: soon", "idle_ttl"),
         ("warm: [{cron: '0 99 * * *', for: 60}]", "warm"),
         ("warm: [{cron: '0 9 * * *', for: soon}]", "warm.0.for"),
+        ("warm: [{cron: '0 9 * * *', for: 90500ms}]", "warm.0.for"),
         ("reserved_concurrency: 3, max_concurrency: 2", "reserved_concurrency"),
         ("on_failure: {}", "on_failure"),
         ("prefetch: never", "prefetch"),
