@@ -6,7 +6,8 @@ disk none; bytes reach the device at the rate at which a rank-64 adapter takes 0
 Calls are those of a stretch of the Azure 2019 trace (many_load.py), faster or slower, so that their rate is
 `--utilisation` of the capacity that was measured with everything resident. So many calls again go before those that
 count. Each row is a service started anew, with nothing in memory; a round's rows have the same calls. `--rates`: times
-the rates of network and link, each with a report of its own; calls are as many. `--foreign`: many_foreign.py too.
+the rates of network and link, each with a report of its own; calls are as many. `--foreign`: many_foreign.py too. On
+the disk 1,000 adapters take 8 GB, and as much again as the S3 server keeps them.
 
 `oracle` is `eviction`, but the study orders a prefetch of each adapter 2 s before its call, and once more 0.5 s before:
 of what is on the device, the second does nothing. `pinned`: every called adapter is on the device before the first

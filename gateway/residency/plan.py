@@ -32,6 +32,7 @@ MAX_LEFT_OUT = 1000
 MAX_NODES = 4
 """Of those that have an adapter in memory, on which a forecast keeps it."""
 WHERE: Mapping[Tier, str] = {"device": "the device", "host": "host memory"}
+"""How reasons name the tiers."""
 STEPS = 20
 """Chances are told in so many steps: a list that hardly changed is not sent again."""
 

@@ -144,11 +144,11 @@ class Residency:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Reports calls to whoever leads as long as the context lasts."""
-        async with self._channel.running(), background(self._report_calls):
+        """Reports calls to whoever leads, and forgets orders of deleted functions, as long as the context lasts."""
+        async with self._channel.running(), background(self._each_second):
             yield
 
-    async def _report_calls(self) -> None:
+    async def _each_second(self) -> None:
         while True:
             await asyncio.sleep(SECOND)
             await self._forget_deleted()
