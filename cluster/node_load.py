@@ -68,6 +68,8 @@ class NodeLoad(msgspec.Struct, frozen=True):
     strict: StrictLoad | None = None
     best_effort: int = 0
     """of the running and queued ones"""
+    adapter_itemsize: int = 0
+    """bytes of an adapter's element on the device; 0: not told"""
 
 
 def load_of(record: NodeRecord) -> NodeLoad:
@@ -87,6 +89,7 @@ def load_of(record: NodeRecord) -> NodeLoad:
         adapter_ranks=count(record.adapter_ranks),
         tightest_tpot=_promise(record.tightest_tpot),
         loading_bytes=count(record.loading_bytes),
+        adapter_itemsize=count(record.adapter_itemsize),
         strict=_strict_load(record),
         best_effort=count(record.best_effort),
     )

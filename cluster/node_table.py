@@ -67,6 +67,7 @@ ROW = np.dtype(
         ("prefill_per_token", "f8"),
         ("prefill_per_token2", "f8"),
         ("prefill_per_token_rank", "f8"),
+        ("adapter_itemsize", "f8"),  # bytes of an adapter's element on the device; 0 where it does not tell
         ("device_wait", "f8"),  # until another load's first byte
         ("device_per_byte", "f8"),
         ("store_latency", "f8"),
@@ -293,7 +294,8 @@ class NodeTable:
             decode.seconds(requests, load.contexts + prompts, min(ranks, MOST)),
             decode.base, decode.next_row(requests), decode.per_row, decode.flat_rows, decode.per_context,
             decode.per_rank, RANK_TERMS.index(decode.rank_term), prefill.base, prefill.per_token, prefill.per_token2,
-            prefill.per_token_rank, model.to_device.seconds(load.loading_bytes), 1.0 / model.to_device.bandwidth,
+            prefill.per_token_rank, load.adapter_itemsize,
+            model.to_device.seconds(load.loading_bytes), 1.0 / model.to_device.bandwidth,
             model.from_store.latency, 1.0 / model.from_store.bandwidth, model.exposed_share,
         )  # fmt: skip
 

@@ -84,6 +84,7 @@ class Placer:
             max_tokens=max_tokens,
             digest=adapter.digest if adapter else None,
             adapter_bytes=adapter.bytes if adapter else 0,
+            adapter_itemsize=adapter.itemsize if adapter else 0,
             rank=max(adapter.ranks, default=0) if adapter else 0,
             expected_tokens=expected,
             expected_inverse=lengths.inverse(expected),

@@ -121,9 +121,11 @@ def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.n
     waiting is in vain."""
     tokens, rank = request.prompt_tokens, request.rank
     kept = np.zeros(made.candidates.size, np.bool_)
-    for index, (row, tier) in enumerate(zip(made.candidates.tolist(), made.tier.tolist(), strict=True)):
+    sizes = _on_device(request, nodes.adapter_itemsize[made.candidates])
+    rows = zip(made.candidates.tolist(), made.tier.tolist(), sizes.tolist(), strict=True)
+    for index, (row, tier, size) in enumerate(rows):
         model = nodes.model(row)
-        load = 0.0 if tier == DEVICE else model.to_device.seconds(request.adapter_bytes)
+        load = 0.0 if tier == DEVICE else model.to_device.seconds(size)
         load += model.from_store.seconds(request.adapter_bytes) if tier in (DISK, ABSENT) else 0.0
         ttft = model.prefill.seconds(tokens, tokens * tokens, tokens * rank) + load * model.exposed_share
         step = model.decode.seconds(1, tokens + request.answer_tokens / 2, rank)
@@ -153,18 +155,27 @@ def _load(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tiers i64[C]; what a copy displaces; what the first token waits for the adapter, and for what must come before it
     on its way."""
-    n, size = candidates.size, float(request.adapter_bytes)
+    n = candidates.size
     if request.digest is None:
         return np.full(n, DEVICE), np.zeros(n), np.zeros(n)
     tier, held = np.full(n, ABSENT), nodes.tiers(request.digest)
     if held:
         index = _indices(candidates, held)
         tier[index] = [held[row] for row in candidates[index].tolist()]
-    transfer = at["device_wait"] + size * at["device_per_byte"]
-    far = transfer + at["store_latency"] + size * at["store_per_byte"]
+    transfer = at["device_wait"] + _on_device(request, at["adapter_itemsize"]) * at["device_per_byte"]
+    far = transfer + at["store_latency"] + float(request.adapter_bytes) * at["store_per_byte"]
     load = np.where(tier == HOST, transfer, far)
     cold = tier != DEVICE
     return tier, np.where(cold, transfer, 0.0), np.where(cold, load * at["exposed_share"], 0.0)
+
+
+def _on_device(request: PlacementRequest, itemsize: np.ndarray) -> np.ndarray:
+    """Returns f64[C]: the bytes of the adapter where an element has `itemsize` (f64[C]) of them; as it is in its file
+    where either size of an element is not known (0)."""
+    size, itemsize_in_file = float(request.adapter_bytes), request.adapter_itemsize
+    if not itemsize_in_file:
+        return np.full(itemsize.shape, size)
+    return np.where(itemsize > 0, size / itemsize_in_file * itemsize, size)
 
 
 def _indices(candidates: np.ndarray, rows: Collection[int]) -> np.ndarray:

@@ -16,6 +16,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     digest: str | None
     """Adapter version; None for the base alone."""
     adapter_bytes: int
+    """in its file, where an element has `adapter_itemsize` of them"""
     rank: int = 0
     """the adapter's largest; 0 for the base alone"""
     expected_tokens: float = 0.0
@@ -31,6 +32,8 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     slo_class: SloClass = "standard"
     displaces: bool = False
     """may take another's place in a full queue"""
+    adapter_itemsize: int = 0
+    """0: not known, then nodes hold an adapter as its file does"""
 
     @property
     def answer_tokens(self) -> float:

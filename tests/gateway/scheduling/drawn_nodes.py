@@ -13,6 +13,8 @@ from cluster.performance_model import DecodeModel, PrefillModel, Transfer
 from gateway.scheduling.request import PlacementRequest
 from tests.told import OldRecord
 
+ITEM_SIZES = st.sampled_from([0, 2, 4])
+"""Of which 0 is not told."""
 RANKS = st.integers(0, 512)
 SMALL = st.floats(0, 1e-2)
 MODELS = st.builds(
@@ -72,6 +74,7 @@ def nodes(draw: st.DrawFn) -> OldRecord:
         prompt_tokens_left=draw(st.integers(0, 4000)),
         tightest_tpot=draw(st.none() | st.floats(0.001, 1)),
         loading_bytes=draw(st.integers(0, 10**9)),
+        adapter_itemsize=draw(ITEM_SIZES),
         max_rows=draw(st.sampled_from([0, 1, 2, 4, 32])),
         kv_blocks_free=free,
         kv_blocks=free + draw(st.integers(0, 400)),
@@ -88,6 +91,7 @@ REQUESTS = st.builds(
     max_tokens=st.integers(1, 500),
     digest=st.sampled_from(["d", None]),
     adapter_bytes=st.integers(1, 10**9),
+    adapter_itemsize=ITEM_SIZES,
     rank=RANKS,
     expected_tokens=st.sampled_from([0.0, 1.0, 80.0]),
     expected_inverse=st.sampled_from([0.0, 0.05, 1.0]),

@@ -38,11 +38,13 @@ def reference(record: OldRecord, demands: list[Demand], request: PlacementReques
     tokens = request.prompt_tokens
     d_prefill = model.prefill.seconds(waiting + tokens, tokens**2, tokens * request.rank)
     d_prefill -= model.prefill.seconds(waiting, 0, 0)
-    exposed, tier = 0.0, "device"
+    exposed, tier, size = 0.0, "device", float(request.adapter_bytes)
+    if record.adapter_itemsize and request.adapter_itemsize:
+        size *= record.adapter_itemsize / request.adapter_itemsize
     if request.digest is not None:
         tier = record.residents[0].tier if record.residents else "absent"
         if tier != "device":
-            exposed += model.to_device.seconds(request.adapter_bytes + record.loading_bytes)
+            exposed += model.to_device.seconds(size + record.loading_bytes)
         if tier in ("disk", "absent"):
             exposed += model.from_store.seconds(request.adapter_bytes)
         exposed *= model.exposed_share
@@ -57,7 +59,7 @@ def reference(record: OldRecord, demands: list[Demand], request: PlacementReques
     queue = _queue(record, demands, request, model, step, answer)
     first = queue + model.prefill.base + d_prefill + exposed
     own = first * (request.expected_inverse or 1 / answer) + step
-    copy = 0.0 if tier == "device" else model.to_device.seconds(request.adapter_bytes + record.loading_bytes)
+    copy = 0.0 if tier == "device" else model.to_device.seconds(size + record.loading_bytes)
     total = own + len(ranks) * (d_prefill / answer + d_decode) + (len(ranks) + 1) * copy / answer
     least = model.decode.seconds(1, 0, 0)
     others = [record.tightest_tpot, *(demand.tpot for demand in demands)]
