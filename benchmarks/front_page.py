@@ -31,12 +31,12 @@ def status(reports: Reports) -> str:
     gpus = {name: report["machine"]["gpu"] for name, report in reports.items() if report["machine"]["gpu"]}
     hosts = sorted({report["machine"]["cpu"] for report in reports.values() if not report["machine"]["gpu"]})
     models = {report["settings"].get("model") for report in reports.values()} - {None}
-    never = "**Never run:** a real AWS account, " + ("a whole service on a GPU" if gpus else "a GPU")
-    on_gpu = (
-        f" **On a GPU** ({', '.join(sorted(set(gpus.values())))}): [engines alone](docs/results/gpu.md)."
-        if gpus
-        else ""
-    )
+    service = "gpu_service" in gpus
+    lacking = "several GPU hosts" if service else "a whole service on a GPU" if gpus else "a GPU"
+    never = f"**Never run:** a real AWS account, {lacking}"
+    ran = "engines and a whole service" if service else "engines alone"
+    names = ", ".join(sorted(set(gpus.values())))
+    on_gpu = f" **On a GPU** ({names}): [{ran}](docs/results/gpu.md)." if gpus else ""
     text = (
         f"{never}. Both are written and tested without them ([kernels](docs/design/kernels.md), "
         f"[node pools](docs/operate/node-pools.md)).{on_gpu} **Served:** bases of the Llama, Mistral, Qwen2 and Qwen3 "
@@ -50,13 +50,15 @@ def benefits(reports: Reports) -> str:
     exact, fair = reports["exactness"]["figures"], reports["fairness"]["figures"]
     mixed = peft_ratios(reports)
     cold = [spread(cold_ratios(reports, kind), lower_is_better=True) for kind in TIMES]
+    gpu = spread(gpu_cold_ratios(reports["gpu_service"]), lower_is_better=True)
     times = (f"{kind.upper()} {each.median:.2f} ({each.worst:.1f})" for kind, each in zip(TIMES, cold, strict=True))
     ties = f", {exact['ties']} a tie" if exact["ties"] else ""
     return "\n".join([
         "- **[Deploy like a function](docs/guide/quickstart.md)**: versions, aliases, canaries, rollback",
         "- **[Any mix of ranks](docs/results/benchmarks.md#serving)** in one batch: "
         f"{mixed.median:.1f}x PEFT's tokens/s ({mixed.worst:.1f}x)",
-        f"- **[Cold/warm](docs/design/cold-start.md)**, simulated: {', '.join(times)}",
+        f"- **[Cold/warm](docs/design/cold-start.md)**: H100 TTFT {gpu.median:.2f} ({gpu.worst:.1f}), simulated "
+        f"{', '.join(times)}",
         f"- **[The tokens of PEFT](docs/results/benchmarks.md)**: {exact['tokens']:,} compared in fp32, "
         f"{exact['mismatches']} differ{ties}",
         f"- **[Fair shares](docs/guide/tenants.md)** within {fair['share_error']:.2%} of the weights; "
@@ -71,6 +73,7 @@ def figures(reports: Reports) -> str:
         *(_engine(reports[name], name) for name in ENGINE if name in reports),
         *(_serving(reports[name], name) for name in SERVE if name in reports),
         *(_cold(reports[name], name) for name in COLD),
+        _on_gpu(reports["gpu_service"]),
         _exact(reports["exactness"]),
         _fair(reports["fairness"]),
         _faults(reports["chaos"], reports["chaos_minute"]),
@@ -93,6 +96,11 @@ def peft_ratios(reports: Reports) -> Spread:
 def cold_ratios(reports: Reports, kind: str) -> list[float]:
     """Times of calls over those of calls whose adapter is on the device: all studies, settings and workers' speeds."""
     return [value for name in COLD for value in full_settings(reports[name], kind).values()]
+
+
+def gpu_cold_ratios(report: dict[str, Any]) -> list[float]:
+    """First tokens of calls whose adapter is in host memory, over those whose adapter is on the GPU: all lengths."""
+    return [report["figures"][f"cold_over_warm_w{words}"] for words in report["settings"]["lengths"]]
 
 
 def _source(text: str, page: str, *names: str) -> str:
@@ -160,6 +168,21 @@ def _cold(report: dict[str, Any], name: str) -> str:
         f"(`node.simulate` in serverless.yml), {host(report)}."
     )
     return _source(text, "docs/design/cold-start.md#the-ways-of-loading", name)
+
+
+def _on_gpu(report: dict[str, Any]) -> str:
+    of, settings = report["figures"], report["settings"]
+    cold = spread(gpu_cold_ratios(report), lower_is_better=True)
+    roomy, tight = (of[f"tok_s_{room}_adapters"] / of[f"tok_s_{room}_base"] for room in ("roomy", "tight"))
+    text = (
+        f"**Served from a GPU**, over HTTP: {settings['callers']} callers of {settings['adapters']} adapters of rank "
+        f"{settings['rank']} get {of['tok_s_roomy_adapters']:,.0f} tokens/s, {roomy:.2f} of what the base alone gives "
+        f"them; with room for a third of the adapters on the device, {tight:.2f} of it. The first token of a call whose "
+        f"adapter is in host memory over a warm call's: {cold.median:.2f} (worst of {cold.count} lengths "
+        f"{cold.worst:.2f}). A base of the {settings['shape']} shape with drawn weights, {settings['dtype']}, "
+        f"{report['machine']['gpu']}; once."
+    )
+    return _source(text, "docs/results/gpu.md#a-whole-service", "gpu_service")
 
 
 def _rounds(report: dict[str, Any]) -> str:

@@ -83,6 +83,10 @@ def test_status_names_what_never_ran() -> None:
     text = front_page.status(reports).replace("\n> ", " ")
     assert "**Never run:** a real AWS account, a whole service on a GPU." in text
     assert "**On a GPU** (NVIDIA X): [engines alone](docs/results/gpu.md)." in text
+    reports["gpu_service"]["machine"]["gpu"] = "NVIDIA X"
+    text = front_page.status(reports).replace("\n> ", " ")
+    assert "**Never run:** a real AWS account, several GPU hosts." in text
+    assert "**On a GPU** (NVIDIA X): [engines and a whole service](docs/results/gpu.md)." in text
 
 
 def test_the_gateway_counts_all_rounds() -> None:
