@@ -177,8 +177,8 @@ def _on_gpu(report: dict[str, Any]) -> str:
     text = (
         f"**Served from a GPU**, over HTTP: {settings['callers']} callers of {settings['adapters']} adapters of rank "
         f"{settings['rank']} get {of['tok_s_roomy_adapters']:,.0f} tokens/s, {roomy:.2f} of what the base alone gives "
-        f"them; with room for a third of the adapters on the device, {tight:.2f} of it. The first token of a call whose "
-        f"adapter is in host memory over a warm call's: {cold.median:.2f} (worst of {cold.count} lengths "
+        f"them; with room for a third of the adapters on the device, {tight:.2f} of it. The first token of a call "
+        f"whose adapter is in host memory over a warm call's: {cold.median:.2f} (worst of {cold.count} lengths "
         f"{cold.worst:.2f}). A base of the {settings['shape']} shape with drawn weights, {settings['dtype']}, "
         f"{report['machine']['gpu']}; once."
     )
