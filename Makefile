@@ -76,6 +76,7 @@ lint: install-dev
 bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.exactness --json benchmarks/results/exactness.json
 	$(BIN)/python -m benchmarks.rounding --json benchmarks/results/rounding.json
+	$(BIN)/python -m benchmarks.prefix_cache --json benchmarks/results/prefix_cache.json
 	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
 	$(BIN)/python -m benchmarks.serve --json benchmarks/results/serve.json
 	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json

@@ -264,7 +264,9 @@ def main() -> None:
         shared = f"workers: 2, redis: '{redis.url}'"
         sizes = ", adapter_memory: 64MiB, host_memory: 64MiB, kv_memory: 64MiB"
         nodes = ("--nodes", "2")
-        with HttpService(options.model, adapters, Path(root) / "s", "float32", 1, sizes, shared, nodes) as service:
+        with HttpService(
+            options.model, adapters, Path(root) / "s", "float32", 1, sizes, shared, nodes, prefix_cache="auto"
+        ) as service:
             chaos = Chaos(service, redis, options.seed, options.quick)
             asyncio.run(chaos.run(seconds, every, pause))
             assert chaos.jobs is not None

@@ -1,6 +1,7 @@
 """Greedy tokens in fp32 against PEFT alone, over drawn adapters, batches, arrivals, chunk borders and cancellations.
 
-Every answer of the engine is held against PEFT run alone with that adapter. A token may differ where PEFT's two best
+Every answer of the engine is held against PEFT run alone with that adapter. Half of the prompts begin as an earlier one
+of their batch, whose keys and values they may find (`cached_tokens`). A token may differ where PEFT's two best
 logits lie closer than 1e-4 (a tie); after it the comparison goes on from PEFT's token. Adapter memory is far smaller
 than the adapters together (both are in the settings), so that loads and evictions go on all the time. Each cold chunk's
 plan is drawn (wait, pipeline, assist), and so are the order and the times in which its layers arrive; CPU workers are
@@ -57,6 +58,10 @@ def run_batch(
     for _ in range(rng.randint(1, 16)):
         kind = rng.choice(kinds)
         prompt = [1, *(rng.randrange(3, engine.base.vocab_size) for _ in range(rng.randint(0, 120)))]
+        if running and rng.random() < 0.5:
+            earlier, _ = rng.choice(running)
+            cut = rng.randint(1, len(earlier.prompt))
+            kind, prompt = rng.choice([earlier, earlier, kind]), earlier.prompt[:cut] + prompt[cut:]
         case = Case(kind.directory, kind.adapter, prompt, rng.randint(1, 40))
         request = engine.submit(case.prompt, case.max_tokens, case.adapter)
         if rng.random() < 0.15:
@@ -71,6 +76,7 @@ def run_batch(
     engine.assert_clean()
     problems: list[str] = []
     for _, request in running:
+        seen["cached_tokens"] += engine.outcomes[request].cached_tokens
         finished = engine.outcomes[request].finished
         if finished is not None and finished.cold_start.plan != "none":
             seen.update(cold=1, replays=finished.cold_start.replays)
@@ -99,7 +105,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     model = Path(options.model).absolute()
     engine = LocalEngine(
         model, root / "registry", dtype="float32", threads=1, block_tokens=4, max_rows=16, adapter_memory=POOL,
-        kv_memory=64 << 20, cpu_workers=min(1, len(spare_cores(1))),
+        kv_memory=64 << 20, cpu_workers=min(1, len(spare_cores(1))), prefix_cache="auto",
     )  # fmt: skip
     forced = force(engine.engine, random.Random(options.seed + 1), FAULTS)
     kinds = [Case(None, None, [], 0)]
@@ -109,7 +115,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         kinds.append(Case(path, engine.deploy(path), [], 0))
     sizes = sum(case.adapter.bytes for case in kinds if case.adapter)
     reference = PeftReference(model)
-    tally, problems, seen = Tally(), [], Counter(cold=0, layers_cpu=0, layers_device=0, replays=0)
+    tally, problems, seen = Tally(), [], Counter(cold=0, layers_cpu=0, layers_device=0, replays=0, cached_tokens=0)
     while tally.cases < wanted:
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
     engine.close()

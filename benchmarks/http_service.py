@@ -39,15 +39,18 @@ class HttpService:
         options: tuple[str, ...] = (),
         registry: str = "",
         device: str = "cpu",
+        prefix_cache: str = "off",
     ) -> None:
         """`node`: what else serverless.yml says of the node, as `, key: value`; `gateway`: what it says of the gateway;
-        `options` of `garnish up`; `registry`: empty for the default, in the state directory."""
+        `options` of `garnish up`; `registry`: empty for the default, in the state directory. What is timed must not
+        depend on what was asked before, so there is no `prefix_cache` unless it is asked for."""
         self.root, self.adapters = root, adapters
         self.base = model_dir.name
         root.mkdir(parents=True)
         functions = "".join(f"  a{i}: {{tenant: bench, adapter: {path}}}\n" for i, path in enumerate(adapters))
+        node = f"dtype: {dtype}, device: {device}, prefix_cache: '{prefix_cache}'{node}"
         (root / "serverless.yml").write_text(
-            f"service: bench\nbase_model: {model_dir}\nnode: {{dtype: {dtype}, device: {device}{node}}}\n"
+            f"service: bench\nbase_model: {model_dir}\nnode: {{{node}}}\n"
             f"gateway: {{{gateway}}}\n"
             + (f"registry: {registry}\n" if registry else "")
             + f"tenants:\n  bench: {{}}\nfunctions:\n{functions}"

@@ -31,6 +31,7 @@ class Outcome:
     prompt_scores: list[Top] = field(default_factory=list)
     """of the prompt's tokens but the first"""
     admitted: str = ""
+    cached_tokens: int = 0
     finished: Finished | None = None
 
 
@@ -46,12 +47,14 @@ class LocalEngine:
         **settings: Any,
     ) -> None:
         """`registry`: a directory, or an s3:// URL; `load`: loads the base model in the runner's place; `on_change` is
-        called by loads, after every layer."""
+        called by loads, after every layer. What is timed must not depend on what was asked before, so `prefix_cache` is
+        off unless `settings` say so."""
         self.model_dir = model_dir
         self.idle = 0.0005
         """seconds that a step waits at most which finds nothing to do"""
         self._changed = threading.Event()
         self.registry = Registry(open_store(str(registry)), load_base_model(model_dir))
+        settings = {"prefix_cache": "off"} | settings
         self.config = EngineConfig(model_dir=str(model_dir), base_id=model_dir.name, registry=str(registry), **settings)
 
         def change() -> None:
@@ -121,7 +124,8 @@ class LocalEngine:
                 assert event.index == len(outcome.prompt_scores) + 1, "a token was scored twice, or not at all"
                 outcome.prompt_scores += event.scores
             elif isinstance(event, Admitted):
-                self.outcomes[event.id].admitted = event.state
+                outcome = self.outcomes[event.id]
+                outcome.admitted, outcome.cached_tokens = event.state, event.cached_tokens
             elif isinstance(event, Finished):
                 self.outcomes[event.id].finished = event
             elif isinstance(event, Answer):

@@ -57,6 +57,8 @@ class Answer(Sample):
     state: str = ""
     """where the adapter was: none (on the device), host, disk or absent"""
     exposed_s: float = 0.0
+    cached_tokens: int = 0
+    """of the prompt, which an earlier call had left computed"""
 
 
 def draw_window(adapters: int, calls: int, seed: int) -> Window:
@@ -114,6 +116,7 @@ class _Logprob(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 class _ColdStart(msgspec.Struct):
@@ -170,6 +173,7 @@ class Caller:
             _add_token(answer, event, now)
             return None
         answer.prompt_tokens, answer.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
+        answer.cached_tokens = event.usage.cached_tokens
         answer.state = event.timing.cold_start.state
         answer.exposed_s = event.timing.cold_start.exposed_ms / 1e3
         return "" if answer.output_tokens == self._max_tokens and answer.times else "too few tokens"

@@ -54,6 +54,7 @@ from benchmarks.many_tables import many_table
 from benchmarks.memory_tables import memory_settings_table, memory_table
 from benchmarks.perfmodel_report import perfmodel_table
 from benchmarks.prefetch_tables import prefetch_table
+from benchmarks.prefix_tables import prefix_cache_table
 from benchmarks.report import RESULTS, ROOT, caption
 from benchmarks.rule import table, wrapped
 from benchmarks.scheduling_tables import fidelity_table, scheduling_table
@@ -73,6 +74,11 @@ def exactness_table(document: dict[str, Any]) -> str:
         + (
             f" {figures['rows_joined']} rows decoded before their adapter was there."
             if "rows_joined" in figures
+            else ""
+        )
+        + (
+            f" {figures['cached_tokens']} tokens of prompts were not computed, as an earlier request had left them."
+            if "cached_tokens" in figures
             else ""
         )
     )
@@ -188,6 +194,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "engine": each(ENGINE, engine_table),
         "exactness": one("exactness", exactness_table),
         "rounding": one("rounding", rounding_table),
+        "prefix-cache": one("prefix_cache", prefix_cache_table),
         "serve": each(SERVE, serve_table),
         "neighbours": each(("neighbours",), neighbours_table),
         "memory": one("memory", memory_table),

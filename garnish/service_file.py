@@ -59,6 +59,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] | None = None
     adapter_memory: int | None = None
     kv_memory: int | None = None
+    prefix_cache: Literal["off", "auto"] = "auto"
     host_memory: int | None = None
     cpu_workers: Count | Literal["auto"] = "auto"
     cold_start: Literal["auto", "wait", "pipeline", "assist"] = "auto"

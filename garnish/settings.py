@@ -26,7 +26,9 @@ DISK_CACHE_BYTES = 10 << 30
 MAX_RUN_DIRECTORY = 90
 """Bytes; Linux allows 107 for the socket, its name included."""
 
-AS_STATED = ("device", "runner", "lora_kernel", "dtype", "cold_start", "eviction", "prefetch", "prefetch_waste")
+AS_STATED = (
+    "device", "runner", "lora_kernel", "dtype", "prefix_cache", "cold_start", "eviction", "prefetch", "prefetch_waste",
+)  # fmt: skip
 BY_DEVICE = ("adapter_memory", "host_memory", "kv_memory", "max_rows", "max_cold", "chunk_tokens")
 """Settings that the engine has under the same names, and chooses by its device where they are None."""
 

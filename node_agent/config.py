@@ -73,6 +73,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: on a GPU what the base model and adapters leave, less a part for passes; on a CPU a quarter of the free
     memory, at most 1 GiB."""
     block_tokens: int = 16
+    prefix_cache: str = "auto"
+    """auto: keys and values of a request are kept behind its end while there is room, for those of the same tenant and
+    adapter that begin as it did; off"""
     max_rows: int = 0
     """Sequences that one iteration advances at most; 0: by the device."""
     max_cold: int = 0

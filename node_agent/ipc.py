@@ -88,6 +88,8 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
 
     id: str
     state: str
+    cached_tokens: int = 0
+    """Of its prompt, whose keys and values an earlier request left."""
 
 
 class Top(msgspec.Struct, frozen=True, array_like=True):

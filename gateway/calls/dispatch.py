@@ -371,7 +371,9 @@ class Generation:
         counts = Counts(invocations=1, failures=ended not in ("ok", "cancelled"))
         if done is not None:
             counts.prompt_tokens, counts.completion_tokens = done.prompt_tokens, done.completion_tokens
-            shared.metrics.count_tokens(tenant, self.function, done.prompt_tokens, done.completion_tokens)
+            shared.metrics.count_tokens(
+                tenant, self.function, done.prompt_tokens, done.completion_tokens, done.cached_tokens
+            )
             shared.metrics.count_cold_start(done.timing.cold_start)
             log_call(self.request, done, self.received)
             shared.metrics.count_preemptions(tenant, done.timing.preemptions)

@@ -104,10 +104,11 @@ class Metrics:
     def count_invocation(self, tenant: str, function: str, outcome: str) -> None:
         self._invocations.labels(self._tenant(tenant), self._function(function), outcome).inc()
 
-    def count_tokens(self, tenant: str, function: str, prompt: int, completion: int) -> None:
+    def count_tokens(self, tenant: str, function: str, prompt: int, completion: int, cached: int) -> None:
         owner = (self._tenant(tenant), self._function(function))
         self._tokens.labels(*owner, "prompt").inc(prompt)
         self._tokens.labels(*owner, "completion").inc(completion)
+        self._tokens.labels(*owner, "cached_prompt").inc(cached)
 
     def observe_speed(self, tenant: str, function: str, ttft: float, tpot: float | None) -> None:
         owner = (self._tenant(tenant), self._function(function))

@@ -50,6 +50,7 @@ class Reply:
         self.count = 0
         self._resumed = 0
         """of these, tokens that another node has sent"""
+        self._cached = 0
         self.stopped = False
         self._stop_reason: int | str | None = None
         self.ended = False
@@ -66,7 +67,8 @@ class Reply:
         """Returns the gateway's event for one of the engine's, or None when there is none to tell. After Done or
         Failed, `ended` is true."""
         match event:
-            case Admitted(state=state):
+            case Admitted(state=state, cached_tokens=cached):
+                self._cached = cached
                 return Started(node=self._node_id, cold_start=state)
             case PromptScored():
                 return self._prompt_logprobs(event)
@@ -132,7 +134,7 @@ class Reply:
             finish_reason="stop" if self.stopped else event.reason,
             prompt_tokens=len(self._request.token_ids),
             completion_tokens=self.count,
-            cached_tokens=0,
+            cached_tokens=self._cached,
             timing=Timing(
                 queue=event.queue,
                 prefill=event.prefill,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from cluster.messages import Adapter
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.preemption import OverShare, choose_lenders, choose_victims
+from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import Reserves, Room
 from node_agent.engine.waiting import WaitingQueue
@@ -48,7 +48,8 @@ class Admission:
     """One look at the queue: in the order of fair shares, within free rows, KV blocks and adapter memory, and what is
     kept for others (`reserves`).
 
-    A request reserves the blocks of its whole length, so an admitted one always ends. Exceptions to the order:
+    A request reserves the blocks of its whole length, so an admitted one always ends. So many must be free, though the
+    first ones may be found with what it begins with, in use by others. Exceptions to the order:
     - While a strict request waits for rows or KV blocks no best-effort one enters: it would be preempted at once.
     - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
       them) half of the KV blocks: the others are passed over and go on loading. Best-effort ones don't count there for
@@ -69,12 +70,13 @@ class Admission:
         self,
         running: list[Request],
         max_rows: int,
-        blocks: BlockPool,
+        prefixes: Prefixes,
         store: AdapterStore,
         reserves: Reserves,
         preempt: Callable[[Request], None],
     ) -> None:
-        self.blocks, self.store, self.reserves, self._preempt = blocks, store, reserves, preempt
+        self.blocks, self.store, self.reserves, self._preempt = prefixes.blocks, store, reserves, preempt
+        self._prefixes = prefixes
         self._running = list(running)
         self.free_rows = max_rows - len(running)
         self._loading = [r for r in running if r.lease is not None and not store.loaded(r.lease)]
@@ -122,11 +124,8 @@ class Admission:
         if self._passed:
             kept = self.reserves.for_strict()
             room = Room(min(room.rows, kept.rows), min(room.blocks, kept.blocks))
-        victims = choose_victims(self._running, Room(1 - room.rows, need - room.blocks))
-        if victims is None:
-            return False
-        self._enter(request, need, queue, victims)
-        return True
+        victims = choose_victims(self._running, Room(1 - room.rows, need - room.blocks), self.blocks)
+        return victims is not None and self._enter(request, need, queue, victims)
 
     def _light_wait(self, queue: WaitingQueue) -> bool:
         """Whether there may be room for a tenant for which some is kept, or one that may claim some."""
@@ -139,41 +138,48 @@ class Admission:
         waits for rows or blocks."""
         need, kept = self._need(request), self.reserves.kept_from(request)
         if need <= most_blocks and self.free_rows > kept.rows and self.blocks.free >= need + kept.blocks:
-            self._enter(request, need, queue)
-            return True
+            return self._enter(request, need, queue)
         if not self.reserves.may_claim(request):
             return False
         share = self.reserves.equal_share(request)
         short = Room(kept.rows + 1 - self.free_rows, kept.blocks + need - self.blocks.free)
         gives = OverShare(self._running, share, request.slo_class)
-        victims = choose_victims(self._running, short, gives) if need <= share.blocks else None
-        if victims is None:
-            return False
-        self._enter(request, need, queue, victims)
-        return True
+        victims = choose_victims(self._running, short, self.blocks, gives) if need <= share.blocks else None
+        return victims is not None and self._enter(request, need, queue, victims)
 
     def _need(self, request: Request) -> int:
         return self.blocks.blocks_for(request.prompt_len + request.max_tokens)
 
-    def _enter(self, request: Request, need: int, queue: WaitingQueue, victims: Sequence[Request] = ()) -> None:
-        """Admit or refuse it, or leave it in the queue when its adapter can't come in yet."""
+    def _enter(self, request: Request, need: int, queue: WaitingQueue, victims: Sequence[Request] = ()) -> bool:
+        """Admit or refuse it, or leave it in the queue when its adapter can't come in yet, or what it begins with is
+        being computed. Returns False where it stays
+        there because a step that is under way still uses its victims' blocks."""
+        if self._prefixes.come(request, (*self._running, *self.admitted)):
+            return True
         if request.adapter is not None:
             found = self._lease(request, request.adapter, need)
             if found is None:
-                return
+                return True
             if not isinstance(found, Lease):
                 self.refused.append(_refuse(request, found))
                 queue.remove(request)
-                return
+                return True
             request.lease = found
         self._give_up(victims)
-        taken = self.blocks.allocate(need)
-        assert taken is not None
-        request.blocks = taken
+        known = self._prefixes.find(request)
+        taken = self.blocks.allocate(need, known)
+        if taken is None:
+            if request.lease is not None:
+                self.store.release(request.lease, (), served=False)
+                request.lease = None
+            return False
+        request.blocks, request.known_blocks = taken, len(known)
+        request.computed = len(known) * self.blocks.block_tokens
         self.free_rows -= 1
         self.reserves.count(request, 1)
         queue.take(request)
         self.admitted.append(request)
+        return True
 
     def _lease(self, request: Request, adapter: Adapter, need: int) -> Lease | TooLarge | LoadFailed | None:
         """Returns a lease of the request's adapter, whose load begins where it is not there; why the request is to be

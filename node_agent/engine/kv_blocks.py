@@ -1,8 +1,14 @@
-"""Which KV-cache block belongs to which request."""
+"""Which KV-cache block belongs to which requests, and which blocks hold the beginning of a text that may come again.
+
+A whole block is known by what its keys and values were computed from (`prefixes.py`). Requests that begin so use it as
+it is, also at once: nobody writes to a whole block. One that nobody uses stays known until its memory is needed, the
+least recently used first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from node_agent.device import Event
 
@@ -19,26 +25,68 @@ class BlockPool:
             raise ValueError(f"kv_memory holds {num_blocks} blocks; at least 2 are needed")
         self.block_tokens = block_tokens
         self.total = num_blocks - 1
-        self._free = list(range(num_blocks - 1, 0, -1))
+        self._users = [0] * num_blocks
+        """by block"""
+        self.shared = 0
+        """uses beyond each block's first"""
+        self._blank = list(range(num_blocks - 1, 0, -1))
+        """free, and not known"""
+        self._idle: dict[int, None] = {}
+        """free, and known; the least recently used first"""
+        self._known: dict[bytes, int] = {}
+        """block by key"""
+        self._keys: dict[int, bytes] = {}
+        """the reverse"""
         self._releasing: list[tuple[list[int], Sequence[Event]]] = []
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        """Returns how many nobody uses, known ones included."""
+        return len(self._blank) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
-    def allocate(self, blocks: int) -> list[int] | None:
-        """Takes so many blocks. Returns None when fewer are free."""
-        if blocks > len(self._free):
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Returns the blocks of these keys, up to the first that is not known."""
+        found = list[int]()
+        for key in keys:
+            block = self._known.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def allocate(self, blocks: int, known: Sequence[int] = ()) -> list[int] | None:
+        """Takes so many blocks, of which the first are the `known` ones, as `find` has just returned them. Returns None
+        when fewer are free."""
+        more = blocks - len(known)
+        if more > self.free - sum(block in self._idle for block in known):
             return None
-        taken = self._free[len(self._free) - blocks :]
-        del self._free[len(self._free) - blocks :]
+        for block in known:
+            self._idle.pop(block, None)
+        taken = [*known, *(self._blank.pop() if self._blank else self._forget_oldest() for _ in range(more))]
+        for block in taken:
+            self.shared += self._users[block] > 0
+            self._users[block] += 1
         return taken
 
+    def learn(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """From now on these whole blocks, which somebody uses, are known by these keys; one whose key another block has
+        is not."""
+        for key, block in zip(keys, blocks, strict=True):
+            if key not in self._known and block not in self._keys:
+                self._known[key], self._keys[block] = block, key
+
+    def let_go(self, gone: Counter[int], blocks: Sequence[int]) -> int:
+        """Counts in `gone` that a user of the blocks would go. Returns how many of them would then be free."""
+        if not self.shared:
+            return len(blocks)
+        gone.update(blocks)
+        return sum(gone[block] == self._users[block] for block in blocks)
+
     def release(self, blocks: list[int], after: Sequence[Event] = ()) -> None:
-        """They are free as soon as every event in `after` has ended and `poll` has seen that."""
+        """A user of the blocks goes as soon as every event in `after` has ended and `poll` has seen that."""
         self._releasing.append((blocks, after))
         self.poll()
 
@@ -47,8 +95,24 @@ class BlockPool:
         releasing, self._releasing = self._releasing, []
         for blocks, after in releasing:
             if all(event.query() for event in after):
-                self._free.extend(blocks)
+                self._end_use(blocks)
             else:
                 self._releasing.append((blocks, after))
-        if len(self._free) > self.total:
-            raise RuntimeError("a KV block was released twice")
+
+    def _end_use(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):  # without its beginning the end of a text is of no use, so it is forgotten first
+            if not self._users[block]:
+                raise RuntimeError("a KV block was released twice")
+            self._users[block] -= 1
+            if self._users[block]:
+                self.shared -= 1
+            elif block in self._keys:
+                self._idle[block] = None
+            else:
+                self._blank.append(block)
+
+    def _forget_oldest(self) -> int:
+        block = next(iter(self._idle))
+        del self._idle[block]
+        del self._known[self._keys.pop(block)]
+        return block

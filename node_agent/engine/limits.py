@@ -13,5 +13,7 @@ class Limits:
     max_cold: int
     chunk_tokens: int
     queue_limit: int
+    prefix_cache: bool = True
+    """Whether keys and values are kept behind their request's end, for others that begin as it did."""
     prefetch_waste: float | None = 0.25
     """Share of the bytes of predicted prefetches, 0 to 1, above which they back off; None: there are none."""

@@ -24,6 +24,7 @@ from node_agent.engine.limits import Limits
 from node_agent.engine.orders import Orders
 from node_agent.engine.overlap import Overlap
 from node_agent.engine.prefetcher import Prefetcher
+from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.prompt_events import score_events, split_scores
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
@@ -54,8 +55,9 @@ class Engine:
         self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
         self.start_lora, self.lora_kernel = lora.start, lora.kernel
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
+        self.prefixes = Prefixes(self.blocks, limits.prefix_cache)
         self.running: dict[str, Request] = {}
-        self.scheduler = Scheduler(limits, self.running, self.blocks, store)
+        self.scheduler = Scheduler(limits, self.running, self.prefixes, store)
         self.queue = self.scheduler.queue
         self.pulse = Pulse(compiles=runner.device.type != "cpu")
         self._device_events = EventWatch(on_change)
@@ -242,12 +244,13 @@ class Engine:
         request.rules = request.rules or rules_of(request, self.eos_ids, batch_device(self.runner))
         if not request.admitted:
             request.admitted = now
-            self._events.append(Admitted(request.id, request.found))
+            cached = min(request.computed, request.prompt_len)  # the tokens of a node before it can be among them
+            self._events.append(Admitted(request.id, request.found, cached))
 
     def _preempt(self, request: Request) -> None:
         """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt."""
         self._free(request, self.overlap.drop(request))
-        request.computed, request.wants_whole, request.pauses = 0, False, 0
+        request.computed, request.known_blocks, request.wants_whole, request.pauses = 0, 0, False, 0
         request.preemptions += 1
         del self.running[request.id]
         if request.adapter is not None:
@@ -357,6 +360,7 @@ class Engine:
 
     def _take_token(self, request: Request, token: int, top: Top | None) -> None:
         now = time.monotonic()
+        self.prefixes.learn(request)
         if not request.generated and now >= request.deadline:
             self._finish(request, "error", "timeout", "no token was ready before the deadline")
             return

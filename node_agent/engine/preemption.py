@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from cluster.messages import SloClass
 from cluster.news import StrictRoom
+from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import Room
 from node_agent.engine.waiting import WaitingQueue
@@ -17,19 +18,20 @@ MOST_PREEMPTIONS = 3
 
 
 def choose_victims(
-    running: Iterable[Request], short: Room, gives: Callable[[Request], bool] | None = None
+    running: Iterable[Request], short: Room, pool: BlockPool, gives: Callable[[Request], bool] | None = None
 ) -> list[Request] | None:
     """Those that free the rows and KV blocks of which the batch is short: of the least often preempted the latest
     admitted first, for they have the least to compute again. `gives` (None: best effort does) is asked of each in this
     order. None: all together would not free enough."""
     victims: list[Request] = []
     rows, blocks = short.rows, short.blocks
+    gone = Counter[int]()
     for request in sorted(running, key=lambda request: (request.preemptions, -request.admitted)):
         if rows <= 0 and blocks <= 0:
             break
         if (gives or _may_go)(request) and (rows > 0 or request.blocks):
             victims.append(request)
-            rows, blocks = rows - 1, blocks - len(request.blocks)
+            rows, blocks = rows - 1, blocks - pool.let_go(gone, request.blocks)
     return victims if rows <= 0 and blocks <= 0 else None
 
 
@@ -56,17 +58,19 @@ class OverShare:
         return True
 
 
-def strict_room(running: Collection[Request], queue: WaitingQueue, kept: Room, free: Room) -> StrictRoom:
+def strict_room(running: Collection[Request], queue: WaitingQueue, kept: Room, free: Room, shared: int) -> StrictRoom:
     """Returns the rows, KV blocks and prompt tokens ahead that a strict request would find that came now; best effort's
     places count as free. `kept` is reserved for strict ones: while a standard request waits, they get no more than that
-    of what is free (`Admission`)."""
+    of what is free (`Admission`). `shared`: as the BlockPool has it; others may keep so many blocks of those that
+    go."""
     if queue.standard:
         free = Room(min(free.rows, kept.rows), min(free.blocks, kept.blocks))
     giving = [request for request in running if _may_go(request)]
     strict = [request for request in running if request.slo_class == "strict"]
+    theirs = sum(len(request.blocks) for request in giving)
     return StrictRoom(
         rows=free.rows + len(giving),
-        blocks=free.blocks + sum(len(request.blocks) for request in giving),
+        blocks=free.blocks + max(0, theirs - shared),
         prompt_tokens=sum(max(0, request.prompt_len - request.computed) for request in strict),
     )
 

@@ -70,6 +70,10 @@ class Request:
     prompt_len: int = 0
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    """of its first whole blocks, as far as they were asked for"""
+    known_blocks: int = 0
+    """of `blocks`, the first ones that others may use, too"""
     lease: Lease | None = None
     short_since: float = 0.0
     """when it first found too little adapter memory"""

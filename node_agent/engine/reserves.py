@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from node_agent.engine.request import Request
 from node_agent.engine.waiting import WaitingQueue
@@ -130,8 +130,14 @@ class Reserves:
 
     @property
     def crowded(self) -> bool:
-        """Whether a tenant waits that has much to do."""
-        return not all(map(self.light, self._queue.tenants))
+        """Whether a tenant waits that has much to do, and others have less: they run, or called lately, or strict ones
+        did. Alone a tenant is in nobody's way."""
+        crowd = {tenant for tenant in self._queue.tenants if not self.light(tenant)}
+        if not crowd or self._callers.strict(self._now):
+            return bool(crowd)
+        running = (tenant for tenant, rows in self._tenants.items() if rows)
+        present = chain(self._queue.tenants, self._callers.lately(self._now), running)
+        return any(tenant not in crowd for tenant in present)
 
     def equal_share(self, request: Request) -> Room:
         """Returns an equal part of all rows and blocks: shared among the request's tenant and those that have rows."""

@@ -10,8 +10,8 @@ from math import inf
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.admission import Admission
 from node_agent.engine.batch import Row
-from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.limits import Limits
+from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.promises import beside_flood, tightest_promise, within_promise
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import Callers, Reserves
@@ -36,20 +36,20 @@ class HotRows:
 class Scheduler:
     """Reads the batch (`running`, by id), which the engine changes."""
 
-    def __init__(self, limits: Limits, running: dict[str, Request], blocks: BlockPool, store: AdapterStore) -> None:
+    def __init__(self, limits: Limits, running: dict[str, Request], prefixes: Prefixes, store: AdapterStore) -> None:
         self.queue = WaitingQueue(limits.queue_limit)
         self.callers = Callers()
-        self._running, self._blocks, self._store = running, blocks, store
+        self._running, self._prefixes, self._store = running, prefixes, store
 
     def reserves(self, max_rows: int) -> Reserves:
         """Returns what each request must leave free now."""
-        return Reserves(self.callers, self.queue, self._running.values(), max_rows, self._blocks.total)
+        return Reserves(self.callers, self.queue, self._running.values(), max_rows, self._prefixes.blocks.total)
 
     def admit(self, max_rows: int, preempt: Callable[[Request], None]) -> Admission:
         """Take out of the queue who is admitted, or refused for good. `preempt` frees what a request holds that gives
         its place to another."""
         running = list(self._running.values())
-        admission = Admission(running, max_rows, self._blocks, self._store, self.reserves(max_rows), preempt)
+        admission = Admission(running, max_rows, self._prefixes, self._store, self.reserves(max_rows), preempt)
         admission.look_at(self.queue)
         return admission
 

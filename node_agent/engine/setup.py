@@ -76,6 +76,7 @@ def build_engine(
         max_cold=config.max_cold,
         chunk_tokens=config.chunk_tokens,
         queue_limit=config.queue_limit,
+        prefix_cache=config.prefix_cache == "auto",
         prefetch_waste=config.prefetch_waste if config.prefetch == "auto" else None,
     )
     lora = choose_lora(limits, runner, store, kernel)

@@ -90,10 +90,10 @@ class WaitingQueue:
         self.shares.leave(request.tenant, request.function)
 
     def take(self, request: Request) -> None:
-        """Removes a request that gets its place in the batch, and charges its prompt: not again after a preemption.
-        Raises KeyError when it does not wait."""
+        """Removes a request that gets its place in the batch, and charges what of its prompt is to be computed: not
+        again after a preemption. Raises KeyError when it does not wait."""
         if not request.preemptions:
-            self._charge(request, token_cost(request.prompt_len, 0, request.rank))
+            self._charge(request, token_cost(max(0, request.prompt_len - request.computed), 0, request.rank))
         self.remove(request)
 
     def charge_token(self, request: Request) -> None:

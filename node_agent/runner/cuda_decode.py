@@ -49,7 +49,6 @@ class DecodeShape:
     max_rows: int
     max_context: int
     block_tokens: int
-    num_blocks: int
     vocab: int
 
     @property
@@ -92,8 +91,7 @@ class Bucket:
     ) -> None:
         self.rows, self.shape, self.stream = rows, shape, stream
         self._decoder, self._current, self._last = decoder, current, last
-        # no two rows share a block, so all rows' blocks are no more than there are
-        self._spec = step_spec(rows, rows, min(shape.num_blocks, rows * shape.table_width))
+        self._spec = step_spec(rows, rows, rows * shape.table_width)
         self._out_spec = out_spec(rows, shape.vocab)
         size, out_size = size_of(self._spec), size_of(self._out_spec)
         self._device, self._out_device = stream.empty(size), stream.empty(out_size)

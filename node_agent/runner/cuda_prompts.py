@@ -53,7 +53,7 @@ class PromptBucket:
         self.taken = False
         """by a pass that has not ended"""
         self._shape, self._decoder, self._current, self._stream = shape, decoder, current, stream
-        self._spec = step_spec(tokens, self.rows, min(shape.num_blocks, self.rows * shape.table_width))
+        self._spec = step_spec(tokens, self.rows, self.rows * shape.table_width)
         self._device = stream.empty(size_of(self._spec))
         self.fields = StepFields(**views(self._spec, self._device))
         weight = decoder.embed_tokens.weight

@@ -70,7 +70,7 @@ class CudaRunner:
         self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
     ) -> StartLora:
         lora = CudaLora(store, self.stream, open_add(store, kernel, max_rows, max(max_rows, chunk_tokens)))
-        shape = DecodeShape(max_rows, max_context, self.block_tokens, self.num_blocks, self.vocab)
+        shape = DecodeShape(max_rows, max_context, self.block_tokens, self.vocab)
         self.buckets = self._capture_steps(shape, lora.open_add)
         if self.buckets:
             self.prompts = self._capture_prompts(shape, lora.open_add, chunk_tokens)

@@ -284,3 +284,16 @@ def test_logs_tell_nothing_of_what_was_sent(service: Service) -> None:
     for text in logs:
         assert mark not in text
         assert not any(key[-20:] in text for key in keys)
+
+
+def test_what_an_earlier_call_left_computed_is_told(service: Service) -> None:
+    body = {**GREEDY, "prompt": "Once upon a time there was a little dog who had a drawn cache all for himself"}
+    with service.client("acme") as client:
+        replies = [client.post("/invoke/stories260K", json=body).raise_for_status().json() for _ in range(2)]
+    first, second = (reply["usage"] for reply in replies)
+    assert first["cached_tokens"] == 0
+    assert second["cached_tokens"] == (second["prompt_tokens"] - 1) // 16 * 16 > 0
+    assert replies[0]["output"] == replies[1]["output"]
+    metrics = httpx.get(f"{service.url}/metrics", headers=service.headers(), timeout=60).text
+    told = [line for line in metrics.splitlines() if 'kind="cached_prompt"' in line]
+    assert sum(float(line.split()[-1]) for line in told) >= second["cached_tokens"]

@@ -48,6 +48,7 @@ def make_engine(stories_dir: Path, load_stories: LoadModel, tmp_path: Path) -> I
     def make(model_dir: Path | None = None, registry: Path | str | None = None, **settings: Any) -> LocalEngine:
         if settings.get("runner", "auto") == "auto":
             settings.setdefault("load", load_stories)
+        settings.setdefault("prefix_cache", "auto")
         settings.setdefault("dtype", "float32")
         settings.setdefault("threads", 1)  # more only get in each other's way on so small a model
         settings.setdefault("adapter_memory", 8 << 20)

@@ -79,8 +79,8 @@ class ScriptedEngine:
             await self.writer.wait_closed()
 
 
-def admitted(id: str, state: str = "none") -> Admitted:
-    return Admitted(id, state)
+def admitted(id: str, state: str = "none", cached_tokens: int = 0) -> Admitted:
+    return Admitted(id, state, cached_tokens)
 
 
 def tokens(id: str, token_ids: list[int]) -> list[Generated]:

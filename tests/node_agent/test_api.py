@@ -26,7 +26,7 @@ def test_a_request_becomes_events(tmp_path: Path, stories_dir: Path) -> None:
             async with node.generate(request_of(timeout=30.0)) as stream:
                 submit = await engine.hear_submit()
                 assert (submit.id, submit.token_ids, submit.max_tokens, submit.timeout) == ("r1", [1], 100, 30.0)
-                await engine.say(admitted("r1", "host"), *tokens("r1", ids[1:]), finished("r1", "stop"))
+                await engine.say(admitted("r1", "host", 7), *tokens("r1", ids[1:]), finished("r1", "stop"))
                 events = await stream.rest()
             assert events[0] == Started(node="n1", cold_start="host")
             text = [event for event in events if isinstance(event, Token)]
@@ -37,7 +37,7 @@ def test_a_request_becomes_events(tmp_path: Path, stories_dir: Path) -> None:
             assert "".join(event.text for event in text) + done.text == "Once upon a time"
             assert (done.finish_reason, done.prompt_tokens, done.completion_tokens) == ("stop", 1, len(ids) - 1)
             assert (done.timing.queue, done.timing.prefill) == (0.25, 0.5)
-            assert done.cached_tokens == 0
+            assert done.cached_tokens == 7
 
     run_scenario(scenario())
 

@@ -55,7 +55,7 @@ def test_a_batchs_passes_are_short_while_others_call(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, modelled: bool
 ) -> None:
     """And whole chunks as long as nobody else has called for a while."""
-    engine = make_engine(max_rows=16, chunk_tokens=256)
+    engine = make_engine(max_rows=16, chunk_tokens=256, prefix_cache="off")
     if modelled:
         engine.engine.drift = Drift(MODEL)
         monkeypatch.setattr(engine.engine.drift, "observe", lambda *_: None)

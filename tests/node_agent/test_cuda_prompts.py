@@ -57,7 +57,7 @@ def pair(model_dir: Path) -> tuple[CudaRunner, torch.nn.Module]:
     """A runner with two buckets, of which no adapter is asked."""
     runner = find_runner("cuda")(settings_of(model_dir))
     assert isinstance(runner, CudaRunner)
-    shape = DecodeShape(4, 80, runner.block_tokens, runner.num_blocks, VOCAB)
+    shape = DecodeShape(4, 80, runner.block_tokens, VOCAB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PromptBucket, "stretch", 2)
         for tokens in (12, 40):

@@ -23,6 +23,8 @@ WAYS = [
     Sampling(temperature=1.2, top_k=30, min_p=0.02, seed=12),
 ]
 TOKENS = 10
+BLOCK_BYTES = 2 * 5 * 4 * 8 * 4 * 4
+"""Of 4 tokens of stories260K in fp32."""
 STEP = ["upload", "captured", "captured", "download"]
 """What a step enqueues; then its tokens are awaited."""
 RULED_STEP = [*STEP[:2], "allocate host", "allocate device", "upload", "work", "download"]
@@ -116,6 +118,40 @@ def check_log(log: list[str], step: list[str]) -> None:
     assert [entry for entry in log if entry != "wait"] == step * steps and steps >= TOKENS - 3
     waits = [i for i, entry in enumerate(log) if entry == "wait"]
     assert waits == [min(i + 2, steps) * len(step) + i for i in range(steps)]
+
+
+def test_rows_may_share_blocks(make_engine: MakeEngine, stream: LateStream) -> None:
+    """Together they have more than there are."""
+    prompt, made = [1, *range(60, 120)], {}
+    for name in ("transformers", "cuda"):
+        engine = make_engine(runner=name, max_rows=4, block_tokens=4, kv_memory=40 * BLOCK_BYTES)
+        first = engine.submit(prompt, TOKENS, ignore_eos=True)
+        engine.run(until=lambda engine=engine, first=first: bool(engine.outcomes[first].tokens))
+        others = [engine.submit([*prompt[:57], end], TOKENS, ignore_eos=True) for end in (5, 6)]
+        engine.run(until=lambda engine=engine, others=others: all(engine.results(others)))
+        assert sum(len(r.blocks) for r in engine.engine.running.values()) > engine.engine.blocks.total
+        engine.run()
+        assert [engine.outcomes[request].cached_tokens for request in others] == [56, 56]
+        made[name] = engine.results([first, *others])
+    assert made["cuda"] == made["transformers"]
+
+
+def test_blocks_of_a_step_that_runs_are_waited_for(make_engine: MakeEngine, stream: LateStream) -> None:
+    """A strict request that takes them from others enters when the step has ended; the others go on later, unharmed."""
+    engine = make_engine(runner="cuda", max_rows=8, block_tokens=4, kv_memory=41 * BLOCK_BYTES)
+    flood = [engine.submit([1, 50 + i], 44, tenant="cheap", slo_class="best_effort", ignore_eos=True) for i in range(3)]
+    to_decoding(engine)
+    with stream.running_late():
+        engine.step()
+        assert engine.engine.overlap.under_way
+        strict = engine.submit([1, 50], 60, tenant="dear", slo_class="strict", ttft=5.0, ignore_eos=True)
+        engine.step()
+        assert not engine.outcomes[strict].admitted
+        engine.step()
+        assert engine.outcomes[strict].admitted
+    engine.run()
+    assert [len(tokens) for tokens in engine.results([*flood, strict])] == [44, 44, 44, 60]
+    assert engine.results([strict])[0][:44] == engine.results(flood)[0]
 
 
 def test_rules_cost_a_copy_more(pair: dict[str, LocalEngine], stream: LateStream) -> None:

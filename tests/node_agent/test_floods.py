@@ -168,6 +168,26 @@ def test_chunks_are_cut_beside_a_flood_alone(
     engine.end()
 
 
+@pytest.mark.parametrize("other", [None, "light", "strict"])
+def test_a_flood_alone_has_whole_chunks(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, other: str | None
+) -> None:
+    """Nobody else would wait for them; with whole chunks it has more of its calls done."""
+    engine = make_engine(max_rows=16, chunk_tokens=64)
+    if other is not None:
+        slo_class = "strict" if other == "strict" else "standard"
+        engine.submit(STORY, 1, tenant="other", slo_class=slo_class, ttft=5.0)
+        engine.run()
+    flood = [engine.submit([1] * 100, 40, tenant="flood", ignore_eos=True) for _ in range(40)]
+    passes, lengths = watch(engine, monkeypatch), set[int]()
+    while not any(engine.outcomes[request].finished for request in flood):
+        passes.clear()
+        engine.step()
+        lengths |= {sum(row.length for row in rows[n:]) for rows, n in passes if 0 < n < len(rows)}
+    assert max(lengths) == (64 - 1 if other is None else 64 // UNKNOWN_SHARE)
+    engine.end()
+
+
 def test_answers_are_those_of_peft_wherever_calls_come(
     make_engine: MakeEngine, reference: PeftReference, drawn_adapters: list[Path]
 ) -> None:

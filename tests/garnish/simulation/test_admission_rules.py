@@ -23,6 +23,7 @@ from garnish.simulation.loads import Loads
 from garnish.simulation.waiting import WaitingQueue as SimulatedQueue
 from node_agent.engine import admission
 from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.request import Request
 from node_agent.engine.reserves import Callers, Reserves
 from node_agent.engine.waiting import WaitingQueue
@@ -111,7 +112,14 @@ class Node:
         self.store.now = now
         running = list(self.running.values())
         reserves = Reserves(Callers(), self.queue, running, self.max_rows, self.blocks.total)
-        look: Any = admission.Admission(running, self.max_rows, self.blocks, self.store, reserves, preempted)  # type: ignore[arg-type]
+        look: Any = admission.Admission(
+            running,
+            self.max_rows,
+            Prefixes(self.blocks, False),
+            self.store,
+            reserves,
+            preempted,  # type: ignore[arg-type]
+        )
         with patch.object(admission, "time", SimpleNamespace(monotonic=lambda: now)):
             look.look_at(self.queue)
         assert not look.refused

@@ -222,7 +222,7 @@ def test_a_first_token_waits_for_no_decode_step(assisted: LocalEngine, adapter_d
 def test_cold_passes_hold_others_up_no_longer_than_a_warm_chunk(assisted: LocalEngine, adapter_dir: Path) -> None:
     link, engine, adapter = HeldLink(assisted), assisted.engine, assisted.deploy(adapter_dir)
     prompt, most, layers = STORY * 9, engine.limits.chunk_tokens, assisted.base.num_layers
-    first, second = (assisted.submit(prompt, 2, adapter, ignore_eos=True) for _ in range(2))
+    first, second = (assisted.submit([i, *prompt[1:]], 2, adapter, ignore_eos=True) for i in (1, 2))
     wait_for_host(assisted, 1)
     engine.take_events()
     used = engine.compute_cold()

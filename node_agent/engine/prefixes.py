@@ -1,0 +1,73 @@
+"""What the blocks of a text are known by, so that a request that begins as another one did need not compute it again.
+
+A key is a hash of all tokens up to its block's end, of the adapter's digest and of the tenant: keys and values depend
+on the first two, and how fast an answer comes must tell nothing of another tenant's texts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+
+from cluster.messages import SloClass
+from node_agent.engine.kv_blocks import BlockPool
+from node_agent.engine.request import Request
+
+WORTH_WAITING = 128
+"""Tokens: for so many that another request is computing one waits. Fewer take no longer than one more pass."""
+URGENCY: dict[SloClass, int] = {"best_effort": 0, "standard": 1, "strict": 2}
+
+
+class Prefixes:
+    def __init__(self, blocks: BlockPool, enabled: bool) -> None:
+        self.blocks, self._enabled = blocks, enabled
+
+    def find(self, request: Request) -> list[int]:
+        """Returns the blocks that hold the beginning of its tokens. At least one token is left to be computed, for the
+        next one's scores; and all of them where the prompt's are asked for."""
+        if not self._may_find(request):
+            return []
+        return self.blocks.find(self._keys(request, (len(request.tokens) - 1) // self.blocks.block_tokens))
+
+    def come(self, request: Request, running: Iterable[Request]) -> bool:
+        """Returns whether one of those that run is computing what the request begins with, WORTH_WAITING tokens or more
+        beyond what is there: computed twice they would take both of them longer. One that is less urgent is not waited
+        for, since its computation may be put off."""
+        found, more = self.find(request), -(-WORTH_WAITING // self.blocks.block_tokens)
+        keys, last = request.block_keys, len(found) + more - 1
+        return (
+            self._may_find(request)
+            and last < len(keys)
+            and any(
+                other.known_blocks <= last < len(other.block_keys)
+                and other.block_keys[last] == keys[last]
+                and URGENCY[other.slo_class] >= URGENCY[request.slo_class]
+                for other in running
+            )
+        )
+
+    def learn(self, request: Request) -> None:
+        """The scores behind all that the request has computed have come out finite, and so what they were computed
+        from: others may use it."""
+        whole = request.computed // self.blocks.block_tokens
+        if self._enabled and whole > request.known_blocks:
+            new = slice(request.known_blocks, whole)
+            self.blocks.learn(self._keys(request, whole)[new], request.blocks[new])
+            request.known_blocks = whole
+
+    def _may_find(self, request: Request) -> bool:
+        return self._enabled and request.sampling.prompt_logprobs is None
+
+    def _keys(self, request: Request, count: int) -> Sequence[bytes]:
+        """Returns the keys of its first `count` blocks."""
+        keys, size = request.block_keys, self.blocks.block_tokens
+        for at in range(len(keys) * size, count * size, size):
+            before = keys[-1] if keys else _root(request)
+            keys.append(sha256(before + array("q", request.tokens[at : at + size]).tobytes()).digest())
+        return keys[:count]
+
+
+def _root(request: Request) -> bytes:
+    digest = "" if request.adapter is None else request.adapter.digest
+    return sha256(f"{digest}\n{request.tenant}".encode()).digest()
