@@ -18,6 +18,8 @@ Reports = Mapping[str, dict[str, Any]]
 
 ENGINE, SERVE = ("engine", "engine_avx2"), ("serve", "serve_avx2")
 """The same study on the best level of a host, and held to AVX2."""
+MANY = ("many_1000_20", "many_1000", "many_1000_80", "many_1000_0.25x", "many_1000_4x")
+"""A thousand adapters at three loads, and at the middle one with other rates of network and link."""
 COLD = ("coldstart", "coldstart_decode")
 """The cold starts of all settings, and of S1-S3 in more rounds."""
 WORKERS = {
@@ -74,6 +76,7 @@ def figures(reports: Reports) -> str:
         *(_serving(reports[name], name) for name in SERVE if name in reports),
         *(_cold(reports[name], name) for name in COLD),
         _on_gpu(reports["gpu_service"]),
+        _many([reports[name] for name in MANY]),
         _exact(reports["exactness"]),
         _fair(reports["fairness"]),
         _faults(reports["chaos"], reports["chaos_minute"]),
@@ -183,6 +186,19 @@ def _on_gpu(report: dict[str, Any]) -> str:
         f"{report['machine']['gpu']}; once."
     )
     return _source(text, "docs/results/gpu.md#a-whole-service", "gpu_service")
+
+
+def _many(found: list[dict[str, Any]]) -> str:
+    ttft = spread((report["figures"]["ttft_p95_over_ondemand"] for report in found), lower_is_better=True)
+    goodput = spread((report["figures"]["goodput_over_ondemand"] for report in found), lower_is_better=False)
+    hosts = " and ".join(sorted(set(map(host, found))))
+    text = (
+        "**A thousand adapters**, room for a tenth of them on the device and a third on the host, called over HTTP as "
+        "a trace calls functions, the defaults over loading on demand: first tokens at the 95th percentile "
+        f"{ttft.median:.2f} (worst of {ttft.count} settings {ttft.worst:.2f}), calls in time {goodput.median:.2f} "
+        f"(worst {goodput.worst:.2f}). One round each, a simulated link, {hosts}."
+    )
+    return _source(text, "docs/results/benchmarks.md#many-adapters", *MANY)
 
 
 def _rounds(report: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Calls that begin as earlier ones did, over HTTP, with `node.prefix_cache` `auto` and `off`.
 
-Two services of one base, each with one adapter of rank 16 on q, k, v, run side by side; what a round asks is drawn anew
-and asked of both, in turn, who is first alternates. Answers have 16 tokens; base and adapter are asked in turn.
+Two services of one base, each with one adapter of rank 16 on q, k, v, run side by side; both have measured their
+performance models before the first call. What a round asks is drawn anew and asked of both, in turn, who is first
+alternates. Answers have 16 tokens; base and adapter are asked in turn.
 
 - `first`, `later`: a text of so many words, then calls that have it before a question of 12 words of their own.
 - `turn`: a conversation: each call has all questions and answers before it. Its first turn is not counted.
@@ -29,7 +30,7 @@ from benchmarks.cold_rig import make_adapters
 from benchmarks.http_service import HttpService
 from benchmarks.latency import summary
 from benchmarks.load import Planned, closed_loop, open_session, plan
-from benchmarks.many_cells import check
+from benchmarks.many_cells import check, until_measured
 from benchmarks.many_load import Answer, Caller, make_prompt
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 
@@ -178,6 +179,9 @@ def study(options: Any, root: Path) -> dict[str, Any]:
             way: stack.enter_context(HttpService(model, adapters, root / way, options.dtype, 0, prefix_cache=way))
             for way in WAYS
         }
+        if not options.quick:  # one that is idle would measure while the other is called
+            for service in services.values():
+                asyncio.run(until_measured(service))
         rows, apart = asyncio.run(run_rounds(services, sizes, options.seed))
     settings = {
         "model": model.name, "dtype": options.dtype, "rank": RANK, "tokens": TOKENS, "callers": CALLERS,

@@ -201,7 +201,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "memory-settings": one("memory", memory_settings_table),
         "eviction-traces": one("eviction", eviction_traces_table),
         "many": each(("many_20", "many", "many_80"), many_table),
-        "many-1000": each(("many_1000", "many_1000_0.25x", "many_1000_4x"), many_table),
+        "many-1000": each(front_page.MANY, many_table),
         "many-foreign": one("many_1000_foreign", foreign_table),
         "batches": one("batches", batches_table),
         "gateway": one("gateway", gateway_table),

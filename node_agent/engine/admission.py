@@ -88,6 +88,8 @@ class Admission:
         """one waits for rows or blocks: others may pass it with what is kept for them only"""
         self._by_light = False
         """requests of light tenants, too, and not only strict ones"""
+        self.short = False
+        """one waits for rows or blocks, a strict one or not"""
         self.admitted: list[Request] = []
         self.refused: list[Refused] = []
 
@@ -95,9 +97,11 @@ class Admission:
         """Takes out of `queue` what it admits or refuses."""
         _note_held(queue)
         if queue.strict and not self._walk(queue, best_effort=False):
+            self.short = True
             return
         if self.free_rows > 0 or any(map(self.reserves.may_claim, queue)):
             self._walk(queue, best_effort=True)
+        self.short = self._passed or (len(queue) > 0 and self.free_rows <= 0)
 
     def _walk(self, queue: WaitingQueue, best_effort: bool) -> bool:
         """One walk through the queue, or through all of it but for best effort. False: a strict request waits for rows
@@ -152,10 +156,10 @@ class Admission:
 
     def _enter(self, request: Request, need: int, queue: WaitingQueue, victims: Sequence[Request] = ()) -> bool:
         """Admit or refuse it, or leave it in the queue when its adapter can't come in yet, or what it begins with is
-        being computed. Returns False where it stays
-        there because a step that is under way still uses its victims' blocks."""
+        being computed. Returns False where it stays there because a step that is under way still uses its victims'
+        blocks, or is strict and waits for its beginning."""
         if self._prefixes.come(request, (*self._running, *self.admitted)):
-            return True
+            return request.slo_class != "strict"  # nobody takes its place meanwhile
         if request.adapter is not None:
             found = self._lease(request, request.adapter, need)
             if found is None:

@@ -7,7 +7,7 @@ least recently used first.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from node_agent.device import Event
@@ -31,7 +31,7 @@ class BlockPool:
         """uses beyond each block's first"""
         self._blank = list(range(num_blocks - 1, 0, -1))
         """free, and not known"""
-        self._idle: dict[int, None] = {}
+        self._idle = OrderedDict[int, None]()
         """free, and known; the least recently used first"""
         self._known: dict[bytes, int] = {}
         """block by key"""
@@ -112,7 +112,6 @@ class BlockPool:
                 self._blank.append(block)
 
     def _forget_oldest(self) -> int:
-        block = next(iter(self._idle))
-        del self._idle[block]
+        block, _ = self._idle.popitem(last=False)
         del self._known[self._keys.pop(block)]
         return block

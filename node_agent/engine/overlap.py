@@ -42,6 +42,7 @@ class Overlap:
     def under_way(self) -> bool:
         """Whether a step is to be awaited before another pass is chosen."""
         if self._step is not None and len(self._step.dropped) == len(self._step.rows):
+            self._step.output.done.synchronize()  # what its rows held is awaited by those who took their places
             self._step = None
         return self._step is not None
 

@@ -58,19 +58,21 @@ class OverShare:
         return True
 
 
-def strict_room(running: Collection[Request], queue: WaitingQueue, kept: Room, free: Room, shared: int) -> StrictRoom:
+def strict_room(
+    running: Collection[Request], queue: WaitingQueue, kept: Room, free: Room, shared: int, short: bool
+) -> StrictRoom:
     """Returns the rows, KV blocks and prompt tokens ahead that a strict request would find that came now; best effort's
     places count as free. `kept` is reserved for strict ones: while a standard request waits, they get no more than that
     of what is free (`Admission`). `shared`: as the BlockPool has it; others may keep so many blocks of those that
-    go."""
-    if queue.standard:
+    go, but none that nobody knows. `short`: who waits, waits for rows or blocks."""
+    if short and queue.standard:
         free = Room(min(free.rows, kept.rows), min(free.blocks, kept.blocks))
     giving = [request for request in running if _may_go(request)]
     strict = [request for request in running if request.slo_class == "strict"]
-    theirs = sum(len(request.blocks) for request in giving)
+    theirs, own = sum(len(r.blocks) for r in giving), sum(len(r.blocks) - r.known_blocks for r in giving)
     return StrictRoom(
         rows=free.rows + len(giving),
-        blocks=free.blocks + max(0, theirs - shared),
+        blocks=free.blocks + max(theirs - shared, own),
         prompt_tokens=sum(max(0, request.prompt_len - request.computed) for request in strict),
     )
 

@@ -7,6 +7,7 @@ on the first two, and how fast an answer comes must tell nothing of another tena
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
@@ -32,20 +33,22 @@ class Prefixes:
 
     def come(self, request: Request, running: Iterable[Request]) -> bool:
         """Returns whether one of those that run is computing what the request begins with, WORTH_WAITING tokens or more
-        beyond what is there: computed twice they would take both of them longer. One that is less urgent is not waited
-        for, since its computation may be put off."""
-        found, more = self.find(request), -(-WORTH_WAITING // self.blocks.block_tokens)
-        keys, last = request.block_keys, len(found) + more - 1
-        return (
-            self._may_find(request)
-            and last < len(keys)
-            and any(
-                other.known_blocks <= last < len(other.block_keys)
-                and other.block_keys[last] == keys[last]
-                and URGENCY[other.slo_class] >= URGENCY[request.slo_class]
-                for other in running
-            )
-        )
+        beyond what is there: computed twice they would take both of them longer. Not waited for is one that is less
+        urgent, since its computation may be put off, and one that mostly computes what the request does not want."""
+        last = len(self.find(request)) + -(-WORTH_WAITING // self.blocks.block_tokens) - 1
+        if not self._may_find(request) or last >= len(request.block_keys):
+            return False
+        return any(self._awaits(request, other, last) for other in running)
+
+    def _awaits(self, request: Request, other: Request, last: int) -> bool:
+        """`last`: the block up to which it would have to be spared."""
+        keys, others = request.block_keys, other.block_keys
+        if not other.known_blocks <= last < len(others) or others[last] != keys[last]:
+            return False
+        # A key stands for all blocks up to its own: behind the first that differs all do.
+        common = bisect_left(range(min(len(keys), len(others))), True, key=lambda at: keys[at] != others[at])
+        wanted = 2 * common * self.blocks.block_tokens >= other.uncomputed
+        return wanted and URGENCY[other.slo_class] >= URGENCY[request.slo_class]
 
     def learn(self, request: Request) -> None:
         """The scores behind all that the request has computed have come out finite, and so what they were computed

@@ -130,10 +130,10 @@ class Reserves:
 
     @property
     def crowded(self) -> bool:
-        """Whether a tenant waits that has much to do, and others have less: they run, or called lately, or strict ones
-        did. Alone a tenant is in nobody's way."""
+        """Whether a tenant waits that has much to do, and others are there: they wait or run, or called lately, or
+        strict ones did. Alone a tenant is in nobody's way."""
         crowd = {tenant for tenant in self._queue.tenants if not self.light(tenant)}
-        if not crowd or self._callers.strict(self._now):
+        if len(crowd) != 1 or self._callers.strict(self._now):
             return bool(crowd)
         running = (tenant for tenant, rows in self._tenants.items() if rows)
         present = chain(self._queue.tenants, self._callers.lately(self._now), running)

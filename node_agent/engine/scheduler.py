@@ -39,6 +39,8 @@ class Scheduler:
     def __init__(self, limits: Limits, running: dict[str, Request], prefixes: Prefixes, store: AdapterStore) -> None:
         self.queue = WaitingQueue(limits.queue_limit)
         self.callers = Callers()
+        self.short = False
+        """Whether the last look at the queue left somebody in it for want of a row or of KV blocks."""
         self._running, self._prefixes, self._store = running, prefixes, store
 
     def reserves(self, max_rows: int) -> Reserves:
@@ -51,6 +53,7 @@ class Scheduler:
         running = list(self._running.values())
         admission = Admission(running, max_rows, self._prefixes, self._store, self.reserves(max_rows), preempt)
         admission.look_at(self.queue)
+        self.short = admission.short
         return admission
 
     def cold_tokens(self, limits: Limits, drift: Drift | None, cold: Iterable[Request]) -> int:
@@ -102,7 +105,7 @@ class Scheduler:
         """Returns the requests without a first token whose prompts go before the batch; None where the batch keeps
         nobody waiting: no tenant floods, and no best effort runs while others call."""
         running = self._running.values()
-        reserves = self.reserves(max_rows) if self.queue else None
+        reserves = self.reserves(max_rows) if self.queue and self.short else None
         is_flood = reserves is not None and reserves.crowded
         beside = self.callers.awaited(time.monotonic()) and any(r.slo_class == "best_effort" for r in running)
         if not is_flood and not beside:

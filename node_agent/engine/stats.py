@@ -47,7 +47,8 @@ def stats_of(engine: Engine) -> Stats:
 def _strict_room(engine: Engine) -> StrictRoom:
     running, rows = list(engine.running.values()), engine.limits.max_rows
     kept = engine.scheduler.reserves(rows).for_strict()
-    room = strict_room(running, engine.queue, kept, Room(rows - len(running), engine.blocks.free), engine.blocks.shared)
+    free = Room(rows - len(running), engine.blocks.free)
+    room = strict_room(running, engine.queue, kept, free, engine.blocks.shared, engine.scheduler.short)
     if engine.drift is None:  # nobody pauses where no promise can be reckoned with
         return room
     paused_rows, paused_contexts = paused_on_average(running)

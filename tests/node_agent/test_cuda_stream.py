@@ -154,6 +154,23 @@ def test_blocks_of_a_step_that_runs_are_waited_for(make_engine: MakeEngine, stre
     assert engine.results([strict])[0][:44] == engine.results(flood)[0]
 
 
+def test_a_step_of_which_nothing_counts_is_waited_for(make_engine: MakeEngine, stream: LateStream) -> None:
+    """Nobody else would say when the blocks of all its rows are free."""
+    engine = make_engine(runner="cuda", max_rows=8, block_tokens=4, kv_memory=41 * BLOCK_BYTES)
+    gives = engine.submit([1, 50], 120, tenant="cheap", slo_class="best_effort", ignore_eos=True)
+    to_decoding(engine)
+    with stream.running_late():
+        engine.step()
+        assert engine.engine.overlap.under_way
+        strict = engine.submit([1, 50], 60, tenant="dear", slo_class="strict", ttft=5.0, ignore_eos=True)
+        assert not engine.step() and not engine.outcomes[strict].admitted
+        engine.engine.prepare()
+        engine.book()
+        assert engine.outcomes[strict].admitted
+    engine.run()
+    assert [len(tokens) for tokens in engine.results([gives, strict])] == [120, 60]
+
+
 def test_rules_cost_a_copy_more(pair: dict[str, LocalEngine], stream: LateStream) -> None:
     """And the next step waits for the tokens of the one before; nothing else does."""
     ways = [Sampling(temperature=0.7, seed=2, repetition_penalty=1.3, logit_bias={300: 1.0}), WAYS[0]]

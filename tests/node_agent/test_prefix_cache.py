@@ -158,6 +158,31 @@ def test_nobody_waits_for_one_that_is_less_urgent_or_of_another(make_engine: Mak
     assert all(len(tokens) == 2 for tokens in engine.results([lazy, *requests, *waits]))
 
 
+def test_a_long_text_that_mostly_is_another_is_not_waited_for(make_engine: MakeEngine) -> None:
+    engine = make_engine(chunk_tokens=16)
+    long = engine.submit([*LONG, *range(60, 260)], 2)
+    engine.run(until=lambda: bool(engine.outcomes[long].admitted))
+    short = engine.submit([*LONG[:140], 5], 2)
+    engine.step()
+    assert engine.outcomes[short].admitted
+    engine.run()
+
+
+def test_who_waits_for_a_beginning_is_no_flood(make_engine: MakeEngine) -> None:
+    """There are rows for all of them; so the prompt that they wait for is not cut for others' sake."""
+    engine = make_engine(max_rows=16, chunk_tokens=64)
+    engine.submit([1, 2, 3], 1, tenant="other")
+    engine.run()
+    lengths = computed(engine)
+    requests = [engine.submit([*LONG, 5, 6 + i], 2, tenant="many") for i in range(8)]
+    engine.step()
+    assert len(engine.engine.queue) == 7 and engine.engine.scheduler.reserves(16).crowded
+    engine.step()
+    assert lengths == [64, 64]
+    engine.run()
+    assert all(len(tokens) == 2 for tokens in engine.results(requests))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_drawn_conversations_in_little_memory(
     make_engine: MakeEngine, drawn_adapters: list[Path], reference: PeftReference, seed: int
