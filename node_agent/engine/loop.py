@@ -244,7 +244,7 @@ class Engine:
         request.rules = request.rules or rules_of(request, self.eos_ids, batch_device(self.runner))
         if not request.admitted:
             request.admitted = now
-            cached = min(request.computed, request.prompt_len)  # the tokens of a node before it can be among them
+            cached = 0 if request.generated else request.computed  # one that goes on was computed on a node before
             self._events.append(Admitted(request.id, request.found, cached))
 
     def _preempt(self, request: Request) -> None:
