@@ -158,7 +158,7 @@ class Admission:
         """Admit or refuse it, or leave it in the queue when its adapter can't come in yet, or what it begins with is
         being computed. Returns False where it stays there because a step that is under way still uses its victims'
         blocks, or is strict and waits for its beginning."""
-        if self._prefixes.come(request, (*self._running, *self.admitted)):
+        if self._prefixes.being_computed(request, (*self._running, *self.admitted)):
             return request.slo_class != "strict"  # nobody takes its place meanwhile
         if request.adapter is not None:
             found = self._lease(request, request.adapter, need)

@@ -244,14 +244,12 @@ class Engine:
         request.rules = request.rules or rules_of(request, self.eos_ids, batch_device(self.runner))
         if not request.admitted:
             request.admitted = now
-            cached = 0 if request.generated else request.computed  # one that goes on was computed on a node before
-            self._events.append(Admitted(request.id, request.found, cached))
+            self._events.append(Admitted(request.id, request.found, request.found_tokens))
 
     def _preempt(self, request: Request) -> None:
         """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt."""
         self._free(request, self.overlap.drop(request))
-        request.computed, request.known_blocks, request.wants_whole, request.pauses = 0, 0, False, 0
-        request.preemptions += 1
+        request.begin_again()
         del self.running[request.id]
         if request.adapter is not None:
             self.store.announce(request.adapter)

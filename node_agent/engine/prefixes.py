@@ -31,17 +31,17 @@ class Prefixes:
             return []
         return self.blocks.find(self._keys(request, (len(request.tokens) - 1) // self.blocks.block_tokens))
 
-    def come(self, request: Request, running: Iterable[Request]) -> bool:
+    def being_computed(self, request: Request, running: Iterable[Request]) -> bool:
         """Returns whether one of those that run is computing what the request begins with, WORTH_WAITING tokens or more
         beyond what is there: computed twice they would take both of them longer. Not waited for is one that is less
         urgent, since its computation may be put off, and one that mostly computes what the request does not want."""
         last = len(self.find(request)) + -(-WORTH_WAITING // self.blocks.block_tokens) - 1
         if not self._may_find(request) or last >= len(request.block_keys):
             return False
-        return any(self._awaits(request, other, last) for other in running)
+        return any(self._spares(other, request, last) for other in running)
 
-    def _awaits(self, request: Request, other: Request, last: int) -> bool:
-        """`last`: the block up to which it would have to be spared."""
+    def _spares(self, other: Request, request: Request, last: int) -> bool:
+        """Whether waiting for `other` spares the request its blocks up to number `last`, and is worth it."""
         keys, others = request.block_keys, other.block_keys
         if not other.known_blocks <= last < len(others) or others[last] != keys[last]:
             return False

@@ -125,6 +125,17 @@ class Request:
         return len(self.tokens) - self.computed
 
     @property
+    def found_tokens(self) -> int:
+        """Of the prompt, those whose keys and values it found, before it computes anything. None of one that goes
+        on: its prompt was computed on a node before."""
+        return 0 if self.generated else self.computed
+
+    def begin_again(self) -> None:
+        """It has given its place away, and all that it computed."""
+        self.computed, self.known_blocks, self.wants_whole, self.pauses = 0, 0, False, 0
+        self.preemptions += 1
+
+    @property
     def decoding(self) -> bool:
         """The prompt and all but the last token are in the cache."""
         return self.generated > 0 and self.computed == len(self.tokens) - 1
