@@ -64,7 +64,7 @@ def exact(root: Path, device: str, runner: str, adapters: int, seed: int, until:
     engine = LocalEngine(
         model, root / "exact", device=device, runner=runner, dtype="float16" if half else "float32", threads=1,
         block_tokens=4, max_rows=16, adapter_memory=4 << 20, host_memory=64 << 20, kv_memory=64 << 20,
-        cpu_workers=workers,
+        cpu_workers=workers, prefix_cache="auto",
     )  # fmt: skip
     try:
         force(engine.engine, random.Random(seed + 1), faults=0.02)

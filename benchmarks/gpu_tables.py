@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -202,7 +201,7 @@ def gpu_loads_table(document: Document) -> str:
     )
     cells = [
         (str(row["loads"]), "as it is" if row["gb_s"] is None else format(row["gb_s"], "g"), *_cold_cells(row))
-        for row in rows_of(document, "loads", "cached_ms")
+        for row in sorted(rows_of(document, "loads", "cached_ms"), key=lambda row: row["loads"])
     ]
     head = ("calls", "GB/s", "`cached`", *(f"`{way}`" for way in COLD_WAYS))
     return "\n".join([caption(document, text), "", *table(head, cells)])
@@ -268,21 +267,20 @@ def gpu_service_table(document: Document) -> str:
     return "\n".join([caption(document, text), "", *table(("", "median (worst)"), cells)])
 
 
-def gpu_aims_table(reports: Mapping[str, Document]) -> str:
-    """What was to be reached, what was, and the worst case; of the later run, where it has the part."""
-    captured, cold = reports["gpu_suite_captured"], reports["gpu_suite_cold"]
-    floors = served_floors(captured)
-    decode = [row["served_ms"] / floors[row["rows"]] for row in rows_of(captured, "decode", "served_ms")]
+def gpu_aims_table(document: Document) -> str:
+    """What was to be reached, what was, and the worst case."""
+    floors = served_floors(document)
+    decode = [row["served_ms"] / floors[row["rows"]] for row in rows_of(document, "decode", "served_ms")]
     added = [
         (row["ms"] - row["base_ms"]) / (LORA_AIM * row["floor_ms"] + STEP_SHARE * row["base_ms"])
-        for row in rows_of(captured, "lora", "over_base")
+        for row in rows_of(document, "lora", "over_base")
         if row["kernel"] == "mbgmv"
     ]
     within = sum(value <= 1 for value in added)
-    copy = cold["figures"]["copy_gb_s"]
-    large = [row for row in rows_of(cold, "kernels", "us") if row["weight_bytes"] >= 64 << 20]
+    copy = document["figures"]["copy_gb_s"]
+    large = [row for row in rows_of(document, "kernels", "us") if row["weight_bytes"] >= 64 << 20]
     shares = [row["gb_s"] / copy for row in large if row["run"] == "mbgmv"]
-    (longest,) = (row for row in rows_of(captured, "prefill", "tokens") if row["tokens"] == 2048)
+    (longest,) = (row for row in rows_of(document, "prefill", "tokens") if row["tokens"] == 2048)
     cells = [
         (
             "a decode step that follows another, over its bytes' floor, at most 1.3",

@@ -26,6 +26,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 LEVEL_NAMES = {"amx": "AMX", "avx512_bf16": "AVX512-BF16", "avx512": "AVX512", "avx2": "AVX2", OTHER: "below AVX2"}
 """As reports call the levels of kernels/level.py."""
 _ONEDNN = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE_BF16", "amx": "AVX512_CORE_AMX"}
+CORES = usable_cores()
+"""Before a study gives its threads cores of their own."""
 PACKAGES = ("torch", "triton", "transformers", "peft", "tokenizers", "numpy")
 
 
@@ -117,7 +119,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu_name(),
         "level": LEVEL_NAMES[used_level()],
         "host_level": LEVEL_NAMES[host_level()],
-        "cores": usable_cores(),
+        "cores": CORES,
         "gpu": gpu,
     }
 

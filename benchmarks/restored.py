@@ -1,10 +1,12 @@
-"""Provisioned copies whose node is killed by SIGKILL: after how long they are on other nodes' devices again.
+"""What is killed by SIGKILL and comes back elsewhere: provisioned copies of a node, and the gateway's leader.
 
 Three nodes of `garnish up` on this host share functions with one device copy each. In every round the supervisor of the
 node with the most copies is killed, and its processes with it. `first_s` and `all_s` are until the first and the last
 of its copies are on others' devices, as the gateway tells its callers; `link_share`: of the simulated store's rate,
 what the node that got most bytes had between its first copy and its last (0: too few to say). It is a little above the
 truth, for two copies load at once, and part of the second one came before the first was whole.
+
+`leader_s`: from the kill of the gateway worker that leads until another one says that it does, as `/metrics` has it.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks.chaos_rest import children
+from benchmarks.chaos_rest import children, leader
 from benchmarks.http_service import HttpService
 from benchmarks.peft_reference import make_adapter
+from benchmarks.redis_server import redis_server
 from benchmarks.report import ROOT, arguments, publish, report
 
 NODES, QUICK_NODES = 3, 2
@@ -29,6 +32,7 @@ COPIES, QUICK_COPIES = (1, 24), (6,)
 RANK = 16
 STORE = 1_000_000
 """Bytes per second at which adapters reach a node."""
+GATEWAY_WORKERS = 3
 READY_S, BACK_S = 120.0, 60.0
 LOOK_S = 0.02
 
@@ -85,6 +89,27 @@ def _round(
     }
 
 
+def leaders(model: Path, rounds: int, root: Path) -> list[dict[str, float]]:
+    """One row a kill."""
+    with redis_server(root) as redis:
+        gateway = f"workers: {GATEWAY_WORKERS}, redis: '{redis.url}'"
+        with HttpService(model, [], root / "service", "float32", 1, gateway=gateway) as service:
+            return [{"leader_s": _replaced(service)} for _ in range(rounds)]
+
+
+def _replaced(service: HttpService) -> float:
+    deadline = time.monotonic() + READY_S
+    while len(children(service.pid)["worker"]) < GATEWAY_WORKERS or not (led := leader(service)):
+        assert time.monotonic() < deadline, "no worker leads"
+        time.sleep(0.2)
+    os.kill(led[0], signal.SIGKILL)
+    begin = time.monotonic()
+    while not set(leader(service)) - set(led):
+        assert time.monotonic() < begin + BACK_S, "the leader was not replaced"
+        time.sleep(LOOK_S)
+    return round(time.monotonic() - begin, 3)
+
+
 def _link_share(back: dict[str, tuple[float, str]], sizes: dict[str, int]) -> float:
     by_node: dict[str, list[tuple[float, int]]] = {}
     for name, (at, node) in back.items():
@@ -132,7 +157,10 @@ def main() -> None:
     for copies in every:
         with tempfile.TemporaryDirectory() as root:
             rows += [{"copies": copies, **row} for row in measure(options.model, copies, rounds, nodes, Path(root))]
-    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as root:
+        replaced = leaders(options.model, rounds, Path(root))
+    times = [row["leader_s"] for row in replaced]
+    figures: dict[str, float] = {"leader_s": median(times), "worst_leader_s": max(times)}
     for copies in every:
         own = [row for row in rows if row["copies"] == copies]
         figures |= {
@@ -141,7 +169,8 @@ def main() -> None:
             f"link_share_{copies}": median(row["link_share"] for row in own),
         }
     settings = {"nodes": nodes, "rounds": rounds, "store": STORE, "rank": RANK, "model": options.model.name}
-    publish(report("restored", settings, options.seed, rows, figures, simulated=True), options.json)
+    settings |= {"gateway_workers": GATEWAY_WORKERS}
+    publish(report("restored", settings, options.seed, [*rows, *replaced], figures, simulated=True), options.json)
 
 
 if __name__ == "__main__":

@@ -110,10 +110,12 @@ def chaos_table(document: dict[str, Any]) -> str:
 
 
 def restored_table(document: dict[str, Any]) -> str:
-    settings, rows = document["settings"], document["rows"]
+    settings, rows = document["settings"], [row for row in document["rows"] if "copies" in row]
+    replaced = [row for row in document["rows"] if "leader_s" in row]
     text = (
         f"Simulated store of {settings['store'] / 1e6:g} MB/s. {settings['nodes']} nodes, {settings['model']}, rank "
-        f"{settings['rank']}, median of {settings['rounds']} kills (worst)."
+        f"{settings['rank']}, median of {settings['rounds']} kills (worst). A killed leader of "
+        f"{settings['gateway_workers']} gateway workers was replaced after {_worst_s(replaced, 'leader_s')}."
     )
     cells = []
     for copies in sorted({row["copies"] for row in rows}):

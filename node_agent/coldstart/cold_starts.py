@@ -96,7 +96,9 @@ class ColdStarts:
         """Choose for a chunk of `n_tokens` that is about to begin, and load in the order that this wants."""
         if self.profile is None:
             return Plan("wait")
-        costs = replace(self.costs(lease, n_tokens, self.profile), ahead=contention.ahead, others=contention.others)
+        ahead, others = contention.ahead, contention.others
+        apart = self.base.num_layers * self.profile.apart_seconds(n_tokens, others)
+        costs = replace(self.costs(lease, n_tokens, self.profile), ahead=ahead, others=others, apart=apart)
         if contention.decodes:
             costs = replace(costs, decodable=self._decodable(lease, costs, self.profile))
         possible = tuple(name for name in self.way.plans if name != "assist" or self.assists)
@@ -111,7 +113,7 @@ class ColdStarts:
             tuple(costs.load.tolist()),
             choice.seconds,
             max(0.0, costs.decodable - choice.seconds),
-            contention.others,
+            others,
             float(costs.load.sum()) / self.link.value,
         )
 
@@ -238,8 +240,6 @@ class ColdStarts:
         layers = self.base.num_layers
         if self.store.loaded(lease):
             return layers
-        if plan.name == "wait":
-            return layer
         while layer < layers and self._computable(lease, plan, layer):
             layer += 1
         return layer

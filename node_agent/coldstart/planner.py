@@ -5,8 +5,10 @@ A forecast walks the layers once, for every possible size g of the first group a
 loaded in order while the CPU workers compute the adapter's part of layers 0..g-1, which are loaded last. g = 0 is the
 pipeline without the CPU; `wait` stands still until everything is there.
 
-While bytes are awaited the engine serves others; while workers are awaited it stands still, and all wait. Choices
-therefore count the time of all requests together: that of the chunk's own, and what each of the others loses.
+While bytes are awaited the engine serves others; while workers are awaited it stands still, and all wait. Only a chunk
+that waits for its whole adapter joins the others' pass; any other has a pass of its own, which reads the base's weights
+once more. Choices therefore count the time of all requests together: that of the chunk's own, and what each of the
+others loses.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class ChunkCosts:
     """until the device comes to the chunk's first layer: other chunks are before it"""
     others: int = 0
     """requests that wait wherever the engine waits for workers"""
+    apart: float = 0.0
+    """by so many seconds a pass of the chunk's own and the others' pass take longer than one of both"""
     decodable: float = 0.0
     """seconds from now until the adapter's rows may decode; 0: at once, or no token follows the chunk"""
 
@@ -131,8 +135,6 @@ def choose(costs: ChunkCosts, allowed: tuple[str, ...] = PLANS) -> Choice:
     possible = np.zeros(layers + 2, bool)
     for name in allowed:
         possible[of_name[name]] = True
-    if costs.ahead and possible[1]:
-        possible[0] = False  # the chunks ahead may end sooner than is thought, and `wait` could make nothing of it
     possible &= np.isfinite(ends)
     if not possible.any():
         raise ValueError(f"none of {allowed} is possible here")
@@ -149,7 +151,8 @@ def _lost_by_others(costs: ChunkCosts) -> np.ndarray:
     """f64[N + 2]: seconds that all others together lose by `wait`, `pipeline` and `assist` of 1..N layers."""
     lost = np.zeros(len(costs.load) + 2)
     if costs.others:
-        lost[2:] = costs.others * np.cumsum(np.maximum(0.0, costs.cpu - costs.device))
+        lost[1:] = costs.others * costs.apart
+        lost[2:] += costs.others * np.cumsum(np.maximum(0.0, costs.cpu - costs.device))
     return lost
 
 

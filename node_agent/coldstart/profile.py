@@ -79,6 +79,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         (low, below), (high, above) = self.layer[at - 1], self.layer[at]
         return below + (above - below) * (tokens - low) / (high - low)
 
+    def apart_seconds(self, tokens: int, others: int) -> float:
+        """By so much two passes of one layer, of `tokens` and of `others` tokens, take longer than one of them all."""
+        together = self.layer_seconds(tokens + others)
+        return max(0.0, self.layer_seconds(tokens) + self.layer_seconds(others) - together) if others else 0.0
+
     def cpu_seconds(self, tokens: int, elements: int) -> float:
         """One worker's time for its slice of a group. Infinite where there are no workers."""
         if self.cpu is None:

@@ -102,7 +102,8 @@ class ColdPasses:
         return len(self.open) >= self.limit
 
     def begin(self, request: Request, length: int, others: int) -> None:
-        """Plan and open a pass for the request's next `length` tokens, beside `others` other requests."""
+        """Plan the request's next `length` tokens, beside `others` other requests, and open a pass for them unless they
+        are to wait for the whole adapter."""
         assert request.lease is not None and request.cold is not None
         phases = request.cold
         begun = time.monotonic()
@@ -113,13 +114,13 @@ class ColdPasses:
         row = Row(request, length)
         decodes = row.wants_logits and request.max_tokens > 1
         plan = self.cold_start.plan(request.lease, length, Contention(ahead, others, decodes))
-        started = unless_out_of_memory(lambda: self._start(row, plan))
-        if started is None:
-            request.wants_whole = True  # in a hot pass, which may be smaller
-            return
-        run, lora, plan = started
         if not phases.planned:
             phases.planned, phases.load_forecast = begun, plan.load_by_profile
+        started = unless_out_of_memory(lambda: self._start(row, plan)) if plan.name != "wait" else None
+        if started is None:
+            request.wants_whole = True  # in a hot pass, with others' rows, and of fewer tokens where memory is short
+            return
+        run, lora, plan = started
         if plan.name != "wait" and phases.plan == "wait":
             phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed + plan.rest
         request.in_cold_pass, phases.opened = True, True

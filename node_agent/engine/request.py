@@ -89,7 +89,7 @@ class Request:
     """set if its adapter was not on the device when it was admitted"""
     in_cold_pass: bool = False
     wants_whole: bool = False
-    """a worker failed it: its chunk waits for the whole adapter"""
+    """its chunk waits for the whole adapter: so it was planned, a worker failed it, or memory was short"""
     rules: ScoreRules | None = None
     """what its parameters change of its scores; made at its admission where they change any"""
     scored: int = 0

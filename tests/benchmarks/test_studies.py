@@ -44,7 +44,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
             {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"},
         ),
         ("serve", ["--base"], SERVE),
-        ("restored", ["--model"], {"all_s_6", "worst_s_6", "link_share_6"}),
+        ("restored", ["--model"], {"all_s_6", "worst_s_6", "link_share_6", "leader_s", "worst_leader_s"}),
         ("random_keys", ["--model"], {"ttft_p99_ms_beside_nothing", "ttft_p99_ms_beside_flood", "flood_rps"}),
         (
             "control_plane",

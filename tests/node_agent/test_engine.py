@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import GREEDY, LocalEngine, MakeEngine
 from benchmarks.peft_reference import PeftReference, make_adapter
 from cluster.messages import Adapter, GenerateRequest, Sampling
+from node_agent.coldstart.cold_starts import Way
+from node_agent.engine.batch import Row
 from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished
 from node_agent.types import Plan
@@ -103,6 +107,7 @@ def test_two_requests_of_one_id(make_engine: MakeEngine) -> None:
 def test_cancel_in_every_state(make_engine: MakeEngine, adapter_dir: Path) -> None:
     """Queued, in an open cold pass, prefilling in chunks, decoding, ended, unknown."""
     engine = make_engine(max_rows=2, chunk_tokens=8)
+    engine.engine.cold_start.way = Way(("pipeline",))
     gate = Gate(engine)
     adapter = engine.deploy(adapter_dir)
     decoding = engine.submit(STORY, 200, ignore_eos=True)
@@ -149,7 +154,7 @@ def test_a_load_never_holds_up_others(make_engine: MakeEngine, adapter_dir: Path
     gate = Gate(engine)
     adapter = engine.deploy(adapter_dir)
     slow = engine.submit(STORY, 2, adapter)
-    engine.run(until=lambda: bool(engine.engine.cold.open))
+    engine.run(until=lambda: slow in engine.engine.running)
     for _ in range(3):
         quick = engine.submit(STORY, 4)
         engine.run(until=lambda quick=quick: engine.outcomes[quick].finished is not None)
@@ -163,6 +168,35 @@ def test_a_load_never_holds_up_others(make_engine: MakeEngine, adapter_dir: Path
     again = engine.submit(STORY, 2, adapter)
     engine.run()
     assert ended(engine, again).cold_start.state == "none"
+
+
+def test_prompts_that_wait_for_their_adapters_are_computed_together(
+    make_engine: MakeEngine, drawn_adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one pass, with the row that decodes beside them."""
+    engine = make_engine(cold_start="wait", prefix_cache="off")
+    gate, passes = Gate(engine), list[list[str]]()
+    compute = engine.engine.hot.compute
+
+    def noting(rows: list[Row], *rest: Any) -> Any:
+        passes.append([row.request.id for row in rows if row.length > 1])
+        return compute(rows, *rest)
+
+    monkeypatch.setattr(engine.engine.hot, "compute", noting)
+    decoding = engine.submit(STORY, 200, ignore_eos=True)
+    engine.run(until=lambda: len(engine.outcomes[decoding].tokens) > 3)
+    cold = [engine.submit(STORY, 2, engine.deploy(path)) for path in drawn_adapters[:3]]
+    engine.run(until=lambda: all(request in engine.engine.running for request in cold))
+    passes.clear()
+    gate.open()
+    leases = [engine.engine.running[request].lease for request in cold]
+    deadline = time.monotonic() + 60
+    while not all(lease is not None and engine.engine.store.loaded(lease) for lease in leases):
+        assert time.monotonic() < deadline
+        engine.engine.store.poll()
+    engine.run()
+    assert [sorted(prompts) for prompts in passes if prompts] == [sorted(cold)]
+    assert not any(ended(engine, request).cold_start.layers_device for request in cold)
 
 
 class Turnstile:

