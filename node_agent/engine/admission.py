@@ -48,8 +48,9 @@ class Admission:
     """One look at the queue: in the order of fair shares, within free rows, KV blocks and adapter memory, and what is
     kept for others (`reserves`).
 
-    A request reserves the blocks of its whole length, so an admitted one always ends. So many must be free, though the
-    first ones may be found with what it begins with, in use by others. Exceptions to the order:
+    A request reserves the blocks of its whole length, so an admitted one always ends. They must be free, but for those
+    that hold what it begins with and that others use; where others have to go for it, those may go as well, and all
+    must be free. Exceptions to the order:
     - While a strict request waits for rows or KV blocks no best-effort one enters: it would be preempted at once.
     - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
       them) half of the KV blocks: the others are passed over and go on loading. Best-effort ones don't count there for
@@ -128,6 +129,8 @@ class Admission:
         if self._passed:
             kept = self.reserves.for_strict()
             room = Room(min(room.rows, kept.rows), min(room.blocks, kept.blocks))
+        if room.rows > 0 and room.blocks >= need - self._prefixes.in_use(request):
+            return self._enter(request, need, queue)
         victims = choose_victims(self._running, Room(1 - room.rows, need - room.blocks), self.blocks)
         return victims is not None and self._enter(request, need, queue, victims)
 
@@ -141,8 +144,10 @@ class Admission:
         """Admits the request if it can, with no more than `most_blocks` of the free blocks. Returns False where it
         waits for rows or blocks."""
         need, kept = self._need(request), self.reserves.kept_from(request)
-        if need <= most_blocks and self.free_rows > kept.rows and self.blocks.free >= need + kept.blocks:
-            return self._enter(request, need, queue)
+        if self.free_rows > kept.rows:
+            new = need - self._prefixes.in_use(request)
+            if new <= most_blocks and self.blocks.free >= new + kept.blocks:
+                return self._enter(request, need, queue)
         if not self.reserves.may_claim(request):
             return False
         share = self.reserves.equal_share(request)

@@ -57,6 +57,9 @@ class BlockPool:
             found.append(block)
         return found
 
+    def in_use(self, blocks: Sequence[int]) -> int:
+        return sum(self._users[block] > 0 for block in blocks)
+
     def allocate(self, blocks: int, known: Sequence[int] = ()) -> list[int] | None:
         """Takes so many blocks, of which the first are the `known` ones, as `find` has just returned them. Returns None
         when fewer are free."""

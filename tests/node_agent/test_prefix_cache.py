@@ -59,6 +59,45 @@ def test_the_same_beginning_is_computed_once(
         assert not check(engine, reference, Case(path, adapter, prompt, 12), engine.outcomes[request].tokens, Tally())
 
 
+def test_callers_of_one_text_fit_beside_each_other(make_engine: MakeEngine, reference: PeftReference) -> None:
+    """Each has 14 blocks, 12 of them the text's, and there are 20."""
+    engine = make_engine(block_tokens=4, kv_memory=21 * BLOCK_BYTES)
+    text = [1, *range(60, 107)]
+    prompts = [[*text, 5 + i] for i in range(4)]
+    first = engine.submit(prompts[0], 7, ignore_eos=True)
+    engine.run(until=lambda: bool(engine.outcomes[first].tokens))
+    others = [engine.submit(prompt, 7, ignore_eos=True) for prompt in prompts[1:]]
+    engine.run(until=lambda: len(engine.engine.running) == 4)
+    assert engine.engine.blocks.free == 20 - 12 - 4 * 2
+    other = engine.submit([7, *text], 7, ignore_eos=True)
+    engine.step()
+    assert not engine.outcomes[other].admitted
+    engine.run()
+    for prompt, request in zip([*prompts, [7, *text]], [first, *others, other], strict=True):
+        assert not check(engine, reference, Case(None, None, prompt, 7), engine.outcomes[request].tokens, Tally())
+
+
+@pytest.mark.parametrize(("max_tokens", "preemptions"), [(7, 0), (28, 1)])
+def test_a_strict_call_takes_no_place_for_what_it_finds(
+    make_engine: MakeEngine, reference: PeftReference, max_tokens: int, preemptions: int
+) -> None:
+    """It begins as best effort does that has 14 of 20 blocks: two more are enough, eight are not there."""
+    engine = make_engine(block_tokens=4, kv_memory=21 * BLOCK_BYTES)
+    text = [1, *range(60, 107)]
+    cheap = engine.submit([*text, 5], 7, ignore_eos=True, tenant="a", slo_class="best_effort")
+    engine.run(until=lambda: bool(engine.outcomes[cheap].tokens))
+    call = engine.submit([*text, 6], max_tokens, ignore_eos=True, tenant="a", slo_class="strict")
+    engine.step()
+    assert engine.outcomes[call].admitted
+    engine.run()
+    finished = engine.outcomes[cheap].finished
+    assert finished is not None
+    assert finished.preemptions == preemptions
+    for last, tokens, request in ((5, 7, cheap), (6, max_tokens, call)):
+        case = Case(None, None, [*text, last], tokens)
+        assert not check(engine, reference, case, engine.outcomes[request].tokens, Tally())
+
+
 def test_tenants_and_adapters_share_nothing(make_engine: MakeEngine, drawn_adapters: list[Path]) -> None:
     engine = make_engine(block_tokens=4)
     adapters: list[Adapter | None] = [None, *(engine.deploy(path) for path in drawn_adapters[:2])]
