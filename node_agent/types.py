@@ -312,6 +312,6 @@ class Plan:
     rest: float = 0.0
     """forecast of the seconds from then until the request may decode; 0 where no token follows the chunk"""
     others: int = 0
-    """requests that wait wherever the engine waits for workers"""
+    """requests beside it, which wait wherever the engine waits for workers"""
     load_by_profile: float = 0.0
     """seconds of all transfers by the profile's link, without what was learnt of it lately"""

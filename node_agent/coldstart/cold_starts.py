@@ -96,9 +96,9 @@ class ColdStarts:
         """Choose for a chunk of `n_tokens` that is about to begin, and load in the order that this wants."""
         if self.profile is None:
             return Plan("wait")
-        ahead, others = contention.ahead, contention.others
-        apart = self.base.num_layers * self.profile.apart_seconds(n_tokens, others)
-        costs = replace(self.costs(lease, n_tokens, self.profile), ahead=ahead, others=others, apart=apart)
+        others, costs = contention.others, self.costs(lease, n_tokens, self.profile)
+        apart = self._apart(costs, n_tokens, contention, self.profile)
+        costs = replace(costs, ahead=contention.ahead, others=others, apart=apart)
         if contention.decodes:
             costs = replace(costs, decodable=self._decodable(lease, costs, self.profile))
         possible = tuple(name for name in self.way.plans if name != "assist" or self.assists)
@@ -116,6 +116,16 @@ class ColdStarts:
             others,
             float(costs.load.sum()) / self.link.value,
         )
+
+    def _apart(self, costs: ChunkCosts, n_tokens: int, contention: Contention, profile: Profile) -> float:
+        """Returns the seconds that the others together lose by a pass of the chunk's own. Those whose adapters are on
+        their way, too, count where all are there before they could be computed: where a load that has the link alone
+        takes no longer than a warm prefill."""
+        layers = self.base.num_layers
+        load = costs.load.sum() / max(1, self.store.loads_in_flight)
+        together = costs.in_host.max() + load <= layers * costs.device
+        sharing = contention.others if together else contention.ready
+        return sharing * layers * profile.apart_seconds(n_tokens, sharing)
 
     def _decodable(self, lease: Lease, costs: ChunkCosts, profile: Profile) -> float:
         """Returns the seconds from now until rows of the adapter may decode: all is there, or the workers' part of what

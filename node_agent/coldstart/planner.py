@@ -33,6 +33,8 @@ class Contention:
     """seconds for which it computes other cold chunks first"""
     others: int = 0
     """requests that it serves meanwhile"""
+    ready: int = 0
+    """those of them whose adapters are on the device"""
     decodes: bool = False
     """tokens of the request follow the chunk"""
 
@@ -56,7 +58,7 @@ class ChunkCosts:
     others: int = 0
     """requests that wait wherever the engine waits for workers"""
     apart: float = 0.0
-    """by so many seconds a pass of the chunk's own and the others' pass take longer than one of both"""
+    """seconds that the others together lose where the chunk has a pass of its own instead of joining theirs"""
     decodable: float = 0.0
     """seconds from now until the adapter's rows may decode; 0: at once, or no token follows the chunk"""
 
@@ -150,8 +152,8 @@ def choose(costs: ChunkCosts, allowed: tuple[str, ...] = PLANS) -> Choice:
 def _lost_by_others(costs: ChunkCosts) -> np.ndarray:
     """f64[N + 2]: seconds that all others together lose by `wait`, `pipeline` and `assist` of 1..N layers."""
     lost = np.zeros(len(costs.load) + 2)
+    lost[1:] = costs.apart
     if costs.others:
-        lost[1:] = costs.others * costs.apart
         lost[2:] += costs.others * np.cumsum(np.maximum(0.0, costs.cpu - costs.device))
     return lost
 

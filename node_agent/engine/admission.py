@@ -49,8 +49,7 @@ class Admission:
     kept for others (`reserves`).
 
     A request reserves the blocks of its whole length, so an admitted one always ends. They must be free, but for those
-    that hold what it begins with and that others use; where others have to go for it, those may go as well, and all
-    must be free. Exceptions to the order:
+    that hold what it begins with and that others use. Exceptions to the order:
     - While a strict request waits for rows or KV blocks no best-effort one enters: it would be preempted at once.
     - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
       them) half of the KV blocks: the others are passed over and go on loading. Best-effort ones don't count there for
@@ -129,9 +128,11 @@ class Admission:
         if self._passed:
             kept = self.reserves.for_strict()
             room = Room(min(room.rows, kept.rows), min(room.blocks, kept.blocks))
-        if room.rows > 0 and room.blocks >= need - self._prefixes.in_use(request):
+        if room.rows > 0 and room.blocks >= need:
             return self._enter(request, need, queue)
-        victims = choose_victims(self._running, Room(1 - room.rows, need - room.blocks), self.blocks)
+        found = self._prefixes.find(request)
+        short = Room(1 - room.rows, need - self.blocks.in_use(found) - room.blocks)
+        victims = choose_victims(self._running, short, self.blocks, set(found))
         return victims is not None and self._enter(request, need, queue, victims)
 
     def _light_wait(self, queue: WaitingQueue) -> bool:
@@ -144,16 +145,21 @@ class Admission:
         """Admits the request if it can, with no more than `most_blocks` of the free blocks. Returns False where it
         waits for rows or blocks."""
         need, kept = self._need(request), self.reserves.kept_from(request)
-        if self.free_rows > kept.rows:
-            new = need - self._prefixes.in_use(request)
-            if new <= most_blocks and self.blocks.free >= new + kept.blocks:
-                return self._enter(request, need, queue)
-        if not self.reserves.may_claim(request):
+        has_row, claims = self.free_rows > kept.rows, self.reserves.may_claim(request)
+        if has_row and need <= most_blocks and self.blocks.free >= need + kept.blocks:
+            return self._enter(request, need, queue)
+        if not (has_row or claims):
             return False
+        found = self._prefixes.find(request)
+        new = need - self.blocks.in_use(found)
+        if has_row and new <= most_blocks and self.blocks.free >= new + kept.blocks:
+            return self._enter(request, need, queue)
         share = self.reserves.equal_share(request)
-        short = Room(kept.rows + 1 - self.free_rows, kept.blocks + need - self.blocks.free)
+        if not claims or need > share.blocks:
+            return False
+        short = Room(kept.rows + 1 - self.free_rows, kept.blocks + new - self.blocks.free)
         gives = OverShare(self._running, share, request.slo_class)
-        victims = choose_victims(self._running, short, self.blocks, gives) if need <= share.blocks else None
+        victims = choose_victims(self._running, short, self.blocks, set(found), gives)
         return victims is not None and self._enter(request, need, queue, victims)
 
     def _need(self, request: Request) -> int:

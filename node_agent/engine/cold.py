@@ -101,9 +101,9 @@ class ColdPasses:
     def full(self) -> bool:
         return len(self.open) >= self.limit
 
-    def begin(self, request: Request, length: int, others: int) -> None:
-        """Plan the request's next `length` tokens, beside `others` other requests, and open a pass for them unless they
-        are to wait for the whole adapter."""
+    def begin(self, request: Request, length: int, others: int, ready: int) -> None:
+        """Plan the request's next `length` tokens, beside `others` other requests, `ready` of which have their adapters
+        on the device, and open a pass for them unless they are to wait for the whole adapter."""
         assert request.lease is not None and request.cold is not None
         phases = request.cold
         begun = time.monotonic()
@@ -113,7 +113,7 @@ class ColdPasses:
         )
         row = Row(request, length)
         decodes = row.wants_logits and request.max_tokens > 1
-        plan = self.cold_start.plan(request.lease, length, Contention(ahead, others, decodes))
+        plan = self.cold_start.plan(request.lease, length, Contention(ahead, others, ready, decodes))
         if not phases.planned:
             phases.planned, phases.load_forecast = begun, plan.load_by_profile
         started = unless_out_of_memory(lambda: self._start(row, plan)) if plan.name != "wait" else None
@@ -121,7 +121,7 @@ class ColdPasses:
             request.wants_whole = True  # in a hot pass, with others' rows, and of fewer tokens where memory is short
             return
         run, lora, plan = started
-        if plan.name != "wait" and phases.plan == "wait":
+        if phases.plan == "wait":
             phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed + plan.rest
         request.in_cold_pass, phases.opened = True, True
         self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, begun))

@@ -58,6 +58,7 @@ class BlockPool:
         return found
 
     def in_use(self, blocks: Sequence[int]) -> int:
+        """Returns how many of the blocks are not free."""
         return sum(self._users[block] > 0 for block in blocks)
 
     def allocate(self, blocks: int, known: Sequence[int] = ()) -> list[int] | None:

@@ -236,7 +236,8 @@ class Engine:
     def _begin(self, request: Request) -> None:
         """The request has its place."""
         now = time.monotonic()
-        if request.lease is not None and (request.held or not self.store.loaded(request.lease)):
+        waited = request.held or (request.cold is not None and not request.cold.load)
+        if request.lease is not None and (waited or not self.store.loaded(request.lease)):
             request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else request.held)
             if not request.admitted and request.found == "none":
                 request.found = self.store.source(request.lease)
@@ -248,11 +249,13 @@ class Engine:
 
     def _preempt(self, request: Request) -> None:
         """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt."""
+        if request.cold is not None and not request.cold.load:
+            request.cold.end_wait(time.monotonic())
+        if request.adapter is not None:
+            self.store.announce(request.adapter)  # before its lease ends, or a load that is under way would end, too
         self._free(request, self.overlap.drop(request))
         request.begin_again()
         del self.running[request.id]
-        if request.adapter is not None:
-            self.store.announce(request.adapter)
         self.queue.add(request)
 
     def _free(self, request: Request, after: list[Event]) -> None:
@@ -282,10 +285,7 @@ class Engine:
         cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
         if cold.planned and not cold.fetch:
             self.cold_start.observe_load(cold.load_forecast, self.store.arrived(request.lease) - cold.planned)
-        if not cold.opened:
-            cold.exposed += now - cold.begun
-        elif cold.waits_since:
-            cold.exposed += now - cold.waits_since
+        cold.end_wait(now)
         return True
 
     def _fail_loads(self) -> None:
@@ -301,7 +301,9 @@ class Engine:
                 return
             if request.decoding or request.in_cold_pass or request.wants_whole or self._is_loaded(request):
                 continue
-            self.cold.begin(request, min(request.uncomputed, self.limits.chunk_tokens), len(self.running) - 1)
+            others = [other for other in self.running.values() if other is not request]
+            ready = sum(map(self._is_loaded, others))
+            self.cold.begin(request, min(request.uncomputed, self.limits.chunk_tokens), len(others), ready)
 
     def _start_cold(self, row: Row, plan: Plan) -> tuple[Pass, ColdLora, Plan]:
         """Returns the plan, too: another than the given one where the workers that it counts on can't be had."""

@@ -18,11 +18,16 @@ MOST_PREEMPTIONS = 3
 
 
 def choose_victims(
-    running: Iterable[Request], short: Room, pool: BlockPool, gives: Callable[[Request], bool] | None = None
+    running: Iterable[Request],
+    short: Room,
+    pool: BlockPool,
+    found: Collection[int],
+    gives: Callable[[Request], bool] | None = None,
 ) -> list[Request] | None:
-    """Those that free the rows and KV blocks of which the batch is short: of the least often preempted the latest
-    admitted first, for they have the least to compute again. `gives` (None: best effort does) is asked of each in this
-    order. None: all together would not free enough."""
+    """Those that free the rows and KV blocks of which the batch is short, not counting blocks that are `found`, for the
+    request that wants the room begins with them: of the least often preempted the latest admitted first, for they have
+    the least to compute again. `gives` (None: best effort does) is asked of each in this order. None: all together
+    would not free enough."""
     victims: list[Request] = []
     rows, blocks = short.rows, short.blocks
     gone = Counter[int]()
@@ -31,7 +36,8 @@ def choose_victims(
             break
         if (gives or _may_go)(request) and (rows > 0 or request.blocks):
             victims.append(request)
-            rows, blocks = rows - 1, blocks - pool.let_go(gone, request.blocks)
+            rows -= 1
+            blocks -= pool.let_go(gone, [block for block in request.blocks if block not in found])
     return victims if rows <= 0 and blocks <= 0 else None
 
 

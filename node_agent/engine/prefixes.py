@@ -31,10 +31,6 @@ class Prefixes:
             return []
         return self.blocks.find(self._keys(request, (len(request.tokens) - 1) // self.blocks.block_tokens))
 
-    def in_use(self, request: Request) -> int:
-        """Returns how many of the blocks that it would find others use."""
-        return self.blocks.in_use(self.find(request))
-
     def being_computed(self, request: Request, running: Iterable[Request]) -> bool:
         """Returns whether one of those that run is computing what the request begins with, WORTH_WAITING tokens or more
         beyond what is there: computed twice they would take both of them longer. Not waited for is one that is less

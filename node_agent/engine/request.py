@@ -40,6 +40,13 @@ class ColdPhases:
     replays: int = 0
     """chunks that were computed again because a worker failed"""
 
+    def end_wait(self, now: float) -> None:
+        """Books what it has waited for the load, which has ended or is waited for no more."""
+        if not self.opened:
+            self.exposed += now - self.begun
+        elif self.waits_since:
+            self.exposed += now - self.waits_since
+
 
 USUAL_TTFT = 10.0
 """Seconds in which a request without a promise is due: finite, so that those with one can't pass it for ever."""

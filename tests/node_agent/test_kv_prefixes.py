@@ -114,8 +114,8 @@ def test_what_a_request_finds_is_what_it_would_have_computed(data: st.DataObject
                 world.end(request, event)
         used = {block for request in world.running for block in request.blocks}
         used |= {block for blocks, _ in world.pending for block in blocks}
-        asks = request_of(data.draw(TEXTS))
-        assert world.prefixes.in_use(asks) == len(used & set(world.prefixes.find(asks)))
+        found = world.prefixes.find(request_of(data.draw(TEXTS)))
+        assert world.pool.in_use(found) == len(used & set(found))
         assert world.pool.free == world.pool.total - len(used)
         gone = Counter[int]()
         together = sum(world.pool.let_go(gone, request.blocks) for request in world.running)

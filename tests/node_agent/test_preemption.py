@@ -14,6 +14,7 @@ from cluster.messages import Adapter, Sampling
 from node_agent.engine.preemption import MOST_PREEMPTIONS
 from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished
+from tests.node_agent.test_engine import Gate
 
 STORY = [1, 403, 407, 261]
 BLOCK_BYTES = 2 * 5 * 4 * 8 * 4 * 4
@@ -232,6 +233,37 @@ def test_adapter_memory_that_others_use_is_not_given_up_in_vain(
     engine.run()
     assert [ended(engine, r).preemptions for r in (cheap, standard, call)] == [1, 0, 0]
     assert len(engine.outcomes[cheap].tokens) == 60
+
+
+@pytest.mark.parametrize("arrives", ["while it waits for a row", "after that"])
+def test_waits_for_an_adapter_are_told_of_one_that_was_preempted_meanwhile(
+    make_engine: MakeEngine, drawn_adapters: list[Path], arrives: str
+) -> None:
+    """Those before it gave up its place, and no wait for a row. What has come of the load is kept."""
+    engine = make_engine(max_rows=1, cold_start="wait")
+    adapter, store = engine.deploy(drawn_adapters[0]), engine.engine.store
+    engine.submit(STORY, 2, adapter)
+    engine.run()  # it is in host memory
+    assert store.discard(adapter.digest)
+    gate = Gate(engine)
+    cheap = engine.submit(STORY, 5, adapter, ignore_eos=True, tenant="cheap", slo_class="best_effort")
+    engine.run(until=lambda: cheap in engine.engine.running and engine.engine.running[cheap].wants_whole)
+    time.sleep(0.2)
+    call = strict(engine, 100)
+    engine.step()
+    assert engine.outcomes[call].admitted
+    if arrives == "while it waits for a row":
+        gate.open()
+        time.sleep(0.5)
+    else:
+        engine.run(until=lambda: engine.outcomes[call].finished is not None)
+        gate.open()
+    engine.run()
+    finished = ended(engine, cheap)
+    assert finished.preemptions == 1
+    assert 0.2 <= finished.cold_start.exposed <= finished.cold_start.load
+    if arrives == "while it waits for a row":
+        assert finished.cold_start.exposed < 0.4, "it waited for a row for longer"
 
 
 @pytest.mark.parametrize(("standard", "waits"), [(0, False), (3, False), (3, True), (8, True)])

@@ -98,6 +98,25 @@ def test_a_strict_call_takes_no_place_for_what_it_finds(
         assert not check(engine, reference, case, engine.outcomes[request].tokens, Tally())
 
 
+@pytest.mark.parametrize(("length", "blocks"), [(4, 32), (12, 38)])
+def test_a_strict_call_that_wants_a_row_takes_one_place(make_engine: MakeEngine, length: int, blocks: int) -> None:
+    """It finds twelve of its fourteen blocks with a standard call, and three are free."""
+    engine = make_engine(max_rows=4, block_tokens=4, kv_memory=(1 + blocks) * BLOCK_BYTES)
+    text = [1, *range(60, 107)]
+    standard = engine.submit([*text, 5], 40, ignore_eos=True, tenant="a")
+    engine.run(until=lambda: bool(engine.outcomes[standard].tokens))
+    cheap = [
+        engine.submit([7, 8, 9, 10], length, ignore_eos=True, tenant="c", slo_class="best_effort") for _ in range(3)
+    ]
+    engine.run(until=lambda: len(engine.engine.running) == 4)
+    requests = [engine.engine.running[request] for request in cheap]
+    call = engine.submit([*text, 6], 7, ignore_eos=True, tenant="a", slo_class="strict")
+    engine.step()
+    assert engine.outcomes[call].admitted
+    assert sum(request.preemptions for request in requests) == 1
+    engine.run()
+
+
 def test_tenants_and_adapters_share_nothing(make_engine: MakeEngine, drawn_adapters: list[Path]) -> None:
     engine = make_engine(block_tokens=4)
     adapters: list[Adapter | None] = [None, *(engine.deploy(path) for path in drawn_adapters[:2])]

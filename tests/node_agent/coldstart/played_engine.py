@@ -147,7 +147,9 @@ class PlayedEngine:
         row = self.host.extra_s(1)
         behind = int(min(LAYERS, most / row)) if row else LAYERS
         decodable = float(load.cumsum()[LAYERS - behind - 1]) if behind < LAYERS else 0.0
-        apart = LAYERS * (self.host.device[0] if call.others else 0.0)
+        together = self.host.load <= device
+        sharing = call.others if together else sum(other.loaded for other in self.running)
+        apart = sharing * LAYERS * self.host.device[0]
         costs = ChunkCosts(
             device, np.full(LAYERS, device + extra), load, np.zeros(LAYERS), ahead=ahead, others=call.others,
             apart=apart, decodable=decodable if call.answer > 1 else 0.0,

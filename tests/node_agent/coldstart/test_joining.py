@@ -252,8 +252,8 @@ def test_rows_join_where_that_costs_little(make_engine: MakeEngine, directories:
 
 
 def test_a_prompt_asks_slow_workers_where_it_is_alone(make_engine: MakeEngine, directories: list[Path]) -> None:
-    """A layer on them takes twice a layer on the device; a load takes four of these. In a batch it is better for all
-    that the prompt waits, and so it is planned there."""
+    """A layer on them takes twice a layer on the device; a load takes four of these. Beside others whose adapters load
+    as well the pipeline is better for all, and beside others that decode that the prompt waits."""
     engine = make_engine(cpu_workers=1)
     link, starts = HeldLink(engine), engine.engine.cold_start
     request = engine.submit(STORY, 9, engine.deploy(directories[0]), ignore_eos=True)
@@ -268,8 +268,8 @@ def test_a_prompt_asks_slow_workers_where_it_is_alone(make_engine: MakeEngine, d
         type(profile.link)(0.0, profile.link.bandwidth * whole / (4e-3 * layers)),
     )
     starts.cpu = starts.row_cpu = starts.link = Correction()  # what was learnt until now is of another host
-    names = [starts.plan(lease, 40, Contention(others=others, decodes=True)).name for others in (0, 20)]
-    assert names == ["assist", "wait"]
+    beside = [Contention(others=others, ready=ready, decodes=True) for others, ready in ((0, 0), (20, 0), (20, 20))]
+    assert [starts.plan(lease, 40, each).name for each in beside] == ["assist", "pipeline", "wait"]
     starts.profile = profile
     link.open()
     engine.run()

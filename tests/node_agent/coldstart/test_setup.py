@@ -192,6 +192,6 @@ def test_every_profile_that_is_accepted_makes_a_plan(
     except ProfileError:
         return
     starts.profile, starts.workers = profile, OneWorker()  # type: ignore[assignment]
-    plan = starts.plan(found, tokens, Contention(ahead, others, decodes))
+    plan = starts.plan(found, tokens, Contention(ahead, others, decodes=decodes))
     assert plan.name in starts.way.plans and plan.exposed >= 0
     assert 0 <= starts.ready_until(found, plan, 0) <= starts.base.num_layers
