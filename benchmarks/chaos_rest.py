@@ -11,6 +11,7 @@ import httpx
 
 from benchmarks.http_service import HttpService
 from benchmarks.redis_server import RedisServer
+from cluster.redis_link import WORKER_SECONDS
 
 REST_SECONDS = 60.0
 USAGE_SECONDS = 30.0
@@ -81,9 +82,19 @@ def _held(client: httpx.Client, redis: RedisServer, prefix: str) -> dict[str, in
     open_calls = next((line.split()[1] for line in metrics if line.startswith("garnish_open_invocations ")), "0")
     held["open invocations"] = int(float(open_calls))
     with redis.client as shared:
-        held["places in Redis"] = sum(1 for _ in shared.scan_iter(f"{prefix}places:*"))
+        held["places in Redis"] = _places(shared, prefix)
         held["reservations in Redis"] = sum(1 for _ in shared.scan_iter(f"{prefix}ends:*"))
     return {name: count for name, count in held.items() if count}
+
+
+def _places(shared: Any, prefix: str) -> int:
+    """Of gateway workers that live: those of one that died count for nothing, and go with the next call of their owner
+    or in two hours (cluster/redis_limits.py)."""
+    seconds, _ = shared.time()
+    beats = shared.zrange(f"{prefix}workers", 0, -1, withscores=True)
+    alive = {worker for worker, beat in beats if seconds - beat / 1000 < WORKER_SECONDS}
+    keys = shared.scan_iter(f"{prefix}places:*")
+    return sum(int(count) for key in keys for worker, count in shared.hgetall(key).items() if worker in alive)
 
 
 def leader(service: HttpService) -> list[int]:
