@@ -143,14 +143,12 @@ def fit_decode(
     def by_term(flat: int) -> dict[RankTerm, np.ndarray]:
         return {term: _heldout(columns(term, flat), seconds) for term in terms}
 
-    heldout, flat = by_term(0), 0
-    term = min(terms, key=lambda each: _mean_error(heldout[each]))
-    least = (1 - LEAST_GAIN) * _mean_error(heldout[term])
-    for tried in FLAT_ROWS:
-        if tried < rows[:, 0].max() and (error := _mean_error(_heldout(columns(term, tried), seconds))) < least:
-            flat, least = tried, error
-    if flat:
-        heldout = by_term(flat)
+    tried = {flat: by_term(flat) for flat in (0, *FLAT_ROWS) if not flat or flat < rows[:, 0].max()}
+    least = {flat: min(map(_mean_error, heldout.values())) for flat, heldout in tried.items()}
+    flat = min(least, key=least.__getitem__)
+    if least[flat] >= (1 - LEAST_GAIN) * least[0]:
+        flat = 0
+    heldout = tried[flat]
     means = {term: _mean_error(errors) for term, errors in heldout.items()}
     term = min(terms, key=means.__getitem__)
     costs, quality = _fit("decode", columns(term, flat), seconds, heldout[term], most_error)
