@@ -168,8 +168,10 @@ def main() -> None:
             f"worst_s_{copies}": max(row["all_s"] for row in own),
             f"link_share_{copies}": median(row["link_share"] for row in own),
         }
-    settings = {"nodes": nodes, "rounds": rounds, "store": STORE, "rank": RANK, "model": options.model.name}
-    settings |= {"gateway_workers": GATEWAY_WORKERS}
+    settings = {
+        "nodes": nodes, "gateway_workers": GATEWAY_WORKERS, "rounds": rounds, "store": STORE, "rank": RANK,
+        "model": options.model.name,
+    }  # fmt: skip
     publish(report("restored", settings, options.seed, [*rows, *replaced], figures, simulated=True), options.json)
 
 

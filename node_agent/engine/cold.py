@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -101,7 +101,18 @@ class ColdPasses:
     def full(self) -> bool:
         return len(self.open) >= self.limit
 
-    def begin(self, request: Request, length: int, others: int, ready: int) -> None:
+    def plan(self, running: Collection[Request], is_loaded: Callable[[Request], bool], chunk_tokens: int) -> None:
+        """Plan the next chunk of each prompt whose adapter is on its way, best effort's last, as long as a pass may be
+        opened."""
+        for request in sorted(running, key=lambda request: request.slo_class == "best_effort"):
+            if self.full:
+                return
+            if request.decoding or request.in_cold_pass or request.wants_whole or is_loaded(request):
+                continue
+            others = [other for other in running if other is not request]
+            self._begin(request, min(request.uncomputed, chunk_tokens), len(others), sum(map(is_loaded, others)))
+
+    def _begin(self, request: Request, length: int, others: int, ready: int) -> None:
         """Plan the request's next `length` tokens, beside `others` other requests, `ready` of which have their adapters
         on the device, and open a pass for them unless they are to wait for the whole adapter."""
         assert request.lease is not None and request.cold is not None

@@ -145,7 +145,7 @@ class Engine:
         self._fail_loads()
         if self._blocked():
             return 0
-        self._open_cold_passes()
+        self.cold.plan(self.running.values(), self._is_loaded, self.limits.chunk_tokens)
         return self.cold.advance(self.scheduler.cold_tokens(self.limits, self.drift, self.cold.requests))
 
     def compute_hot(self, used: int) -> Iterator[None]:
@@ -294,16 +294,6 @@ class Engine:
                 failure = self.store.failure(request.lease)
                 if failure is not None:
                     self._fail_load(request, failure)
-
-    def _open_cold_passes(self) -> None:
-        for request in sorted(self.running.values(), key=lambda request: request.slo_class == "best_effort"):
-            if self.cold.full:
-                return
-            if request.decoding or request.in_cold_pass or request.wants_whole or self._is_loaded(request):
-                continue
-            others = [other for other in self.running.values() if other is not request]
-            ready = sum(map(self._is_loaded, others))
-            self.cold.begin(request, min(request.uncomputed, self.limits.chunk_tokens), len(others), ready)
 
     def _start_cold(self, row: Row, plan: Plan) -> tuple[Pass, ColdLora, Plan]:
         """Returns the plan, too: another than the given one where the workers that it counts on can't be had."""
