@@ -175,7 +175,8 @@ class ColdStartTiming(msgspec.Struct, frozen=True):
 class Timing(msgspec.Struct, frozen=True):
     """Milliseconds. `ttft_ms` and `tpot_ms` are null where there were too few tokens to measure. `resumed`: how often
     the call went on on another node, because one failed after its first token; then `queue_ms`, `cold_start` and
-    `device_ms` are of the node where it ended. `device_ms`: its part of the passes that computed it, of all choices."""
+    `device_ms` are of the node where it ended. `device_ms`: its part of the passes that computed it, of all choices.
+    `total_ms`: until the last choice had ended."""
 
     queue_ms: float
     cold_start: ColdStartTiming

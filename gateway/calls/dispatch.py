@@ -118,6 +118,7 @@ class Generation:
         self.first_at: float | None = None
         self.last_at: float | None = None
         self.done: Done | None = None
+        self.done_at: float | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         """Complete when the first event comes; of the prompt's tokens but the first."""
         self.held = 0.0
@@ -346,7 +347,7 @@ class Generation:
                 self.first_at = now
             self.last_at = now
             return
-        self.done = event
+        self.done, self.done_at = event, now
         if event.finish_reason == "timeout" and event.completion_tokens == 0:
             if self.started_at is None:
                 raise ServiceError("unavailable", "the timeout passed in the node's queue", retry_after=RETRY_AFTER)

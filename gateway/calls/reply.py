@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import cast
@@ -156,7 +155,7 @@ def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
         ),
         ttft_ms=None if generation.ttft is None else _ms(generation.ttft),
         tpot_ms=None if generation.tpot is None else _ms(generation.tpot),
-        total_ms=_ms(time.monotonic() - generation.received),
+        total_ms=_ms(max(each.done_at for each in generations if each.done_at is not None) - generation.received),
         resumed=max(each.resumed for each in generations),
         device_ms=_ms(sum(each.done.timing.device for each in generations if each.done is not None)),
     )

@@ -23,8 +23,8 @@ def test_nothing_is_wrong_unanswered_lost_or_leaked(stories_dir: Path, tmp_path:
     document = json.loads(file.read_text())
     figures = document["figures"]
     assert document["study"] == "chaos"
-    for name in ("wrong_tokens", "unanswered", "lost_acknowledged", "leaked", "policies_wrong"):
-        assert figures[name] == 0, document["rows"]
+    names = ("wrong_tokens", "unanswered", "lost_acknowledged", "leaked", "policies_wrong")
+    assert not any(figures[name] for name in names), json.dumps(document, indent=1)
     assert figures["done"] > 10
     assert figures["bounded_calls"] > 0 and figures["writes_acknowledged"] > 5
     harmed = document["rows"][0]["kills"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +16,10 @@ from hypothesis import strategies as st
 from running_gateway import Running
 from stub_node import hang_after_first, hang_before_first
 
+from cluster.limits import Call, MemoryLimits
 from gateway.api import schema
+
+SETTLE_SECONDS = 0.2
 
 
 @pytest.fixture
@@ -46,6 +51,26 @@ def test_reply_and_headers(client: httpx.Client, gateway: Running) -> None:
     assert asked.adapter is not None
     assert asked.adapter.digest == body.digest
     assert asked.base == gateway.base.fingerprint
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_total_ends_before_places_are_given_back(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    settle = MemoryLimits.settle
+
+    async def slow(limits: MemoryLimits, call: Call, unused_tokens: int) -> None:
+        await asyncio.sleep(SETTLE_SECONDS)
+        await settle(limits, call, unused_tokens)
+
+    monkeypatch.setattr(MemoryLimits, "settle", slow)
+    assert client.patch("/functions/pirate", json={"max_concurrency": 4}).status_code == 200
+    body = {"prompt": "Once", "max_tokens": 3, "n": 2, "stream": stream}
+    begin = time.monotonic()
+    reply = client.post("/invoke/pirate", json=body).text
+    seconds = time.monotonic() - begin
+    answer = msgspec.json.decode(reply.rpartition("data: ")[2])
+    assert 0 < answer["timing"]["ttft_ms"] <= answer["timing"]["total_ms"] <= 1e3 * (seconds - SETTLE_SECONDS)
 
 
 def test_stream(client: httpx.Client) -> None:
