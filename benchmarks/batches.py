@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from socket import create_server
 from statistics import median
@@ -25,7 +26,7 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
-import torch
+from transformers import AutoConfig
 
 from adapters.base_model import load_base_model
 from adapters.local_store import LocalStore
@@ -41,6 +42,7 @@ from garnish.batches import batch_call, content_call, create_call, upload_call
 from garnish.client import Client
 from gateway.batches.messages import ENDED, Batch, FileObject
 from gateway.config import GatewayConfig
+from node_agent.adapter_memory.pages import choose_page_size
 
 GATEWAY = """
 import sys, msgspec
@@ -64,6 +66,10 @@ MEASURED, MEASURE_SECONDS = "performance model measured", 900.0
 WARM_PREFILLS = 5
 PREFILL_TOKENS = 256
 PROMPT_TOKENS = 60
+ROW_PADDING = 1.02
+"""What an adapter takes in memory over its bytes, but for whole pages."""
+BATCH_SECONDS = 1800.0
+"""For a batch to end."""
 ALONE_CALLS = 60
 PAUSE_SECONDS = 0.2
 """Between two interactive calls."""
@@ -158,6 +164,8 @@ class Bed:
             begin = time.perf_counter()
             batch = client.ask(create_call(uploaded.id, "/invoke"), Batch)
             while batch.status not in ENDED:
+                if time.perf_counter() - begin > BATCH_SECONDS:
+                    raise TimeoutError(f"the batch does not end: {batch}")
                 time.sleep(0.1)
                 batch = client.ask(batch_call(batch.id), Batch)
             seconds = time.perf_counter() - begin
@@ -247,14 +255,16 @@ def link_rate(bed: Bed) -> float:
 
 def study(options: Any, root: Path) -> dict[str, Any]:
     size, rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
-    folders = make_adapters(options.model, root, [size.rank] * size.adapters, options.seed, dtype=torch.bfloat16)
+    dtype = AutoConfig.from_pretrained(options.model).dtype
+    folders = make_adapters(options.model, root, [size.rank] * size.adapters, options.seed, dtype=dtype)
     bed, file = Bed(options.model, folders, root), root / "calls.jsonl"
     write_calls(file, size, options.seed)
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         stack.enter_context(bed.gateway())
         rate = 20e6 if options.quick else link_rate(bed)
-        memory = f"{int(size.pool * bed.adapter_bytes * 1.02)}B"
+        page = choose_page_size(bed.base, dtype.itemsize)
+        memory = f"{size.pool * ceil(ROW_PADDING * bed.adapter_bytes / page) * page}B"
         simulated = {"link": f"{round(rate / 1e6, 3)}MB/s"}
         stack.enter_context(bed.node("scaled", adapter_memory=memory, host_memory="4GiB", simulate=simulated))
         if not options.quick:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from itertools import chain
 
 from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
@@ -88,6 +88,22 @@ class DeviceRoom:
         if not (may_go or self._free_slots):
             return False
         return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
+
+    def kept_from(self, layout: AdapterLayout, digests: Iterable[str]) -> set[str]:
+        """Returns those of `digests`, the first ones before others, which have half of the pages and of the slots at
+        most, and beside which, and what is pinned, an adapter of this layout has room once nobody uses the others."""
+        all_pages, found = self.pool.pages.count, set[str]()
+        pinned = [entry for digest, entry in self.adapters.items() if digest in self.pinned]
+        pages = min(all_pages // 2, all_pages - layout.pages - sum(len(entry.pages) for entry in pinned))
+        slots = min(self.table.shape.slots // 2, self.table.shape.slots - 1 - len(pinned))
+        for digest in digests:
+            if (entry := self.adapters.get(digest)) is None or digest in self.pinned:
+                continue
+            pages, slots = pages - len(entry.pages), slots - 1
+            if pages < 0 or slots < 0:
+                break
+            found.add(digest)
+        return found
 
     def _victims(self, pages: int, spared: Container[str] = ()) -> Iterator[str] | None:
         """Returns the adapters that may be evicted, the first to leave first. Returns None when evicting all of them

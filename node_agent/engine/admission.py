@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.messages import Adapter
@@ -55,7 +55,8 @@ class Admission:
       them) half of the KV blocks: the others are passed over and go on loading. Best-effort ones don't count there for
       others. Strict ones may hold what is kept for them besides.
     - A request that finds no adapter memory gets that of adapters which requests of best effort alone use, unless it is
-      best effort itself. Best effort evicts none of the adapters that others have called lately.
+      best effort itself. Best effort evicts none of the adapters that others have called lately, as far as they have
+      half of the memory at most and leave it room.
     - Behind one that waits for adapter memory only those pass that need no new room, or else small adapters could keep
       a large one out for ever; once it has waited for STARVED_AFTER, none with an adapter passes, or else adapters in
       steady use could. Best-effort ones keep only best effort waiting so.
@@ -204,7 +205,8 @@ class Admission:
             return None
         if not ready and not self._may_load(request, need):
             return None
-        found = self.store.acquire(adapter, spared=self._spared_from(request))
+        awaited = self.reserves.awaited_adapters() if request.slo_class == "best_effort" else ()
+        found = self.store.acquire(adapter, spared=self.store.kept_from(adapter, awaited))
         if isinstance(found, NoRoom) and request.slo_class != "best_effort" and self._make_adapter_room(adapter):
             found = self.store.acquire(adapter)
         if isinstance(found, (Pending, NoRoom)):
@@ -213,11 +215,6 @@ class Admission:
         if isinstance(found, Lease) and not ready:
             self._loading.append(request)
         return found
-
-    def _spared_from(self, request: Request) -> Collection[str]:
-        """Returns the adapters that are not evicted for the request: for best effort those that others call, as far as
-        they take half of the memory at most."""
-        return self.reserves.awaited_adapters(self.store.largest / 2) if request.slo_class == "best_effort" else ()
 
     def _keeps_out(self, request: Request, adapter: Adapter) -> bool:
         """Returns whether the request has to stay behind one that waits for adapter memory."""

@@ -39,8 +39,8 @@ class Callers:
         self._strict_at = float("-inf")
         self._awaited_at = float("-inf")
         """When the last call came that is not best effort."""
-        self._adapters: dict[str, tuple[float, int]] = {}
-        """When each adapter was last called so, the latest at the end, and its bytes."""
+        self._adapters: dict[str, float] = {}
+        """When each adapter was last called so, the latest at the end."""
 
     def note(self, request: Request) -> bool:
         """Records that a request has arrived. Returns True when it is its tenant's first for TENANT_SECONDS, strict
@@ -63,24 +63,17 @@ class Callers:
         """Whether a call that is not best effort came lately: the next one is likely to."""
         return now - self._awaited_at < AWAITED_SECONDS
 
-    def awaited_adapters(self, now: float, most_bytes: float) -> set[str]:
-        """Returns digests of adapters that others than best effort called lately, the latest ones up to so many
-        bytes."""
-        found = set[str]()
-        for digest, (at, size) in reversed(self._adapters.items()):
-            most_bytes -= size
-            if now - at >= AWAITED_SECONDS or most_bytes < 0:
-                break
-            found.add(digest)
-        return found
+    def awaited_adapters(self, now: float) -> Iterator[str]:
+        """Digests of adapters that others than best effort called lately, the latest first."""
+        return (digest for digest, at in reversed(self._adapters.items()) if now - at < AWAITED_SECONDS)
 
     def _note_awaited(self, request: Request) -> None:
         self._awaited_at = request.arrived
         if request.adapter is None:
             return
         self._adapters.pop(request.adapter.digest, None)
-        self._adapters[request.adapter.digest] = request.arrived, request.adapter.bytes
-        while request.arrived - next(iter(self._adapters.values()))[0] > AWAITED_SECONDS:
+        self._adapters[request.adapter.digest] = request.arrived
+        while request.arrived - next(iter(self._adapters.values())) > AWAITED_SECONDS:
             del self._adapters[next(iter(self._adapters))]
 
     def lately(self, now: float) -> Iterator[str]:
@@ -144,9 +137,9 @@ class Reserves:
         tenants = len({request.tenant, *(tenant for tenant, rows in self._tenants.items() if rows)})
         return Room(max(1, self._all.rows // tenants), self._all.blocks // tenants)
 
-    def awaited_adapters(self, most_bytes: float) -> set[str]:
-        """Returns digests of adapters that best effort does not evict (`Callers`)."""
-        return self._callers.awaited_adapters(self._now, most_bytes)
+    def awaited_adapters(self) -> Iterator[str]:
+        """Digests of adapters that are kept from best effort, the first ones before others (`Callers`)."""
+        return self._callers.awaited_adapters(self._now)
 
     def for_strict(self) -> Room:
         """Kept for strict requests, and not taken by them yet."""

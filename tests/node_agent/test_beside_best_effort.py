@@ -21,6 +21,8 @@ from tests.node_agent.test_floods import watch
 
 STORY = [1, 403, 407, 261]
 LONG = [1, *range(60, 160)]
+CALLS = 30
+"""Of each other adapter, within which a request of best effort is to have its turn."""
 
 
 def batch(engine: LocalEngine, count: int, tokens: list[int] = LONG, length: int = 40, **owner: object) -> list[str]:
@@ -143,11 +145,36 @@ def test_best_effort_does_not_evict_what_others_call(make_engine: MakeEngine, dr
     ends = [engine.outcomes[job].finished for job in jobs]
     assert [(end.reason, end.preemptions) for end in ends if end is not None] == [("length", 0)] * 2
     callers = engine.engine.scheduler.callers
-    callers._adapters = {digest: (at - AWAITED_SECONDS, size) for digest, (at, size) in callers._adapters.items()}
+    callers._adapters = {digest: at - AWAITED_SECONDS for digest, at in callers._adapters.items()}
     for adapter in theirs:
         batch(engine, 1, STORY, adapter=adapter, length=2)
     engine.run()
     assert not engine.engine.store.on_device(wanted.digest)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+@pytest.mark.parametrize("times", [1.0, 1.4, 2.0, 3.0])
+def test_what_others_call_all_the_time_keeps_no_best_effort_out_for_ever(
+    make_engine: MakeEngine, drawn_adapters: list[Path], times: float, slots: int
+) -> None:
+    """However large its adapter is, and however little memory there is beside it."""
+    sizes = make_engine(max_rows=4)
+    for path in drawn_adapters[:3]:
+        batch(sizes, 1, STORY, adapter=sizes.deploy(path), length=1)
+    sizes.run()
+    largest = max(resident.bytes for resident in sizes.engine.store.residents())
+    engine = make_engine(max_rows=4, adapter_slots=slots, adapter_memory=int(times * largest))
+    adapters = [engine.deploy(path) for path in drawn_adapters[:3]]
+    for theirs in adapters:
+        (job,) = batch(engine, 1, STORY, adapter=theirs, length=2)
+        for _ in range(CALLS):
+            if engine.outcomes[job].finished is not None:
+                break
+            for adapter in adapters:
+                if adapter is not theirs:
+                    own = call(engine, 1, adapter=adapter)
+                    engine.run(until=lambda own=own: engine.outcomes[own].finished is not None)
+        assert engine.outcomes[job].finished is not None, theirs.digest
 
 
 def test_cold_passes_of_a_batch_are_short_while_others_call(

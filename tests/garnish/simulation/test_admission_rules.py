@@ -6,7 +6,7 @@ other tenants' calls, and preemption, are not simulated (docs/guide/simulate.md)
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +51,9 @@ class Store:
     def loaded(self, lease: Lease) -> bool:
         entry = self.jobs[lease.slot].entry
         return entry is not None and entry.whole
+
+    def kept_from(self, adapter: Adapter, digests: Iterable[str]) -> Collection[str]:
+        return ()
 
     def acquire(self, adapter: Adapter, spared: Collection[str] = ()) -> Lease | NoRoom:
         job = adapter_job(adapter.digest)
