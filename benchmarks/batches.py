@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
+import torch
 from transformers import AutoConfig
 
 from adapters.base_model import load_base_model
@@ -255,7 +256,7 @@ def link_rate(bed: Bed) -> float:
 
 def study(options: Any, root: Path) -> dict[str, Any]:
     size, rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
-    dtype = AutoConfig.from_pretrained(options.model).dtype
+    dtype = AutoConfig.from_pretrained(options.model).dtype or torch.float32
     folders = make_adapters(options.model, root, [size.rank] * size.adapters, options.seed, dtype=dtype)
     bed, file = Bed(options.model, folders, root), root / "calls.jsonl"
     write_calls(file, size, options.seed)

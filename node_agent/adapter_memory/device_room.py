@@ -90,12 +90,12 @@ class DeviceRoom:
         return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
 
     def kept_from(self, layout: AdapterLayout, digests: Iterable[str]) -> set[str]:
-        """Returns those of `digests`, the first ones before others, which have half of the pages and of the slots at
-        most, and beside which, and what is pinned, an adapter of this layout has room once nobody uses the others."""
+        """Returns those of `digests`, the first ones before others, which have half of the pages at most, and beside
+        which, and what is pinned, an adapter of this layout has room once nobody uses the others."""
         all_pages, found = self.pool.pages.count, set[str]()
         pinned = [entry for digest, entry in self.adapters.items() if digest in self.pinned]
         pages = min(all_pages // 2, all_pages - layout.pages - sum(len(entry.pages) for entry in pinned))
-        slots = min(self.table.shape.slots // 2, self.table.shape.slots - 1 - len(pinned))
+        slots = self.table.shape.slots - 1 - len(pinned)
         for digest in digests:
             if (entry := self.adapters.get(digest)) is None or digest in self.pinned:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.messages import Adapter
@@ -12,7 +12,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.preemption import OverShare, choose_lenders, choose_victims
 from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.request import Request
-from node_agent.engine.reserves import Reserves, Room
+from node_agent.engine.reserves import AWAITED_SECONDS, Reserves, Room
 from node_agent.engine.waiting import WaitingQueue
 from node_agent.types import Lease, LoadFailed, NoRoom, Pending, TooLarge
 
@@ -56,7 +56,7 @@ class Admission:
       others. Strict ones may hold what is kept for them besides.
     - A request that finds no adapter memory gets that of adapters which requests of best effort alone use, unless it is
       best effort itself. Best effort evicts none of the adapters that others have called lately, as far as they have
-      half of the memory at most and leave it room.
+      half of the memory at most and leave it room, and until it has waited as long itself.
     - Behind one that waits for adapter memory only those pass that need no new room, or else small adapters could keep
       a large one out for ever; once it has waited for STARVED_AFTER, none with an adapter passes, or else adapters in
       steady use could. Best-effort ones keep only best effort waiting so.
@@ -205,8 +205,7 @@ class Admission:
             return None
         if not ready and not self._may_load(request, need):
             return None
-        awaited = self.reserves.awaited_adapters() if request.slo_class == "best_effort" else ()
-        found = self.store.acquire(adapter, spared=self.store.kept_from(adapter, awaited))
+        found = self.store.acquire(adapter, spared=self._spared_from(request, adapter))
         if isinstance(found, NoRoom) and request.slo_class != "best_effort" and self._make_adapter_room(adapter):
             found = self.store.acquire(adapter)
         if isinstance(found, (Pending, NoRoom)):
@@ -215,6 +214,14 @@ class Admission:
         if isinstance(found, Lease) and not ready:
             self._loading.append(request)
         return found
+
+    def _spared_from(self, request: Request, adapter: Adapter) -> Container[str]:
+        """Returns the adapters that are not evicted for the request: for best effort those that others called lately,
+        until it has waited as long itself."""
+        has_waited = request.short_since and time.monotonic() - request.short_since >= AWAITED_SECONDS
+        if request.slo_class != "best_effort" or has_waited or self.store.on_device(adapter.digest):
+            return ()
+        return self.store.kept_from(adapter, self.reserves.awaited_adapters())
 
     def _keeps_out(self, request: Request, adapter: Adapter) -> bool:
         """Returns whether the request has to stay behind one that waits for adapter memory."""

@@ -177,6 +177,26 @@ def test_what_others_call_all_the_time_keeps_no_best_effort_out_for_ever(
         assert engine.outcomes[job].finished is not None, theirs.digest
 
 
+def test_best_effort_that_waited_long_evicts_what_others_call(
+    make_engine: MakeEngine, drawn_adapters: list[Path]
+) -> None:
+    """One that others use all the time leaves it only the room of one that they call now and then."""
+    engine = make_engine(max_rows=4, adapter_slots=2)
+    used, called, theirs = (engine.deploy(path) for path in drawn_adapters[:3])
+    holds, own = call(engine, 300, adapter=used), call(engine, 1, adapter=called)
+    engine.run(until=lambda: engine.outcomes[own].finished is not None)
+    (job,) = batch(engine, 1, STORY, adapter=theirs, length=1)
+    for _ in range(200):
+        engine.step()
+        if waiting := [request for request in engine.engine.queue if request.short_since]:
+            break
+    assert waiting and engine.engine.store.on_device(called.digest)
+    waiting[0].short_since = time.monotonic() - AWAITED_SECONDS
+    engine.run(until=lambda: engine.outcomes[job].finished is not None)
+    assert engine.outcomes[holds].finished is None
+    engine.end()
+
+
 def test_cold_passes_of_a_batch_are_short_while_others_call(
     make_engine: MakeEngine, drawn_adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
