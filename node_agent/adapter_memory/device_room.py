@@ -89,10 +89,10 @@ class DeviceRoom:
             return False
         return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
 
-    def kept_from(self, layout: AdapterLayout, digests: Iterable[str]) -> set[str]:
-        """Returns those of `digests`, the first ones before others, which have half of the pages at most, and beside
-        which, and what is pinned, an adapter of this layout has room once nobody uses the others."""
-        all_pages, found = self.pool.pages.count, set[str]()
+    def choose_spared(self, layout: AdapterLayout, digests: Iterable[str]) -> set[str]:
+        """Returns those of `digests` that need not be evicted for an adapter of this layout, the first ones before
+        others: together they have at most half of the pages, and it fits beside them and the pinned adapters."""
+        all_pages, spared = self.pool.pages.count, set[str]()
         pinned = [entry for digest, entry in self.adapters.items() if digest in self.pinned]
         pages = min(all_pages // 2, all_pages - layout.pages - sum(len(entry.pages) for entry in pinned))
         slots = self.table.shape.slots - 1 - len(pinned)
@@ -102,8 +102,8 @@ class DeviceRoom:
             pages, slots = pages - len(entry.pages), slots - 1
             if pages < 0 or slots < 0:
                 break
-            found.add(digest)
-        return found
+            spared.add(digest)
+        return spared
 
     def _victims(self, pages: int, spared: Container[str] = ()) -> Iterator[str] | None:
         """Returns the adapters that may be evicted, the first to leave first. Returns None when evicting all of them

@@ -143,11 +143,11 @@ class AdapterStore:
         layout = self.hosts.load(adapter).layout
         return layout is not None and self.room.fits_without(layout, others)
 
-    def kept_from(self, adapter: Adapter, digests: Iterable[str]) -> Container[str]:
-        """Returns those of `digests`, the first ones before others, that an adapter which is not urgent can do without
-        evicting: half of the device's memory, and beside them it has room. Nothing while its layout is not known."""
+    def choose_spared(self, adapter: Adapter, digests: Iterable[str]) -> Container[str]:
+        """Returns those of `digests` that need not be evicted for the adapter, as in DeviceRoom.choose_spared; none
+        while its layout is not known, when it takes no room yet."""
         host = self.hosts.get(adapter.digest)
-        return self.room.kept_from(host.layout, digests) if host is not None and host.layout is not None else ()
+        return self.room.choose_spared(host.layout, digests) if host is not None and host.layout is not None else ()
 
     def ready(self, digest: str) -> bool:
         """Returns whether the whole adapter is on the device."""

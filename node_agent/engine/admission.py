@@ -55,8 +55,8 @@ class Admission:
       them) half of the KV blocks: the others are passed over and go on loading. Best-effort ones don't count there for
       others. Strict ones may hold what is kept for them besides.
     - A request that finds no adapter memory gets that of adapters which requests of best effort alone use, unless it is
-      best effort itself. Best effort evicts none of the adapters that others have called lately, as far as they have
-      half of the memory at most and leave it room, and until it has waited as long itself.
+      best effort itself. Best effort evicts no adapter that others called within AWAITED_SECONDS, unless these have
+      more than half of the memory or leave its own adapter no room, or it has waited for room as long itself.
     - Behind one that waits for adapter memory only those pass that need no new room, or else small adapters could keep
       a large one out for ever; once it has waited for STARVED_AFTER, none with an adapter passes, or else adapters in
       steady use could. Best-effort ones keep only best effort waiting so.
@@ -216,12 +216,12 @@ class Admission:
         return found
 
     def _spared_from(self, request: Request, adapter: Adapter) -> Container[str]:
-        """Returns the adapters that are not evicted for the request: for best effort those that others called lately,
-        until it has waited as long itself."""
+        """Returns the adapters that are not evicted for the request. For best effort these are the ones that others
+        called within AWAITED_SECONDS; none once it has waited for room as long."""
         has_waited = request.short_since and time.monotonic() - request.short_since >= AWAITED_SECONDS
         if request.slo_class != "best_effort" or has_waited or self.store.on_device(adapter.digest):
             return ()
-        return self.store.kept_from(adapter, self.reserves.awaited_adapters())
+        return self.store.choose_spared(adapter, self.reserves.awaited_adapters())
 
     def _keeps_out(self, request: Request, adapter: Adapter) -> bool:
         """Returns whether the request has to stay behind one that waits for adapter memory."""

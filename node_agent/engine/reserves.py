@@ -64,7 +64,7 @@ class Callers:
         return now - self._awaited_at < AWAITED_SECONDS
 
     def awaited_adapters(self, now: float) -> Iterator[str]:
-        """Digests of adapters that others than best effort called lately, the latest first."""
+        """Returns the adapters of calls within AWAITED_SECONDS that were not best effort, the latest first."""
         return (digest for digest, at in reversed(self._adapters.items()) if now - at < AWAITED_SECONDS)
 
     def _note_awaited(self, request: Request) -> None:
@@ -138,7 +138,7 @@ class Reserves:
         return Room(max(1, self._all.rows // tenants), self._all.blocks // tenants)
 
     def awaited_adapters(self) -> Iterator[str]:
-        """Digests of adapters that are kept from best effort, the first ones before others (`Callers`)."""
+        """As Callers.awaited_adapters, by the time of this look at the queue."""
         return self._callers.awaited_adapters(self._now)
 
     def for_strict(self) -> Room:

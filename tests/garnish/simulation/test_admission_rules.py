@@ -52,7 +52,7 @@ class Store:
         entry = self.jobs[lease.slot].entry
         return entry is not None and entry.whole
 
-    def kept_from(self, adapter: Adapter, digests: Iterable[str]) -> Collection[str]:
+    def choose_spared(self, adapter: Adapter, digests: Iterable[str]) -> Collection[str]:
         return ()
 
     def acquire(self, adapter: Adapter, spared: Collection[str] = ()) -> Lease | NoRoom:
