@@ -141,6 +141,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """CPU LoRA workers that help cold calls; None: not reported."""
     cpu_workers_reason: str = ""
     """Why so many."""
+    cpu_workers_ms: dict[str, float] = {}
+    """Milliseconds by which their number was decided, by name: `warm`, `exposed`, `first_token_assist`, ..."""
     gpu: GpuFacts | None = None
     """None: it has no GPU, or knows nothing of it."""
 
@@ -168,6 +170,7 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
     accepts: int = PROTOCOL_VERSION
     cpu_workers: int | None = None
     cpu_workers_reason: str = ""
+    cpu_workers_ms: dict[str, float] = {}
     gpu: GpuFacts | None = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -71,15 +70,6 @@ def others_share(before: CoreTimes, after: CoreTimes) -> float:
     """Returns which part of the time between `before` and `after`, from 0 to 1, others have used."""
     others = (after.used - before.used) - (after.own - before.own)
     return min(1.0, max(0.0, others / max(after.passed - before.passed, 1e-9)))
-
-
-def move_threads(old: set[int], new: set[int]) -> None:
-    """Moves those threads of this process that may run on just the cores `old` to `new`, and with them what they
-    start."""
-    for task in map(int, os.listdir("/proc/self/task")):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            if os.sched_getaffinity(task) == old:
-                os.sched_setaffinity(task, new)
 
 
 def _quota_v2(cgroup: Path) -> float | None:

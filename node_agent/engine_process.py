@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -214,13 +215,28 @@ class Loop:
     def _measure(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
         """Does a slice of the measurement that gives an idle node its performance model, until anything comes. Returns
         False when there is none to be made now."""
-        if self.idle is None or self.idle.ended:
+        manager = self.engine.worker_manager
+        measures = self.idle is not None and not self.idle.ended
+        if not measures and manager is None:
             return False
         if self.engine.busy or self.engine.store.loading_bytes or self.engine.prefetcher.underway:
             self._active_at = time.monotonic()
         if time.monotonic() < self._active_at + QUIET_S:
             return False
-        return self.idle.work(lambda: self._is_wanted(channel, selector))
+        wanted = partial(self._is_wanted, channel, selector)
+        if self.idle is not None and measures:
+            return self.idle.work(wanted)
+        if manager is None or not manager.work(wanted):
+            return False
+        self._send_decision(channel)
+        return True
+
+    def _send_decision(self, channel: Channel) -> None:
+        """Sends Ready again if the number of CPU workers, or its reason, has changed."""
+        now = with_workers(self.ready, self.engine)
+        if now != self.ready:
+            self.ready = now
+            channel.send([now])
 
     def _is_wanted(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
         """Returns whether anything has come amid a slice. The last picture is sent again when one is due: a pass of a
@@ -244,7 +260,7 @@ class Loop:
 
 
 def ready_message(engine: Engine, base: BaseModel) -> Ready:
-    return Ready(
+    ready = Ready(
         base=base.fingerprint,
         device=str(engine.runner.device),
         dtype=str(engine.runner.dtype).removeprefix("torch."),
@@ -256,9 +272,19 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
         host_bytes=engine.store.hosts.memory,
         largest_adapter=engine.store.largest,
         adapter_itemsize=engine.runner.dtype.itemsize,
-        cpu_workers=engine.cold_start.decision.count,
-        cpu_workers_reason=engine.cold_start.decision.reason,
         takes_wants=engine.limits.prefetch_waste is not None,
+    )
+    return with_workers(ready, engine)
+
+
+def with_workers(ready: Ready, engine: Engine) -> Ready:
+    """Returns the message with the CPU workers that the engine has now."""
+    decision = engine.cold_start.decision
+    return msgspec.structs.replace(
+        ready,
+        cpu_workers=decision.count,
+        cpu_workers_reason=decision.reason,
+        cpu_workers_ms={name: round(value, 2) for name, value in decision.figures},
     )
 
 

@@ -62,7 +62,7 @@ Command = Submit | Cancel | Want | Question
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """First message of a connection: a dummy prefill and decode have run."""
+    """First message of a connection: a dummy prefill and decode have run. Sent again when its CPU workers change."""
 
     base: str
     device: str
@@ -79,6 +79,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Host memory for adapters."""
     cpu_workers: int = 0
     cpu_workers_reason: str = ""
+    cpu_workers_ms: dict[str, float] = {}
+    """As in cluster.news.Facts."""
     takes_wants: bool = True
     """As in cluster.news.Facts."""
 

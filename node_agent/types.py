@@ -313,5 +313,9 @@ class Plan:
     """forecast of the seconds from then until the request may decode; 0 where no token follows the chunk"""
     others: int = 0
     """requests beside it, which wait wherever the engine waits for workers"""
-    load_by_profile: float = 0.0
-    """seconds of all transfers by the profile's link, without what was learnt of it lately"""
+    by_profile: float = 0.0
+    """forecast of the chunk's end by the profile alone; 0: the chunk does not have engine and link for itself"""
+    load_bytes: int = 0
+    """bytes that have still to cross to the device"""
+    sharing: int = 1
+    """loads that share the link, this one included"""

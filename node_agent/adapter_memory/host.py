@@ -16,6 +16,7 @@ from itertools import chain
 from cluster.messages import Adapter
 from cluster.residency import HeldTier
 from node_agent.adapter_memory.eviction import Candidate, LeastRecentlyUsed
+from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.load_rates import LoadRates
 from node_agent.adapter_memory.loader import Loader
 from node_agent.adapter_memory.loader_threads import Priority
@@ -141,6 +142,22 @@ class HostTier:
         if host.holds <= 0:
             raise RuntimeError(f"a hold on {host.digest} was released twice")
         host.holds -= 1
+
+    def lend(self, digest: str, layout: AdapterLayout) -> HostAdapter | None:
+        """Gives room to an adapter of zeros that nobody deployed, for measurements; `forget` gives it back. May evict
+        adapters that nobody wants. Returns None when there is no room."""
+        run = self._make_room(layout.size, max(1, layout.rows))
+        pages = None if run is None else self.pool.pages.take(layout.pages, digest)
+        if run is None or pages is None:
+            return None
+        elements = self.pool.page_size // self.pool.data.element_size()
+        for page in pages:
+            self.pool.data[page * elements : (page + 1) * elements].zero_()
+        host = HostAdapter(digest, "", layout=layout, complete=True, here=bytearray(b"\1" * len(layout.layers)))
+        host.pages, host.slot, host.run, host.arrived = pages, self._free_slots.pop(), run, time.monotonic()
+        self.table.set(host.slot, run, layout, layout.positions(pages))
+        self._all[digest] = host
+        return host
 
     def note_lease(self, host: HostAdapter, leased: bool) -> None:
         """Notes whether requests have leases on the adapter on the device."""

@@ -99,6 +99,13 @@ class Link:
                     return
                 self._changed.wait(min(left, LONGEST_WAIT))  # whoever joined meanwhile made it later: look again
 
+    @property
+    def active(self) -> int:
+        """Returns how many flows share the link now."""
+        with self._changed:
+            self._advance(self.clock())
+            return len(self._active)
+
     def leave(self, flow: Flow) -> None:
         """Takes the flow off the link: what has not arrived never will, and the other flows have its share."""
         with self._changed:

@@ -246,6 +246,8 @@ class RequestRegistry:
                 self._deliver(event)
             elif isinstance(event, Answer):
                 self._questions.answered(event)
+            elif isinstance(event, Ready):
+                self.ready = event
 
     def engine_gone(self, reason: str) -> None:
         self.ready, self._stats, self._error, self._stands_still = None, NO_STATS, reason, ""

@@ -74,7 +74,8 @@ class AssistedPass:
     def __init__(self, assist: Assist, hold: HostAdapter, layout: AdapterLayout, messages: PassMessages) -> None:
         self._assist, self._hold, self._layout, self._messages = assist, hold, layout, messages
         self._armed, self._open = False, True
-        self._arm()
+        if not assist.workers.rests_between_handoffs:
+            self._arm()
 
     def open(self, x: torch.Tensor, layer: int, group: str) -> Share | None:
         """Begins to compute the adapter's part for x [T, d_in]; None when no worker can take it."""
@@ -88,8 +89,13 @@ class AssistedPass:
         """A handoff failed that `wait` did not know of: on a device with a stream, certain once the pass has ended."""
         return self._messages.handoffs.failed
 
+    def answered(self) -> None:
+        """The workers have answered what was handed over: the engine has its cores back, if it computes on theirs."""
+        if self._assist.workers.rests_between_handoffs:
+            self.rest()
+
     def rest(self) -> None:
-        """The pass goes on on the device: workers need not spin, until the next `open`."""
+        """Disarms the workers until the next `open`: the pass continues on the device."""
         if self._armed:
             self._armed = False
             self._assist.workers.disarm()

@@ -1,75 +1,94 @@
-"""How many CPU LoRA workers a node starts by itself: by what a load costs here, which cores are left, and how fast the
-workers are. Whether the link is a simulated one plays no part.
+"""Decides how many CPU LoRA workers a node starts by itself: by what a load costs here, and by cold calls that were
+measured with and without workers. Whether the link is a simulated one, or the device a GPU, plays no part.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from statistics import median
 
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.cold_starts import WAYS, ColdStarts, WorkersDecision
-from node_agent.coldstart.costs import pipelined_costs
+from node_agent.coldstart.cold_starts import WAYS, WorkersDecision
+from node_agent.coldstart.costs import pipelined_costs, result_bytes
+from node_agent.coldstart.pass_times import CallKind, PassTimes
 from node_agent.coldstart.planner import choose
 from node_agent.coldstart.profile import Profile
 from node_agent.coldstart.shared import DTYPES
 from node_agent.config import EngineConfig
 from node_agent.types import GROUPS
 
-RANK, TARGETS, PROMPT_TOKENS = 64, GROUPS["qkv"], 64
-"""Of the call that is judged: a large adapter, behind a short prompt, which hides little."""
-LEAST_GAIN = 0.1
-"""Of a warm prefill, that such a call's adapter must keep it waiting without workers."""
-MOST_WORKERS = 16
-"""A prompt's slices fill no more."""
-TOO_SLOW = WorkersDecision(0, "they are slower than the load is: prompts are pipelined")
+TYPICAL = CallKind(GROUPS["qkv"], 64, 64)
+"""The call that is judged: a large adapter and a short prompt, which hides little of its load."""
+MIN_GAIN = 0.1
+"""Share by which workers must bring its first token forward; and share of a warm prefill that it must wait without
+them, for less is not worth a measurement."""
+SAME_ANSWER = 1.01
+"""An answer ends no later if it takes at most this factor longer: no two calls take equally long."""
+MAX_WORKERS = 16
+"""A handoff's work fills no more."""
 
 
-def decide_workers(
-    config: EngineConfig, store: AdapterStore, base: BaseModel, profile: Profile, cores_left: int
-) -> WorkersDecision:
-    """Returns how many workers the node starts: as many as are set, or by `profile`, its link's and layers' costs."""
+def refusal(config: EngineConfig, store: AdapterStore) -> str:
+    """Returns why this node can't have CPU workers by its settings; empty if it can."""
     if "assist" not in WAYS[config.cold_start].plans:
-        return WorkersDecision(0, f"cold_start: {config.cold_start} has no use for them")
-    if config.cpu_workers is not None:
-        return WorkersDecision(config.cpu_workers, "as set")
+        return f"cold_start: {config.cold_start} has no use for them"
     if config.host_nodes > 1:
-        return WorkersDecision(0, f"{config.host_nodes} nodes share this host's cores")
+        return f"{config.host_nodes} nodes share this host's cores"
     if store.pool.data.dtype not in DTYPES:
-        return WorkersDecision(0, f"they compute in {' or '.join(map(str, DTYPES))}, not {store.pool.data.dtype}")
-    if store.pool.data.device.type != "cpu":
-        return WorkersDecision(0, "a GPU's own link is faster than they are; cpu_workers: N starts them")
+        return f"they compute in {' or '.join(map(str, DTYPES))}, not {store.pool.data.dtype}"
+    return ""
+
+
+def judge_link(config: EngineConfig, store: AdapterStore, base: BaseModel, profile: Profile) -> WorkersDecision:
+    """Returns as many workers as could gain by what the link costs, MAX_WORKERS at most: 0 where the load of a typical
+    call is hidden by its prefill even while `max_cold` loads share the link, or where the workers' results have as many
+    bytes as the weights."""
+    layout = store.pool.uniform_layout(base, TYPICAL.rank, TYPICAL.projections)
     warm, alone = exposed_seconds(store, base, profile, loads=1)
     _, together = exposed_seconds(store, base, profile, loads=config.max_cold)
-    what = f"rank {RANK} on q, k, v keeps a prompt of {PROMPT_TOKENS} tokens waiting for {alone * 1e3:.1f} ms"
-    what += f" ({together * 1e3:.1f} ms with {config.max_cold} loads at once) beyond its {warm * 1e3:.0f} ms"
-    if together < LEAST_GAIN * warm:
-        return WorkersDecision(0, f"little to gain: {what}")
-    if not cores_left:
-        return WorkersDecision(0, f"{what}, but the engine computes on all cores; threads: N leaves the others")
-    return WorkersDecision(min(cores_left, MOST_WORKERS), what)
+    figures = (("warm", warm * 1e3), ("exposed", alone * 1e3), ("exposed_shared", together * 1e3))
+    what = f"{TYPICAL}: without workers the first token waits {alone * 1e3:.1f} ms for the load "
+    what += f"({together * 1e3:.1f} ms with {config.max_cold} loads at once) beyond a prefill of {warm * 1e3:.1f} ms"
+    results = result_bytes(layout, base, TYPICAL.tokens * store.pool.data.element_size())
+    if (results >= layout.moved).all():
+        return WorkersDecision(0, f"the workers' results have as many bytes as the weights; {what}", figures)
+    if together < MIN_GAIN * warm:
+        return WorkersDecision(0, f"little to gain; {what}", figures)
+    return WorkersDecision(MAX_WORKERS, what, figures)
 
 
 def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, loads: int) -> tuple[float, float]:
-    """Returns a warm prefill's seconds, and what the call waits beyond them while its adapter's layers are pipelined
-    over a link that `loads` loads share."""
-    costs = pipelined_costs(profile, store.pool.uniform_layout(base, RANK, TARGETS), PROMPT_TOKENS, loads)
+    """Returns the seconds of a typical call's warm prefill, and those by which its first token is later while its
+    adapter's layers are pipelined over a link that `loads` loads share."""
+    layout = store.pool.uniform_layout(base, TYPICAL.rank, TYPICAL.projections)
+    costs = pipelined_costs(profile, layout, TYPICAL.tokens, loads)
     return costs.device * base.num_layers, choose(costs, ("wait", "pipeline")).exposed
 
 
-def workers_gain(starts: ColdStarts, config: EngineConfig, profile: Profile, count: int) -> bool:
-    """Returns whether `count` workers of the speed that the profile says would compute such a call sooner than the
-    pipeline."""
-    layout = starts.store.pool.uniform_layout(starts.base, RANK, TARGETS)
-    pipelined = pipelined_costs(profile, layout, PROMPT_TOKENS, config.max_cold)
-    cpu = starts.worker_seconds(profile, layout, PROMPT_TOKENS, count)
-    return choose(replace(pipelined, cpu=cpu)).name == "assist"
+def judge_calls(times: PassTimes, count: int, link: WorkersDecision) -> WorkersDecision:
+    """Returns `count` workers where measured typical calls have their first token MIN_GAIN sooner with them and end
+    their answers no later; else 0. `link`: the decision by the link alone."""
+    found = {plan: times.of(TYPICAL, plan) for plan in ("pipeline", "assist")}
+    if not all(found.values()):
+        return WorkersDecision(0, f"no call could be measured with them; {link.reason}", link.figures)
+    first = {plan: 1e3 * median(s.seconds for s in samples) for plan, samples in found.items()}
+    answer = {plan: 1e3 * median(s.answer for s in samples if s.answer) for plan, samples in found.items()}
+    figures = tuple(
+        (f"{what}_{plan}", value)
+        for what, of in (("first_token", first), ("answer", answer))
+        for plan, value in of.items()
+    )
+    measured = (
+        f"measured {TYPICAL}: first token {first['assist']:.1f} ms with {count} workers, {first['pipeline']:.1f} ms "
+    )
+    measured += f"without; 12-token answer {answer['assist']:.1f} and {answer['pipeline']:.1f} ms"
+    gains = (
+        first["assist"] <= (1 - MIN_GAIN) * first["pipeline"] and answer["assist"] <= SAME_ANSWER * answer["pipeline"]
+    )
+    reason = f"{'they gain' if gains else 'they gain too little'}; {measured}; {link.reason}"
+    return WorkersDecision(count if gains else 0, reason, (*link.figures, *figures))
 
 
-def known_too_slow(starts: ColdStarts, config: EngineConfig, profile: Profile) -> bool:
-    """Returns whether the profile, which was measured with as many workers as were decided on, has them slower than the
-    pipeline: then `auto` need not start them to see that. `garnish profile` measures them again."""
-    count = starts.decision.count
-    if config.cpu_workers is not None or not count or profile.cpu is None or profile.key.workers != count:
-        return False
-    return not workers_gain(starts, config, profile, count)
+def candidate_counts(most: int) -> list[int]:
+    """Returns the numbers of workers that are tried: powers of two below `most`, and `most`."""
+    return sorted({1 << i for i in range(most.bit_length()) if 1 << i < most} | {most}) if most else []

@@ -94,6 +94,8 @@ class ColdLora:
                     self._failed = True
             finally:
                 handoff.close()
+                if self._workers is not None:
+                    self._workers.answered()
 
     def close(self) -> None:
         """The pass has ended, one way or the other."""

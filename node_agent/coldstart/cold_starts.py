@@ -1,4 +1,4 @@
-"""How cold chunks get their adapters on this node: plans them, says how far each may go, and keeps what came of it."""
+"""Plans cold prefills, says how far each may go, and corrects later plans by measured times."""
 
 from __future__ import annotations
 
@@ -14,19 +14,29 @@ from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist, AssistedPass
 from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora
-from node_agent.coldstart.learning import Correction, Outcome
-from node_agent.coldstart.planner import ChunkCosts, Contention, arrivals, choose, longest_step
+from node_agent.coldstart.costs import result_bytes
+from node_agent.coldstart.learning import Correction, LearntLink, Outcome
+from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes, kind_of
+from node_agent.coldstart.planner import (
+    ChunkCosts,
+    Contention,
+    DecodeCosts,
+    choose,
+    forecast,
+    longest_step,
+    wait_seconds,
+)
 from node_agent.coldstart.profile import Profile
 from node_agent.coldstart.row_costs import JoinedStep, RowCosts, RowPart
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.types import LayerState, Lease, PassLora, Plan
 
 MOST_OUTCOMES = 256
-LEAST_LOAD_S = 1e-3
-"""Shorter loads tell of threads waking up, and nothing of the link."""
 NO_WAIT = 0.02
 """Workers count as on time if the chunk waited less than this share of the base's products, beside which they
 compute."""
+MAX_UNMEASURED = 16
+"""Kinds of calls that wait to be measured, at most."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +49,18 @@ class Way:
     whole: bool = False
     """The device computes nothing of an adapter that is not wholly there: the CPU without the pipeline."""
     decodes: bool = False
-    """Decode steps are computed while the adapter is on its way."""
+    """Decode steps are computed while the adapter is loading."""
 
 
+PLAIN = ("wait", "pipeline")
+"""Plans that need no CPU workers."""
 WAYS = {
-    "auto": Way(("wait", "pipeline", "assist"), decodes=True),
+    "auto": Way((*PLAIN, "assist"), decodes=True),
     "wait": Way(("wait",)),
-    "pipeline": Way(("wait", "pipeline")),
-    "assist": Way(("assist", "pipeline", "wait"), decodes=True),
+    "pipeline": Way(PLAIN),
+    "assist": Way(("assist",), decodes=True),
 }
-"""`node.cold_start` in serverless.yml: the plans that may be chosen. Where `assist` is impossible the others do."""
+"""`node.cold_start` in serverless.yml: the plans that may be chosen. Where `assist` is impossible, PLAIN may."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,8 @@ class WorkersDecision:
     count: int
     reason: str
     """For operators."""
+    figures: tuple[tuple[str, float], ...] = ()
+    """(name, milliseconds) of what the decision was made by"""
 
 
 class ColdStarts:
@@ -73,19 +87,36 @@ class ColdStarts:
     ) -> None:
         """Plans by the profile, with these workers; without a profile every plan is `wait`."""
         self.store, self.base, self.way = store, base, way
+        self.times = PassTimes()
+        self.row_cpu = Correction()
+        """of the workers' time for decode rows"""
+        self.link: LearntLink | None = None
+        self.unmeasured: dict[CallKind, None] = {}
+        """Kinds of calls that workers may help, as far as the profile says, but that were never measured with them."""
+        self.learns = True
+        """Whether passes that end are learnt from; not those of a measurement, which keeps its own."""
+        self.assist: Assist | None = None
+        """What cold passes need of the workers; None where there are none."""
         self.use(profile, workers)
         self.decision = WorkersDecision(0, "")
-        self.cpu, self.row_cpu, self.link = Correction(), Correction(), Correction()
-        """of the profile's costs of workers, by chunks and by decode rows, and of the link, as they are lately"""
         self.outcomes: deque[Outcome] = deque(maxlen=MOST_OUTCOMES)
+        self.latest: Plan | None = None
+        """The plan that was made last."""
 
     def use(self, profile: Profile | None, workers: WorkerPool | None) -> None:
         """Plan by the profile from now on, with these workers."""
         self.profile, self.workers = profile, workers
-        if profile is not None and self.store.pool.data.is_cuda:
-            self.store.loader.bandwidth = profile.link.bandwidth
-        self.assist = None if profile is None or workers is None else Assist(self.store, self.base, profile, workers)
-        """What cold passes need of the workers; None where there are none."""
+        if profile is not None:
+            self.times = PassTimes(profile.passes)
+            self.link = LearntLink(profile.link)
+            if self.store.pool.data.is_cuda:
+                self.store.loader.bandwidth = profile.link.bandwidth
+        if profile is None or workers is None:
+            self.assist = None
+        elif self.assist is None or self.assist.workers is not workers:
+            self.assist = Assist(self.store, self.base, profile, workers)
+        else:
+            self.assist.profile = profile
 
     @property
     def assists(self) -> bool:
@@ -96,56 +127,87 @@ class ColdStarts:
         """Choose for a chunk of `n_tokens` that is about to begin, and load in the order that this wants."""
         if self.profile is None:
             return Plan("wait")
-        others, costs = contention.others, self.costs(lease, n_tokens, self.profile)
+        costs = self.costs(lease, n_tokens, self.profile)
         apart = self._apart(costs, n_tokens, contention, self.profile)
-        costs = replace(costs, ahead=contention.ahead, others=others, apart=apart)
+        costs = replace(costs, ahead=contention.ahead, others=contention.others, apart=apart)
         if contention.decodes:
-            costs = replace(costs, decodable=self._decodable(lease, costs, self.profile))
-        possible = tuple(name for name in self.way.plans if name != "assist" or self.assists)
-        choice = choose(costs, possible or ("wait",))
+            costs = replace(costs, decode=self._decode_costs(lease, costs, contention.decodes, self.profile))
+        kind = kind_of(self.store.layout(lease), n_tokens)
+        choice = choose(costs, self._allowed(kind, costs), partial(self.times.bounds, kind))
         if choice.name != "wait":
             self.store.set_order(lease, choice.order(self.base.num_layers))
-        return Plan(
+        joins = costs.decode is not None and np.isfinite(costs.decode.longer)
+        moved = zip(self.store.layout(lease).moved, costs.load > 0, strict=True)
+        self.latest = Plan(
             choice.name,
             choice.assisted,
             choice.exposed,
             tuple((costs.cpu - costs.device).tolist()),
             tuple(costs.load.tolist()),
             choice.seconds,
-            max(0.0, costs.decodable - choice.seconds),
-            others,
-            float(costs.load.sum()) / self.link.value,
+            max(0.0, choice.loaded - choice.seconds) if contention.decodes and not joins else 0.0,
+            contention.others,
+            self._alone_seconds(costs, choice.name, choice.assisted),
+            sum(size for size, awaited in moved if awaited),
+            max(1, self.store.loads_in_flight),
         )
+        return self.latest
+
+    def _allowed(self, kind: CallKind, costs: ChunkCosts) -> tuple[str, ...]:
+        """Returns the plans that may be chosen for a chunk of this kind. Workers take a kind of call only once it was
+        measured with them; one that they may help by the profile alone is noted, to be measured."""
+        plain = tuple(name for name in self.way.plans if name in PLAIN)
+        if "assist" not in self.way.plans or not self.assists:
+            return plain or PLAIN
+        if not plain or self.times.is_measured(kind):
+            return self.way.plans if plain or np.isfinite(costs.cpu).any() else PLAIN
+        if kind not in self.unmeasured and len(self.unmeasured) < MAX_UNMEASURED and choose(costs).name == "assist":
+            self.unmeasured[kind] = None
+        return plain
+
+    def _alone_seconds(self, costs: ChunkCosts, name: str, assisted: int) -> float:
+        """Returns the forecast by the profile alone of a chunk that has engine and link for itself; 0 where it does
+        not, or where its adapter is not in host memory yet."""
+        if costs.others or costs.ahead or costs.in_host.any() or self.store.loads_in_flight > 1 or not costs.load.any():
+            return 0.0
+        return wait_seconds(costs) if name == "wait" else float(forecast(costs)[0][assisted])
 
     def _apart(self, costs: ChunkCosts, n_tokens: int, contention: Contention, profile: Profile) -> float:
-        """Returns the seconds that the others together lose by a pass of the chunk's own. Those whose adapters are on
-        their way, too, count where all are there before they could be computed: where a load that has the link alone
-        takes no longer than a warm prefill."""
+        """Returns the seconds that the others together lose by a pass of the chunk's own. Others whose adapters are
+        loading too count where all are there before they could be computed: where a load that has the link alone takes
+        no longer than a warm prefill."""
         layers = self.base.num_layers
         load = costs.load.sum() / max(1, self.store.loads_in_flight)
         together = costs.in_host.max() + load <= layers * costs.device
         sharing = contention.others if together else contention.ready
         return sharing * layers * profile.apart_seconds(n_tokens, sharing)
 
-    def _decodable(self, lease: Lease, costs: ChunkCosts, profile: Profile) -> float:
-        """Returns the seconds from now until rows of the adapter may decode: all is there, or the workers' part of what
-        is not lengthens the others' steps little."""
-        arrived = arrivals(costs)
-        if not (self.way.decodes and self.assists):
-            return float(arrived[-1])
+    def _decode_costs(self, lease: Lease, costs: ChunkCosts, tokens: int, profile: Profile) -> DecodeCosts:
+        """Returns what the decode steps after a chunk cost, of which some may be computed before the whole adapter is
+        there. On average half of the layers that are loading are the workers' then."""
         rows, row_costs = 1 + costs.others, RowCosts(profile, self.base)
+        step = row_costs.step(rows)
+        if not (self.way.decodes and self.assists):
+            return DecodeCosts(tokens, step, np.inf)
         work, crossings = self._row_work(lease, 1, row_costs)
         longer = (work - row_costs.beside(rows)).clip(0.0).sum(axis=1) + crossings.sum(axis=1)
-        longer[costs.load == 0] = 0.0
-        most = longest_step(row_costs.step(rows), 1, costs.others)
-        rest = np.append(np.cumsum(longer[::-1])[::-1][1:], 0.0)  # of the layers behind each one
-        ready = float(arrived[np.argmax(rest <= most)]) if longer.sum() > most else 0.0
-        return max(ready, float(costs.in_host.max()))
+        half = float(longer[costs.load > 0].sum()) / 2
+        results = 0.0 if costs.results is None else float(self._result_seconds(lease, 1)[costs.load > 0].sum()) / 2
+        return DecodeCosts(tokens, step, half if half <= longest_step(step, 1, costs.others) else np.inf, results)
 
     def _row_work(self, lease: Lease, rows: int, costs: RowCosts) -> tuple[np.ndarray, np.ndarray]:
         """Returns the workers' seconds for so many decode rows, as they are lately, and those of crossings."""
         layout, row_bytes = self.store.layout(lease), rows * self.store.pool.data.element_size()
-        return self.row_cpu.value * costs.work(layout, rows), costs.crossings(layout, row_bytes)
+        crossings = costs.crossings(layout, row_bytes, self.store.loads_in_flight)
+        return self.row_cpu.value * costs.work(layout, rows), crossings
+
+    def _result_seconds(self, lease: Lease, rows: int) -> np.ndarray:
+        """Returns f64[N]: seconds by which the workers' results for so many rows delay the load; 0 where workers share
+        the device's memory."""
+        if self.profile is None or self.profile.handoff is None or self.link is None:
+            return np.zeros(self.base.num_layers)
+        row_bytes = rows * self.store.pool.data.element_size()
+        return result_bytes(self.store.layout(lease), self.base, row_bytes) / self.link.cost.bandwidth
 
     def without_workers(self, lease: Lease, plan: Plan) -> Plan:
         """Returns what an `assist` plan becomes where no worker can be had after all: every layer is loaded."""
@@ -188,7 +250,8 @@ class ColdStarts:
             np.where(for_workers, each, 0.0) for each in self._row_work(lease, rows, RowCosts(profile, self.base))
         )
         arriving = float(load[states == LayerState.ENQUEUED].sum())
-        return RowPart(rows, work, float(crossings.sum()), arriving, float(load.sum()))
+        results = float(self._result_seconds(lease, rows)[states == LayerState.HOST].sum())
+        return RowPart(rows, work, float(crossings.sum()), arriving, float(load.sum()), results)
 
     def can_step(self, lease: Lease) -> bool:
         """Returns whether a pass could be computed to its end now: each layer is on the device or can be computed by
@@ -216,34 +279,21 @@ class ColdStarts:
     def observe(self, lease: Lease, outcome: Outcome) -> None:
         """Learn from a chunk of the leased adapter that was computed."""
         self.outcomes.append(outcome)
-        if self.profile is None or self.workers is None or not self.assists or not outcome.layers_cpu:
-            return
-        costs, share = RowCosts(self.profile, self.base), outcome.layers_cpu / self.base.num_layers
-        layout = self.store.layout(lease)
-        work = costs.slices(layout, outcome.tokens, self.workers.usable)
-        between = share * float(np.where(work > 0, costs.beside(outcome.tokens), 0.0).sum())
-        if self._on_cpu:
-            self._learn(self.cpu, share * float(work.sum()), between, outcome.waited)
-        elif not outcome.others:  # the device waited where the engine can't see it: what the chunk took longer for
-            warm = self.warm_seconds(outcome.tokens, self.base.num_layers)
-            crossings = share * costs.crossings(layout, outcome.tokens * self.store.pool.data.element_size()).sum()
-            longer = max(0.0, outcome.seconds - outcome.exposed - warm - float(crossings))
-            self.cpu.learn(share * float(work.sum()), between + longer, at_most=longer <= NO_WAIT * between)
+        if self.learns and outcome.by_profile:
+            kind = kind_of(self.store.layout(lease), outcome.tokens)
+            self.times.add(PassSample(kind, outcome.plan, outcome.by_profile, outcome.seconds))
 
     def _learn(self, correction: Correction, cpu: float, between: float, waited: float) -> None:
         """Learns that workers who were to take `cpu` seconds had the `between` ones of the base's products, and
         `waited` more. On a device with a stream it learns nothing: that waits where the engine can't see it."""
-        if self._on_cpu:
+        if self.store.pool.data.device.type == "cpu":
             correction.learn(cpu, between + waited, at_most=waited < NO_WAIT * between)
 
-    @property
-    def _on_cpu(self) -> bool:
-        return self.store.pool.data.device.type == "cpu"
-
-    def observe_load(self, forecast: float, seconds: float) -> None:
-        """Learn from the rest of a load whose adapter lay in host memory; `forecast` by the profile alone."""
-        if forecast > LEAST_LOAD_S:
-            self.link.learn(forecast, seconds)
+    def learn_load(self, size: int, seconds: float) -> None:
+        """Learn from a load of an adapter that lay in host memory: `size` bytes crossed in `seconds`, or would have,
+        had no other load shared the link."""
+        if self.link is not None:
+            self.link.learn(size, seconds)
 
     def ready_until(self, lease: Lease, plan: Plan, layer: int) -> int:
         """Layers that a pass of this plan, which stands before `layer`, may be advanced to."""
@@ -278,27 +328,40 @@ class ColdStarts:
         return bool((1 + plan.others) * plan.cpu_extra[layer] < left)
 
     def costs(self, lease: Lease, n_tokens: int, profile: Profile) -> ChunkCosts:
-        """Returns what each layer of the chunk costs by the profile, corrected by what was observed lately and with the
-        link shared as it is now."""
-        layout, layers = self.store.layout(lease), self.base.num_layers
-        per_byte = max(1, self.store.loads_in_flight) * self.link.value / profile.link.bandwidth
+        """Returns what each layer of the chunk costs by the profile, with the link as it was observed lately and shared
+        as it is now."""
+        assert self.link is not None  # there is a profile
+        layout, layers, link = self.store.layout(lease), self.base.num_layers, self.link.cost
+        sharing = max(1, self.store.loads_in_flight)
         load, in_host = np.zeros(layers), np.zeros(layers)
         for layer in range(layers):
             state = self.store.state(lease, layer)
             if state != LayerState.DEVICE:
-                load[layer] = layout.moved[layer] * per_byte
+                load[layer] = sharing * layout.moved[layer] / link.bandwidth
             if state == LayerState.NO:
                 in_host[layer] = self.store.host_seconds(lease, layer)
         usable = self.workers.usable if self.workers is not None else 0
-        cpu = self.worker_seconds(profile, layout, n_tokens, usable) if usable else np.full(layers, np.inf)
-        latency = profile.link.latency if load.any() else 0.0
-        return ChunkCosts(profile.layer_seconds(n_tokens), cpu, load, in_host, latency)
+        cpu = self.worker_seconds(profile, layout, n_tokens, usable, sharing)
+        results = self._result_seconds(lease, n_tokens)
+        return ChunkCosts(profile.layer_seconds(n_tokens), cpu, load, in_host, results, link.latency)
 
-    def worker_seconds(self, profile: Profile, layout: AdapterLayout, n_tokens: int, workers: int) -> np.ndarray:
-        """Returns f64[N]: the seconds of each layer whose adapter part so many workers compute, as they are lately."""
-        costs = RowCosts(profile, self.base)
-        work = self.cpu.value * costs.slices(layout, n_tokens, workers)
-        longer = (work - costs.beside(n_tokens)).clip(0.0).sum(axis=1)
-        crossings = costs.crossings(layout, n_tokens * self.store.pool.data.element_size()).sum(axis=1)
-        seconds: np.ndarray = profile.layer_seconds(n_tokens) + crossings + longer
-        return seconds
+    def worker_seconds(
+        self, profile: Profile, layout: AdapterLayout, n_tokens: int, workers: int, sharing: int = 1
+    ) -> np.ndarray:
+        """Returns f64[N]: the seconds of each layer whose adapter part so many workers compute, while `sharing` loads
+        use the link. Infinite without workers, and where the results have as many bytes as the weights: then workers
+        can only delay what they are to hide."""
+        if not workers or profile.cpu is None:
+            return np.full(len(layout.layers), np.inf)
+        row_bytes = n_tokens * self.store.pool.data.element_size()
+        costs, slowdown = RowCosts(profile, self.base), 1.0
+        if self.workers is not None and self.workers.engine_cores is not None:
+            slowdown = self.workers.engine_cores.slowdown
+        work, beside = costs.slices(layout, n_tokens, workers), costs.beside(n_tokens)
+        longer = np.where(work > 0, np.maximum(work, slowdown * beside) - beside, 0.0).sum(axis=1)
+        seconds = profile.layer_seconds(n_tokens) + longer + costs.crossings(layout, row_bytes, sharing).sum(axis=1)
+        if profile.handoff is not None:
+            moved = np.array(layout.moved)
+            seconds[(moved > 0) & (result_bytes(layout, self.base, row_bytes) >= moved)] = np.inf
+        found: np.ndarray = seconds
+        return found

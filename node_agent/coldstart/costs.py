@@ -39,6 +39,19 @@ def pipelined_costs(profile: Profile, layout: AdapterLayout, tokens: int, loads:
     )
 
 
+def result_bytes(layout: AdapterLayout, base: BaseModel, row_bytes: int) -> np.ndarray:
+    """Returns f64[N]: bytes of the workers' results per layer, which cross towards the device. `row_bytes`: bytes
+    of one element of each row."""
+    elements = np.array([base.widths[p][1] for p in range(len(base.widths))], float)
+    adapted = np.zeros((len(layout.layers), len(elements)), bool)
+    for layer in range(len(layout.layers)):
+        for members in GROUPS.values():  # a group's message has the results of all its projections
+            if any(layout.rank[layer, p] for p in members):
+                adapted[layer, list(members)] = True
+    found: np.ndarray = row_bytes * (adapted @ elements)
+    return found
+
+
 def group_widths(base: BaseModel, group: str) -> tuple[int, int]:
     """Elements of a token's input and of its outputs together."""
     members = GROUPS[group]

@@ -1,15 +1,27 @@
-"""What forecasts of cold starts learn from what came of them."""
+"""Corrections of cold start forecasts by what was observed."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.least_squares import nonnegative
+from node_agent.coldstart.profile import LinkCost
 
 LEAST, MOST = 0.25, 16.0
 """Bounds of a correction, whatever is observed."""
 RATE = 0.3
 """Weight of one observation, in logarithms."""
+LOADS_KEPT = 16
+REFIT_S = 1.0
+LEAST_LOAD_S, LONGEST_LOAD_S = 1e-3, 1e3
+"""Bounds of the loads that are learnt from."""
+PROFILE_SIZES = (1 << 20, 1 << 27)
+"""Bytes of two loads by which the profile counts as much as two fresh observations."""
 FADE_S = 10.0
 """Seconds in which half of a correction is forgotten: what is not chosen any more for seeming slow is tried again."""
 
@@ -36,9 +48,47 @@ class Correction:
         self._value, self._at = old * (seen / old) ** RATE, self._clock()
 
 
+class LearntLink:
+    """Cost of the link from host memory to the device: the profile's, corrected by loads that were observed.
+
+    A load's `latency + bytes / bandwidth` is fitted by least squares of relative errors, to the profile's own line and
+    the latest loads. A load counts half as much after FADE_S, so that one slow minute is forgotten.
+    """
+
+    def __init__(self, profile: LinkCost, clock: Callable[[], float] = time.monotonic) -> None:
+        self.profile, self._clock = profile, clock
+        self._loads: deque[tuple[float, int, float]] = deque(maxlen=LOADS_KEPT)
+        self._cost, self._made_at = profile, clock()
+
+    @property
+    def cost(self) -> LinkCost:
+        if self._loads and self._clock() > self._made_at + REFIT_S:
+            self._fit()
+        return self._cost
+
+    def learn(self, size: int, seconds: float) -> None:
+        """Records a load of `size` bytes that took `seconds`, or would have taken them alone on the link. Ignores one
+        that is too short: it says how fast threads wake up, and nothing of the link."""
+        if size > 0 and LEAST_LOAD_S < seconds < LONGEST_LOAD_S:
+            self._loads.append((self._clock(), size, seconds))
+            self._fit()
+
+    def _fit(self) -> None:
+        self._made_at = now = self._clock()
+        known = [(size, self.profile.latency + size / self.profile.bandwidth, 1.0) for size in PROFILE_SIZES]
+        seen = [(size, seconds, 0.5 ** ((now - at) / FADE_S)) for at, size, seconds in self._loads]
+        sizes, seconds, weights = np.array(known + seen).T
+        scale = np.sqrt(weights) / seconds
+        columns = np.column_stack((scale, sizes * scale))
+        latency, per_byte = nonnegative(columns, np.sqrt(weights))
+        bandwidth = self.profile.bandwidth
+        per_byte = min(max(float(per_byte), LEAST / bandwidth), MOST / bandwidth)
+        self._cost = LinkCost(min(float(latency), LONGEST_LOAD_S), 1 / per_byte)
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one cold chunk, beside what was planned. Seconds."""
+    """One cold chunk as it was computed, and as it was planned. Seconds."""
 
     request: str
     plan: str
@@ -57,3 +107,5 @@ class Outcome:
     """of the chunk, by where the adapter's part was computed"""
     others: int = 0
     """requests that may have had passes in between"""
+    by_profile: float = 0.0
+    """forecast by the profile alone; 0: the chunk did not have engine and link for itself"""

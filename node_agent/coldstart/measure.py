@@ -31,9 +31,9 @@ from node_agent.engine.request import Request
 from node_agent.types import GROUPS, ModelRunner, batch_device
 
 GROUP = "qkv"
-"""whose slices are measured"""
+"""Projection group whose slices are measured."""
 LINK = "link"
-"""whose pages are copied to meanwhile"""
+"""Owner of the pages that are copied to."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def measure(
     if workers is not None:
         progress("a worker's slice")
         cpu = measure_cpu(store, workers, effort)
-    if cpu is not None and isinstance(workers, StreamPool):
+    if workers is not None and cpu is not None and crosses_link(workers):
         progress("a handoff")
-        handoff = measure_handoff(workers, effort.rounds)
+        handoff = measure_handoff(workers, store.pool.data.device, effort.rounds)
     return Profile(key, layer, cpu, link, handoff)
 
 
@@ -134,16 +134,21 @@ def _page(number: int, elements: int) -> slice:
     return slice(number * elements, (number + 1) * elements)
 
 
-def measure_handoff(workers: StreamPool, rounds: int) -> LinkCost:
-    """Rows handed over on the stream to workers that answer at once: one row, and as many as there may be."""
+def crosses_link(workers: WorkerPool) -> bool:
+    """Returns whether handoffs cross a link, real or simulated, rather than memory that engine and workers share."""
+    return isinstance(workers, StreamPool) or workers.link is not None
+
+
+def measure_handoff(workers: WorkerPool, device: torch.device, rounds: int) -> LinkCost:
+    """Rows that the device hands over to workers that answer at once: one row, and as many as there may be."""
     width = max(d_in for d_in, _ in workers.layout.widths)
     sizes = sorted({1, workers.layout.max_tokens})
     seconds = []
     workers.arm()
     try:
         for tokens in sizes:
-            x = torch.zeros(tokens, width, dtype=workers.layout.torch_dtype, device=workers.device)
-            seconds.append(_median_seconds(workers.device, partial(_hand_over, workers, x), rounds))
+            x = torch.zeros(tokens, width, dtype=workers.layout.torch_dtype, device=device)
+            seconds.append(_median_seconds(device, partial(_hand_over, workers, x), rounds))
     finally:
         workers.disarm()
     row = width * workers.layout.torch_dtype.itemsize
@@ -151,20 +156,23 @@ def measure_handoff(workers: StreamPool, rounds: int) -> LinkCost:
     return LinkCost(max(0.0, seconds[0] - row * per_byte), 1 / per_byte)
 
 
-def _hand_over(workers: StreamPool, x: torch.Tensor) -> None:
+def _hand_over(workers: WorkerPool, x: torch.Tensor) -> None:
     one = workers.begin_pass()
     segment = Segment(0, x.shape[0], x.shape[0])
     handoff = one.open(x, [segment], 0, None) if one is not None else None
     if one is None or handoff is None:
         raise ProfileError("no CPU worker takes a handoff")
     handoff.wait()
+    handoff.close()
     one.end()
 
 
 def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> CpuLora | None:
-    """One worker's slices of a made-up adapter, and the three costs that fit them best. None: no worker answers."""
+    """One worker's slices of a made-up adapter, and the three costs that fit them best, without a simulated link. None:
+    no worker answers."""
     samples: list[tuple[int, int, float]] = []
     base = store.base
+    link, workers.link = workers.link, None
     workers.arm()
     try:
         for rank in effort.ranks:
@@ -180,6 +188,7 @@ def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> Cpu
                     samples.append((tokens, elements, found))
     finally:
         workers.disarm()
+        workers.link = link
     return fit_cpu(samples)
 
 

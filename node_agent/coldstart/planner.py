@@ -1,9 +1,10 @@
 """Chooses how a cold chunk gets its weights (Toppings 4.1): wait, pipeline, or assist + pipeline; and whether rows join
-a decode step whose adapter is on its way.
+a decode step whose adapter is still loading.
 
 A forecast walks the layers once, for every possible size g of the first group at the same time: layers g..N-1 are
 loaded in order while the CPU workers compute the adapter's part of layers 0..g-1, which are loaded last. g = 0 is the
-pipeline without the CPU; `wait` stands still until everything is there.
+pipeline without the CPU; `wait` stands still until everything is there. The workers' results cross the link in the
+direction of the weights, so each assisted layer delays the load.
 
 While bytes are awaited the engine serves others; while workers are awaited it stands still, and all wait. Only a chunk
 that waits for its whole adapter joins the others' pass; any other has a pass of its own, which reads the base's weights
@@ -13,16 +14,25 @@ others loses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 NOT_WORTH = 0.01
-"""A plan with more coordination is taken only where it ends sooner by this share of a warm prefill."""
+"""Share of a warm prefill by which a plan with more coordination must end sooner to be taken."""
 JOINS_AT_MOST = 0.25
-"""Of a step's time: by so much rows whose adapters are on their way may lengthen the others' next step, together."""
+"""Share of a step's time by which rows whose adapters are loading may lengthen the others' next step, together."""
 PLANS = ("wait", "pipeline", "assist")
-"""The plainest first."""
+"""Names of the plans, the plainest first."""
+
+Bounds = Callable[[str, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""(plan, forecast seconds of whole passes) -> their lower bounds, most likely values and upper bounds."""
+
+
+def exact(_: str, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the forecast as its own bounds."""
+    return seconds, seconds, seconds
 
 
 @dataclass(frozen=True)
@@ -35,8 +45,22 @@ class Contention:
     """requests that it serves meanwhile"""
     ready: int = 0
     """those of them whose adapters are on the device"""
-    decodes: bool = False
-    """tokens of the request follow the chunk"""
+    decodes: int = 0
+    """tokens of the request that are decoded after the chunk, as far as is known; 0: none"""
+
+
+@dataclass(frozen=True)
+class DecodeCosts:
+    """Decode steps that follow a chunk. Seconds."""
+
+    tokens: int
+    """expected number of steps"""
+    step: float
+    """duration of one step with the adapter on the device"""
+    longer: float
+    """extra duration of a step that the row joins while its adapter is loading; inf: it can't join"""
+    results: float = 0.0
+    """delay of the load by the results of one joined step"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,8 @@ class ChunkCosts:
     """f64[N]: a layer's bytes over this load's share of the link; 0 for what is on the device already"""
     in_host: np.ndarray
     """f64[N]: seconds from now until the layer is in host memory; 0 for what is there"""
+    results: np.ndarray | None = None
+    """f64[N]: delay of the load by an assisted layer's results, which cross the same link; None: there is none"""
     latency: float = 0.0
     """of the link, once"""
     ahead: float = 0.0
@@ -59,8 +85,8 @@ class ChunkCosts:
     """requests that wait wherever the engine waits for workers"""
     apart: float = 0.0
     """seconds that the others together lose where the chunk has a pass of its own instead of joining theirs"""
-    decodable: float = 0.0
-    """seconds from now until the adapter's rows may decode; 0: at once, or no token follows the chunk"""
+    decode: DecodeCosts | None = None
+    """steps that follow the chunk; None: there are none"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +99,8 @@ class Choice:
     """forecast of the chunk's end"""
     exposed: float
     """forecast of the time beyond a warm chunk's, those ahead of it included"""
+    loaded: float = 0.0
+    """forecast of the time at which the whole adapter is on the device"""
 
     def order(self, layers: int) -> list[int]:
         """The order in which the layers are to be loaded."""
@@ -81,26 +109,31 @@ class Choice:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """A decode step that rows of one adapter, which is on its way, may join. Seconds."""
+    """A decode step that rows of one adapter, which is still loading, may join. Seconds."""
 
     device: float
-    """of the step without any row that joins it"""
+    """duration of the step without any row that joins it"""
     longer: float
-    """by so much these rows lengthen it"""
+    """extra duration by these rows"""
     before: float
-    """by so much those lengthen it that have joined already"""
+    """extra duration by rows that have joined already"""
     left: float
-    """of the adapter's load"""
+    """rest of the adapter's load"""
     rows: int
     others: int
     """requests beside these rows' that the step is computed for, or that wait for its end"""
+    results: float = 0.0
+    """delay of the load by these rows' results, which cross the same link"""
 
 
-def forecast(costs: ChunkCosts) -> np.ndarray:
-    """f64[N + 1]: seconds until the chunk's last layer is computed, for every size of the assisted group."""
+def forecast(costs: ChunkCosts) -> tuple[np.ndarray, np.ndarray]:
+    """Returns, both f64[N + 1], for every size of the assisted group: seconds until the chunk's last layer is computed,
+    and until the whole adapter is on the device."""
     layers = len(costs.load)
     assisted = np.arange(layers + 1)
-    link = np.full(layers + 1, costs.latency)
+    results = np.zeros(layers) if costs.results is None else costs.results
+    sooner = np.concatenate(([0.0], np.cumsum(np.where(costs.load > 0, results, 0.0))))
+    link = (costs.latency if costs.load.any() else 0.0) + sooner
     done = np.full(layers + 1, costs.ahead)
     for i in range(layers):
         loads = assisted <= i
@@ -109,44 +142,94 @@ def forecast(costs: ChunkCosts) -> np.ndarray:
         by_cpu = np.maximum(done, costs.in_host[i]) + costs.cpu[i]
         done = np.where(loads, by_device, by_cpu)
         link = arrived
-    return done
-
-
-def arrivals(costs: ChunkCosts) -> np.ndarray:
-    """f64[N]: seconds until each layer is on the device, loaded from the first to the last."""
-    link, found = costs.latency if costs.load.any() else 0.0, np.empty(len(costs.load))
-    for i in range(len(costs.load)):
-        link = found[i] = max(link, float(costs.in_host[i])) + float(costs.load[i])
-    return found
+    last = np.concatenate(([0.0], np.maximum.accumulate(costs.in_host)))
+    loaded = np.maximum(link, last) + np.concatenate(([0.0], np.cumsum(costs.load)))
+    return done, loaded
 
 
 def wait_seconds(costs: ChunkCosts) -> float:
     """Returns the seconds until the chunk is computed when the pass waits for the whole adapter first."""
-    return max(float(arrivals(costs)[-1]), costs.ahead) + costs.device * len(costs.load)
+    return max(float(forecast(costs)[1][0]), costs.ahead) + costs.device * len(costs.load)
 
 
-def choose(costs: ChunkCosts, allowed: tuple[str, ...] = PLANS) -> Choice:
+def answer_ends(first: np.ndarray, loaded: np.ndarray, decode: DecodeCosts | None) -> np.ndarray:
+    """Returns f64 like `first`: seconds until the answer ends, less its warm decode steps, for chunks that end at
+    `first` and whose adapters are on the device at `loaded`."""
+    if decode is None:
+        return first
+    waiting = np.maximum(first, loaded)
+    if not np.isfinite(decode.longer):
+        found: np.ndarray = waiting
+        return found
+    joined_step = decode.step + decode.longer
+    left = np.maximum(0.0, loaded - first)
+    joined = np.minimum(np.ceil(left / max(joined_step - decode.results, 1e-9)), decode.tokens)
+    ends: np.ndarray = np.minimum(waiting, first + joined * decode.longer)
+    return ends
+
+
+def choose(costs: ChunkCosts, allowed: tuple[str, ...] = PLANS, bounds: Bounds = exact) -> Choice:
     """Returns the plan by which the requests end first, all together; among those by which they end within NOT_WORTH of
-    each other the one whose chunk ends first, and among those that do so within NOT_WORTH the plainest. Raises
-    ValueError where none of `allowed` is possible."""
-    layers = len(costs.load)
-    warm = costs.device * layers
-    ends = np.array([wait_seconds(costs), *forecast(costs)])  # wait, pipeline, assist of 1..N layers
-    together = np.maximum(ends, costs.decodable) + _lost_by_others(costs)
-    of_name = {"wait": slice(0, 1), "pipeline": slice(1, 2), "assist": slice(2, None)}
-    possible = np.zeros(layers + 2, bool)
-    for name in allowed:
-        possible[of_name[name]] = True
-    possible &= np.isfinite(ends)
-    if not possible.any():
+    each other the one whose chunk ends first, and among those that do so within NOT_WORTH the plainest.
+
+    `assist` replaces the others only where its chunk's upper bound lies below the lower bound of the plan that would be
+    taken without it, and the requests end no later. Raises ValueError where none of `allowed` is possible.
+    """
+    plans = _Plans(costs, bounds)
+    plain = plans.best([name for name in allowed if name != "assist"])
+    assist = plans.best(["assist"]) if "assist" in allowed else None
+    if plain is None and assist is None:
         raise ValueError(f"none of {allowed} is possible here")
-    possible &= together <= together[possible].min() + NOT_WORTH * warm
-    ends = np.where(possible, ends, np.inf)
-    soon = ends.min() + NOT_WORTH * warm
-    name = next(name for name in PLANS if ends[of_name[name]].min(initial=np.inf) <= soon)
-    at = int(np.argmin(ends[of_name[name]]))
-    seconds = float(ends[of_name[name]][at])
-    return Choice(name, at + 1 if name == "assist" else 0, seconds, max(0.0, seconds - warm - costs.ahead))
+    if plain is None or (assist is not None and plans.replaces(assist, plain)):
+        assert assist is not None
+        return plans.choice(assist)
+    return plans.choice(plain)
+
+
+class _Plans:
+    """The plans for one chunk: `wait`, `pipeline`, and `assist` of 1..N layers, in this order in every array."""
+
+    def __init__(self, costs: ChunkCosts, bounds: Bounds) -> None:
+        self._costs, self._warm = costs, costs.device * len(costs.load)
+        ends, loaded = forecast(costs)
+        self._loaded = np.array([loaded[0], *loaded])
+        net = np.array([wait_seconds(costs), *ends]) - costs.ahead
+        by_name = [bounds(name, net[part]) for name, part in OF_NAME.items()]
+        self._low, self._ends, self._high = (costs.ahead + np.concatenate(part) for part in zip(*by_name, strict=True))
+        self._together = answer_ends(self._ends, self._loaded, costs.decode) + _lost_by_others(costs)
+
+    def best(self, names: list[str]) -> int | None:
+        """Returns the index of the best of these plans; None where none is possible."""
+        possible = np.zeros(len(self._ends), bool)
+        for name in names:
+            possible[OF_NAME[name]] = True
+        possible &= np.isfinite(self._ends)
+        if not possible.any():
+            return None
+        close = NOT_WORTH * self._warm
+        possible &= self._together <= self._together[possible].min() + close
+        ends = np.where(possible, self._ends, np.inf)
+        soon = ends.min() + close
+        part = next(OF_NAME[name] for name in PLANS if ends[OF_NAME[name]].min(initial=np.inf) <= soon)
+        return int(np.argmin(ends[part])) + (part.start or 0)
+
+    def replaces(self, assist: int, plain: int) -> bool:
+        """Returns whether an assisted plan is certain to have the first token sooner, and costs all requests together
+        no time; where there are others, whom it holds up, it must gain some."""
+        close = NOT_WORTH * self._warm
+        sooner = self._high[assist] + close < self._low[plain]
+        gain = self._together[plain] - self._together[assist]
+        return bool(sooner and gain >= (close if self._costs.others else 0.0))
+
+    def choice(self, at: int) -> Choice:
+        name = PLANS[min(at, 2)]
+        seconds = float(self._ends[at])
+        exposed = max(0.0, seconds - self._warm - self._costs.ahead)
+        return Choice(name, max(0, at - 1), seconds, exposed, float(self._loaded[at]))
+
+
+OF_NAME = {"wait": slice(0, 1), "pipeline": slice(1, 2), "assist": slice(2, None)}
+"""Places of the plans in the arrays of _Plans."""
 
 
 def _lost_by_others(costs: ChunkCosts) -> np.ndarray:
@@ -166,8 +249,8 @@ def longest_step(device: float, rows: int, others: int) -> float:
 
 def joins(step: StepCosts) -> bool:
     """Returns whether the rows join: all requests together gain by it, and the others' step stays within JOINS_AT_MOST.
-    Where there are no others the rows lose nothing by waiting but the rest of their load."""
+    Where there are no others the rows lose nothing by waiting but the rest of their load, which their results delay."""
     if not step.others:
-        return step.longer <= step.left
+        return step.longer + step.results <= step.left
     most = longest_step(step.device, step.rows, step.others)
     return step.longer <= most and step.before + step.longer <= JOINS_AT_MOST * step.device

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-PROFILE_VERSION = 2
-"""1: workers multiplied long slices of bf16 by bf16 products on every processor."""
+from node_agent.coldstart.pass_times import PassSample
+
+PROFILE_VERSION = 3
 MAX_PROFILE_BYTES = 1 << 20
 MOST_TOKENS = 1 << 50
 """Of one slice, where tokens cost next to nothing."""
@@ -65,6 +66,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """host memory to device"""
     handoff: LinkCost | None = None
     """what workers are given by a device with a stream; None: they share its memory"""
+    passes: tuple[PassSample, ...] = ()
+    """whole cold passes that were measured"""
     version: int = PROFILE_VERSION
 
     def layer_seconds(self, tokens: int) -> float:
@@ -90,12 +93,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return float("inf")
         return self.cpu.fixed + elements * (self.cpu.per_element + tokens * self.cpu.per_product)
 
-    def crossing_seconds(self, handed: int, answered: int) -> float:
-        """Returns the seconds for `handed` bytes to the workers and `answered` bytes back, beside no product; 0 where
-        workers share the device's memory."""
+    def crossing_seconds(self, handed: int, answered: int, sharing: int = 0) -> float:
+        """Returns the seconds in which `handed` bytes cross to the workers and `answered` bytes back, on a link that
+        `sharing` loads use too; 0 where workers share the device's memory."""
         if self.handoff is None:
             return 0.0
-        return self.handoff.latency + handed / self.handoff.bandwidth + answered / self.link.bandwidth
+        return self.handoff.latency + handed / self.handoff.bandwidth + (1 + sharing) * answered / self.link.bandwidth
 
     def slice_tokens(self, elements: int, budget: float) -> int:
         """c: tokens that one worker handles in `budget` seconds, at least one (Toppings 4.2)."""

@@ -52,13 +52,13 @@ class RowCosts:
 
         return self._by_group(layout, of_slice)
 
-    def crossings(self, layout: AdapterLayout, row_bytes: int) -> np.ndarray:
-        """Returns the seconds in which inputs and results cross between a device and the workers; `row_bytes`: of one
-        element of each of the rows."""
+    def crossings(self, layout: AdapterLayout, row_bytes: int, sharing: int = 0) -> np.ndarray:
+        """Returns the seconds in which inputs and results cross between a device and the workers, on a link that
+        `sharing` loads use too; `row_bytes`: of one element of each of the rows."""
 
         def crossing(group: str, _: int) -> float:
             handed, answered = group_widths(self.base, group)
-            return self.profile.crossing_seconds(row_bytes * handed, row_bytes * answered)
+            return self.profile.crossing_seconds(row_bytes * handed, row_bytes * answered, sharing)
 
         return self._by_group(layout, crossing)
 
@@ -88,6 +88,8 @@ class RowPart:
     """seconds of the load of layers that the step would wait for"""
     left: float
     """seconds of the whole load"""
+    results: float = 0.0
+    """seconds by which the results of one step delay the load"""
 
 
 class JoinedStep:
@@ -109,7 +111,7 @@ class JoinedStep:
         device = self._costs.step(rows)
         longer = self._lengthens(self._work + part.work, self._parts + 1, rows)
         longer += part.crossing + max(0.0, part.arriving - device) - self._lengthens(self._work, self._parts, rows)
-        return StepCosts(device, longer, self._longer, part.left, part.rows, self.others)
+        return StepCosts(device, longer, self._longer, part.left, part.rows, self.others, part.results)
 
     def join(self, part: RowPart) -> bool:
         """Lets the rows join, or returns False where they had better sit the step out."""

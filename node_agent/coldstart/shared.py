@@ -37,7 +37,7 @@ ECHO = len(GROUPS)
 """In a command's place for a group: answer, compute nothing. For profiles and benchmarks."""
 GROUP_NAMES = tuple(GROUPS)
 PAGE = mmap.PAGESIZE
-_COMMAND, _WORD, _SEGMENT = struct.Struct("<Q7i"), struct.Struct("<Q"), struct.Struct("<2i")
+_COMMAND, _WORD, _SEGMENT = struct.Struct("<Q9i"), struct.Struct("<Q"), struct.Struct("<2i")
 _REPEATS = _WORD.size
 """Offset of the simulated slow-down, in the line of the first armed flag: written before any command that it is for."""
 
@@ -58,6 +58,10 @@ class Command(NamedTuple):
     """index into DTYPES"""
     segments: int
     """whose tokens these are: so many entries of the command's segments"""
+    before_us: int
+    """simulated link: microseconds in which x crosses, before the work begins"""
+    after_us: int
+    """simulated link: microseconds in which the results cross, before the answer is posted"""
 
 
 class Layout(msgspec.Struct, frozen=True):

@@ -137,12 +137,12 @@ class StreamPool(WorkerPool):
             self._pinned = None
         super().close()
 
-    def command(self, at: int, segments: Sequence[Segment], layer: int, code: int) -> list[Part]:
+    def command(self, at: int, segments: Sequence[Segment], layer: int, code: int, x_bytes: int) -> list[Part]:
         """Write a handoff's commands, and value 0 for all workers that get none. Raises no flag."""
         self.lines[at][1][:, 0].zero_()
         # the stream gives them one handoff at a time: whoever is not late is free when this one's turn comes
         chosen = self.able[: slices_wanted(segments)]
-        parts = self.write(at, chosen, segments, layer, code) if chosen else []
+        parts = self.write(at, chosen, segments, layer, code, x_bytes) if chosen else []
         self._handoffs += bool(parts)
         for part in parts:
             if part.worker.ended:  # before its command was there for the keeper's thread to find
@@ -212,7 +212,7 @@ class StreamPass:
         if step == pool.layout.steps:
             return None
         at = self.slot * pool.layout.steps + step
-        parts = pool.command(at, segments, layer, code)
+        parts = pool.command(at, segments, layer, code, x.nbytes)
         if not parts:
             return None
         self.handoffs.append(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 
 import torch
 
@@ -21,6 +22,9 @@ from node_agent.coldstart.product import LONG_SLICE, Product
 from node_agent.coldstart.shared import DTYPES, ECHO, Command, HandoffMemory, Layout
 from node_agent.coldstart.slices import within
 from node_agent.coldstart.worker_process import WorkerConfig
+
+LATE_WAKE_US = 200
+"""Microseconds by which a sleep may end late."""
 
 
 def load_flags() -> Flags:
@@ -64,8 +68,12 @@ class Worker:
                 self._flags.post(memory.done_flags[at][index], value)
 
     def _serve(self, at: int, command: Command) -> None:
-        if command.group == ECHO:
-            return
+        delay(command.before_us)
+        if command.group != ECHO:
+            self._compute(at, command)
+        delay(command.after_us)
+
+    def _compute(self, at: int, command: Command) -> None:
         layout, memory, slot = self._layout, self._memory, at // self._layout.steps
         begin, end, tokens = command.begin, command.end, command.tokens
         segments = memory.read_segments(at, command.segments)
@@ -76,6 +84,15 @@ class Worker:
             for host_slot, low, high in within(segments, begin, end):
                 x, ys = memory.x(slot, high, d_in, low), memory.y(slot, tokens, widths, low, high)
                 self.product.compute(ys, x, host_slot, command.layer, command.group)
+
+
+def delay(microseconds: int) -> None:
+    """Returns after so many microseconds. Sleeps through all but the last ones, which the system may overrun."""
+    end = time.monotonic_ns() + microseconds * 1000
+    if microseconds > LATE_WAKE_US:
+        time.sleep((microseconds - LATE_WAKE_US) / 1e6)
+    while time.monotonic_ns() < end:
+        pass
 
 
 def warm_up(product: Product, layout: Layout) -> None:

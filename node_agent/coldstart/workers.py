@@ -11,6 +11,8 @@ import torch
 
 from kernels.handoff import Flags, flag_value
 from node_agent.adapter_memory.host_map import HostMap
+from node_agent.coldstart.engine_cores import EngineCores
+from node_agent.coldstart.handoff_link import HandoffLink
 from node_agent.coldstart.handoffs import Handoff, HostPass, Part, PassHandoffs
 from node_agent.coldstart.keeper import Keeper, WorkerState
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, MAX_SEGMENTS, HandoffMemory, Layout, make_memory
@@ -27,8 +29,7 @@ CHECK_NS = 200_000
 
 
 class WorkerPool:
-    """One worker per core of `cores`, which must be none of the engine's (cores.spare_cores). Made before CUDA is
-    touched; all but `close` is for one thread.
+    """One worker per core of `cores`. Made before CUDA is touched; all but `close` is for one thread.
 
     `layout.spares` redundant workers, as Toppings (section 8) has them, wait beside those: each is warm, sleeps, has no
     core of its own, and takes the place of a worker that is dead or late for as long as it is.
@@ -49,8 +50,12 @@ class WorkerPool:
             raise ValueError("the host pool and the handoffs must have one dtype")
         self._flags: Flags = load_flags()
         self.layout, self._host, self._cores = layout, host, list(cores)
-        self.all_cores = os.sched_getaffinity(0)
-        """of whoever makes the workers"""
+        self.limit = len(self._cores)
+        """Workers that may compute at once, at most: one for each core, or fewer for a measurement."""
+        self.engine_cores: EngineCores | None = None
+        """The cores that the engine gives up while workers are armed; None: it has others for itself."""
+        self.link: HandoffLink | None = None
+        """The simulated link that handoffs cross; None: a real one, or shared memory."""
         self.fd = make_memory(layout)
         self.memory = HandoffMemory(self.fd, layout)
         self._armed_fds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(layout.processes)]
@@ -76,16 +81,15 @@ class WorkerPool:
         return self._keeper.wait_ready(len(self._cores) if count is None else count, timeout)
 
     @property
-    def other_cores(self) -> set[int]:
-        """Returns the cores on which an engine should stay while there are workers: all that are not the workers'; all
-        where those are none."""
-        return self.all_cores - set(self._cores) or self.all_cores
+    def rests_between_handoffs(self) -> bool:
+        """Whether workers are disarmed as soon as a handoff is answered, for the engine computes on their cores."""
+        return self.engine_cores is not None and self.engine_cores.per_handoff
 
     @property
     def able(self) -> list[WorkerState]:
-        """Returns the workers that would take a slice now, one for each core at most: a spare one, which comes last,
-        is among them while another is dead or late."""
-        return [worker for worker in self._keeper.workers if not worker.late][: len(self._cores)]
+        """Returns the workers that would take a slice now, `limit` at most. A spare one, which comes last, is among
+        them while another is dead or late."""
+        return [worker for worker in self._keeper.workers if not worker.late][: self.limit]
 
     @property
     def usable(self) -> int:
@@ -100,6 +104,8 @@ class WorkerPool:
         """Have the workers poll. Each `arm` needs its `disarm`."""
         self._armed += 1
         if self._armed == 1:
+            if self.engine_cores is not None:
+                self.engine_cores.lend()
             for index in range(len(self._cores)):
                 self.rouse(index)
 
@@ -116,6 +122,8 @@ class WorkerPool:
             for index in self._polling:
                 self._flags.post(self.memory.armed[index], 0)
             self._polling.clear()
+            if self.engine_cores is not None:
+                self.engine_cores.take_back()
 
     def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None:
         """Let workers compute the group's part for x [T, d_in], whose tokens are the segments', in slices of as many
@@ -201,7 +209,7 @@ class WorkerPool:
             return None
         slot, tokens = self._free.pop(), x.shape[0]
         self.memory.x(slot, tokens, x.shape[1]).copy_(x)
-        parts = self.write(slot * self.layout.steps, workers, segments, layer, code)
+        parts = self.write(slot * self.layout.steps, workers, segments, layer, code, x.nbytes)
         for part in parts:
             self._flags.post(self.memory.command_flags[part.at][part.worker.index], part.value)
         self._handoffs += 1
@@ -214,7 +222,13 @@ class WorkerPool:
         return free[:most] if free else sorted(able, key=lambda worker: worker.commands)[:most]
 
     def write(
-        self, at: int, workers: Sequence[WorkerState], segments: Sequence[Segment], layer: int, code: int
+        self,
+        at: int,
+        workers: Sequence[WorkerState],
+        segments: Sequence[Segment],
+        layer: int,
+        code: int,
+        x_bytes: int,
     ) -> list[Part]:
         """Writes the command that each of the workers, or as many as there are slices, carries out once its command
         flag `at` has its part's value; leaves the flags to the caller."""
@@ -223,6 +237,7 @@ class WorkerPool:
             tokens += segment.tokens
             ends.append((segment.host_slot, tokens))
         memory.write_segments(at, ends)
+        before, after = self._crossings(x_bytes, tokens, code)
         parts = []
         slices = cut(segments, len(workers)) if len(workers) > 1 else ((0, tokens),)
         for worker, (begin, end) in zip(workers, slices, strict=False):
@@ -231,10 +246,19 @@ class WorkerPool:
                 self.rouse(index)
             self._sequence += 1
             value = flag_value(worker.epoch, self._sequence)
-            memory.write_command(at, index, (value, layer, code, begin, end, tokens, self._dtype, len(ends)))
+            memory.write_command(
+                at, index, (value, layer, code, begin, end, tokens, self._dtype, len(ends), before, after)
+            )
             worker.commands += 1
             parts.append(Part(worker, memory.done_flags[at][index], value, at, begin, end))
         return parts
+
+    def _crossings(self, x_bytes: int, tokens: int, code: int) -> tuple[int, int]:
+        """Returns the microseconds in which a handoff's x and its results cross the simulated link; 0 without one."""
+        if self.link is None:
+            return 0, 0
+        widths = () if code == ECHO else self.memory.group_widths[code][1]
+        return self.link.charge(x_bytes, tokens * sum(widths) * self._host_dtype.itemsize)
 
     def _answered(self, part: Part) -> bool:
         return bool(self._flags.wait(part.flag, part.value, 0))

@@ -21,6 +21,9 @@ from node_agent.types import Lease, ModelRunner, Pass, Plan, StepOutput
 
 log = logging.getLogger("garnish.engine")
 
+TYPICAL_ANSWER = 12
+"""Tokens that an answer is expected to have, where the caller allows more."""
+
 StartPass = Callable[[Row, Plan], tuple[Pass, ColdLora, Plan]]
 Book = Callable[[list[Row], StepOutput], None]
 
@@ -69,7 +72,7 @@ class ColdPass:
         return Outcome(
             self.row.request.id, self.plan.name, self.row.length, self.plan.seconds, now - self.begun,
             self.plan.exposed, self.exposed, self.lora.waited, self.lora.layers_on_cpu, self.lora.layers_on_device,
-            self.plan.others,
+            self.plan.others, self.plan.by_profile,
         )  # fmt: skip
 
 
@@ -123,10 +126,10 @@ class ColdPasses:
             for cold in self.open
         )
         row = Row(request, length)
-        decodes = row.wants_logits and request.max_tokens > 1
+        decodes = min(request.max_tokens - 1, TYPICAL_ANSWER) if row.wants_logits else 0
         plan = self.cold_start.plan(request.lease, length, Contention(ahead, others, ready, decodes))
         if not phases.planned:
-            phases.planned, phases.load_forecast = begun, plan.load_by_profile
+            phases.planned, phases.load_bytes, phases.sharing = begun, plan.load_bytes, plan.sharing
         started = unless_out_of_memory(lambda: self._start(row, plan)) if plan.name != "wait" else None
         if started is None:
             request.wants_whole = True  # in a hot pass, with others' rows, and of fewer tokens where memory is short

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING
 
 from cluster.messages import GenerateRequest
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.cold_starts import ColdStarts
-from node_agent.cores import move_threads
 from node_agent.device import Event, EventWatch
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
@@ -34,6 +34,9 @@ from node_agent.performance.drift import Drift
 from node_agent.runner.lora_choice import LoraCode
 from node_agent.runner.prompt_scores import all_finite
 from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput, batch_device
+
+if TYPE_CHECKING:
+    from node_agent.coldstart.worker_manager import WorkerManager
 
 log = logging.getLogger("garnish.engine")
 
@@ -69,6 +72,8 @@ class Engine:
         self.overlap = Overlap(self.hot, runner, self.running)
         self.prefetcher = Prefetcher(store, limits.prefetch_waste)
         self.orders = Orders(store, self.prefetcher)
+        self.worker_manager: WorkerManager | None = None
+        """Starts and judges the CPU LoRA workers; None before the engine is set up."""
         self.drift: Drift | None = None
         """The performance model that the node publishes; None: it has none."""
         self.measuring: float | None = None
@@ -88,9 +93,7 @@ class Engine:
         """Ends the engine's parts; nothing may run any more."""
         self._device_events.close()
         if self.assist is not None:
-            workers = self.assist.workers
-            workers.close()
-            move_threads(workers.other_cores, workers.all_cores)
+            self.assist.workers.close()
         self.store.close()
 
     # --- what the process around it calls
@@ -284,7 +287,8 @@ class Engine:
             return False
         cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
         if cold.planned and not cold.fetch:
-            self.cold_start.observe_load(cold.load_forecast, self.store.arrived(request.lease) - cold.planned)
+            seconds = (self.store.arrived(request.lease) - cold.planned) / cold.sharing
+            self.cold_start.learn_load(cold.load_bytes, seconds)
         cold.end_wait(now)
         return True
 

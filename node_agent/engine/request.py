@@ -20,8 +20,10 @@ class ColdPhases:
     """of its first chunk that was computed before the whole adapter was there"""
     forecast: float = 0.0
     """seconds of exposed load, as planned"""
-    load_forecast: float = 0.0
-    """of what was left of the load at the first plan, by the profile alone"""
+    load_bytes: int = 0
+    """bytes that had still to cross to the device at the first plan"""
+    sharing: int = 1
+    """loads that shared the link then"""
     planned: float = 0.0
     """when this was; monotonic, 0: never"""
     exposed: float = 0.0

@@ -16,7 +16,7 @@ from cluster.messages import GenerateRequest, Sampling
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
-from node_agent.coldstart.setup import set_up_cold_starts
+from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import RUNNERS, EngineConfig
 from node_agent.cores import core_share
 from node_agent.device import DTYPES, pick_device
@@ -50,9 +50,7 @@ def build_engine(
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PREPARED_PRODUCTS))  # read at the first product
     device = pick_device(config.device)
     config, kernel = with_sizes(config, device), kernel_of(config.lora_kernel, device)
-    if device.type == "cuda" and (config.load_link or config.store_link):
-        raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
-    threads = config.threads or default_threads(Path(config.model_dir), config.cpu_workers or 0, config.host_nodes)
+    threads = config.threads or default_threads(Path(config.model_dir), config.host_nodes)
     torch.set_num_threads(threads)
     base = load_base_model(Path(config.model_dir), config.base_id)
     if config.dtype != "auto" and config.dtype not in DTYPES:
@@ -83,7 +81,8 @@ def build_engine(
     starts, eos_ids = ColdStarts(store, base, WAYS[config.cold_start]), end_token_ids(Path(config.model_dir))
     engine = Engine(limits, runner, store, starts, eos_ids, lora, on_change)
     warm_up(engine)
-    set_up_cold_starts(engine, config, base, threads)
+    engine.worker_manager = WorkerManager(engine, config, base, threads)
+    engine.worker_manager.start()
     return engine, base
 
 
@@ -96,15 +95,15 @@ def find_runner(name: str) -> OpenRunner:
     return found
 
 
-def default_threads(model_dir: Path, left: int = 0, host_nodes: int = 1) -> int:
-    """This node's share of the cores that the process may use, less those that are `left` to workers; one for a model
-    that lies in a core's own cache.
+def default_threads(model_dir: Path, host_nodes: int = 1) -> int:
+    """Returns the threads that the engine computes with: this node's share of the cores that the process may use; one
+    for a model that lies in a core's own cache.
 
     There a second thread gains nothing, and on a busy host threads that spin for each other cost a step many times
     its length.
     """
     weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    return 1 if weights < SMALL_MODEL else max(1, core_share(host_nodes) - left)
+    return 1 if weights < SMALL_MODEL else core_share(host_nodes)
 
 
 def warm_up(engine: Engine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from pathlib import Path
 
@@ -10,34 +9,49 @@ import msgspec
 import pytest
 
 from benchmarks.local_engine import LocalEngine, MakeEngine
-from node_agent.coldstart import setup
-from node_agent.coldstart.auto_workers import LEAST_GAIN, RANK, decide_workers, exposed_seconds
+from node_agent.coldstart import setup, worker_manager
+from node_agent.coldstart.auto_workers import (
+    MAX_WORKERS,
+    MIN_GAIN,
+    SAME_ANSWER,
+    TYPICAL,
+    candidate_counts,
+    exposed_seconds,
+    judge_calls,
+    judge_link,
+    refusal,
+)
+from node_agent.coldstart.calibration import Calibration
+from node_agent.coldstart.cold_starts import WorkersDecision
+from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes
 from node_agent.coldstart.planner import NOT_WORTH
-from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileKey
+from node_agent.coldstart.profile import LinkCost, Profile, ProfileKey
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 
 KEY = ProfileKey("", "float32", "cpu", 1, 0)
+SIZES = {"adapter_memory": 8 << 20, "host_memory": 16 << 20, "kv_memory": 4 << 20}
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
 
 
 @pytest.fixture(scope="module")
 def module_engine(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalEngine:
-    sizes = {"adapter_memory": 8 << 20, "host_memory": 16 << 20, "kv_memory": 4 << 20}
     root = tmp_path_factory.mktemp("auto")
-    return LocalEngine(stories_dir, root / "registry", dtype="float32", threads=1, **sizes)
+    return LocalEngine(stories_dir, root / "registry", dtype="float32", threads=1, **SIZES)
 
 
-def profile_of(engine: LocalEngine, load_over_prefill: float, worker_s: float | None = None) -> Profile:
+def profile_of(engine: LocalEngine, load_over_prefill: float) -> Profile:
     """A link over which the judged adapter takes so many of the judged prompt's warm prefills."""
     layer_s, base = 1e-3, engine.base
-    size = sum(sum(base.widths[p]) for p in (0, 1, 2)) * RANK * 4 * base.num_layers
+    size = sum(sum(base.widths[p]) for p in TYPICAL.projections) * TYPICAL.rank * 4 * base.num_layers
     link = LinkCost(0.0, size / (load_over_prefill * layer_s * base.num_layers))
-    return Profile(KEY, ((64, layer_s),), CpuLora(worker_s, 0.0, 0.0) if worker_s is not None else None, link)
+    return Profile(KEY, ((TYPICAL.tokens, layer_s),), None, link)
 
 
 @pytest.mark.parametrize("load_over_prefill", [0.001, 0.02, 1.0, 5.0])
-def test_by_what_a_load_exposes(module_engine: LocalEngine, load_over_prefill: float) -> None:
+def test_the_link_alone_decides_whether_there_is_anything_to_gain(
+    module_engine: LocalEngine, load_over_prefill: float
+) -> None:
     """As much as a layer-by-layer pipeline over equal layers must: the longer of load and prefill, and one layer."""
     store, base, config = module_engine.engine.store, module_engine.base, module_engine.config
     profile = profile_of(module_engine, load_over_prefill)
@@ -45,26 +59,60 @@ def test_by_what_a_load_exposes(module_engine: LocalEngine, load_over_prefill: f
     load, layers = warm * load_over_prefill, base.num_layers
     expected = load / layers + (max(warm, load) - warm) * (layers - 1) / layers
     assert 0.9 * expected <= exposed <= expected + (NOT_WORTH + 1e-6) * warm
-    decision = decide_workers(config, store, base, profile, 3)
-    both = exposed_seconds(store, base, profile, loads=config.max_cold)[1]
-    assert decision.count == (3 if both >= LEAST_GAIN * warm else 0)
+    config = msgspec.structs.replace(config, max_cold=2)
+    decision = judge_link(config, store, base, profile)
+    both = exposed_seconds(store, base, profile, loads=2)[1]
+    assert decision.count == (MAX_WORKERS if both >= MIN_GAIN * warm else 0)
     assert f"{exposed * 1e3:.1f} ms" in decision.reason
-    assert decide_workers(config, store, base, profile, 0).count == 0
+    figures = dict(decision.figures)
+    assert figures == pytest.approx({"warm": warm * 1e3, "exposed": exposed * 1e3, "exposed_shared": both * 1e3})
 
 
-def test_not_where_they_could_not_be(module_engine: LocalEngine) -> None:
-    store, base, config = module_engine.engine.store, module_engine.base, module_engine.config
-    profile = profile_of(module_engine, 5.0)
+def test_results_as_large_as_the_weights_leave_nothing_to_gain(
+    module_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rank * sum(d_in + d_out) weights against tokens * sum(d_out) results: 384 * 4 to 128 * 64, say."""
+    monkeypatch.setattr("node_agent.coldstart.auto_workers.TYPICAL", CallKind(TYPICAL.projections, 4, 64))
+    config, store = msgspec.structs.replace(module_engine.config, max_cold=2), module_engine.engine.store
+    decision = judge_link(config, store, module_engine.base, profile_of(module_engine, 5.0))
+    assert decision.count == 0 and "as many bytes" in decision.reason
+
+
+def test_settings_that_leave_no_use_for_them(module_engine: LocalEngine) -> None:
+    store, config = module_engine.engine.store, module_engine.config
     for changes, word in (({"host_nodes": 2}, "share"), ({"cold_start": "pipeline"}, "cold_start: pipeline")):
-        decision = decide_workers(msgspec.structs.replace(config, **changes), store, base, profile, 3)
-        assert decision.count == 0 and word in decision.reason
+        assert word in refusal(msgspec.structs.replace(config, **changes), store)
+    assert not refusal(config, store)
 
 
-def test_as_many_as_are_set_where_they_have_work(module_engine: LocalEngine) -> None:
-    store, base, profile = module_engine.engine.store, module_engine.base, profile_of(module_engine, 0.001)
-    for cold_start, count in (("auto", 2), ("assist", 2), ("pipeline", 0)):
-        config = msgspec.structs.replace(module_engine.config, cpu_workers=2, cold_start=cold_start)
-        assert decide_workers(config, store, base, profile, 3).count == count
+def calls(first: float, answer: float, plan: str) -> list[PassSample]:
+    return [PassSample(TYPICAL, plan, 0.1, first * factor, answer * factor) for factor in (0.98, 1.0, 1.5)]
+
+
+@pytest.mark.parametrize(
+    ("first", "answer", "gains"),
+    [(0.89, 0.9, True), (0.91, 0.9, False), (0.5, 1.05 * SAME_ANSWER, False), (1.5, 1.5, False)],
+)
+def test_measured_calls_decide(first: float, answer: float, gains: bool) -> None:
+    """The first token a tenth sooner in the median, and the answer no later."""
+    times = PassTimes([*calls(1.0, 2.0, "pipeline"), *calls(first, 2.0 * answer, "assist")])
+    link = WorkersDecision(MAX_WORKERS, "by the link", (("warm", 3.0),))
+    decision = judge_calls(times, 3, link)
+    assert decision.count == (3 if gains else 0)
+    assert "by the link" in decision.reason and f"{first * 1e3:.1f} ms with 3 workers" in decision.reason
+    figures = dict(decision.figures)
+    assert figures["first_token_pipeline"] == pytest.approx(1e3) and figures["warm"] == 3.0
+    assert figures["answer_assist"] == pytest.approx(2e3 * answer)
+
+
+def test_calls_that_could_not_be_measured_start_none() -> None:
+    decision = judge_calls(PassTimes(calls(1.0, 2.0, "pipeline")), 3, WorkersDecision(MAX_WORKERS, "by the link"))
+    assert decision.count == 0 and "no call could be measured" in decision.reason
+
+
+@pytest.mark.parametrize(("most", "tried"), [(0, []), (1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
+def test_numbers_of_workers_that_are_tried(most: int, tried: list[int]) -> None:
+    assert candidate_counts(most) == tried
 
 
 @pytest.mark.parametrize(("workers", "spares"), [(1, 0), (2, 1), (16, 1)])
@@ -76,37 +124,69 @@ def test_a_spare_one_waits_beside_two_or_more(module_engine: LocalEngine, worker
     assert layout.max_tokens == 32
 
 
-@needs_core
-def test_a_slow_link_alone_starts_none_where_the_engine_has_all_cores(make_engine: MakeEngine) -> None:
-    cores = len(os.sched_getaffinity(0))
-    engine = make_engine(cpu_workers=None, threads=cores, load_link=LinkConfig(1e6))
+def test_an_ordinary_cpu_node_starts_none(make_engine: MakeEngine) -> None:
+    """Its device is host memory, and a copy takes little."""
+    engine = make_engine(cpu_workers=None)
     decision = engine.engine.cold_start.decision
     assert engine.engine.assist is None and decision.count == 0
-    assert "computes on all cores" in decision.reason
+    assert "little to gain" in decision.reason
+
+
+class MadeUpCalls(Calibration):
+    """Calls that take as long as a test says instead of being served."""
+
+    seconds = {"pipeline": 1.0, "assist": 0.5, "wait": 1.2}
+    runs: list[str]
+
+    def run(self, kind: CallKind, plan: str) -> PassSample:
+        self.runs.append(plan)
+        return PassSample(kind, plan, 0.1, self.seconds[plan], self.seconds[plan] + 1.0)
 
 
 @needs_core
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_core_that_is_left_gets_a_worker_that_is_fast_enough(
+def test_workers_are_kept_if_measured_calls_gain(
     stories_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: bool
 ) -> None:
-    """Decided again at the next start, by the profile that was kept."""
-    costs, asked = CpuLora(1.0 if slow else 1e-6, 0.0, 0.0), list[object]()
-    monkeypatch.setattr(setup, "measure_cpu", lambda *of: asked.append(of) or costs)
-    before, starts = os.sched_getaffinity(0), list[object]()
-    start = setup._start_workers
-    monkeypatch.setattr(setup, "_start_workers", lambda *of: starts.append(of) or start(*of))
+    """Decided again at the next start, by the profile that was kept, without another measurement."""
+    runs, starts = list[str](), list[int]()
+    monkeypatch.setattr(MadeUpCalls, "runs", runs, raising=False)
+    monkeypatch.setattr(MadeUpCalls, "seconds", {"pipeline": 1.0, "assist": 2.0 if slow else 0.5, "wait": 1.2})
+    monkeypatch.setattr(worker_manager, "Calibration", MadeUpCalls)
+    make = worker_manager.make_pool
+    monkeypatch.setattr(worker_manager, "make_pool", lambda *of: starts.append(len(of[3])) or make(*of))
     for _ in range(2):
         with closing(
             LocalEngine(
                 stories_dir, tmp_path / "registry", dtype="float32", threads=1, load_link=LinkConfig(1e6),
-                profile=str(tmp_path / "profile.json"), adapter_memory=1 << 20, host_memory=4 << 20, kv_memory=4 << 20,
+                profile=str(tmp_path / "profile.json"), **SIZES,
             )
         ) as engine:  # fmt: skip
-            decision, left = engine.engine.cold_start.decision, len(before) - 1
-            assert decision.count == (0 if slow else left)
+            decision = engine.engine.cold_start.decision
+            assert (decision.count > 0) != slow
             assert (engine.engine.assist is None) == slow
-            assert ("slower" in decision.reason) == slow
-        assert os.sched_getaffinity(0) == before
-    assert len(asked) == 1
-    assert len(starts) == (1 if slow else 2), "workers that are known to be slow are not started to see it again"
+            assert ("gain too little" in decision.reason) == slow
+    assert runs.count("assist") == len(runs) / 2
+    if slow:
+        assert len(starts) == 1, "workers that are known to be of no use are not started to see it again"
+    else:
+        assert len(starts) in (2, 3) and len(set(starts[-2:])) == 1  # fewer than tried first, where all cores are many
+
+
+@needs_core
+def test_a_real_node_measures_real_calls(stories_dir: Path, tmp_path: Path) -> None:
+    """Over a link so slow that workers must gain: the figures are those of the calls."""
+    with closing(
+        LocalEngine(
+            stories_dir, tmp_path / "registry", dtype="float32", threads=1, load_link=LinkConfig(1e6), **SIZES
+        )
+    ) as engine:  # fmt: skip
+        decision, times = engine.engine.cold_start.decision, engine.engine.cold_start.times
+        figures = dict(decision.figures)
+        assert figures["first_token_pipeline"] > figures["warm"]
+        load_s = engine.engine.store.pool.uniform_layout(engine.base, TYPICAL.rank, TYPICAL.projections).live / 1e6
+        for sample in times.of(TYPICAL, "pipeline"):
+            assert load_s <= sample.seconds <= sample.answer
+        assert times.of(TYPICAL, "assist") or decision.count == 0
+        assert not engine.engine.store.device and not list(engine.engine.store.hosts.all()), "what was lent is back"
+        engine.assert_clean()

@@ -1,0 +1,131 @@
+"""How long whole cold passes take on this node, by plan: forecasts corrected by passes that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log2
+
+import msgspec
+import numpy as np
+
+from adapters.base_model import PROJECTIONS
+from cluster.least_squares import nonnegative
+from node_agent.adapter_memory.layout import AdapterLayout
+
+ROUNDS = 3
+"""Passes of each plan that a kind of call needs before CPU workers take one."""
+KEPT = 8
+"""Latest passes that are kept of each plan and kind of call."""
+LEAST_SPREAD = 0.02
+"""Relative distance of the bounds from the most likely value, at least: no two passes take equally long."""
+MAX_KINDS = 64
+"""Kinds of calls whose passes are kept; the longest unused one is dropped."""
+ANY_SPREAD = 0.3
+"""Relative distance of the bounds where no pass of the kind was measured."""
+
+
+class CallKind(msgspec.Struct, frozen=True, array_like=True):
+    """A kind of cold call: which projections the adapter adapts, its largest rank and the chunk's tokens."""
+
+    projections: tuple[int, ...]
+    """ascending indices into PROJECTIONS"""
+    rank: int
+    """power of two"""
+    tokens: int
+    """power of two"""
+
+    def __str__(self) -> str:
+        names = ", ".join(PROJECTIONS[p].removesuffix("_proj") for p in self.projections)
+        return f"rank {self.rank} on {names}, {self.tokens} tokens"
+
+
+def kind_of(layout: AdapterLayout, tokens: int) -> CallKind:
+    """Returns the kind of a chunk of `tokens` tokens of an adapter of this layout."""
+    projections = tuple(np.flatnonzero(layout.rank.max(axis=0)).tolist())
+    return CallKind(projections, _rounded(int(layout.rank.max(initial=1))), _rounded(tokens))
+
+
+def _rounded(value: int) -> int:
+    """Returns the power of two that is nearest by ratio."""
+    return 1 << round(log2(max(1, value)))
+
+
+class PassSample(msgspec.Struct, frozen=True, array_like=True):
+    """One measured pass. Seconds."""
+
+    kind: CallKind
+    plan: str
+    forecast: float
+    """of the pass by the profile alone"""
+    seconds: float
+    """in fact, from the plan to the last layer"""
+    answer: float = 0.0
+    """from the call to the end of its answer; 0: a served call, whose answer has another length"""
+
+
+class PassTimes:
+    """Fits `seconds = fixed + slope * forecast` to the samples of each plan, and each kind's deviation from that."""
+
+    def __init__(self, samples: Sequence[PassSample] = ()) -> None:
+        self._samples: dict[CallKind, dict[str, list[PassSample]]] = {}
+        self._fits: dict[str, tuple[float, float]] = {}
+        for sample in samples:
+            self.add(sample)
+
+    @property
+    def samples(self) -> tuple[PassSample, ...]:
+        return tuple(sample for plans in self._samples.values() for each in plans.values() for sample in each)
+
+    def add(self, sample: PassSample) -> None:
+        """Adds a pass. Ignores one that took no time or was forecast to."""
+        if not (0 < sample.forecast < 1e3 and 0 < sample.seconds < 1e3):
+            return
+        plans = self._samples.pop(sample.kind, {})
+        plans[sample.plan] = [*plans.get(sample.plan, ()), sample][-KEPT:]
+        self._samples[sample.kind] = plans
+        while len(self._samples) > MAX_KINDS:
+            del self._samples[next(iter(self._samples))]
+        self._fits[sample.plan] = self._fit(sample.plan)
+
+    def forget(self, plan: str) -> None:
+        """Drops the samples of a plan: what they were measured with is gone."""
+        for plans in self._samples.values():
+            plans.pop(plan, None)
+        self._fits.pop(plan, None)
+
+    def of(self, kind: CallKind, plan: str) -> list[PassSample]:
+        """Returns the samples of a kind of call and plan, the latest last."""
+        return list(self._samples.get(kind, {}).get(plan, ()))
+
+    def is_measured(self, kind: CallKind, plans: Sequence[str] = ("pipeline", "assist")) -> bool:
+        """Returns whether ROUNDS passes of each of the plans are known for this kind of call."""
+        return all(len(self.of(kind, plan)) >= ROUNDS for plan in plans)
+
+    def bounds(self, kind: CallKind, plan: str, forecast: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the lower bounds, most likely values and upper bounds of passes that the profile alone forecasts to
+        take `forecast` seconds."""
+        ratios = self._ratios(kind, plan)
+        middle = float(np.median(ratios)) if ratios else 1.0
+        likely = middle * self._by_fit(plan, forecast)
+        if not ratios:
+            return (1 - ANY_SPREAD) * likely, likely, (1 + ANY_SPREAD) * likely
+        low, high = min(ratios) / middle, max(ratios) / middle
+        return likely * min(low, 1 - LEAST_SPREAD), likely, likely * max(high, 1 + LEAST_SPREAD)
+
+    def _ratios(self, kind: CallKind, plan: str) -> list[float]:
+        """Returns the kind's measured seconds over those by the plan's fit."""
+        return [s.seconds / float(self._by_fit(plan, np.array(s.forecast))) for s in self.of(kind, plan)]
+
+    def _by_fit(self, plan: str, forecast: np.ndarray) -> np.ndarray:
+        fixed, slope = self._fits.get(plan, (0.0, 1.0))
+        return fixed + slope * forecast
+
+    def _fit(self, plan: str) -> tuple[float, float]:
+        """Returns the fixed part and the slope by least squares of relative errors; of one kind of call, a slope."""
+        kinds = [plans[plan] for plans in self._samples.values() if plans.get(plan)]
+        points = np.array([(np.median([s.forecast for s in k]), np.median([s.seconds for s in k])) for k in kinds])
+        if len(kinds) < 2:
+            return 0.0, float(points[0, 1] / points[0, 0])
+        columns = np.column_stack((np.ones(len(points)), points[:, 0]))
+        fixed, slope = nonnegative(columns / points[:, 1:], np.ones(len(points)))
+        return (float(fixed), float(slope)) if slope > 0 else (0.0, float(np.median(points[:, 1] / points[:, 0])))

@@ -1,0 +1,313 @@
+"""Starts the CPU LoRA workers that a node is to have, and measures cold calls with them: at the node's start, and while
+the node is idle where the link has changed or calls came of a kind that was never measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from msgspec.structs import replace
+
+from adapters.base_model import BaseModel
+from cluster.json_file import write_json
+from node_agent.coldstart.auto_workers import (
+    MAX_WORKERS,
+    TYPICAL,
+    candidate_counts,
+    judge_calls,
+    judge_link,
+    refusal,
+)
+from node_agent.coldstart.calibration import Calibration, Interrupted, never
+from node_agent.coldstart.cold_starts import WorkersDecision
+from node_agent.coldstart.measure import SHORT, crosses_link, measure, measure_cpu, measure_handoff
+from node_agent.coldstart.pass_times import CallKind
+from node_agent.coldstart.profile import Profile, ProfileError, check, read_profile
+from node_agent.coldstart.setup import check_handoff, make_pool, profile_key
+from node_agent.coldstart.stream import StreamPool
+from node_agent.coldstart.workers import WorkerPool
+from node_agent.config import EngineConfig
+from node_agent.cores import spare_cores, usable_cores
+from node_agent.engine.loop import Engine
+from node_agent.gpu.numa import home_node, memory_near, nearest_first
+
+log = logging.getLogger("garnish.engine")
+
+START_LIMIT_S = 60.0
+"""Seconds for the workers to be warm."""
+LINK_MOVED = 4 / 3
+"""Factor by which the link's learnt rate must move for the workers to be judged again."""
+RETRY_S = 30.0
+"""Seconds between two tries to measure while idle, of which the first was interrupted."""
+ABOUT_AS_FAST = 1.05
+"""Factor within which fewer workers count as fast as more."""
+PLANS = ("pipeline", "assist")
+"""Plans that are measured for a decision."""
+ALL_PLANS = ("wait", *PLANS)
+
+
+class WorkerManager:
+    """The workers of one engine. Called by the engine's thread alone."""
+
+    def __init__(self, engine: Engine, config: EngineConfig, base: BaseModel, threads: int) -> None:
+        """`threads`: torch threads of the engine while no worker is armed."""
+        self.engine, self.config, self.base, self.threads = engine, config, base, threads
+        self.starts = engine.cold_start
+        self._file = Path(config.profile) if config.profile else None
+        self._key = profile_key(engine, config, base)
+        self._judged_rate = 0.0
+        self._starting: WorkerPool | None = None
+        self._retry_at = 0.0
+
+    def start(self) -> None:
+        """Reads or measures the node's profile and starts the workers that the node is to have. Raises ValueError when
+        there can't be as many as the settings say."""
+        config, starts = self.config, self.starts
+        if starts.way.plans == ("wait",):
+            starts.decision = WorkersDecision(0, f"cold_start: {config.cold_start} has no use for them")
+            return
+        kept = self._read()
+        profile = kept or measure(self._key, self.engine.runner, self.engine.blocks, starts.store, None, SHORT)
+        starts.use(profile, None)
+        why = refusal(config, starts.store)
+        if config.cpu_workers:
+            self._check_set(config.cpu_workers, why)
+        starts.decision = self._decide(why)
+        if starts.decision.count:
+            self._launch(starts.decision.count)
+            self._judge(never)
+        self._write()
+        self._report()
+
+    def work(self, gives_way: Callable[[], bool]) -> bool:
+        """Measures while the node is idle, until `gives_way`. Returns False when there is nothing to measure now."""
+        if time.monotonic() < self._retry_at or gives_way():
+            return False
+        if self._starting is not None:
+            return self._finish_start(gives_way)
+        if self._link_has_moved():
+            self._judge_link_again()
+            return True
+        if self.starts.unmeasured and self.starts.assists:
+            self._measure_kind(next(iter(self.starts.unmeasured)), gives_way)
+            return True
+        return False
+
+    # --- what is decided
+
+    def _decide(self, why_not: str) -> WorkersDecision:
+        """Returns how many workers to start, before any call was measured with them."""
+        starts, config, profile = self.starts, self.config, self.starts.profile
+        assert profile is not None
+        self._judged_rate = profile.link.bandwidth
+        if config.cpu_workers is not None:
+            return WorkersDecision(config.cpu_workers if not why_not else 0, why_not or "as set")
+        if why_not:
+            return WorkersDecision(0, why_not)
+        link = judge_link(config, starts.store, self.base, profile)
+        cores = len(self._cores(MAX_WORKERS))
+        if link.count and not cores:
+            return WorkersDecision(0, f"this host has one core, which the engine needs; {link.reason}", link.figures)
+        if link.count and profile.key.workers and starts.times.is_measured(TYPICAL, PLANS):
+            return judge_calls(starts.times, min(profile.key.workers, cores), link)
+        return WorkersDecision(min(link.count, cores), link.reason, link.figures)
+
+    def _check_set(self, count: int, why_not: str) -> None:
+        if "assist" not in self.starts.way.plans:
+            return
+        if why_not:
+            raise ValueError(f"cpu_workers: {why_not}; set 0 or auto")
+        cores = len(self._cores(count))
+        if count > cores:
+            raise ValueError(
+                f"cpu_workers: {count} need a core each, and the engine's own leaves {cores}; set cpu_workers lower"
+            )
+
+    def _judge(self, gives_way: Callable[[], bool]) -> None:
+        """Measures typical calls with the workers that are there, and keeps as many of them as gain. Raises
+        Interrupted."""
+        starts, workers = self.starts, self.starts.workers
+        if workers is None:
+            return
+        link = WorkersDecision(starts.decision.count, starts.decision.reason, starts.decision.figures)
+        calibration = Calibration(self.engine, self.base, gives_way)
+        try:
+            if self.config.cpu_workers is None and not starts.times.is_measured(TYPICAL, PLANS):
+                self._choose_count(calibration, workers)
+            elif not starts.times.is_measured(TYPICAL, PLANS):
+                calibration.measure(TYPICAL, PLANS)
+        except Interrupted as interrupted:
+            if gives_way is not never:
+                raise
+            log.warning("cold calls could not be measured", extra={"reason": str(interrupted)})
+        if self.config.cpu_workers is None and starts.workers is not None:
+            starts.decision = judge_calls(starts.times, starts.workers.layout.workers, link)
+            if not starts.decision.count:
+                self._end_workers()
+
+    def _choose_count(self, calibration: Calibration, workers: WorkerPool) -> None:
+        """Measures typical calls with 1, 2, 4, ... workers, and restarts the workers with the smallest number whose
+        first token comes about as soon as with the best. Raises Interrupted."""
+        most, times = workers.layout.workers, self.starts.times
+        seconds: dict[int, float] = {}
+        for count in candidate_counts(most):
+            times.forget("assist")
+            workers.limit = count
+            calibration.measure(TYPICAL, PLANS)
+            seconds[count] = median(s.seconds for s in times.of(TYPICAL, "assist"))
+        best = min(count for count, s in seconds.items() if s <= ABOUT_AS_FAST * min(seconds.values()))
+        if best == most:
+            return
+        self._end_workers()
+        self._launch(best)
+        times.forget("assist")
+        calibration.measure(TYPICAL, PLANS)
+
+    # --- while idle
+
+    def _link_has_moved(self) -> bool:
+        """Returns whether loads were lately faster or slower by LINK_MOVED than when the workers were judged."""
+        if self.config.cpu_workers is not None or self.starts.link is None or not self._judged_rate:
+            return False
+        if refusal(self.config, self.starts.store):
+            return False
+        rate = self.starts.link.cost.bandwidth / self._judged_rate
+        return not 1 / LINK_MOVED < rate < LINK_MOVED
+
+    def _judge_link_again(self) -> None:
+        """Judges the workers by the link as it is now: ends them, or begins to start some, or has those that are there
+        measured again."""
+        starts = self.starts
+        assert starts.profile is not None and starts.link is not None
+        cost = starts.link.cost
+        log.info("the link to the device has changed", extra={"bytes_per_second": round(cost.bandwidth)})
+        workers, passes = starts.workers, ()
+        starts.use(replace(starts.profile, link=cost, passes=passes), workers)
+        starts.decision = self._decide("")
+        if not starts.decision.count:
+            self._end_workers()
+            self._report()
+        elif workers is None:
+            self._starting = self._make(starts.decision.count)
+            self._starting.start()
+        else:
+            self._starting = workers
+
+    def _finish_start(self, gives_way: Callable[[], bool]) -> bool:
+        """Measures calls with workers that were started while idle, once they are warm."""
+        pool = self._starting
+        assert pool is not None
+        if pool.wait_ready(0.0) < pool.layout.workers:
+            return False
+        if self.starts.workers is None and not self._take(pool):
+            self._starting = None
+            return True
+        try:
+            self._judge(gives_way)
+        except Interrupted:
+            self._retry_at = time.monotonic() + RETRY_S
+            return True
+        self._starting = None
+        self._write()
+        self._report()
+        return True
+
+    def _measure_kind(self, kind: CallKind, gives_way: Callable[[], bool]) -> None:
+        """Measures calls of a kind that callers made, so that later ones may be assisted."""
+        try:
+            Calibration(self.engine, self.base, gives_way).measure(kind, ALL_PLANS)
+        except Interrupted as interrupted:
+            log.info("cold calls were not measured", extra={"kind": str(kind), "reason": str(interrupted)})
+            self._retry_at = time.monotonic() + RETRY_S
+            return
+        log.info("cold calls measured", extra={"kind": str(kind)})
+        del self.starts.unmeasured[kind]
+        self._write()
+
+    # --- workers that start and end
+
+    def _cores(self, count: int) -> list[int]:
+        """Returns the cores of up to `count` workers: those near the GPU, but for one that is the engine's."""
+        if self.config.host_nodes > 1:
+            return []
+        allowed = os.sched_getaffinity(0)
+        order = nearest_first(allowed, home_node(self.config.gpu, allowed))
+        own = max(1, min(self.threads, usable_cores() - count))
+        return spare_cores(own, order=order)[:count]
+
+    def _make(self, count: int) -> WorkerPool:
+        allowed = os.sched_getaffinity(0)
+        with memory_near(home_node(self.config.gpu, allowed), allowed):
+            return make_pool(self.config, self.starts.store, self.base, self._cores(count), self.threads)
+
+    def _launch(self, count: int) -> None:
+        """Starts `count` workers and waits until they are warm. Raises ValueError when the handoff does not work."""
+        pool = self._make(count)
+        pool.start()
+        ready = pool.wait_ready(START_LIMIT_S)
+        if ready < pool.layout.workers:
+            log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": pool.layout.workers})
+        self._take(pool)
+
+    def _take(self, pool: WorkerPool) -> bool:
+        """Has cold starts use the workers of the pool, and measures what they cost where the profile does not say.
+        Returns False, and they have ended, where none answers. Raises ValueError when the handoff does not work."""
+        starts, count = self.starts, pool.layout.workers
+        assert starts.profile is not None
+        if isinstance(pool, StreamPool) and pool.usable:
+            check_handoff(pool)
+        profile = replace(starts.profile, passes=starts.times.samples)
+        if profile.cpu is None or profile.key.workers != count:
+            cpu = measure_cpu(starts.store, pool, SHORT)
+            device = starts.store.pool.data.device
+            handoff = measure_handoff(pool, device, SHORT.rounds) if cpu is not None and crosses_link(pool) else None
+            profile = replace(profile, key=replace(profile.key, workers=count), cpu=cpu, handoff=handoff)
+        if profile.cpu is None:
+            log.warning("cold starts go without CPU workers: none answered while they were measured")
+            starts.decision = WorkersDecision(0, "none answered while they were measured")
+            pool.close()
+            return False
+        starts.use(profile, pool)
+        return True
+
+    def _end_workers(self) -> None:
+        starts = self.starts
+        if starts.workers is not None:
+            starts.workers.close()
+            assert starts.profile is not None
+            starts.use(replace(starts.profile, passes=starts.times.samples), None)
+
+    # --- what is kept and said
+
+    def _read(self) -> Profile | None:
+        if self._file is None or not self._file.exists():
+            return None
+        try:
+            return read_profile(self._file, self._key)
+        except (ProfileError, OSError) as error:
+            log.warning("the profile is measured again", extra={"reason": str(error)})
+            return None
+
+    def _write(self) -> None:
+        """Writes the profile for the next start, where it has a file; logs a failure, after which the next start
+        measures again."""
+        if self._file is None or self.starts.profile is None:
+            return
+        profile = replace(self.starts.profile, passes=self.starts.times.samples)
+        try:
+            check(profile)  # a worker that did not answer just now may do so then
+            write_json(profile, self._file)
+        except (ProfileError, OSError) as error:
+            log.warning("the profile is not kept", extra={"reason": str(error)})
+
+    def _report(self) -> None:
+        decision = self.starts.decision
+        log.info(
+            "CPU workers",
+            extra={"workers": decision.count, "reason": decision.reason, "milliseconds": dict(decision.figures)},
+        )
