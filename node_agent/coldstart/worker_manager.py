@@ -129,23 +129,24 @@ class WorkerManager:
             )
 
     def _judge(self, gives_way: Callable[[], bool]) -> None:
-        """Measures typical calls with the workers that are there, and keeps as many of them as gain. Raises
-        Interrupted."""
+        """Measures typical calls with the workers that are there, and keeps as many of them as gain. Where the settings
+        say how many there are, calls are measured while the node is idle. Raises Interrupted."""
         starts, workers = self.starts, self.starts.workers
         if workers is None:
+            return
+        if self.config.cpu_workers is not None:
+            starts.unmeasured[TYPICAL] = None
             return
         link = WorkersDecision(starts.decision.count, starts.decision.reason, starts.decision.figures)
         calibration = Calibration(self.engine, self.base, gives_way)
         try:
-            if self.config.cpu_workers is None and not starts.times.is_measured(TYPICAL, PLANS):
+            if not starts.times.is_measured(TYPICAL, PLANS):
                 self._choose_count(calibration, workers)
-            elif not starts.times.is_measured(TYPICAL, PLANS):
-                calibration.measure(TYPICAL, PLANS)
         except Interrupted as interrupted:
             if gives_way is not never:
                 raise
             log.warning("cold calls could not be measured", extra={"reason": str(interrupted)})
-        if self.config.cpu_workers is None and starts.workers is not None:
+        if starts.workers is not None:
             starts.decision = judge_calls(starts.times, starts.workers.layout.workers, link)
             if not starts.decision.count:
                 self._end_workers()
