@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.link_bytes import SHAPES, TARGETS
+from benchmarks.link_bytes import SHAPES, TARGETS, study
 from benchmarks.link_model import LayerBytes, Shape, Targets, best_group, first_token
+from benchmarks.report import load
 from tests.benchmarks.studies import run_study
 
 SIZE = st.integers(1, 5000)
@@ -94,3 +95,8 @@ def test_the_study_writes_a_whole_report(tmp_path: Path, monkeypatch: pytest.Mon
     document = json.loads(file.read_text())
     assert (document["study"], document["seed"]) == ("link_bytes", 3)
     assert {row["part"] for row in document["rows"]} == {"border", "links", "settings"}
+
+
+def test_the_committed_report_is_what_the_code_computes() -> None:
+    committed, made = load("link_bytes"), study(quick=False, seed=0)
+    assert (made["rows"], made["figures"]) == (committed["rows"], committed["figures"])
