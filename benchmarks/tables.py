@@ -45,6 +45,7 @@ from benchmarks.gpu_tables import (
     gpu_merged_table,
     gpu_points_table,
     gpu_prefill_table,
+    gpu_regret_text,
     gpu_service_table,
     gpu_ttft_table,
 )
@@ -222,6 +223,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "gpu-lora": one("gpu_suite", gpu_lora_table),
         "gpu-ttft": one("gpu_ttft", gpu_ttft_table),
         "gpu-points": one("gpu_suite", gpu_points_table),
+        "gpu-regret": each(("gpu_suite", "gpu_suite_cold"), gpu_regret_text),
         "gpu-loads": one("gpu_suite_cold", gpu_loads_table),
         "gpu-exact-cold": one("gpu_suite_cold", gpu_exact_table),
         "gpu-exact-lightllm": one("gpu_lightllm", gpu_exact_table),
