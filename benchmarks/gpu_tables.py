@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.coldstart_gpu import PLANS
 from benchmarks.report import caption
 from benchmarks.rule import table, wrapped
 
@@ -191,6 +193,22 @@ def gpu_points_table(document: Document) -> str:
 
 def _point(row: dict[str, Any]) -> tuple[float, int, int]:
     return -(row["gb_s"] or 1e9), row["rank"], row["tokens"]
+
+
+def gpu_regret_text(document: Document) -> str:
+    """What the planner's choice loses to the best plan of each point."""
+    rows = rows_of(document, "points", "full_ms")
+    lost = [row["full_ms"] / min(row[f"{plan}_ms"] for plan in PLANS) - 1 for row in rows]
+    text = (
+        f"Over the {len(rows)} points of one call what `full` loses to the best of the plans {_listed(PLANS)} is "
+        f"{median(lost):.1%} in the median and {max(lost):.0%} at worst."
+    )
+    return caption(document, text)
+
+
+def _listed(names: Sequence[str]) -> str:
+    *most, last = (f"`{name}`" for name in names)
+    return f"{', '.join(most)} and {last}"
 
 
 def gpu_loads_table(document: Document) -> str:

@@ -45,10 +45,12 @@ from benchmarks.gpu_tables import (
     gpu_merged_table,
     gpu_points_table,
     gpu_prefill_table,
+    gpu_regret_text,
     gpu_service_table,
     gpu_ttft_table,
 )
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table, steps_table
+from benchmarks.link_tables import border_table, bound_table, link_table
 from benchmarks.many_foreign import foreign_table
 from benchmarks.many_tables import many_table
 from benchmarks.memory_tables import memory_settings_table, memory_table
@@ -221,6 +223,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "gpu-lora": one("gpu_suite", gpu_lora_table),
         "gpu-ttft": one("gpu_ttft", gpu_ttft_table),
         "gpu-points": one("gpu_suite", gpu_points_table),
+        "gpu-regret": each(("gpu_suite", "gpu_suite_cold"), gpu_regret_text),
         "gpu-loads": one("gpu_suite_cold", gpu_loads_table),
         "gpu-exact-cold": one("gpu_suite_cold", gpu_exact_table),
         "gpu-exact-lightllm": one("gpu_lightllm", gpu_exact_table),
@@ -255,6 +258,9 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "cost": one("forecast", cost_table),
     },
     ROOT / "docs" / "design" / "cold-start.md": {
+        "link-border": one("link_bytes", border_table),
+        "link-gain": one("link_bytes", link_table),
+        "link-bound": one("link_bytes", bound_table),
         "coldstart-decode": one("coldstart_decode", coldstart_table),
         "coldstart": one("coldstart", coldstart_table),
         "planning": one("coldstart", planning_table),

@@ -11,7 +11,8 @@ The last program's threads each store one worker's flag: the barrier before that
 A worker never needs anything from this device, so a wait can't be part of a circle; it is bounded all the same. A wait
 that times out sets `poisoned`, and what follows in the pass neither signals nor waits: its rows must not be used.
 Neither kernel may run in a captured graph. The memory is the handoff memory, registered with CUDA by the process that
-launches. Not run on a GPU yet: compiled for one, and run by Triton's interpreter.
+launches. Compiled for GPUs, and run by Triton's interpreter alone: the H100 of gpu_suite.json had Triton 3.6, so the
+kernels of handoff_cuda ran there.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from benchmarks.cold_tables import full_settings
 from benchmarks.engine_tables import engine_table, serve_table
 from benchmarks.front_page import peft_ratios
 from benchmarks.gateway_rounds import figures_of, pairs
+from benchmarks.gpu_tables import gpu_regret_text
 from benchmarks.policy_cases import bed_cases, case_lines, simulated_cases, verdict
 from benchmarks.report import ROOT
 from benchmarks.rule import WIDTH
@@ -57,6 +58,23 @@ def test_a_second_level_is_another_setting() -> None:
 def test_benefits_are_six_lines_that_fit() -> None:
     lines = front_page.benefits(committed()).splitlines()
     assert len(lines) == 6 and all(line.startswith("- **") and len(LINK.sub("]", line)) <= WIDTH for line in lines)
+
+
+def test_bursts_on_a_gpu_are_those_at_the_links_own_rate() -> None:
+    """Of all numbers of calls that the report's figures name, and of both ways."""
+    report = committed()["gpu_suite_cold"]
+    name = re.compile(r"coldstart_ttft_over_cached_(pipeline|full)_r64_t256_gbsfull_n(?!1$)\d+")
+    wanted = sorted(value for key, value in report["figures"].items() if name.fullmatch(key))
+    assert len(wanted) == 8 and sorted(front_page.gpu_burst_ratios(report)) == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpu_suite", "gpu_suite_cold"])
+def test_the_worst_regret_on_a_gpu_is_the_reports(name: str) -> None:
+    """Its worst is at one of the points of one call, in both."""
+    report = committed()[name]
+    worst = report["figures"]["coldstart_planner_regret"]
+    found = re.search(r"(\d+)% at worst", " ".join(gpu_regret_text(report).split()))
+    assert found and int(found[1]) / 100 == pytest.approx(worst, abs=0.006)
 
 
 def test_links_lead_somewhere() -> None:
