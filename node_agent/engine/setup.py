@@ -50,8 +50,6 @@ def build_engine(
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PREPARED_PRODUCTS))  # read at the first product
     device = pick_device(config.device)
     config, kernel = with_sizes(config, device), kernel_of(config.lora_kernel, device)
-    if device.type == "cuda" and (config.load_link or config.store_link):
-        raise ValueError("node.simulate: a simulated link is for hosts without a GPU; remove it, or set device: cpu")
     threads = config.threads or default_threads(Path(config.model_dir), config.cpu_workers or 0, config.host_nodes)
     torch.set_num_threads(threads)
     base = load_base_model(Path(config.model_dir), config.base_id)
