@@ -17,7 +17,7 @@ from kernels.handoff_device import stream_kernels
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.auto_workers import TOO_SLOW, decide_workers, known_too_slow, workers_gain
 from node_agent.coldstart.cold_starts import WAYS, WorkersDecision
-from node_agent.coldstart.measure import SHORT, measure, measure_cpu, measure_handoff
+from node_agent.coldstart.measure import SHORT, measure, measure_cpu, measure_handoff, measure_layers
 from node_agent.coldstart.profile import Profile, ProfileError, ProfileKey, check, read_profile
 from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.stream import BrokenHandoff, StreamPool
@@ -27,7 +27,7 @@ from node_agent.cores import move_threads, spare_cores
 from node_agent.device import device_name
 from node_agent.engine.loop import Engine
 from node_agent.gpu.numa import home_node, memory_near, nearest_first
-from node_agent.types import GROUPS
+from node_agent.types import GROUPS, SendingRunner
 
 log = logging.getLogger("garnish.engine")
 
@@ -67,6 +67,8 @@ def set_up_cold_starts(engine: Engine, config: EngineConfig, base: BaseModel, th
         _start_workers(config, threads, workers)
         profile = _with_workers(profile, store, workers)
         workers = _worth_keeping(engine, config, profile, workers)
+        if isinstance(workers, StreamPool):
+            profile = _with_handoffs(engine, kept, profile)
     if profile is not kept:
         _keep(profile, file)
     starts.use(profile, workers)
@@ -118,6 +120,16 @@ def _with_workers(profile: Profile, store: AdapterStore, workers: WorkerPool) ->
     cpu = measure_cpu(store, workers, SHORT)
     handoff = measure_handoff(workers, SHORT.rounds) if cpu is not None and isinstance(workers, StreamPool) else None
     return replace(profile, key=replace(profile.key, workers=count), cpu=cpu, handoff=handoff)
+
+
+def _with_handoffs(engine: Engine, kept: Profile | None, profile: Profile) -> Profile:
+    """Has the runner prepare passes whose layers are handed over to workers. Returns the profile with what a layer of
+    such a pass takes, unless it is the one that was `kept`, which has that."""
+    if isinstance(engine.runner, SendingRunner):
+        engine.runner.capture_handoffs()
+    if profile is kept:
+        return profile
+    return replace(profile, layer=measure_layers(engine.runner, engine.blocks, SHORT, assisted=True))
 
 
 def _worth_keeping(engine: Engine, config: EngineConfig, profile: Profile, workers: WorkerPool) -> WorkerPool | None:
