@@ -235,7 +235,7 @@ def test_no_more_graphs_than_there_may_be(runner: CudaRunner, monkeypatch: pytes
 
 def test_buckets_of_an_engine(make_engine: MakeEngine) -> None:
     """Those of few rows and tokens, in every layer; the pieces compute what the model does."""
-    runner = make_engine(runner="cuda", max_rows=16).engine.runner
+    runner = make_engine(runner="cuda", max_rows=8, chunk_tokens=320).engine.runner
     assert isinstance(runner, CudaRunner) and not any(bucket.handed for bucket in runner.prompts)
     runner.capture_handoffs()
     found = [(bucket.tokens, bucket.rows) for bucket in runner.prompts if bucket.handed]
