@@ -19,7 +19,7 @@ from adapters.s3_url import parse_s3_url
 from cluster.redis_url import url_problem
 from garnish.adapter_folder import AdapterFiles, adapter_files
 from garnish.hub import is_hub_place, local_folder
-from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Simulate, Tenant, Top
+from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds, parse_whole_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
 from gateway.events.webhook_hosts import parse_webhook_hosts
@@ -264,8 +264,6 @@ def _check_together(document: Document, loaded: ServiceFile) -> None:
         raise document.error(
             ("gateway", "workers"), "more than one worker needs gateway.redis, which holds what they share"
         )
-    if loaded.node.device == "cuda" and loaded.node.simulate != Simulate():
-        raise document.error(("node", "simulate"), "a simulated link is for a node without a GPU, and device is cuda")
     _check_devices(document, loaded.node)
     for name, pool in loaded.node_pools.items():
         if not pool.min <= pool.desired <= pool.max:

@@ -116,12 +116,14 @@ def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
 
 def node_file(service: ServiceFile, state: Path) -> str:
     """Returns the service file of a node elsewhere, as JSON: what it reads, and nothing of tenants, functions or
-    secrets. Raises ServiceFileError for a simulated link."""
+    secrets. Raises ServiceFileError for `node.simulate`."""
     node = msgspec.to_builtins(service.node)
     simulate = {name: value for name, value in node.pop("simulate").items() if value not in (None, 1)}
     stated = {name: value for name, value in node.items() if value is not None}
     if simulate:
-        raise ServiceFileError(service.file, None, "node.simulate", "a simulated link is for a node without a GPU")
+        raise ServiceFileError(
+            service.file, None, "node.simulate", "it is for measurement on this host, not for nodes in AWS; remove it"
+        )
     source = service.infra.aws.model_source if service.infra.aws is not None else service.base_model
     model = f"{REMOTE_MODEL}/{Path(source).name}"
     read = {"service": service.service, "base_model": model, "registry": registry_of(service, state), "node": stated}

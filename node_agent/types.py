@@ -212,7 +212,14 @@ class ArrivingLora(PassLora, Protocol):
 
     @property
     def on_device(self) -> PassLora | None:
-        """The PassLora that adds every layer, once it has arrived; None where CPU workers add some."""
+        """The PassLora that adds every layer, once it has arrived; None where there is no adapter at all."""
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether CPU workers add the layers that have not arrived."""
+
+    def adapts(self, layer: int, group: str) -> bool:
+        """Returns whether the adapter has a part in that group of the layer."""
 
     def claim(self, layer: int) -> bool:
         """Fixes where the layer is computed. Returns True for the device, where what is enqueued from now on finds its
@@ -268,6 +275,10 @@ class SendingRunner(Protocol):
     ) -> Callable[[LoraBatch, bool], PassLora]:
         """Prepares passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens, with the `kernel` for
         adapters (lora_choice). Returns their StartLora. Called once, before the first adapter is loaded."""
+
+    def capture_handoffs(self) -> None:
+        """Prepares passes whose ArrivingLora `hands_over`. Called at the start, where there are CPU workers whose
+        handoffs the device's stream orders; without it such passes are computed all the same."""
 
 
 def batch_device(runner: ModelRunner) -> torch.device:

@@ -54,8 +54,15 @@ class ColdLora:
         return len(self._here) - self.layers_on_device
 
     @property
-    def on_device(self) -> PassLora | None:
-        return self._device_part if self._workers is None else None
+    def on_device(self) -> PassLora:
+        return self._device_part
+
+    @property
+    def hands_over(self) -> bool:
+        return self._workers is not None
+
+    def adapts(self, layer: int, group: str) -> bool:
+        return self._adapted(layer, group)
 
     def claim(self, layer: int) -> bool:
         here = self._here.get(layer)
@@ -67,13 +74,13 @@ class ColdLora:
             if state == LayerState.ENQUEUED:
                 self._await_copy(layer)
             if not here and self._workers is None:
-                self._failed |= any(self._adapted(layer, group) for group in GROUPS)
+                self._failed |= any(self.adapts(layer, group) for group in GROUPS)
         return here
 
     def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
         if self.claim(layer):
             return self._device_part.begin(layer, group, x)
-        if not self.poisoned and self._adapted(layer, group):
+        if not self.poisoned and self.adapts(layer, group):
             self._handoff = self._workers.open(x, layer, group) if self._workers else None
             self._failed = self._handoff is None
         return self._handoff is not None

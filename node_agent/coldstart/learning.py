@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import exp, log
 
 import numpy as np
 
@@ -51,8 +52,9 @@ class Correction:
 class LearntLink:
     """Cost of the link from host memory to the device: the profile's, corrected by loads that were observed.
 
-    A load's `latency + bytes / bandwidth` is fitted by least squares of relative errors, to the profile's own line and
-    the latest loads. A load counts half as much after FADE_S, so that one slow minute is forgotten.
+    Loads of one size can't tell latency from bandwidth, so first both of the profile's are changed by one factor, the
+    geometric mean of what loads took over its forecast. Then `latency + bytes / bandwidth` is fitted to that line and
+    the loads, by least squares of relative errors. A load counts half as much after FADE_S.
     """
 
     def __init__(self, profile: LinkCost, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,10 +75,15 @@ class LearntLink:
             self._loads.append((self._clock(), size, seconds))
             self._fit()
 
+    def _by_profile(self, size: int) -> float:
+        return self.profile.latency + size / self.profile.bandwidth
+
     def _fit(self) -> None:
         self._made_at = now = self._clock()
-        known = [(size, self.profile.latency + size / self.profile.bandwidth, 1.0) for size in PROFILE_SIZES]
         seen = [(size, seconds, 0.5 ** ((now - at) / FADE_S)) for at, size, seconds in self._loads]
+        longer = sum(weight * log(seconds / self._by_profile(size)) for size, seconds, weight in seen)
+        factor = exp(longer / (1.0 + sum(weight for *_, weight in seen)))
+        known = [(size, factor * self._by_profile(size), 1.0) for size in PROFILE_SIZES]
         sizes, seconds, weights = np.array(known + seen).T
         scale = np.sqrt(weights) / seconds
         columns = np.column_stack((scale, sizes * scale))

@@ -28,7 +28,8 @@ from node_agent.device import device_seconds
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
-from node_agent.types import GROUPS, ModelRunner, batch_device
+from node_agent.runner.lora import NoHandoffs
+from node_agent.types import GROUPS, ModelRunner, PassLora, batch_device
 
 GROUP = "qkv"
 """Projection group whose slices are measured."""
@@ -59,9 +60,7 @@ def measure(
 ) -> Profile:
     """On a node that serves nothing meanwhile. `progress` is told of each step."""
     progress("a layer on the device")
-    room = blocks.free * runner.block_tokens
-    lengths = sorted({min(tokens, room) for tokens in effort.tokens})
-    layer = tuple((tokens, _layer_seconds(runner, blocks, tokens, effort.rounds)) for tokens in lengths)
+    layer = measure_layers(runner, blocks, effort, assisted=isinstance(workers, StreamPool))
     progress("the link from host memory")
     link = measure_link(store, effort.rounds)
     cpu = handoff = None
@@ -74,9 +73,20 @@ def measure(
     return Profile(key, layer, cpu, link, handoff)
 
 
-def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: int) -> float:
-    """Returns the seconds that one layer takes for a prompt of `tokens` tokens without an adapter: the median of
-    `rounds` passes over all layers; on a GPU timed by events."""
+def measure_layers(
+    runner: ModelRunner, blocks: BlockPool, effort: Effort, assisted: bool
+) -> tuple[tuple[int, float], ...]:
+    """Measures a layer for each of the effort's prompt lengths, as far as there is room. Returns pairs of tokens and
+    seconds. `assisted`: by passes of the kind in which a GPU hands layers over to CPU workers, without the handoffs."""
+    room = blocks.free * runner.block_tokens
+    lengths = sorted({min(tokens, room) for tokens in effort.tokens})
+    lora = NoHandoffs((GROUP,)) if assisted else None
+    return tuple((tokens, _layer_seconds(runner, blocks, tokens, effort.rounds, lora)) for tokens in lengths)
+
+
+def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: int, lora: PassLora | None) -> float:
+    """Returns the seconds that one layer takes for a prompt of `tokens` tokens with `lora`, which adds nothing: the
+    median of `rounds` passes over all layers; on a GPU timed by events."""
     request = Request("profile", "", [1] * tokens, 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
     taken = blocks.allocate(blocks.blocks_for(tokens))
     assert taken is not None  # so many were free
@@ -85,7 +95,7 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
     try:
         for _ in range(rounds + 1):
             batch = build_step([Row(request, tokens)], 0, runner.block_tokens, batch_device(runner))
-            run = runner.start(batch, None)
+            run = runner.start(batch, lora)
             times.append(device_seconds(runner.device, partial(run.advance, runner.num_layers)))
             run.abort().synchronize()
     finally:

@@ -25,7 +25,7 @@ from node_agent.coldstart.auto_workers import (
 )
 from node_agent.coldstart.calibration import Calibration, Interrupted, never
 from node_agent.coldstart.cold_starts import WorkersDecision
-from node_agent.coldstart.measure import SHORT, crosses_link, measure, measure_cpu, measure_handoff
+from node_agent.coldstart.measure import SHORT, crosses_link, measure, measure_cpu, measure_handoff, measure_layers
 from node_agent.coldstart.pass_times import CallKind
 from node_agent.coldstart.profile import Profile, ProfileError, check, read_profile
 from node_agent.coldstart.setup import check_handoff, make_pool, profile_key
@@ -35,6 +35,7 @@ from node_agent.config import EngineConfig
 from node_agent.cores import spare_cores, usable_cores
 from node_agent.engine.loop import Engine
 from node_agent.gpu.numa import home_node, memory_near, nearest_first
+from node_agent.types import SendingRunner
 
 log = logging.getLogger("garnish.engine")
 
@@ -268,6 +269,8 @@ class WorkerManager:
             device = starts.store.pool.data.device
             handoff = measure_handoff(pool, device, SHORT.rounds) if cpu is not None and crosses_link(pool) else None
             profile = replace(profile, key=replace(profile.key, workers=count), cpu=cpu, handoff=handoff)
+        if profile.cpu is not None and isinstance(pool, StreamPool):
+            profile = self._with_handoffs(profile)
         if profile.cpu is None:
             log.warning("cold starts go without CPU workers: none answered while they were measured")
             starts.decision = WorkersDecision(0, "none answered while they were measured")
@@ -275,6 +278,14 @@ class WorkerManager:
             return False
         starts.use(profile, pool)
         return True
+
+    def _with_handoffs(self, profile: Profile) -> Profile:
+        """Has a GPU's runner prepare passes whose layers are handed over to workers. Returns the profile with what a
+        layer of such a pass takes."""
+        runner = self.engine.runner
+        if isinstance(runner, SendingRunner):
+            runner.capture_handoffs()
+        return replace(profile, layer=measure_layers(runner, self.engine.blocks, SHORT, assisted=True))
 
     def _end_workers(self) -> None:
         starts = self.starts

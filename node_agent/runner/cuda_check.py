@@ -11,7 +11,9 @@ import torch
 from cluster.messages import Sampling
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
-from node_agent.runner.cuda_pass import LayeredPass, PromptPass
+from node_agent.runner.cuda_handoffs import HANDED_OVER
+from node_agent.runner.cuda_pass import HandedPass, LayeredPass, PromptPass
+from node_agent.runner.lora import NoHandoffs
 from node_agent.runner.transformers_runner import TransformersRunner
 from node_agent.types import StepBatch
 
@@ -75,13 +77,32 @@ def check_prompts(runner: CudaRunner, buckets: Sequence[PromptBucket]) -> str | 
     batch = step(0, prompt, runner.block_tokens, torch.device("cpu"))
     wanted = _logits(runner, batch)
     for bucket in buckets:
-        run = PromptPass(runner, bucket, batch, None, None)
-        run.advance(runner.num_layers)
-        problem = compare(wanted, run.logits(), runner.num_layers)
-        run.abort()
+        problem = _compare_prompt(runner, PromptPass(runner, bucket, batch, None, None), wanted)
         if problem is not None:
             return f"a prompt in a bucket of {bucket.tokens} tokens and {bucket.rows} rows: {problem}"
     return None
+
+
+def check_handoffs(runner: CudaRunner, buckets: Sequence[PromptBucket]) -> str | None:
+    """Computes a prompt by each bucket, in the pieces between handoffs, and by none. Returns what differs; None:
+    nothing does."""
+    prompt = _length(runner.block_tokens, runner.num_blocks)
+    batch = step(0, prompt, runner.block_tokens, torch.device("cpu"))
+    wanted = _logits(runner, batch)
+    for bucket in buckets:
+        for groups in HANDED_OVER:
+            run = HandedPass(runner, bucket, batch, None, NoHandoffs(groups))
+            problem = _compare_prompt(runner, run, wanted)
+            if problem is not None:
+                return f"a prompt in a bucket of {bucket.tokens} tokens, cut at {', '.join(groups)}: {problem}"
+    return None
+
+
+def _compare_prompt(runner: CudaRunner, run: PromptPass, wanted: torch.Tensor) -> str | None:
+    run.advance(runner.num_layers)
+    problem = compare(wanted, run.logits(), runner.num_layers)
+    run.abort()
+    return problem
 
 
 def compare(wanted: torch.Tensor, found: torch.Tensor, layers: int) -> str | None:

@@ -41,6 +41,11 @@ class Layer:
     gate_up: FusedProjection
     down: FusedProjection
 
+    def projection(self, group: str) -> FusedProjection:
+        """Returns the projection group of that name, one of GROUPS."""
+        found: FusedProjection = getattr(self, group)
+        return found
+
 
 @dataclass(frozen=True)
 class Attended:
@@ -65,6 +70,11 @@ class Walk:
     residual: torch.Tensor
     """[T, width]"""
     added: torch.Tensor | None = None
+
+    def take(self, group: str, y: torch.Tensor) -> None:
+        """Takes in the output of a projection group: those of `o` and `down` go to the residual stream."""
+        if group in ("o", "down"):
+            self.added = y
 
 
 class Decoder:
@@ -96,14 +106,26 @@ class Decoder:
     def advance(self, walk: Walk, layers: Sequence[Layer], attended: Attended) -> None:
         """Computes some layers, which must be the next ones."""
         for layer in layers:
-            hidden = self._normed(walk, layer.attention_norm)
-            qkv = layer.qkv.product(hidden)
-            attention = self._attention(layer, qkv, attended)
-            walk.added = layer.o.product(attention)
-            gate_up = layer.gate_up.product(self._normed(walk, layer.mlp_norm))
-            gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-            self.operations.silu_mul(gate_up, out=gated)
-            walk.added = layer.down.product(gated)
+            y = None
+            for group in GROUPS:
+                y = layer.projection(group).product(self.input_of(group, layer, walk, y, attended))
+                walk.take(group, y)
+
+    def input_of(
+        self, group: str, layer: Layer, walk: Walk, y: torch.Tensor | None, attended: Attended
+    ) -> torch.Tensor:
+        """Returns the input [T, d_in] of a projection group. `y` is the output of the group before it in the layer;
+        None for the first one."""
+        if group == "qkv":
+            return self._normed(walk, layer.attention_norm)
+        assert y is not None
+        if group == "o":
+            return self._attention(layer, y, attended)
+        if group == "gate_up":
+            return self._normed(walk, layer.mlp_norm)
+        gated = y.new_empty(y.shape[0], y.shape[1] // 2)
+        self.operations.silu_mul(y, out=gated)
+        return gated
 
     def logits(self, walk: Walk, rows: torch.Tensor | None) -> torch.Tensor:
         """[n, V] in the model's dtype, of the tokens `rows` i64[n]; None: of all, and the walk is used up. All layers

@@ -196,6 +196,30 @@ class PromptPass(LayeredPass):
             self._bucket.taken, self._bucket = False, None
 
 
+class HandedPass(PromptPass):
+    """A prompt in a bucket's memory, of whose adapter CPU workers add some layers."""
+
+    def __init__(
+        self, runner: CudaRunner, bucket: PromptBucket, batch: StepBatch, lora: SentLora | None, arriving: ArrivingLora
+    ) -> None:
+        super().__init__(runner, bucket, batch, lora, None)
+        self._handed, self._whole = arriving, bucket.stretch
+        self.stretch = 1
+
+    def advance(self, to_layer: int) -> None:
+        """Whole stretches that are on the device are enqueued as such, all other layers one by one."""
+        while self.layer < to_layer:
+            assert self._bucket is not None
+            end = min(self.layer + self._whole, self._runner.num_layers)
+            whole = self.layer % self._whole == 0 and end <= to_layer
+            if whole and all(self._handed.claim(layer) for layer in range(self.layer, end)):
+                self._bucket.enqueue(self.layer, self._adapted)
+                self.layer = end
+            else:
+                self._bucket.enqueue_handed(self.layer, self._handed, self._batch.n_tokens)
+                self.layer += 1
+
+
 def wants_everything(ways: SamplingBatch) -> bool:
     """Whether some row is not greedy, or asks for log probabilities."""
     return any(t >= GREEDY_BELOW for t in ways.temperature) or any(k >= 0 for k in ways.logprobs)

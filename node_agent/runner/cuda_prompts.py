@@ -7,6 +7,7 @@ may run, so a bucket's memory belongs to one pass at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,12 +15,13 @@ import torch
 from kernels.gpu_ops import Rows
 from node_agent.runner.cuda_blocks import StepFields, expand_blocks, fill, lora_batch, size_of, step_spec, views
 from node_agent.runner.cuda_decode import DecodeShape
+from node_agent.runner.cuda_handoffs import GRAPHS_PER_LAYER, HANDED_OVER, MOST_GRAPHS, Borders, HandedLayer
 from node_agent.runner.cuda_layers import Attended, Decoder, Walk
 from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
 from node_agent.runner.cuda_stream import Stream, Work
 from node_agent.runner.lora import GroupLora
 from node_agent.runner.projections import Current
-from node_agent.types import LoraBatch, StepBatch
+from node_agent.types import ArrivingLora, LoraBatch, StepBatch
 
 STRETCH_LAYERS = 4
 SIZES = (16, 32, 64, *range(128, 513, 64), *range(640, 1025, 128))
@@ -61,7 +63,11 @@ class PromptBucket:
         self.walk = Walk(residual, added)
         """behind a pass's last stretch"""
         self._table = torch.zeros(self.rows, shape.table_width, dtype=torch.int32, device=weight.device)
+        chunks = Rows(self.fields.context_len, self._table, self.fields.query_start)
+        self.attended = Attended(self.fields.positions, self.fields.slots, None, chunks, None)
         self._stretches: dict[bool, list[Work]] = {}
+        self.handed: list[list[HandedLayer]] = []
+        """by layer, one for each of HANDED_OVER; empty before `capture_handed`"""
 
     def fits(self, batch: StepBatch) -> bool:
         """Whether the batch is one for this bucket, which is free and does not compute a multiple of its tokens."""
@@ -72,11 +78,7 @@ class PromptBucket:
     @torch.inference_mode()
     def capture(self, open_add: OpenAdd) -> None:
         """Captures the stretches, with adapters and without, on a pass of padding alone."""
-        host = self._stream.host(size_of(self._spec)).zero_()
-        fields = StepFields(**views(self._spec, host))
-        for name in ("slots", "fed", "seg_slot", "token_slot"):
-            getattr(fields, name).fill_(-1)
-        self._stream.upload(self._device, host, host.shape[0])
+        self._pad()
         adds = GroupLora(open_add(lora_batch(self.fields, CAPTURED_RANK), False))
         for adapted in (False, True):
             lora = adds if adapted else None
@@ -84,6 +86,15 @@ class PromptBucket:
                 self._stream.capture(partial(self._compute, lora, begin))
                 for begin in range(0, len(self._decoder.layers), self.stretch)
             ]
+
+    @torch.inference_mode()
+    def capture_handed(self, borders: Borders) -> None:
+        """Captures each layer in the pieces between its handoffs, on a pass of padding alone."""
+        self._pad()
+        self.handed = [
+            [self._handed_layer(borders, index, groups) for groups in HANDED_OVER]
+            for index in range(len(self._decoder.layers))
+        ]
 
     @torch.inference_mode()
     def send(self, batch: StepBatch, lora: LoraBatch | None) -> None:
@@ -97,17 +108,45 @@ class PromptBucket:
         """Enqueues the stretch that begins with this layer."""
         self._stretches[adapted][layer // self.stretch]()
 
+    @torch.inference_mode()
+    def enqueue_handed(self, layer: int, lora: ArrivingLora, tokens: int) -> None:
+        """Enqueues one layer of a pass of so many tokens, wherever its adapter's part is computed."""
+        pieces = next(each for each in self.handed[layer] if each.covers(lora))
+        pieces.enqueue(lora, tokens)
+
+    def begin(self, layer: int) -> Walk:
+        """Returns how far the pass has come before this layer; captured with the layer."""
+        if layer == 0:
+            self._table.copy_(expand_blocks(self.fields, self._shape.table_width))
+            self.walk.residual.copy_(self._decoder.begin(self.fields.token_ids).residual)
+        return Walk(self.walk.residual, self.walk.added if layer else None)
+
+    def end(self, walk: Walk) -> None:
+        """Keeps what the layers from `begin` on have made of its walk; captured with the last of them."""
+        assert walk.added is not None and self.walk.added is not None
+        self.walk.added.copy_(walk.added)
+
     def _compute(self, lora: GroupLora | None, begin: int) -> None:
-        fields, decoder, walk = self.fields, self._decoder, self.walk
-        assert walk.added is not None
-        if begin == 0:
-            self._table.copy_(expand_blocks(fields, self._shape.table_width))
-            walk.residual.copy_(decoder.begin(fields.token_ids).residual)
-        rows = Rows(fields.context_len, self._table, fields.query_start)
-        here = Walk(walk.residual, walk.added if begin else None)
+        walk = self.begin(begin)
         self._current.lora = lora
-        layers = decoder.layers[begin : begin + self.stretch]
-        decoder.advance(here, layers, Attended(fields.positions, fields.slots, None, rows, None))
+        self._decoder.advance(walk, self._decoder.layers[begin : begin + self.stretch], self.attended)
         self._current.lora = None
-        assert here.added is not None
-        walk.added.copy_(here.added)
+        self.end(walk)
+
+    def _handed_layer(self, borders: Borders, index: int, groups: tuple[str, ...]) -> HandedLayer:
+        return HandedLayer(self._decoder, self, index, groups, borders.of(self.tokens), self._stream)
+
+    def _pad(self) -> None:
+        """Enqueues the copy of a batch of padding alone."""
+        host = self._stream.host(size_of(self._spec)).zero_()
+        fields = StepFields(**views(self._spec, host))
+        for name in ("slots", "fed", "seg_slot", "token_slot"):
+            getattr(fields, name).fill_(-1)
+        self._stream.upload(self._device, host, host.shape[0])
+
+
+def handed_buckets(buckets: Sequence[PromptBucket], layers: int) -> list[PromptBucket]:
+    """Returns the buckets, ascending like the given ones, in which prompts with handoffs are captured: those of a few
+    rows, no longer than CPU workers can help with, and no more than MOST_GRAPHS allows."""
+    few = [bucket for bucket in buckets if bucket.rows <= FEW_ROWS and bucket.tokens <= LIGHT_TOKENS]
+    return few[: MOST_GRAPHS // (layers * GRAPHS_PER_LAYER)]

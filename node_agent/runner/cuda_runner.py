@@ -11,12 +11,13 @@ import logging
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.device import is_out_of_memory
 from node_agent.runner import transformers_runner
-from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_prompts, check_runner
+from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_handoffs, check_prompts, check_runner
 from node_agent.runner.cuda_decode import Bucket, DecodeShape, LastStep, bucket_sizes
+from node_agent.runner.cuda_handoffs import open_borders
 from node_agent.runner.cuda_layers import Decoder
 from node_agent.runner.cuda_lora import CudaLora, OpenAdd, SentLora, open_add
-from node_agent.runner.cuda_pass import CapturedPass, LayeredPass, PromptPass
-from node_agent.runner.cuda_prompts import PromptBucket, prompt_shapes
+from node_agent.runner.cuda_pass import CapturedPass, HandedPass, LayeredPass, PromptPass
+from node_agent.runner.cuda_prompts import PromptBucket, handed_buckets, prompt_shapes
 from node_agent.runner.cuda_stream import Stream, open_stream
 from node_agent.runner.decode_library import choose_decode_attention
 from node_agent.runner.lora_choice import StartLora
@@ -80,14 +81,34 @@ class CudaRunner:
         """The batch's tensors, and the LoRA's, are in host memory."""
         arriving = lora if isinstance(lora, ArrivingLora) else None
         sent = lora if arriving is None else arriving.on_device
-        if batch.scoring is None and (lora is None or isinstance(sent, SentLora)):
-            sent = sent if isinstance(sent, SentLora) else None
-            bucket, prompts = self._bucket(batch), self._prompts(batch)
+        if batch.scoring is None and (sent is None or isinstance(sent, SentLora)):
+            hands_over = arriving is not None and arriving.hands_over
+            bucket, prompts = self._bucket(batch), self._prompts(batch, hands_over)
             if bucket is not None and arriving is None:
                 return CapturedPass(self, bucket, batch, sent)
+            if prompts is not None and arriving is not None and hands_over:
+                return HandedPass(self, prompts, batch, sent, arriving)
             if prompts is not None:
                 return PromptPass(self, prompts, batch, sent, arriving)
         return LayeredPass(self, batch, lora)
+
+    def capture_handoffs(self) -> None:
+        """Captures prompts in the pieces between their handoffs. Where that fails, or they compute other numbers, such
+        prompts are launched kernel by kernel, and the log says so."""
+        buckets = handed_buckets(self.prompts, self.num_layers)
+        if not buckets:
+            return
+        try:
+            borders = open_borders(self.decoder, buckets[-1].tokens)
+            for bucket in reversed(buckets):
+                bucket.capture_handed(borders)
+            problem = check_handoffs(self, buckets)
+        except RuntimeError as error:
+            problem = str(error)
+        if problem is not None:
+            for bucket in buckets:
+                bucket.handed = []
+            log.error("prompts with handoffs are not captured, and take longer", extra={"reason": problem})
 
     def _capture_steps(self, shape: DecodeShape, open_add: OpenAdd) -> list[Bucket]:
         """Returns no bucket where there is no memory for all of them, or they compute other numbers; the log says so.
@@ -139,6 +160,8 @@ class CudaRunner:
             return None
         return next((bucket for bucket in self.buckets if bucket.rows >= batch.n_rows), None)
 
-    def _prompts(self, batch: StepBatch) -> PromptBucket | None:
-        """Returns the smallest free bucket of passes with prompts for the batch."""
-        return next((bucket for bucket in self.prompts if batch.fed is None and bucket.fits(batch)), None)
+    def _prompts(self, batch: StepBatch, hands_over: bool) -> PromptBucket | None:
+        """Returns the smallest free bucket of passes with prompts for the batch; with `hands_over`, of those that are
+        captured between handoffs."""
+        buckets = [bucket for bucket in self.prompts if bucket.handed or not hands_over]
+        return next((bucket for bucket in buckets if batch.fed is None and bucket.fits(batch)), None)

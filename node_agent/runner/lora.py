@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
 import torch
@@ -15,7 +15,7 @@ from kernels.grouped import add_pieces
 from kernels.view import GroupView, group_view
 from node_agent.adapter_memory.table import AdapterTable
 from node_agent.adapter_memory.weights import AdapterWeights
-from node_agent.types import GROUPS, Lease, LoraBatch
+from node_agent.types import GROUPS, Lease, LoraBatch, PassLora
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,29 @@ class GroupLora:
         assert self._x is not None and self._add is not None
         self._add(layer, group, ys, self._x)
         self._x = None
+
+
+class NoHandoffs:
+    """An ArrivingLora that adds nothing: a pass with it is computed as one of an adapter of these groups whose layers
+    CPU workers add, but for the handoffs."""
+
+    on_device: PassLora | None = None
+    hands_over = True
+
+    def __init__(self, groups: Collection[str]) -> None:
+        self._groups = groups
+
+    def adapts(self, layer: int, group: str) -> bool:  # noqa: ARG002 - an ArrivingLora's signature
+        return group in self._groups
+
+    def claim(self, layer: int) -> bool:  # noqa: ARG002
+        return False
+
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:  # noqa: ARG002
+        return False
+
+    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+        raise AssertionError(f"layer {layer}: {group} was not begun")
 
 
 class CompiledLora:

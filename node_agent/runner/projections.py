@@ -6,6 +6,7 @@ The model's own forward code stays as it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ class FusedProjection(nn.Module):
     ) -> None:
         super().__init__()
         self.current, self.layer, self.group = current, layer, group
-        self.widths = [module.out_features for module in linears]
+        self.d_in, self.widths = linears[0].in_features, [module.out_features for module in linears]
         bias = None
         if any(module.bias is not None for module in linears):
             bias = torch.cat([_bias(module) for module in linears])
@@ -46,8 +47,12 @@ class FusedProjection(nn.Module):
         if lora is None or not lora.begin(self.layer, self.group, x):
             return self.linear.forward(x)
         y = self.linear.forward(x)
-        lora.finish(self.layer, self.group, [y] if len(self.widths) == 1 else y.split_with_sizes(self.widths, dim=1))
+        lora.finish(self.layer, self.group, self.parts_of(y))
         return y
+
+    def parts_of(self, y: torch.Tensor) -> Sequence[torch.Tensor]:
+        """y [T, sum of widths] -> [T, width] of each projection, over the same memory"""
+        return [y] if len(self.widths) == 1 else y.split_with_sizes(self.widths, dim=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [1, T, d_in] -> [1, T, widths[0]]"""

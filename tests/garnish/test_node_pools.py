@@ -148,7 +148,7 @@ def test_a_node_in_aws_reads_no_more_than_it_needs(folder: Path) -> None:
     [
         ({"infra": {"aws": AWS}}, r"infra\.gateway_url"),
         ({"registry": "./registry"}, "registry: nodes in AWS need a registry on S3"),
-        ({"node": {"simulate": {"link": "1GB/s"}}}, r"node\.simulate"),
+        ({"node": {"simulate": {"link": "1GB/s"}}}, r"node\.simulate: it is for measurement on this host"),
     ],
 )
 def test_what_nodes_in_aws_need(folder: Path, changes: dict[str, Any], problem: str) -> None:

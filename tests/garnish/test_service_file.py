@@ -64,6 +64,11 @@ infra: {state: s3://acme-terraform/garnish}
     assert tenant_names(service) == ("acme", "globex")
 
 
+def test_a_link_is_simulated_on_a_gpu_too(tmp_path: Path) -> None:
+    service = load(tmp_path, HEAD + "node: {device: cuda, simulate: {link: 3.3GB/s, worker_repeats: 2}}\n")
+    assert (service.node.device, service.node.simulate.link) == ("cuda", 3.3e9)
+
+
 def test_the_least_that_is_needed(tmp_path: Path) -> None:
     service = load(tmp_path, HEAD + "functions:\n  f: {adapter: ./a}\ntenants:\n")
     assert tenant_names(service) == ("default",)
@@ -88,7 +93,6 @@ def test_the_least_that_is_needed(tmp_path: Path) -> None:
         (HEAD + "node:\n  simulate:\n    link: 5\n", 5, "node.simulate.link", "expected a rate such as"),
         (HEAD + "node:\n  simulate: {worker_repeats: 0}\n", 4, "node.simulate.worker_repeats", "expected `int` >= 1"),
         (HEAD + "node:\n  simulate: {lnk: 1GB/s}\n", 4, "node.simulate.lnk", "did you mean `link`?"),
-        (HEAD + "node:\n  device: cuda\n  simulate: {link: 1GB/s}\n", 5, "node.simulate", "without a GPU"),
         (HEAD + "node: {disk_cache: {pth: x}}\n", 3, "node.disk_cache.pth", "did you mean `path`?"),
         (HEAD + "tenants: {Acme: {}}\n", 3, "tenants.Acme", "expected a name of 1 to 64"),
         (HEAD + "tenants: {a: {limits: {adapter: 5}}}\n", 3, "tenants.a.limits.adapter", "did you mean `adapters`?"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -135,8 +136,8 @@ def test_an_ordinary_cpu_node_starts_none(make_engine: MakeEngine) -> None:
 class MadeUpCalls(Calibration):
     """Calls that take as long as a test says instead of being served."""
 
-    seconds = {"pipeline": 1.0, "assist": 0.5, "wait": 1.2}
-    runs: list[str]
+    seconds: ClassVar[dict[str, float]]
+    runs: ClassVar[list[str]]
 
     def run(self, kind: CallKind, plan: str) -> PassSample:
         self.runs.append(plan)
@@ -151,7 +152,8 @@ def test_workers_are_kept_if_measured_calls_gain(
     """Decided again at the next start, by the profile that was kept, without another measurement."""
     runs, starts = list[str](), list[int]()
     monkeypatch.setattr(MadeUpCalls, "runs", runs, raising=False)
-    monkeypatch.setattr(MadeUpCalls, "seconds", {"pipeline": 1.0, "assist": 2.0 if slow else 0.5, "wait": 1.2})
+    seconds = {"pipeline": 1.0, "assist": 2.0 if slow else 0.5, "wait": 1.2}
+    monkeypatch.setattr(MadeUpCalls, "seconds", seconds, raising=False)
     monkeypatch.setattr(worker_manager, "Calibration", MadeUpCalls)
     make = worker_manager.make_pool
     monkeypatch.setattr(worker_manager, "make_pool", lambda *of: starts.append(len(of[3])) or make(*of))

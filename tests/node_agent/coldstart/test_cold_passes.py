@@ -7,8 +7,10 @@ import random
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.exact import Case, Tally, check
@@ -17,8 +19,8 @@ from benchmarks.forced import force
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from benchmarks.worker_counters import counters_of
-from node_agent.coldstart.cold_starts import ColdStarts
-from node_agent.coldstart.learning import Correction, Outcome
+from node_agent.coldstart.learning import Outcome
+from node_agent.coldstart.pass_times import kind_of
 from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import LinkConfig
@@ -239,7 +241,7 @@ def test_cold_passes_hold_others_up_no_longer_than_a_warm_chunk(assisted: LocalE
 
 
 @needs_core
-def test_what_came_of_a_plan_is_kept_and_learnt_from(make_engine: MakeEngine, adapter_dir: Path) -> None:
+def test_passes_and_loads_that_ended_correct_later_forecasts(make_engine: MakeEngine, adapter_dir: Path) -> None:
     engine = make_engine(cpu_workers=1)
     starts, link = engine.engine.cold_start, HeldLink(engine)
     request = engine.submit(STORY, 2, engine.deploy(adapter_dir), ignore_eos=True)
@@ -247,42 +249,24 @@ def test_what_came_of_a_plan_is_kept_and_learnt_from(make_engine: MakeEngine, ad
     lease, profile = engine.engine.running[request].lease, starts.profile
     assert lease is not None and profile is not None
     before = starts.costs(lease, len(STORY), profile)
-    slow = Outcome("r0", "assist", len(STORY), 0.1, 1.0, 0.0, 0.0, waited=1.0, layers_cpu=5, layers_device=0)
+    kind = kind_of(starts.store.layout(lease), len(STORY))
+    slow = Outcome("r0", "pipeline", len(STORY), 0.1, 1.0, 0.0, 0.0, waited=0.0, layers_cpu=0, layers_device=5)
     for _ in range(5):
-        starts.observe(lease, slow)
-        starts.observe_load(1.0, 2.0)
+        starts.observe(lease, replace(slow, by_profile=0.25))
+        starts.learn_load(1 << 24, 4 * (1 << 24) / profile.link.bandwidth)
+    assert starts.times.bounds(kind, "pipeline", np.array([0.25]))[1][0] == pytest.approx(1.0)
+    starts.observe(lease, slow)
+    assert len(starts.times.of(kind, "pipeline")) == 5, (
+        "a pass that shared the engine says nothing of one that is alone"
+    )
     after = starts.costs(lease, len(STORY), profile)
-    assert (after.cpu > before.cpu).all() and (after.load > 1.5 * before.load).all()
+    assert (after.load > 1.5 * before.load).all()
     link.open()
     engine.run()
-    came = starts.outcomes[-1]
-    assert (came.request, came.tokens) == (request, len(STORY))
-    assert came.layers_cpu + came.layers_device == engine.base.num_layers
-    assert came.forecast > 0 and 0 <= came.exposed + came.waited <= came.seconds
-
-
-def test_a_device_with_a_stream_learns_from_the_whole_chunk(
-    make_engine: MakeEngine, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It waits for workers where the engine can't see it: what a chunk took beyond the base's products and the bytes it
-    stood still for was theirs, if nobody else had passes in between."""
-    engine = make_engine(cpu_workers=1)
-    monkeypatch.setattr(ColdStarts, "_on_cpu", False)
-    starts, link = engine.engine.cold_start, HeldLink(engine)
-    request = engine.submit(STORY, 2, engine.deploy(adapter_dir), ignore_eos=True)
-    engine.run(until=lambda: bool(engine.engine.running))
-    lease, layers = engine.engine.running[request].lease, engine.base.num_layers
-    assert lease is not None
-    taught = []
-    for exposed, cpu, others in ((0.0, layers, 0), (0.0, layers, 3), (0.0, 0, 0), (1.0, layers, 0)):
-        starts.cpu, device = Correction(), layers - cpu
-        starts.observe(lease, Outcome("r", "assist", len(STORY), 0.1, 1.0, 0.0, exposed, 0.0, cpu, device, others))
-        taught.append(starts.cpu.value)
-    link.open()
-    engine.run()
-    longer, beside_others, without_workers, stood_still = taught
-    assert longer > 1.5 * stood_still and beside_others == without_workers == 1.0
-    assert stood_still <= 1.0, "workers that were on time are no slower than forecast"
+    outcome = starts.outcomes[-1]
+    assert (outcome.request, outcome.tokens) == (request, len(STORY))
+    assert outcome.layers_cpu + outcome.layers_device == engine.base.num_layers
+    assert outcome.forecast > 0 and 0 <= outcome.exposed + outcome.waited <= outcome.seconds
 
 
 @pytest.mark.parametrize("bandwidth", [2e5, 2e6])

@@ -21,7 +21,8 @@ from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.residency import InUse, evict
 from node_agent.coldstart.learning import Correction
 from node_agent.coldstart.messages import PassMessages
-from node_agent.coldstart.planner import Contention
+from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample, kind_of
+from node_agent.coldstart.planner import PLANS, Contention
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.cores import spare_cores
 from node_agent.ipc import Finished
@@ -234,19 +235,16 @@ def test_rows_join_where_that_costs_little(make_engine: MakeEngine, directories:
 
     def joins(worker_s: float, load_s: float, others: int) -> bool:
         whole = sum(starts.costs(lease, 1, profile).load)
-        starts.profile = type(profile)(
-            profile.key,
-            ((16, 1e-3),),
-            type(profile.cpu)(worker_s, 0.0, 0.0),
-            type(profile.link)(0.0, profile.link.bandwidth * whole / load_s),
-        )
+        link = type(profile.link)(0.0, starts.link.cost.bandwidth * whole / load_s)
+        layer, cpu = ((16, 1e-3),), type(profile.cpu)(worker_s, 0.0, 0.0)
+        starts.use(type(profile)(profile.key, layer, cpu, link), starts.workers)
         return bool(starts.joining([(lease, 1)], others))
 
     assert joins(worker_s=1e-6, load_s=1.0, others=3)
     assert not joins(worker_s=1e-6 + 1e-3, load_s=1.0, others=3)  # four groups a layer: several times as long
     assert joins(worker_s=1e-6 + 1e-3, load_s=1.0, others=0)  # and nobody but the row would mind
     assert not joins(worker_s=4e-4, load_s=1e-6, others=0)
-    starts.profile = profile
+    starts.use(profile, starts.workers)
     link.open()
     engine.run()
 
@@ -261,18 +259,21 @@ def test_a_prompt_asks_slow_workers_where_it_is_alone(make_engine: MakeEngine, d
     lease, profile = _lease(engine, request), starts.profile
     assert profile is not None and profile.cpu is not None
     whole, layers = sum(starts.costs(lease, 1, profile).load), engine.base.num_layers
-    starts.profile = type(profile)(
-        profile.key,
-        ((64, 1e-3),),
-        type(profile.cpu)(5e-4, 0.0, 0.0),
-        type(profile.link)(0.0, profile.link.bandwidth * whole / (4e-3 * layers)),
-    )
-    starts.cpu = starts.row_cpu = starts.link = Correction()  # what was learnt until now is of another host
-    beside = [Contention(others=others, ready=ready, decodes=True) for others, ready in ((0, 0), (20, 0), (20, 20))]
+    passes = exact_passes(kind_of(starts.store.layout(lease), 40))
+    cpu = type(profile.cpu)(5e-4, 0.0, 0.0)
+    slow = type(profile.link)(0.0, starts.link.cost.bandwidth * whole / (4e-3 * layers))
+    starts.use(type(profile)(profile.key, ((64, 1e-3),), cpu, slow, passes=passes), starts.workers)
+    starts.row_cpu = Correction()  # what was learnt until now is of another host
+    beside = [Contention(others=others, ready=ready, decodes=8) for others, ready in ((0, 0), (20, 0), (20, 20))]
     assert [starts.plan(lease, 40, each).name for each in beside] == ["assist", "pipeline", "wait"]
-    starts.profile = profile
+    starts.use(profile, starts.workers)
     link.open()
     engine.run()
+
+
+def exact_passes(kind: CallKind) -> tuple[PassSample, ...]:
+    """Passes that took as long as the profile says."""
+    return tuple(PassSample(kind, plan, 0.1, 0.1) for plan in PLANS for _ in range(ROUNDS))
 
 
 def _lease(engine: LocalEngine, request: str) -> Lease:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node_agent.coldstart.learning import FADE_S, LEAST, MOST, Correction
+from node_agent.coldstart.learning import FADE_S, LEAST, MOST, Correction, LearntLink
+from node_agent.coldstart.profile import LinkCost
 
 RATIOS = st.floats(1e-6, 1e6)
 
@@ -71,3 +72,39 @@ def test_a_forecast_of_nothing_teaches_nothing() -> None:
     correction.learn(math.nan, 1.0)
     correction.learn(1.0, math.nan)
     assert correction.value == 1.0
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
+def test_loads_of_one_size_change_the_rate(factor: float) -> None:
+    profile = LinkCost(1e-3, 1e8)
+    link = LearntLink(profile, Clock())
+    for _ in range(12):
+        link.learn(1 << 24, factor * (1e-3 + (1 << 24) / 1e8))
+    assert link.cost.bandwidth == pytest.approx(1e8 / factor, rel=0.15)
+
+
+def test_loads_of_several_sizes_tell_latency_from_bandwidth() -> None:
+    link = LearntLink(LinkCost(0.0, 1e8), Clock())
+    for _ in range(5):
+        for size in (1 << 20, 1 << 23, 1 << 26):
+            link.learn(size, 0.05 + size / 2e8)
+    assert 0.015 < link.cost.latency < 0.055
+    assert link.cost.bandwidth == pytest.approx(2e8, rel=0.3)
+
+
+def test_what_loads_said_is_forgotten_in_time() -> None:
+    clock = Clock()
+    link = LearntLink(LinkCost(0.0, 1e8), clock)
+    for _ in range(5):
+        link.learn(1 << 24, 10 * (1 << 24) / 1e8)
+    assert link.cost.bandwidth < 2e7
+    clock.now += 20 * FADE_S
+    assert link.cost.bandwidth == pytest.approx(1e8, rel=0.01)
+
+
+@given(st.lists(st.tuples(st.integers(-5, 1 << 40), st.floats(allow_nan=True)), max_size=20))
+def test_the_learnt_link_stays_within_bounds_whatever_is_observed(loads: list[tuple[int, float]]) -> None:
+    link = LearntLink(LinkCost(1e-5, 1e9), Clock())
+    for size, seconds in loads:
+        link.learn(size, seconds)
+    assert 1e9 / MOST * 0.999 <= link.cost.bandwidth <= 1e9 / LEAST * 1.001 and link.cost.latency >= 0

@@ -26,4 +26,5 @@ def test_forecasts_of_loads_come_to_what_they_take(make_engine: MakeEngine, stor
         assert store.discard(adapter.digest), "it stays in host memory"
         engine.submit([1, 403, 407], 2, adapter, ignore_eos=True)
         engine.run()
-    assert starts.link.value > 0.75 * PROFILED / REAL
+    assert starts.link is not None
+    assert starts.link.cost.bandwidth < REAL / 0.75

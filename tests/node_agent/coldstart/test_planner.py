@@ -102,7 +102,9 @@ def test_an_answer_ends_when_its_steps_played_out_do(decode: DecodeCosts, first:
     joined = now - decode.tokens * decode.step
     assert found <= max(first, loaded) + 1e-9
     if np.isfinite(decode.longer) and joined < max(first, loaded):
-        assert found <= joined + decode.longer + 1e-9 and found >= min(joined, max(first, loaded)) - decode.longer - 1e-9
+        assert (
+            found <= joined + decode.longer + 1e-9 and found >= min(joined, max(first, loaded)) - decode.longer - 1e-9
+        )
     if not np.isfinite(decode.longer):
         assert found == max(first, loaded)
 

@@ -8,6 +8,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,18 +27,26 @@ from kernels.handoff_triton import TritonKernels
 from node_agent.adapter_memory import device_copy
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart import setup
+from node_agent.coldstart.cold_lora import ColdLora
+from node_agent.coldstart.measure import SHORT
 from node_agent.coldstart.shared import DTYPES
 from node_agent.coldstart.stream import StreamPool
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import EngineConfig
 from node_agent.cores import spare_cores
-from node_agent.types import Plan
+from node_agent.runner import cuda_runner
+from node_agent.runner.cuda_pass import CapturedPass, HandedPass, LayeredPass, PromptPass
+from node_agent.runner.cuda_runner import CudaRunner
+from node_agent.runner.lora import NoHandoffs
+from node_agent.types import PassLora, Plan, StepBatch
 from tests.node_agent.coldstart.held_event import HeldEvent
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.coldstart.pools import LONG, eventually
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
+SMALL = {"max_rows": 4, "chunk_tokens": 64}
+"""Few buckets: plain torch takes long for the padded rows of a captured prompt."""
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
 
 
@@ -52,10 +61,27 @@ def stream_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "make_pool", make)
 
 
+class Noting(CudaRunner):
+    """Notes the kinds of its passes, and whether they had an adapter."""
+
+    started: list[tuple[type, type]]
+
+    def start(self, batch: StepBatch, lora: PassLora | None) -> CapturedPass | LayeredPass:
+        run = super().start(batch, lora)
+        self.started.append((type(run), type(lora)))
+        return run
+
+
 @pytest.fixture
-def engine(make_engine: MakeEngine, stream_pools: None) -> LocalEngine:
+def noting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_runner, "CudaRunner", Noting)
+    monkeypatch.setattr(Noting, "started", [], raising=False)
+
+
+@pytest.fixture(params=["transformers", "cuda"])
+def engine(request: pytest.FixtureRequest, make_engine: MakeEngine, stream_pools: None, noting: None) -> LocalEngine:
     """Every layer of a cold prompt is for the worker."""
-    made = make_engine(cpu_workers=1)
+    made = make_engine(cpu_workers=1, runner=request.param, **SMALL)
     layers = made.base.num_layers
     made.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan(
         "assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers
@@ -101,15 +127,71 @@ def test_answers_are_exact(
         assert counters_of(pool).handoffs == before + 4 * layers
     eventually(lambda: not counters_of(pool).in_quarantine)
     assert pool.wait_ready(LONG) == 1
+    if isinstance(engine.engine.runner, Noting):
+        assert (HandedPass, ColdLora) in Noting.started
+        assert not any(bucket.taken for bucket in engine.engine.runner.prompts)
     engine.assert_clean()
     assert not any(host.holds for hosts in engine.engine.store.hosts.owned().values() for host in hosts)
 
 
 @needs_core
-def test_drawn_plans_arrivals_and_faults(
-    make_engine: MakeEngine, stream_pools: None, reference: PeftReference, drawn_adapters: list[Path]
+@pytest.mark.parametrize("arrived", [3, 4])
+def test_layers_that_arrive_meanwhile(
+    make_engine: MakeEngine,
+    stream_pools: None,
+    noting: None,
+    reference: PeftReference,
+    stories_dir: Path,
+    tmp_path: Path,
+    arrived: int,
 ) -> None:
-    engine = make_engine(cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4)
+    """The first layers of a captured prompt are on the device, and the worker has those that have not come: in one case
+    the last of the first stretch of four, too. Another prompt is computed in between."""
+    path = make_adapter(stories_dir, tmp_path / "whole", 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
+    engine = make_engine(cpu_workers=1, runner="cuda", **SMALL)
+    layers = engine.base.num_layers
+    link, plan = HeldLink(engine), Plan("assist", 0, 0.0, (1.0,) * layers, (0.0,) * layers)
+    engine.engine.cold_start.plan = lambda *_: plan  # type: ignore[method-assign]
+    cases = [Case(path, engine.deploy(path), [1, *range(50, 70)], 6), Case(None, None, [1, *range(100, 120)], 3)]
+    requests = [engine.submit(cases[0].prompt, cases[0].max_tokens, cases[0].adapter, ignore_eos=True)]
+    link.let(arrived)
+    cold = engine.engine.cold
+    engine.run(until=lambda: bool(cold.open) and cold.open[0].run.layer == arrived)
+    requests.append(engine.submit(cases[1].prompt, cases[1].max_tokens, ignore_eos=True))
+    engine.run(until=lambda: engine.outcomes[requests[1]].finished is not None)
+    cold.open[0].plan = replace(plan, assisted=layers)
+    engine.run(until=lambda: bool(engine.outcomes[requests[0]].tokens))
+    link.open()
+    engine.run()
+    for case, each in zip(cases, requests, strict=True):
+        assert not check(engine, reference, case, engine.outcomes[each].tokens, Tally())
+    finished = engine.outcomes[requests[0]].finished
+    assert finished is not None
+    found = finished.cold_start
+    assert (found.layers_device, found.layers_cpu, found.replays) == (arrived, layers - arrived, 0)
+    assert (HandedPass, ColdLora) in Noting.started
+
+
+@needs_core
+def test_a_profile_is_of_passes_as_they_will_run(make_engine: MakeEngine, stream_pools: None, noting: None) -> None:
+    """With workers on the stream a layer is measured in the pieces between handoffs, without them in stretches; for a
+    prompt longer than a chunk, of which nothing is captured, kernel by kernel."""
+    for workers, kind in ((1, (HandedPass, NoHandoffs)), (0, (PromptPass, type(None)))):
+        Noting.started.clear()
+        profile = make_engine(cpu_workers=workers, runner="cuda", **SMALL).engine.cold_start.profile
+        assert profile is not None and len(profile.layer) == 3
+        measured = Noting.started[-len(profile.layer) * (SHORT.rounds + 1) :]
+        assert measured == [kind] * 2 * (SHORT.rounds + 1) + [(LayeredPass, kind[1])] * (SHORT.rounds + 1)
+
+
+@needs_core
+@pytest.mark.parametrize("runner", ["transformers", pytest.param("cuda", marks=pytest.mark.slow)])
+def test_drawn_plans_arrivals_and_faults(
+    make_engine: MakeEngine, stream_pools: None, reference: PeftReference, drawn_adapters: list[Path], runner: str
+) -> None:
+    engine = make_engine(
+        cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4, chunk_tokens=64, runner=runner
+    )
     forced = force(engine.engine, random.Random(8), faults=0.05)
     rng, tally, seen = random.Random(7), Tally(), Counter[str]()
     kinds = [Case(None, None, [], 0), *(Case(path, engine.deploy(path), [], 0) for path in drawn_adapters)]
