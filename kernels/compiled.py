@@ -11,7 +11,11 @@ import torch
 from kernels.build import load_library
 from kernels.view import MAX_PROJECTIONS, GroupView, KernelArgumentError
 
-DTYPES = {torch.float32: "grouped_lora_f32", torch.bfloat16: "grouped_lora_bf16"}
+DTYPES = {
+    torch.float32: "grouped_lora_f32",
+    torch.bfloat16: "grouped_lora_bf16",
+    torch.float16: "grouped_lora_f16",
+}
 
 Operators = dict[torch.dtype, Any]
 """The operator per dtype of the weights."""
@@ -85,11 +89,11 @@ class Segments:
 
 
 class CompiledGroup:
-    """One projection group of one layer. Raises KernelArgumentError for what the operator can't take (fp16, a GPU)."""
+    """One projection group of one layer. Raises KernelArgumentError for what the operator can't take (fp64, a GPU)."""
 
     def __init__(self, operators: Operators, view: GroupView, d_in: int, d_outs: Sequence[int]) -> None:
         if view.pool.dtype not in DTYPES or view.pool.device.type != "cpu":
-            raise KernelArgumentError(f"the compiled path takes fp32 and bf16 on a CPU, not {view.pool.dtype}")
+            raise KernelArgumentError(f"the compiled path takes fp32, bf16 and fp16 on a CPU, not {view.pool.dtype}")
         if len(d_outs) != view.projections:
             raise KernelArgumentError(f"{len(d_outs)} widths for {view.projections} projections")
         self._run = operators[view.pool.dtype]
@@ -113,7 +117,7 @@ class CompiledGroup:
         its slot s, in fp32.
 
         ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not touched
-        x         [T, d_in], rows of stride 1; dtype of ys and weights: fp32 or bf16
+        x         [T, d_in], rows of stride 1; dtype of ys and weights: fp32, bf16 or fp16
         segments  of the pass; its scratch is overwritten
 
         Raises KernelArgumentError.

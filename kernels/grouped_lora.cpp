@@ -222,3 +222,4 @@ void run(const Call& call) {
 
 extern "C" void grouped_lora_f32(const Call* call) { run<float>(*call); }
 extern "C" void grouped_lora_bf16(const Call* call) { run<bf16>(*call); }
+extern "C" void grouped_lora_f16(const Call* call) { run<fp16>(*call); }

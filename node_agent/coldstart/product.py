@@ -20,7 +20,7 @@ from node_agent.types import GROUPS
 
 log = logging.getLogger(__name__)
 
-LONG_WORK = {torch.float32: 3 << 19, torch.bfloat16: 3 << 20}
+LONG_WORK = {torch.float32: 3 << 19, torch.bfloat16: 3 << 20, torch.float16: 3 << 20}
 """Tokens times elements of A and B from which on torch's matrix products are used; set by hand, no report holds it."""
 LONG_SLICE = 64
 """Tokens from which on they always are used."""
@@ -41,9 +41,11 @@ class Product:
         self._first, self._row_offset = table.first.numpy(), table.row_offset.numpy()
         warning = "a CPU worker runs without the compiled operator, more slowly"
         self._operators = unless_uncompiled(load_operators, log, warning) if compiled else None
-        self.multiplied = host.pool.dtype if multiplies_bf16() else torch.float32
+        bf16 = host.pool.dtype is torch.bfloat16 and multiplies_bf16()
+        self.multiplied = torch.bfloat16 if bf16 else torch.float32
         """in what torch's products are computed. Slices of a node have few lengths, so that oneDNN has those in bf16
-        prepared; without instructions for it they take many times as long as in fp32 (docs/design/cold-start.md)."""
+        prepared; without instructions for it they take many times as long as in fp32 (docs/design/cold-start.md). fp16
+        is multiplied in fp32 everywhere: hardly a processor multiplies it, and x A^T could overflow."""
         self._groups: dict[tuple[int, int], CompiledGroup] = {}
         self._widest = max(d_in for d_in, _ in layout.widths)
         self._slot = torch.zeros(1, dtype=torch.int32)

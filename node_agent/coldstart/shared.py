@@ -32,7 +32,7 @@ MAX_SEGMENTS = 16
 """Adapters of one handoff; fewer join a pass."""
 MOST_VIEWS = 4096
 """Of the areas that are kept; each takes half a kilobyte."""
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ECHO = len(GROUPS)
 """In a command's place for a group: answer, compute nothing. For profiles and benchmarks."""
 GROUP_NAMES = tuple(GROUPS)
