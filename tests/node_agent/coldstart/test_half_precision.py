@@ -35,7 +35,7 @@ def test_workers_compute_a_whole_prompt(make_engine: MakeEngine, model_dir: Path
     engine = make_engine(model_dir, dtype="float16", cpu_workers=1)
     layers = engine.base.num_layers
     starts = engine.engine.cold_start
-    starts.plan = lambda lease, n_tokens, ahead: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign]
+    starts.plan = lambda lease, n_tokens, ahead: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign, assignment]
     path = make_adapter(model_dir, tmp_path / "a", 3, torch.float16, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
     link = HeldLink(engine)
     request = engine.submit(PROMPT, 8, engine.deploy(path), ignore_eos=True)
