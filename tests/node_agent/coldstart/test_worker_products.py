@@ -252,9 +252,10 @@ def test_areas_and_lines_never_overlap() -> None:
     for slot in range(3):
         pieces += [(layout.segments(slot), 8 * MAX_SEGMENTS), (layout.failed(slot), 64)]
         pieces += [(layout.x_area(slot), layout.x_bytes), (layout.y_area(slot), layout.y_bytes)]
+        pieces.append((layout.xa_area(slot), layout.xa_bytes))
         for worker in range(2):
             places = layout.command_flag(slot, worker), layout.command(slot, worker), layout.done_flag(slot, worker)
-            pieces += [(at, 64) for at in places]
+            pieces += [(at, 64) for at in (*places, layout.ready_flag(slot, worker))]
     pieces.sort()
     assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(pieces))
     assert pieces[-1][0] + pieces[-1][1] == layout.size and all(at % 64 == 0 for at, _ in pieces)
