@@ -60,7 +60,7 @@ def exact(root: Path, device: str, runner: str, adapters: int, seed: int, until:
     half = runner == "lightllm"
     model = write_half_llama(root / "half", 512) if half else _stories(root)
     rng, tally, seen = random.Random(seed), Tally(tie=2 * HALF_TOLERANCE if half else TIE), Counter[str]()
-    workers = 0 if half else 1 if usable_cores() < 3 else 2  # CPU workers don't compute in fp16
+    workers = 1 if usable_cores() < 3 else 2
     engine = LocalEngine(
         model, root / "exact", device=device, runner=runner, dtype="float16" if half else "float32", threads=1,
         block_tokens=4, max_rows=16, adapter_memory=4 << 20, host_memory=64 << 20, kv_memory=64 << 20,

@@ -11,7 +11,16 @@ import torch
 from kernels.build import load_library
 from kernels.view import MAX_PROJECTIONS, GroupView, KernelArgumentError
 
-DTYPES = {torch.float32: "grouped_lora_f32", torch.bfloat16: "grouped_lora_bf16"}
+DTYPES = {
+    torch.float32: "grouped_lora_f32",
+    torch.bfloat16: "grouped_lora_bf16",
+    torch.float16: "grouped_lora_f16",
+}
+
+ALL = 1 << 62
+"""More rows and columns than there are."""
+COLUMNS = 32
+"""Of outputs: multiples of it lie at borders of vectors, and of cache lines, whatever dtype and processor."""
 
 Operators = dict[torch.dtype, Any]
 """The operator per dtype of the weights."""
@@ -45,6 +54,7 @@ class _Call(ctypes.Structure):
         ("y_stride", ctypes.c_int64 * 3),
         ("d_out", ctypes.c_int64 * 3),
         *((name, ctypes.c_int64) for name in ("x_stride", "d_in", "table_stride", "projections")),
+        *((name, ctypes.c_int64) for name in ("rows_begin", "rows_end", "columns_begin", "columns_end")),
     )
 
 
@@ -68,7 +78,7 @@ class Segments:
         for name, tensor, length in (("seg_start", seg_start, count + 1), ("seg_slot", seg_slot, count)):
             if tensor.shape != (length,) or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
                 raise KernelArgumentError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; i32[{length}] is needed")
-        self.tokens, self.widest = tokens, widest
+        self.tokens, self.widest, self.max_rank = tokens, widest, max_rank
         self.scratch = torch.empty(tokens * (MAX_PROJECTIONS * max_rank + widest))
         self._tensors = seg_start, seg_slot
         at = self.scratch.data_ptr()
@@ -81,15 +91,20 @@ class Segments:
             capacity=max_rank,
             threads=threads,
         )
+        self.own_xa: int = at
         self.address = ctypes.addressof(self._shared)
+
+    def use_xa(self, address: int) -> None:
+        """Has the products x A^T at `address`, as [T, projections, max_rank] in fp32."""
+        self._shared.xa = address
 
 
 class CompiledGroup:
-    """One projection group of one layer. Raises KernelArgumentError for what the operator can't take (fp16, a GPU)."""
+    """One projection group of one layer. Raises KernelArgumentError for what the operator can't take (fp64, a GPU)."""
 
     def __init__(self, operators: Operators, view: GroupView, d_in: int, d_outs: Sequence[int]) -> None:
         if view.pool.dtype not in DTYPES or view.pool.device.type != "cpu":
-            raise KernelArgumentError(f"the compiled path takes fp32 and bf16 on a CPU, not {view.pool.dtype}")
+            raise KernelArgumentError(f"the compiled path takes fp32, bf16 and fp16 on a CPU, not {view.pool.dtype}")
         if len(d_outs) != view.projections:
             raise KernelArgumentError(f"{len(d_outs)} widths for {view.projections} projections")
         self._run = operators[view.pool.dtype]
@@ -104,6 +119,8 @@ class CompiledGroup:
             d_in=d_in,
             table_stride=view.rank.stride(0),
             projections=view.projections,
+            rows_end=ALL,
+            columns_end=ALL,
         )
         self._reference = ctypes.byref(self._call)
         self._y, self._y_stride = self._call.y, self._call.y_stride
@@ -113,16 +130,58 @@ class CompiledGroup:
         its slot s, in fp32.
 
         ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not touched
-        x         [T, d_in], rows of stride 1; dtype of ys and weights: fp32 or bf16
+        x         [T, d_in], rows of stride 1; dtype of ys and weights: fp32, bf16 or fp16
         segments  of the pass; its scratch is overwritten
 
         Raises KernelArgumentError.
         """
+        self._take_x(x, segments)
+        self._take_ys(ys, segments)
+        self._call.segments = segments.address
+        self._run(self._reference)
+
+    def shrink(self, xa: torch.Tensor, x: torch.Tensor, segments: Segments, begin: int, end: int) -> None:
+        """Multiplies x with some rows of A: xa[t, p, j] = x[t] . A_sp[j], for the rows begin..end-1 of a segment's
+        ranks, counted through its projections. Writes nothing else, and each sum once.
+
+        xa        f32[T, P, segments.max_rank], contiguous, in place
+        x         as for `add`
+
+        Raises KernelArgumentError.
+        """
+        self._take_x(x, segments)
+        self._run_part(xa, segments, (begin, end, 0, 0))
+
+    def expand(self, ys: Sequence[torch.Tensor], xa: torch.Tensor, segments: Segments, begin: int, end: int) -> None:
+        """Adds some outputs: ys[p][t, c] += scale[s, p] * xa[t, p] @ B_sp[:, c], for the columns begin..end-1, counted
+        through the projections. After a whole `shrink`, all columns together are what `add` adds, bit by bit, where
+        borders between them are multiples of COLUMNS behind a projection's beginning. `ys` and `xa` as for `add` and
+        `shrink`. Raises KernelArgumentError."""
+        self._take_ys(ys, segments)
+        self._run_part(xa, segments, (0, 0, begin, end))
+
+    def _run_part(self, xa: torch.Tensor, segments: Segments, part: tuple[int, int, int, int]) -> None:
+        shape = (segments.tokens, self.view.projections, segments.max_rank)
+        if xa.shape != shape or xa.dtype is not torch.float32 or not xa.is_contiguous():
+            raise KernelArgumentError(f"xa is {xa.dtype} {tuple(xa.shape)}; contiguous fp32 {list(shape)} is needed")
+        call = self._call
+        call.rows_begin, call.rows_end, call.columns_begin, call.columns_end = part
+        segments.use_xa(xa.data_ptr())
+        call.segments = segments.address
+        self._run(self._reference)
+        segments.use_xa(segments.own_xa)
+        call.rows_begin, call.rows_end, call.columns_begin, call.columns_end = 0, ALL, 0, ALL
+
+    def _take_x(self, x: torch.Tensor, segments: Segments) -> None:
         call, tokens, dtype = self._call, segments.tokens, self._dtype
         if x.shape != (tokens, self.d_in) or x.dtype is not dtype or x.stride(1) != 1:
             raise KernelArgumentError(f"x is {x.dtype} {tuple(x.shape)}; {dtype} [{tokens}, {self.d_in}] is needed")
         if self.d_in > segments.widest:
             raise KernelArgumentError(f"the segments' scratch is for widths up to {segments.widest}, not {self.d_in}")
+        call.x, call.x_stride = x.data_ptr(), x.stride(0)
+
+    def _take_ys(self, ys: Sequence[torch.Tensor], segments: Segments) -> None:
+        tokens, dtype = segments.tokens, self._dtype
         for p, (y, width) in enumerate(zip(ys, self.d_outs, strict=True)):
             if y.shape != (tokens, width) or y.dtype is not dtype or y.stride(1) != 1:
                 raise KernelArgumentError(
@@ -130,5 +189,3 @@ class CompiledGroup:
                 )
             self._y[p] = y.data_ptr()
             self._y_stride[p] = y.stride(0)
-        call.x, call.x_stride, call.segments = x.data_ptr(), x.stride(0), segments.address
-        self._run(self._reference)

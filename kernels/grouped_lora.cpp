@@ -33,6 +33,9 @@ struct Call {
     int64_t y_stride[3];
     int64_t d_out[3];
     int64_t x_stride, d_in, table_stride, projections;
+    // Which rows of A are multiplied with x, and which outputs are added to: both count through the projections, one
+    // behind the other. Outputs take all of xa, as it was or now is.
+    int64_t rows_begin, rows_end, columns_begin, columns_end;
 };
 }
 
@@ -44,7 +47,7 @@ constexpr int COLUMN_BLOCK = 256;  // B columns of one item
 constexpr int WIDE = REGISTERS / 4;  // blocks of columns summed at once: half of the registers
 
 struct Item {
-    int32_t segment, projection, at;
+    int32_t segment, projection, at, end;
 };
 
 // Where the rows of A (side 0) or B (side 1) of an item lie
@@ -107,7 +110,7 @@ template <typename W>
 void shrink(const Call& call, const Item& item, const Item& next) {
     const Rows<W> a(call, item, 0), after(call, next, 0);
     const int64_t xa_stride = call.projections * call.segments->capacity;
-    const int last = std::min(item.at + ROW_BLOCK, a.rank), begin = call.segments->start[item.segment],
+    const int last = item.end, begin = call.segments->start[item.segment],
               end = call.segments->start[item.segment + 1], width = call.d_in;
     for (int j = item.at; j < last;) {
         const W *rows[4], *later[4];
@@ -137,7 +140,7 @@ void expand(const Call& call, const Item& item, const Item& next) {
     const Ahead<W> ahead = {Rows<W>(call, next, 1), next.at};
     const int64_t xa_stride = call.projections * call.segments->capacity, y_stride = call.y_stride[p];
     const float scale = call.scale[call.segments->slot[item.segment] * call.table_stride + p];
-    const int last = std::min<int64_t>(item.at + COLUMN_BLOCK, call.d_out[p]);
+    const int last = item.end;
     const int begin = call.segments->start[item.segment], end = call.segments->start[item.segment + 1];
     for (int t = begin; t < end;) {
         const float* xa = call.segments->xa + t * xa_stride + p * call.segments->capacity;
@@ -159,6 +162,14 @@ void expand(const Call& call, const Item& item, const Item& next) {
     }
 }
 
+struct Range {
+    int64_t begin, end;
+};
+// The part of begin..end that lies in `count` places from `first` on, as places there
+inline Range within(int64_t begin, int64_t end, int64_t first, int64_t count) {
+    return {std::clamp<int64_t>(begin - first, 0, count), std::clamp<int64_t>(end - first, 0, count)};
+}
+
 // Items in order, cut into one part per thread by the elements that they read
 struct Items {
     std::vector<Item> items;
@@ -172,6 +183,7 @@ struct Items {
         if (part == parts || items.empty()) return part ? int64_t(items.size()) : 0;
         return std::upper_bound(ends.begin(), ends.end(), ends.back() * part / parts) - ends.begin();
     }
+    int64_t total() const { return ends.empty() ? 0 : ends.back(); }
     const Item& after(int64_t i) const { return items[std::min<int64_t>(i + 1, int64_t(items.size()) - 1)]; }
 };
 
@@ -186,19 +198,27 @@ void run(const Call& call) {
     for (int s = 0; s < call.segments->count; s++) {
         if (call.segments->slot[s] < 0 || call.segments->start[s] == call.segments->start[s + 1]) continue;
         segments.push_back(s);
+        int64_t row = 0, column = 0;  // of the projection's first
         for (int p = 0; p < call.projections; p++) {
             const int64_t entry = call.segments->slot[s] * call.table_stride + p, d_out = call.d_out[p];
             const int64_t rank = std::min<int64_t>(call.rank[entry], call.segments->capacity);
-            if (!rank) continue;
-            for (int j = 0; j < rank; j += ROW_BLOCK)
-                rows.add({s, p, j}, std::min<int64_t>(ROW_BLOCK, rank - j) * call.d_in);
-            for (int c = 0; c < d_out; c += COLUMN_BLOCK)
-                columns.add({s, p, c}, rank * std::min<int64_t>(COLUMN_BLOCK, d_out - c));
+            const Range j = within(call.rows_begin, call.rows_end, row, rank);
+            const Range c = within(call.columns_begin, call.columns_end, column, rank ? d_out : 0);
+            for (int at = j.begin; at < j.end; at += ROW_BLOCK) {
+                const int end = std::min<int64_t>(at + ROW_BLOCK, j.end);
+                rows.add({s, p, at, end}, (end - at) * call.d_in);
+            }
+            for (int at = c.begin; at < c.end; at += COLUMN_BLOCK) {
+                const int end = std::min<int64_t>(at + COLUMN_BLOCK, c.end);
+                columns.add({s, p, at, end}, rank * (end - at));
+            }
+            row += rank, column += d_out;
         }
     }
-    if (rows.items.empty()) return;
+    if (rows.items.empty()) segments.clear();  // x is not needed
+    if (rows.items.empty() && columns.items.empty()) return;
     // below a few thousand elements, waking another thread costs more than it brings
-    const int64_t threads = rows.ends.back() + columns.ends.back() < 16384 ? 1 : call.segments->threads;
+    const int64_t threads = rows.total() + columns.total() < 16384 ? 1 : call.segments->threads;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -222,3 +242,4 @@ void run(const Call& call) {
 
 extern "C" void grouped_lora_f32(const Call* call) { run<float>(*call); }
 extern "C" void grouped_lora_bf16(const Call* call) { run<bf16>(*call); }
+extern "C" void grouped_lora_f16(const Call* call) { run<fp16>(*call); }

@@ -1,10 +1,14 @@
-// Blocks of two vectors of fp32, for fp32 and bf16 in memory. Plain vector extensions of g++ and clang++: one source
-// for every processor, and vectors as wide as its registers (wider ones would live in memory).
+// Blocks of two vectors of fp32, for fp32, bf16 and fp16 in memory. Plain vector extensions of g++ and clang++: one
+// source for every processor, and vectors as wide as its registers (wider ones would live in memory). Only fp16 has an
+// intrinsic, where the processor converts it (F16C).
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -26,6 +30,9 @@ inline void put(float* at, vec v) { *reinterpret_cast<vec_in_memory*>(at) = v; }
 struct bf16 {
     uint16_t bits;
 };
+struct fp16 {
+    uint16_t bits;
+};
 struct pair {
     vec a, b;
 };
@@ -37,6 +44,31 @@ inline float widen(bf16 value) {
     std::memcpy(&out, &bits, 4);
     return out;
 }
+inline float widen(fp16 value) {  // no step is a denormal fp32, which the caller's thread may flush to zero
+    const uint32_t sign = uint32_t(value.bits & 0x8000) << 16, magnitude = value.bits & 0x7fff;
+    float out = float(magnitude) * 0x1p-24f;
+    uint32_t bits;
+    std::memcpy(&bits, &out, 4);
+    if (magnitude >= 0x7c00) bits = magnitude << 13 | 0x7f800000;
+    else if (magnitude >= 0x0400) bits = (magnitude << 13) + (112u << 23);
+    bits |= sign;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+inline fp16 narrow(float value) {  // to the nearest even; from 65520 on it is infinite, NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+    if (bits >= 0x477ff000) return {uint16_t(sign | 0x7c00)};
+    if (bits >= 0x38800000) return {uint16_t(sign | (bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13)};
+    float magnitude;
+    std::memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;  // whose last place is the least fp16, 2^-24
+    std::memcpy(&bits, &magnitude, 4);
+    return {uint16_t(sign | (bits - 0x3f000000))};
+}
 // A block in two vectors; `place` is where an element of the block lies in them. bf16 comes as even and odd elements,
 // for that takes two operations.
 inline uvec get(const bf16* at) { return *reinterpret_cast<const uvec_in_memory*>(at); }
@@ -45,6 +77,27 @@ inline pair load(const bf16* at) {
     const uvec bits = get(at);
     return {(vec)(bits << 16), (vec)(bits & 0xffff0000u)};
 }
+#if defined(__AVX512F__)
+inline vec get(const fp16* at) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))); }
+inline void put(fp16* at, vec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__F16C__)
+inline vec get(const fp16* at) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))); }
+inline void put(fp16* at, vec v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+inline vec get(const fp16* at) {
+    vec out;
+    for (int i = 0; i < LANES; i++) out[i] = widen(at[i]);
+    return out;
+}
+inline void put(fp16* at, vec v) {
+    for (int i = 0; i < LANES; i++) at[i] = narrow(v[i]);
+}
+#endif
+inline pair load(const fp16* at) { return {get(at), get(at + LANES)}; }
 // The first or the second vector of a block
 template <int WHICH>
 inline vec half(const float* at) {
@@ -53,6 +106,10 @@ inline vec half(const float* at) {
 template <int WHICH>
 inline vec half(const bf16* at) {
     return (vec)(WHICH ? get(at) & 0xffff0000u : get(at) << 16);
+}
+template <int WHICH>
+inline vec half(const fp16* at) {
+    return get(at + WHICH * LANES);
 }
 inline int place(const float*, int i) { return i; }
 inline int place(const bf16*, int i) { return i / 2 + (i & 1) * LANES; }
@@ -76,6 +133,7 @@ inline void store(float* at, pair p) { put(at, p.a), put(at + LANES, p.b); }
 inline void store(bf16* at, pair p) {
     *reinterpret_cast<uvec_in_memory*>(at) = (round_bits(p.a) >> 16) | round_bits(p.b);
 }
+inline void store(fp16* at, pair p) { put(at, p.a), put(at + LANES, p.b); }
 // The first `count` elements of a block, the others as zeros
 template <typename W>
 inline pair load(const W* at, int count) {
@@ -98,6 +156,7 @@ inline void store(bf16* at, float value) {  // to the nearest even, NaN stays Na
     std::memcpy(&bits, &value, 4);
     at->bits = value != value ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+inline void store(fp16* at, float value) { *at = narrow(value); }
 inline float total(vec v) {
     float lanes[LANES];
     put(lanes, v);

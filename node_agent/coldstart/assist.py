@@ -82,7 +82,7 @@ class AssistedPass:
         self._arm()
         elements = group_elements(self._layout, layer, self._assist.base)[group]
         slice_tokens = self._assist.slice_tokens(elements, x.shape[0], group)
-        return self._messages.add(x, Segment(self._hold.slot, x.shape[0], slice_tokens), layer, group)
+        return self._messages.add(x, Segment(self._hold.slot, x.shape[0], slice_tokens, elements), layer, group)
 
     @property
     def failed(self) -> bool:

@@ -30,7 +30,7 @@ class Part:
     at: int
     """command, among the worker's"""
     begin: int
-    """its slice of the tokens"""
+    """its slice of the tokens, which it shares with the workers that have other shares of the weights"""
     end: int
 
 
@@ -128,23 +128,29 @@ class Handoff:
     def _complete(self, missing: list[Part], end_ns: int) -> bool:
         """Returns whether the missing slices come from anybody before `end_ns`."""
         self._outputs = [y.clone() for y in self._views]  # a stalled worker writes to the views once it goes on
-        arrived = all(self._complete_part(part, end_ns) for part in missing)
+        slices: dict[tuple[int, int], list[Part]] = {}
+        for part in missing:
+            slices.setdefault((part.begin, part.end), []).append(part)
+        arrived = all(self._complete_slice(parts, end_ns) for parts in slices.values())
         if not arrived and time.monotonic_ns() >= end_ns:
             self._pool.note_timeout()
         return arrived
 
-    def _complete_part(self, part: Part, end_ns: int) -> bool:
-        other = self._pool.take_over(part) if time.monotonic_ns() < end_ns else None
+    def _complete_slice(self, parts: Sequence[Part], end_ns: int) -> bool:
+        """`parts`: the shares of one slice that are missing. Who takes over computes the whole slice."""
+        begin, end = parts[0].begin, parts[0].end
+        other = self._pool.take_over(parts) if time.monotonic_ns() < end_ns else None
         rows: Sequence[torch.Tensor]
         if other is None:
-            arrived, rows = self._pool.await_part(part, end_ns), [y[part.begin : part.end] for y in self._views]
+            arrived = all(self._pool.await_part(part, end_ns) for part in parts)
+            rows = [y[begin:end] for y in self._views]
         else:
             self._stand_ins.append(other)
             arrived = other._await_own(end_ns)
             rows = other.outputs if arrived else ()
         if arrived:
             for y, found in zip(self._outputs, rows, strict=True):
-                y[part.begin : part.end] = found
+                y[begin:end] = found
         if other is not None:
             other.close()
         return arrived

@@ -1,4 +1,8 @@
-"""What a CPU LoRA worker computes: scale * x A B of its tokens for every projection of a group, on one core."""
+"""What a CPU LoRA worker computes: scale * x A B of its tokens for every projection of a group, on one core.
+
+Workers that split the weights compute it in two steps: `shrink` with some rows of A, then `expand` with some columns of
+B.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,20 @@ from kernels.level import multiplies_bf16
 from kernels.view import ROW_ALIGN, group_view
 from node_agent.adapter_memory.host_map import HostView
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
-from node_agent.coldstart.shared import ECHO, GROUP_NAMES, Layout
+from node_agent.coldstart.shared import ECHO, GROUP_NAMES, MAX_RANK, Layout
+from node_agent.coldstart.slices import by_projection
 from node_agent.types import GROUPS
 
 log = logging.getLogger(__name__)
 
-LONG_WORK = {torch.float32: 3 << 19, torch.bfloat16: 3 << 20}
+LONG_WORK = {torch.float32: 3 << 19, torch.bfloat16: 3 << 20, torch.float16: 3 << 20}
 """Tokens times elements of A and B from which on torch's matrix products are used; set by hand, no report holds it."""
 LONG_SLICE = 64
 """Tokens from which on they always are used."""
-MAX_RANK = 512
-"""As adapters/validate.py: no projection has more."""
 
 
 class Product:
-    """`add` for every layer and group. Only rows that the table names are read."""
+    """For every layer and group of a host tier's table. Only rows that the table names are read."""
 
     def __init__(self, host: HostView, layout: Layout, compiled: bool = True) -> None:
         """Without `compiled`, or where there is no compiler, torch computes short slices too."""
@@ -41,9 +44,11 @@ class Product:
         self._first, self._row_offset = table.first.numpy(), table.row_offset.numpy()
         warning = "a CPU worker runs without the compiled operator, more slowly"
         self._operators = unless_uncompiled(load_operators, log, warning) if compiled else None
-        self.multiplied = host.pool.dtype if multiplies_bf16() else torch.float32
+        bf16 = host.pool.dtype is torch.bfloat16 and multiplies_bf16()
+        self.multiplied = torch.bfloat16 if bf16 else torch.float32
         """in what torch's products are computed. Slices of a node have few lengths, so that oneDNN has those in bf16
-        prepared; without instructions for it they take many times as long as in fp32 (docs/design/cold-start.md)."""
+        prepared; without instructions for it they take many times as long as in fp32 (docs/design/cold-start.md). fp16
+        is multiplied in fp32 everywhere: hardly a processor multiplies it, and x A^T could overflow."""
         self._groups: dict[tuple[int, int], CompiledGroup] = {}
         self._widest = max(d_in for d_in, _ in layout.widths)
         self._slot = torch.zeros(1, dtype=torch.int32)
@@ -57,30 +62,81 @@ class Product:
     def compute(self, ys: Sequence[torch.Tensor], x: torch.Tensor, slot: int, layer: int, group: int) -> None:
         """ys[p] = scale * (x @ A_p^T) @ B_p in fp32 sums, zeros where rank is 0. ys [T, d_out of p] and x [T, d_in] of
         the pool's dtype. Raises IndexError for a slot, layer or rank that the table can't have."""
+        members, ranks, (tokens, d_in) = GROUPS[GROUP_NAMES[group]], self.ranks(slot, layer, group), x.shape
+        if self._is_short(tokens, sum(rank * (d_in + y.shape[1]) for rank, y in zip(ranks, ys, strict=True))):
+            for y in ys:
+                y.zero_()
+            self._operator(slot, layer, group).add(ys, x, self._segments_of(tokens))
+        else:
+            self._by_torch(ys, x, (slot, layer), members, ranks)
+
+    def ranks(self, slot: int, layer: int, group: int) -> list[int]:
+        """Returns the ranks of the group's projections. Raises IndexError as `compute`."""
         slots, layers, _ = self._rank.shape
         if not (0 <= slot < slots and 0 <= layer < layers and 0 <= group < ECHO):
             raise IndexError(
                 f"no slot {slot}, layer {layer}, group {group}: the table has {slots} slots, {layers} layers"
             )
-        members, (tokens, d_in) = GROUPS[GROUP_NAMES[group]], x.shape
+        members = GROUPS[GROUP_NAMES[group]]
         ranks = [int(self._rank[slot, layer, p]) for p in members]
         if not 0 <= min(ranks) <= max(ranks) <= MAX_RANK:
             names = [PROJECTIONS[p] for p in members]
             raise IndexError(f"slot {slot}, layer {layer}, {names}: ranks {ranks}, the most is {MAX_RANK}")
-        work = tokens * sum(rank * (d_in + y.shape[1]) for rank, y in zip(ranks, ys, strict=True))
-        if self._operators is not None and tokens < LONG_SLICE and work < LONG_WORK[x.dtype]:
-            self._by_operator(ys, x, slot, layer, group)
-        else:
-            self._by_torch(ys, x, (slot, layer), members, ranks)
+        return ranks
 
-    def _by_operator(self, ys: Sequence[torch.Tensor], x: torch.Tensor, slot: int, layer: int, group: int) -> None:
-        for y in ys:
-            y.zero_()
-        operator = self._groups.get((layer, group))
-        if operator is None:
-            operator = self._groups[layer, group] = self._operator(layer, group)
-        self._slot[0] = slot
-        operator.add(ys, x, self._segments_of(x.shape[0]))
+    def shrink(
+        self, xa: torch.Tensor, x: torch.Tensor, slot: int, layer: int, group: int, rows: tuple[int, int]
+    ) -> None:
+        """xa[:, p, j] = x @ A_p[j] for the rows (first, end) of A, counted through the projections. Writes nothing else
+        of xa f32[T, P, MAX_RANK], and each number once. x as for `compute`. Raises IndexError as `compute`."""
+        (tokens, d_in), (begin, end) = x.shape, rows
+        ranks = self.ranks(slot, layer, group)
+        if begin == end:
+            return
+        if self._is_short(tokens, 2 * (end - begin) * d_in):
+            self._operator(slot, layer, group).shrink(xa, x, self._segments_of(tokens), begin, end)
+            return
+        parts = by_projection(begin, end, ranks)
+        firsts = [int(self._first[slot, layer, p, 0]) for p in GROUPS[GROUP_NAMES[group]]]
+        offsets = [self._row_offset[a + low : a + high] for a, (low, high) in zip(firsts, parts, strict=True)]
+        a, at = self._matrix(np.concatenate(offsets), d_in), 0
+        found = x.to(self.multiplied) @ a.to(self.multiplied).t()
+        for p, (low, high) in enumerate(parts):
+            xa[:, p, low:high] = found[:, at : at + high - low]
+            at += high - low
+
+    def expand(
+        self,
+        ys: Sequence[torch.Tensor],
+        xa: torch.Tensor,
+        slot: int,
+        layer: int,
+        group: int,
+        columns: tuple[int, int],
+    ) -> None:
+        """ys[p][:, c] = scale * xa[:, p] @ B_p[:, c] for the outputs (first, end), counted through the projections;
+        zeros where rank is 0. Nothing else of ys is written. ys as for `compute`, xa as `shrink` leaves it. Raises
+        IndexError as `compute`."""
+        tokens, members, ranks = xa.shape[0], GROUPS[GROUP_NAMES[group]], self.ranks(slot, layer, group)
+        parts = by_projection(*columns, [y.shape[1] for y in ys])
+        elements = sum(rank * (high - low) for rank, (low, high) in zip(ranks, parts, strict=True))
+        short = self._is_short(tokens, 2 * elements)
+        for i, (y, p, rank, (low, high)) in enumerate(zip(ys, members, ranks, parts, strict=True)):
+            if short or not rank:
+                y[:, low:high].zero_()
+            elif low < high:
+                b = int(self._first[slot, layer, p, 1])
+                rows_b = self._matrix(self._row_offset[b : b + rank], y.shape[1])[:, low:high]
+                scale = float(self._scale[slot, layer, p])
+                self._put(y[:, low:high], xa[:, i, :rank].to(self.multiplied), rows_b, scale)
+        if short and elements:
+            self._operator(slot, layer, group).expand(ys, xa, self._segments_of(tokens), *columns)
+
+    def _is_short(self, tokens: int, elements: int) -> bool:
+        """Returns whether the operator is faster, and there."""
+        if self._operators is None or tokens >= LONG_SLICE:
+            return False
+        return tokens * elements < LONG_WORK[self._host.pool.dtype]
 
     def _segments_of(self, tokens: int) -> Segments:
         found = self._segments.get(tokens)
@@ -89,7 +145,15 @@ class Product:
             found = self._segments[tokens] = Segments(start, self._slot, tokens, MAX_RANK, self._widest, threads=1)
         return found
 
-    def _operator(self, layer: int, group: int) -> CompiledGroup:
+    def _operator(self, slot: int, layer: int, group: int) -> CompiledGroup:
+        """Returns the operator, whose next call is for this slot."""
+        self._slot[0] = slot
+        found = self._groups.get((layer, group))
+        if found is None:
+            found = self._groups[layer, group] = self._make_operator(layer, group)
+        return found
+
+    def _make_operator(self, layer: int, group: int) -> CompiledGroup:
         assert self._operators is not None
         host = self._host
         members = GROUPS[GROUP_NAMES[group]]

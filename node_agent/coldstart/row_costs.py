@@ -15,6 +15,7 @@ from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.coldstart.costs import group_elements, group_shares, group_widths
 from node_agent.coldstart.planner import StepCosts, joins
 from node_agent.coldstart.profile import Profile
+from node_agent.coldstart.slices import Segment, slices_wanted, weight_shares
 from node_agent.types import GROUPS
 
 NAMES = tuple(GROUPS)
@@ -42,13 +43,17 @@ class RowCosts:
         return self._by_group(layout, lambda _, elements: self.profile.cpu_seconds(rows, elements))
 
     def slices(self, layout: AdapterLayout, tokens: int, workers: int) -> np.ndarray:
-        """Returns the seconds that a worker takes for its slice of a chunk of so many tokens, which `workers` workers
-        share."""
+        """Returns the seconds that a worker takes for its slice of a chunk of so many tokens, or its share of the
+        weights, of `workers` workers."""
         budgets = dict(zip(NAMES, self.beside(tokens).tolist(), strict=True))
 
         def of_slice(group: str, elements: int) -> float:
-            wanted = -(-tokens // self.profile.slice_tokens(elements, budgets[group]))
-            return self.profile.cpu_seconds(-(-tokens // max(1, min(wanted, workers))), elements)
+            segment = Segment(0, tokens, self.profile.slice_tokens(elements, budgets[group]), elements)
+            shares = weight_shares([segment], workers)
+            if shares:
+                return self.profile.cpu_seconds(tokens, -(-elements // shares))
+            slices = max(1, min(slices_wanted([segment]), workers))
+            return self.profile.cpu_seconds(-(-tokens // slices), elements)
 
         return self._by_group(layout, of_slice)
 

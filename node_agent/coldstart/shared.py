@@ -3,10 +3,13 @@
 Every slot has an x area [tokens, d_in] and a y area, [tokens, d_out] for one projection of the group after the other.
 For each of its `steps` there are the segments, that is whose the tokens are, and for each worker three lines of 64
 bytes: a command flag (written by the engine or its device), what it commands (by the engine, before the flag), and a
-done flag (by the worker). On a CPU a slot has one step and belongs to one handoff; on a GPU it belongs to a pass, whose
-handoffs follow each other on the device's stream and have a step each (stream.py). It has its owner until all workers
-have answered or are dead; only then are its areas and lines written again. The memory belongs to one engine process:
-the next one makes its own, and never maps this.
+done flag (by the worker). Workers that split an adapter's weights share an xa area in each slot, where each has a part
+of x A^T for the others, and raise a ready flag in a fourth line (worker.py); no device reads these.
+
+On a CPU a slot has one step and belongs to one handoff; on a GPU it belongs to a pass, whose handoffs follow each other
+on the device's stream and have a step each (stream.py). It has its owner until all workers have answered or are dead;
+only then are its areas and lines written again. The memory belongs to one engine process: the next one makes its own,
+and never maps this.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import msgspec
 import torch
 
 from kernels.handoff import LINE
+from kernels.view import MAX_PROJECTIONS
+from node_agent.coldstart.slices import MOST_SPLIT_TOKENS
 from node_agent.types import GROUPS
 
 MAX_BYTES = 4 << 30
@@ -30,14 +35,16 @@ MAX_SLOTS = 64
 MAX_STEPS = 1024
 MAX_SEGMENTS = 16
 """Adapters of one handoff; fewer join a pass."""
+MAX_RANK = 512
+"""As adapters/validate.py: no projection has more."""
 MOST_VIEWS = 4096
 """Of the areas that are kept; each takes half a kilobyte."""
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ECHO = len(GROUPS)
 """In a command's place for a group: answer, compute nothing. For profiles and benchmarks."""
 GROUP_NAMES = tuple(GROUPS)
 PAGE = mmap.PAGESIZE
-_COMMAND, _WORD, _SEGMENT = struct.Struct("<Q9i"), struct.Struct("<Q"), struct.Struct("<2i")
+_COMMAND, _WORD, _SEGMENT = struct.Struct("<Q11iQ"), struct.Struct("<Q"), struct.Struct("<2i")
 _REPEATS = _WORD.size
 """Offset of the simulated slow-down, in the line of the first armed flag: written before any command that it is for."""
 
@@ -62,6 +69,12 @@ class Command(NamedTuple):
     """simulated link: microseconds in which x crosses, before the work begins"""
     after_us: int
     """simulated link: microseconds in which the results cross, before the answer is posted"""
+    share: int
+    """which of the weights' shares is this worker's"""
+    shares: int
+    """1: it has all weights"""
+    tag: int
+    """what the ready flags of this handoff's shares become, and never were"""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -128,9 +141,13 @@ class Layout(msgspec.Struct, frozen=True):
     def done_flag(self, command: int, worker: int) -> int:
         return self.command_flag(command, worker) + 2 * self._lines
 
+    def ready_flag(self, command: int, share: int) -> int:
+        """Written by the worker that has the share: its part of x A^T is there."""
+        return self.command_flag(command, share) + 3 * self._lines
+
     def failed(self, slot: int) -> int:
         """i32, written by a GPU: an answer did not come in time."""
-        return self.command_flag(0, 0) + 3 * self._lines + slot * LINE
+        return self.command_flag(0, 0) + 4 * self._lines + slot * LINE
 
     def segments(self, command: int) -> int:
         """(host slot, end) of each segment, i32; written by the engine before the command flag."""
@@ -152,8 +169,21 @@ class Layout(msgspec.Struct, frozen=True):
         return self.x_area(slot) + self.x_bytes
 
     @property
+    def split_tokens(self) -> int:
+        """Returns how many tokens a handoff may have whose weights are split."""
+        return min(self.max_tokens, MOST_SPLIT_TOKENS)
+
+    @property
+    def xa_bytes(self) -> int:
+        return _pages(self.split_tokens * MAX_PROJECTIONS * MAX_RANK * torch.float32.itemsize)
+
+    def xa_area(self, slot: int) -> int:
+        """f32[tokens, projections of the group, MAX_RANK]; these areas lie behind all x and y areas."""
+        return self.x_area(self.slots) + slot * self.xa_bytes
+
+    @property
     def size(self) -> int:
-        return self.x_area(self.slots)
+        return self.xa_area(self.slots)
 
 
 def _pages(size: int) -> int:
@@ -174,13 +204,15 @@ class HandoffMemory:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._elements = whole.view(layout.torch_dtype)
         self._words64, self._words32 = whole.view(torch.int64), whole.view(torch.int32)
+        self._floats = whole.view(torch.float32)
         self.address: int = whole.data_ptr()
         self.armed = [self.address + layout.armed(worker) for worker in range(layout.processes)]
-        """Addresses of flags, the latter two by command and worker."""
+        """Addresses of flags, the latter by command and worker, or share."""
         self.command_flags = self._by_worker(layout.command_flag, self.address)
         self.done_flags = self._by_worker(layout.done_flag, self.address)
+        self.ready_flags = self._by_worker(layout.ready_flag, self.address)
         self._commands = self._by_worker(layout.command, 0)
-        self._views: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._views: dict[tuple[torch.dtype, int, int, int], torch.Tensor] = {}
         """of the areas, by their arguments: a pass asks for the same in each layer, and making one takes a
         microsecond"""
         self._segments = [layout.segments(at) for at in range(layout.commands)]
@@ -235,7 +267,7 @@ class HandoffMemory:
 
     def x(self, slot: int, end: int, width: int, begin: int = 0) -> torch.Tensor:
         """[end - begin, width]: tokens `begin` to `end` of the x area."""
-        return self._matrix(self._areas[slot][0] + begin * width, end - begin, width)
+        return self._matrix(self._elements, self._areas[slot][0] + begin * width, end - begin, width)
 
     def y(
         self, slot: int, tokens: int, widths: Sequence[int], begin: int = 0, end: int | None = None
@@ -244,16 +276,22 @@ class HandoffMemory:
         to `end`, which is all of them by default."""
         at, rows, found = self._areas[slot][1], (tokens if end is None else end) - begin, []
         for width in widths:
-            found.append(self._matrix(at + begin * width, rows, width))
+            found.append(self._matrix(self._elements, at + begin * width, rows, width))
             at += tokens * width
         return found
 
-    def _matrix(self, at: int, rows: int, width: int) -> torch.Tensor:
-        found = self._views.get((at, rows, width))
+    def xa(self, slot: int, tokens: int, projections: int) -> torch.Tensor:
+        """f32[tokens, projections, MAX_RANK], `layout.split_tokens` at most."""
+        at = self.layout.xa_area(slot) // torch.float32.itemsize
+        return self._matrix(self._floats, at, tokens, projections * MAX_RANK).view(tokens, projections, MAX_RANK)
+
+    def _matrix(self, elements: torch.Tensor, at: int, rows: int, width: int) -> torch.Tensor:
+        found = self._views.get((elements.dtype, at, rows, width))
         if found is None:
             if len(self._views) >= MOST_VIEWS:
                 self._views.clear()
-            found = self._views[at, rows, width] = self._elements.as_strided((rows, width), (width, 1), at)
+            found = elements.as_strided((rows, width), (width, 1), at)
+            self._views[elements.dtype, at, rows, width] = found
         return found
 
     def _by_worker(self, offset: Callable[[int, int], int], base: int) -> list[list[int]]:

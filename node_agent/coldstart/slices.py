@@ -1,5 +1,5 @@
-"""How the tokens of a handoff are cut among workers: in slices of c tokens each (Toppings, section 4.2), of all the
-adapters that it is for.
+"""How a handoff is cut among workers: its tokens, of all the adapters that it is for, in slices of c each (Toppings,
+section 4.2); or the weights, where the tokens are too few for all workers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 ROUNDING = 1e-9
 """Relative, of sums of shares."""
+MOST_SPLIT_TOKENS = 256
+"""In a handoff whose weights are split: the workers' memory has room for the x A^T of so many."""
+LEAST_SHARE = 1 << 16
+"""Elements of A and B that are worth one more worker, of whom each takes the engine some 5 us; set by hand."""
 
 
 class Segment(NamedTuple):
@@ -20,6 +24,8 @@ class Segment(NamedTuple):
     tokens: int
     slice_tokens: int
     """c: so many of them are work for one worker"""
+    elements: int = 0
+    """of the A and B that the tokens are multiplied with; 0: the weights are not to be split"""
 
 
 def slices_wanted(segments: Sequence[Segment]) -> int:
@@ -27,6 +33,48 @@ def slices_wanted(segments: Sequence[Segment]) -> int:
     if len(segments) == 1:
         return -(-segments[0].tokens // segments[0].slice_tokens)
     return max(1, ceil(_work(segments) - ROUNDING))
+
+
+def weight_shares(segments: Sequence[Segment], workers: int) -> int:
+    """Returns among how many of so many free workers the weights are split; 0 where the tokens are cut instead, for
+    there are enough of them for all workers, or for more workers than the weights are worth."""
+    wanted = slices_wanted(segments)
+    shares = min(workers, sum(segment.elements for segment in segments) // LEAST_SHARE)
+    few = wanted < workers and sum(segment.tokens for segment in segments) <= MOST_SPLIT_TOKENS
+    return shares if few and shares >= max(2, wanted) else 0
+
+
+def cut_rows(ranks: Sequence[int], share: int, shares: int) -> tuple[int, int]:
+    """Returns which rows of A (first, end) one of several equal shares has, counted through the projections."""
+    return sum(ranks) * share // shares, sum(ranks) * (share + 1) // shares
+
+
+def cut_columns(widths: Sequence[int], ranks: Sequence[int], share: int, shares: int, multiple: int) -> tuple[int, int]:
+    """Returns which outputs (first, end) one of several shares has, counted through the projections. An output costs
+    its projection's rank; shares cost as much each as borders allow that are multiples of `multiple` behind a
+    projection's first output. Outputs of rank 0 are in some share, too."""
+
+    total = sum(width * rank for width, rank in zip(widths, ranks, strict=True))
+
+    def border(at: int) -> int:
+        left, first = total * at // shares, 0
+        for width, rank in zip(widths, ranks, strict=True):
+            if left < width * rank:
+                return first + left // rank // multiple * multiple
+            left, first = left - width * rank, first + width
+        return first
+
+    return border(share) if share else 0, border(share + 1)
+
+
+def by_projection(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the part (first, end) of begin..end that lies in each projection, as its own rows or outputs. `sizes`:
+    how many each has."""
+    firsts = accumulate(sizes, initial=0)
+    return [
+        (min(max(begin - first, 0), size), min(max(end - first, 0), size))
+        for first, size in zip(firsts, sizes, strict=False)
+    ]
 
 
 def cut(segments: Sequence[Segment], count: int) -> list[tuple[int, int]]:

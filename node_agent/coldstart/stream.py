@@ -30,7 +30,7 @@ from node_agent.adapter_memory.pinned import Pinned
 from node_agent.coldstart.handoffs import WAIT_LIMIT_S, Part
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, HandoffMemory, Layout
-from node_agent.coldstart.slices import Segment, slices_wanted
+from node_agent.coldstart.slices import Segment, slices_wanted, weight_shares
 from node_agent.coldstart.workers import STALL_LIMIT_S, WorkerPool
 from node_agent.device import Event, record_event
 
@@ -141,8 +141,10 @@ class StreamPool(WorkerPool):
         """Write a handoff's commands, and value 0 for all workers that get none. Raises no flag."""
         self.lines[at][1][:, 0].zero_()
         # the stream gives them one handoff at a time: whoever is not late is free when this one's turn comes
-        chosen = self.able[: slices_wanted(segments)]
-        parts = self.write(at, chosen, segments, layer, code, x_bytes) if chosen else []
+        able = self.able
+        shares = weight_shares(segments, len(able))
+        chosen = able[: shares or slices_wanted(segments)]
+        parts = self.write(at, chosen, segments, layer, code, x_bytes, bool(shares)) if chosen else []
         self._handoffs += bool(parts)
         for part in parts:
             if part.worker.ended:  # before its command was there for the keeper's thread to find

@@ -1,4 +1,10 @@
-"""The loop of a CPU LoRA worker: find a command, compute its slice, answer."""
+"""The loop of a CPU LoRA worker: find a command, compute its slice, answer.
+
+Workers that split the weights of a slice compute x A^T first, each with its own rows of A, write that to the slot's xa
+area and raise their ready flags. Then each awaits the others' flags and computes its own columns of y, whole sums, with
+its columns of B. Who waits too long for the others, of whom one may be dead, computes all of x A^T by itself: no
+worker's answer depends on another's.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ import time
 import torch
 
 from kernels.build import CompileError
+from kernels.compiled import COLUMNS
 from kernels.handoff import (
     DISARMED,
     SEQUENCE_BITS,
@@ -19,12 +26,14 @@ from kernels.handoff import (
 )
 from node_agent.adapter_memory.host_map import attach
 from node_agent.coldstart.product import LONG_SLICE, Product
-from node_agent.coldstart.shared import DTYPES, ECHO, Command, HandoffMemory, Layout
-from node_agent.coldstart.slices import within
+from node_agent.coldstart.shared import DTYPES, ECHO, MAX_RANK, Command, HandoffMemory, Layout
+from node_agent.coldstart.slices import cut_columns, cut_rows, within
 from node_agent.coldstart.worker_process import WorkerConfig
 
 LATE_WAKE_US = 200
 """Microseconds by which a sleep may end late."""
+SHARES_WAIT_NS = 1_000_000
+"""For the other workers' parts of x A^T, beyond three times what the own one took."""
 
 
 def load_flags() -> Flags:
@@ -79,11 +88,46 @@ class Worker:
         segments = memory.read_segments(at, command.segments)
         if not 0 <= begin <= end <= tokens == segments[-1][1] <= layout.max_tokens or command.dtype != layout.dtype:
             raise IndexError(f"{command} does not fit into {layout.max_tokens} tokens of {DTYPES[layout.dtype]}")
+        if command.shares > 1:
+            self._serve_share(at, command, segments)
+            return
         d_in, widths = memory.group_widths[command.group]
         for _ in range(memory.repeats):
             for host_slot, low, high in within(segments, begin, end):
                 x, ys = memory.x(slot, high, d_in, low), memory.y(slot, tokens, widths, low, high)
                 self.product.compute(ys, x, host_slot, command.layer, command.group)
+
+    def _serve_share(self, at: int, command: Command, segments: list[tuple[int, int]]) -> None:
+        layout, memory, product, slot = self._layout, self._memory, self.product, at // self._layout.steps
+        share, shares, layer, group = command.share, command.shares, command.layer, command.group
+        if not (0 <= share < shares <= layout.processes and command.tokens <= layout.split_tokens):
+            raise IndexError(f"{command}: {layout.processes} workers share {layout.split_tokens} tokens at most")
+        d_in, widths = memory.group_widths[group]
+        found = list(within(segments, 0, command.tokens))
+        ranks = [product.ranks(host_slot, layer, group) for host_slot, _, _ in found]
+        xa, begin = memory.xa(slot, command.tokens, len(widths)), time.monotonic_ns()
+        for _ in range(memory.repeats):
+            for (host_slot, low, high), each in zip(found, ranks, strict=True):
+                x = memory.x(slot, high, d_in, low)
+                product.shrink(xa[low:high], x, host_slot, layer, group, cut_rows(each, share, shares))
+        self._flags.post(memory.ready_flags[at][share], command.tag)
+        now = time.monotonic_ns()
+        if not self._all_ready(at, command, now + 3 * (now - begin) + SHARES_WAIT_NS):
+            xa = torch.empty(command.tokens, len(widths), MAX_RANK)  # whoever is late may still write to the area
+            for (host_slot, low, high), each in zip(found, ranks, strict=True):
+                x = memory.x(slot, high, d_in, low)
+                product.shrink(xa[low:high], x, host_slot, layer, group, (0, sum(each)))
+        columns = cut_columns(widths, [sum(each) for each in zip(*ranks, strict=True)], share, shares, COLUMNS)
+        for _ in range(memory.repeats):
+            for host_slot, low, high in found:
+                ys = memory.y(slot, command.tokens, widths, low, high)
+                product.expand(ys, xa[low:high], host_slot, layer, group, columns)
+
+    def _all_ready(self, at: int, command: Command, end_ns: int) -> bool:
+        """Whether all shares' parts of x A^T are there before `end_ns`, monotonic."""
+        flags, wait = self._memory.ready_flags[at], self._flags.wait
+        left = (max(0, end_ns - time.monotonic_ns()) for _ in range(command.shares))
+        return all(wait(flags[i], command.tag, ns) for i, ns in enumerate(left))
 
 
 def delay(microseconds: int) -> None:

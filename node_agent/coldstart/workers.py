@@ -16,7 +16,7 @@ from node_agent.coldstart.handoff_link import HandoffLink
 from node_agent.coldstart.handoffs import Handoff, HostPass, Part, PassHandoffs
 from node_agent.coldstart.keeper import Keeper, WorkerState
 from node_agent.coldstart.shared import ECHO, GROUP_NAMES, MAX_SEGMENTS, HandoffMemory, Layout, make_memory
-from node_agent.coldstart.slices import Segment, cut, slices_wanted, within
+from node_agent.coldstart.slices import Segment, cut, slices_wanted, weight_shares, within
 from node_agent.coldstart.worker import load_flags
 from node_agent.coldstart.worker_process import WorkerConfig
 
@@ -128,7 +128,7 @@ class WorkerPool:
     def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None:
         """Let workers compute the group's part for x [T, d_in], whose tokens are the segments', in slices of as many
         tokens as these say, one worker each, or as many workers as are free; when all are busy, those with the least to
-        do.
+        do. Where the slices are fewer than the free workers, these split the weights instead, if there are enough.
 
         `group` None: the workers answer at once and compute nothing. None: no slot is free or no worker is there.
         Raises ValueError for an x that doesn't fit, RuntimeError when the workers aren't armed.
@@ -136,12 +136,14 @@ class WorkerPool:
         code = ECHO if group is None else GROUP_NAMES.index(group)
         self._check(x, segments, layer, code)
         self._sweep()
-        return self._hand_over(x, segments, layer, code, self._choose(slices_wanted(segments)))
+        workers, split = self._choose(segments)
+        return self._hand_over(x, segments, layer, code, workers, split)
 
-    def take_over(self, part: Part) -> Handoff | None:
-        """Opens a handoff of the part's slice to another worker, a spare one before others. Returns None when no
-        worker or no slot can be had."""
-        others = [worker for worker in self._keeper.workers if not worker.late and worker is not part.worker]
+    def take_over(self, parts: Sequence[Part]) -> Handoff | None:
+        """Opens a handoff of a whole slice, of which these parts are missing, to another worker, a spare one before
+        others. Returns None when no worker or no slot can be had."""
+        part, missing = parts[0], [part.worker for part in parts]
+        others = [worker for worker in self._keeper.workers if not worker.late and worker not in missing]
         if not others:
             return None
         command = self.memory.read_command(part.at, part.worker.index)
@@ -191,7 +193,7 @@ class WorkerPool:
             possible = f"1 to {most} tokens, {self._x_bytes} bytes"
             raise ValueError(f"x has {shape[0]} tokens, {x.nbytes} bytes; {possible} are possible")
         left = shape[0]
-        for host_slot, tokens, slice_tokens in segments:
+        for host_slot, tokens, slice_tokens, _ in segments:
             left -= tokens
             if tokens < 1 or slice_tokens < 1:
                 raise ValueError(f"a segment of {tokens} tokens in slices of {slice_tokens}: 1 at least are possible")
@@ -203,23 +205,34 @@ class WorkerPool:
             raise RuntimeError("handoffs are opened between arm() and disarm() only: nobody would look")
 
     def _hand_over(
-        self, x: torch.Tensor, segments: Sequence[Segment], layer: int, code: int, workers: Sequence[WorkerState]
+        self,
+        x: torch.Tensor,
+        segments: Sequence[Segment],
+        layer: int,
+        code: int,
+        workers: Sequence[WorkerState],
+        split: bool = False,
     ) -> Handoff | None:
         if not workers or not self._free:
             return None
         slot, tokens = self._free.pop(), x.shape[0]
         self.memory.x(slot, tokens, x.shape[1]).copy_(x)
-        parts = self.write(slot * self.layout.steps, workers, segments, layer, code, x.nbytes)
+        parts = self.write(slot * self.layout.steps, workers, segments, layer, code, x.nbytes, split)
         for part in parts:
             self._flags.post(self.memory.command_flags[part.at][part.worker.index], part.value)
         self._handoffs += 1
         outputs = [] if code == ECHO else self.memory.y(slot, tokens, self.memory.group_widths[code][1])
         return Handoff(self, slot, parts, outputs)
 
-    def _choose(self, most: int) -> list[WorkerState]:
+    def _choose(self, segments: Sequence[Segment]) -> tuple[list[WorkerState], bool]:
+        """Returns who is to compute them, and whether these split the weights. Only free workers do, since each of them
+        waits for the others."""
         able = self.able
         free = [worker for worker in able if not worker.commands]
-        return free[:most] if free else sorted(able, key=lambda worker: worker.commands)[:most]
+        shares, most = weight_shares(segments, len(free)), slices_wanted(segments)
+        if shares:
+            return free[:shares], True
+        return free[:most] if free else sorted(able, key=lambda worker: worker.commands)[:most], False
 
     def write(
         self,
@@ -229,25 +242,29 @@ class WorkerPool:
         layer: int,
         code: int,
         x_bytes: int,
+        split: bool,
     ) -> list[Part]:
         """Writes the command that each of the workers, or as many as there are slices, carries out once its command
-        flag `at` has its part's value; leaves the flags to the caller."""
+        flag `at` has its part's value; leaves the flags to the caller. `split`: each worker has all tokens, and a share
+        of the weights."""
         memory, tokens, ends = self.memory, 0, []
         for segment in segments:
             tokens += segment.tokens
             ends.append((segment.host_slot, tokens))
         memory.write_segments(at, ends)
-        before, after = self._crossings(x_bytes, tokens, code)
-        parts = []
-        slices = cut(segments, len(workers)) if len(workers) > 1 else ((0, tokens),)
-        for worker, (begin, end) in zip(workers, slices, strict=False):
+        crossings = self._crossings(x_bytes, tokens, code)
+        parts: list[Part] = []
+        shares, tag = (len(workers) if split else 1), self._sequence + 1
+        slices = [(0, tokens)] * len(workers) if split or len(workers) == 1 else cut(segments, len(workers))
+        for share, (worker, (begin, end)) in enumerate(zip(workers, slices, strict=False)):
             index = worker.index
             if index not in self._polling:
                 self.rouse(index)
             self._sequence += 1
             value = flag_value(worker.epoch, self._sequence)
+            of_weights = (share if split else 0, shares, tag)
             memory.write_command(
-                at, index, (value, layer, code, begin, end, tokens, self._dtype, len(ends), before, after)
+                at, index, (value, layer, code, begin, end, tokens, self._dtype, len(ends), *crossings, *of_weights)
             )
             worker.commands += 1
             parts.append(Part(worker, memory.done_flags[at][index], value, at, begin, end))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,11 @@ from hypothesis import strategies as st
 
 from benchmarks.kernel_cases import POPULARITY, Case, draw_case, draw_slots, relative_error
 from kernels.build import CompileError, load_library
-from kernels.compiled import CompiledGroup, Segments, load_operators
+from kernels.compiled import COLUMNS, CompiledGroup, Segments, load_operators
 from kernels.view import KernelArgumentError
 
 OPERATORS = load_operators()
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def run(case: Case, threads: int = 1, poison: float = torch.nan) -> list[torch.Tensor]:
@@ -79,6 +81,38 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
         assert same(alone, [y[token : token + 1] for y in together])
 
 
+@given(data=st.data())
+def test_two_steps_in_parts_have_the_bits_of_one(data: st.DataObject) -> None:
+    """Any rows of A at a time, then any columns of B, of two segments one after the other."""
+    ranks = data.draw(st.lists(st.integers(0, 140), min_size=2, max_size=2))
+    widths = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
+    lengths, dtype = (
+        data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9))),
+        data.draw(st.sampled_from([*TOLERANCE])),
+    )
+    case = draw_case(ranks, [(0, lengths[0]), (1, lengths[1])], data.draw(st.integers(1, 200)), widths, dtype)
+    ys, capacity = case.fresh(), max(ranks)
+    group = CompiledGroup(OPERATORS, case.view, case.x.shape[1], widths)
+    for slot, (begin, end) in enumerate([(0, lengths[0]), (lengths[0], sum(lengths))]):
+        start, slots = torch.tensor([0, end - begin], dtype=torch.int32), torch.tensor([slot], dtype=torch.int32)
+        segments = Segments(start, slots, end - begin, capacity, case.x.shape[1], 1)
+        xa = torch.full((end - begin, len(widths), capacity), torch.nan)
+        for low, high in pieces(data, [*range(len(widths) * ranks[slot])], len(widths) * ranks[slot]):
+            group.shrink(xa, case.x[begin:end], segments, low, high)
+        assert bool(xa[:, :, ranks[slot] :].isnan().all()) and not bool(xa[:, :, : ranks[slot]].isnan().any())
+        borders = [sum(widths[:p]) + column for p, width in enumerate(widths) for column in range(0, width, COLUMNS)]
+        for low, high in pieces(data, borders, sum(widths)):
+            group.expand([y[begin:end] for y in ys], xa, segments, low, high)
+    assert same(ys, run(case))
+
+
+def pieces(data: st.DataObject, borders: list[int], size: int) -> list[tuple[int, int]]:
+    """0 to `size`, cut at some of the borders; in a drawn order."""
+    some = data.draw(st.lists(st.sampled_from(borders or [0]), max_size=4))
+    found: list[tuple[int, int]] = data.draw(st.permutations([*itertools.pairwise(sorted({0, size, *some}))]))
+    return found
+
+
 @pytest.mark.parametrize("rank", [1, 511, 512])
 def test_extreme_ranks(rank: int) -> None:
     case = draw_case([rank], [(0, 1)], 40, [24], torch.float32)
@@ -109,9 +143,12 @@ def test_refuses_what_it_cannot_take() -> None:
         group.add(ys, case.x, Segments(case.seg_start, case.seg_slot, 3, 5, 40, 1))
     with pytest.raises(KernelArgumentError, match="widths up to 39, not 40"):
         group.add(ys, case.x, Segments(case.seg_start, case.seg_slot, 2, 5, 39, 1))
-    half = draw_case([5], [(0, 2)], 40, [24], torch.float16)
-    with pytest.raises(KernelArgumentError, match="takes fp32 and bf16"):
-        CompiledGroup(OPERATORS, half.view, 40, [24])
+    with pytest.raises(KernelArgumentError, match="takes fp32, bf16 and fp16"):
+        CompiledGroup(OPERATORS, replace(case.view, pool=case.view.pool.double()), 40, [24])
+    two = Segments(case.seg_start, case.seg_slot, 2, 5, 40, 1)
+    for xa in (torch.zeros(2, 1, 4), torch.zeros(2, 1, 5).double(), torch.zeros(2, 1, 10)[:, :, ::2]):
+        with pytest.raises(KernelArgumentError, match=r"contiguous fp32 \[2, 1, 5\] is needed"):
+            group.shrink(xa, case.x, two, 0, 5)
     assert torch.equal(ys[0], case.ys[0])
 
 

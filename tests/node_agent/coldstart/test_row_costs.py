@@ -16,6 +16,7 @@ from node_agent.adapter_memory.layout import AdapterLayout, lay_out_uniform
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileKey
 from node_agent.coldstart.row_costs import MOST_JOINED, JoinedStep, RowCosts, RowPart
+from node_agent.coldstart.slices import LEAST_SHARE
 from node_agent.types import GROUPS, Lease
 
 LAYER_S = 1e-3
@@ -51,6 +52,18 @@ def test_work_is_that_of_each_adapted_group(base: BaseModel) -> None:
     handed, answered = base.widths[6]
     crossing = costs.crossings(layout(base, 8, (6,)), 12)
     assert crossing[0].tolist() == pytest.approx([0.0, 0.0, 0.0, 1e-5 + 12 * handed / 1e6 + 12 * answered / 1e9])
+
+
+def test_a_chunk_of_few_tokens_costs_each_worker_its_share_of_the_weights(base: BaseModel) -> None:
+    fixed, per_element = 1e-6, 1e-9
+    costs, tokens = RowCosts(profile(fixed, per_element), base), 3
+    whole = layout(base, 512, (0, 1, 2))
+    elements = 512 * sum(sum(base.widths[p]) for p in (0, 1, 2))
+    shares = elements // LEAST_SHARE
+    assert shares > 1
+    for workers in (1, 2, 100):
+        found = costs.slices(whole, tokens, workers)[0, 0]
+        assert found == pytest.approx(fixed + per_element * elements / min(workers, shares), rel=1e-4)
 
 
 PARTS = st.lists(st.tuples(st.integers(1, 3), st.floats(0, 3e-4), st.integers(0, 31)), min_size=1, max_size=6)

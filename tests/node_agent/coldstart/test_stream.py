@@ -24,13 +24,14 @@ from node_agent.coldstart import stream
 from node_agent.coldstart.handoffs import Part
 from node_agent.coldstart.measure import measure_handoff
 from node_agent.coldstart.shared import DTYPES, Layout
-from node_agent.coldstart.slices import Segment
+from node_agent.coldstart.slices import LEAST_SHARE, Segment
 from node_agent.coldstart.stream import BrokenHandoff, StreamPass, StreamPool
 from tests.node_agent.coldstart.held_event import HeldEvent
 from tests.node_agent.coldstart.pools import (
     CORES,
     LONG,
     MAX_TOKENS,
+    CrowdedPool,
     draw_x,
     drawn_case,
     eventually,
@@ -132,6 +133,34 @@ def test_a_pass_after_the_other(case_of_each: HostCase) -> None:
         eventually(lambda: pool.begin_pass() is not None)  # its slot is free once the worker has answered
         assert not one.failed
         assert all(worker.commands == 0 for worker in pool._keeper.workers)
+
+
+class CrowdedStreamPool(CrowdedPool, StreamPool):
+    """Three workers, on whatever cores there are."""
+
+
+def test_workers_split_weights(case_of_each: HostCase) -> None:
+    """Step after step of a pass, over the same areas."""
+    case = case_of_each
+    layout = Layout(1, 3, MAX_TOKENS, case.widths, DTYPES.index(case.host.torch_dtype), steps=4)
+    pool = CrowdedStreamPool(case.host, layout, range(3), CPU, TritonKernels(), LONG, LONG)
+    try:
+        pool.start()
+        assert pool.wait_ready(LONG) == 3
+        pool.arm()
+        poison(pool)
+        one = begun(pool)
+        for number in range(4):
+            x = draw_x(9, 40, case.host.torch_dtype, number)
+            handoff = one.open(x, [Segment(2, 5, 99, 2 * LEAST_SHARE), Segment(0, 4, 99, LEAST_SHARE)], 0, "gate_up")
+            assert handoff is not None and len(one.handoffs[-1]) == 3 and handoff.wait()
+            for rows, slot in ((slice(0, 5), 2), (slice(5, 9), 0)):
+                found = SimpleNamespace(outputs=[y[rows] for y in handoff.outputs])
+                assert is_right(found, case, x[rows], slot, 0, "gate_up")  # type: ignore[arg-type]
+        one.end()
+        assert not one.failed and not counters_of(pool).quarantined
+    finally:
+        pool.close()
 
 
 def test_what_the_device_has_not_finished_is_nobody_elses(case: HostCase, held: list[HeldEvent]) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.host_case import HostCase
@@ -22,6 +22,7 @@ from tests.node_agent.coldstart.pools import (
     CORES,
     LONG,
     MAX_TOKENS,
+    TOLERANCE,
     WIDTHS,
     draw_x,
     drawn_case,
@@ -34,7 +35,7 @@ from tests.node_agent.coldstart.pools import (
 World = tuple[HostCase, WorkerPool]
 WORLDS = [
     pytest.param((dtype, scattered), marks=() if scattered == (dtype is torch.bfloat16) else pytest.mark.slow)
-    for dtype, scattered in itertools.product((torch.float32, torch.bfloat16), (False, True))
+    for dtype, scattered in itertools.product(DTYPES, (False, True))
 ]
 """Each dtype, and rows one after the other or anywhere; both with both in `make test-long`."""
 
@@ -170,7 +171,7 @@ def test_what_does_not_fit_is_refused(world: World) -> None:
             pool.open(rows, segments, 0, "qkv")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, LONG_SLICE - 1, LONG_SLICE, LONG_SLICE + 1])
 def test_both_ways_of_computing(dtype: torch.dtype, tokens: int) -> None:
     """The operator's and torch's, in this process, on every group."""
@@ -186,12 +187,51 @@ def test_both_ways_of_computing(dtype: torch.dtype, tokens: int) -> None:
             way.compute(ys, x, slot, layer, code)
             for y, want in zip(ys, case.expected(x, slot, layer, group), strict=True):
                 scale = max(1.0, float(want.abs().max()))
-                assert float((y.double() - want).abs().max()) <= scale * (1e-5 if dtype is torch.float32 else 2e-2)
+                assert float((y.double() - want).abs().max()) <= scale * TOLERANCE[dtype]
     with pytest.raises(IndexError, match="no slot 3"):
         product.compute([], draw_x(1, 40, dtype), 3, 0, 0)
     case.weights.table.rank[0, 0, 3] = 600
     with pytest.raises(IndexError, match=r"ranks \[600\]"):
         plain.compute([torch.zeros(1, 40, dtype=dtype)], draw_x(1, 33, dtype), 0, 0, 1)
+    case.close()
+
+
+@pytest.fixture
+def flushed() -> Iterator[None]:
+    """fp32 denormals are zeros, as in a worker."""
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
+EXPONENTS = st.tuples(st.integers(-12, 13), st.integers(-12, 3), st.integers(-12, 0))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@given(tokens=st.integers(1, 4), slot=st.integers(0, 2), group=st.integers(0, 3), exponents=EXPONENTS)
+@example(tokens=2, slot=0, group=0, exponents=(13, 3, 0)).via("results beyond 65504")
+@example(tokens=2, slot=0, group=0, exponents=(13, 3, -12)).via("only x A^T is beyond 65504")
+@example(tokens=2, slot=0, group=0, exponents=(-12, -4, 0)).via("denormals")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_fp16_is_rounded_once(
+    flushed: None, compiled: bool, tokens: int, slot: int, group: int, exponents: tuple[int, int, int]
+) -> None:
+    """`exponents` of x, of all weights, and of the scales."""
+    case = drawn_case(torch.float16, seed=7)
+    layout = Layout(1, 1, MAX_TOKENS, WIDTHS, DTYPES.index(torch.float16))
+    d_in, widths = layout.group_widths(group)
+    x = (draw_x(tokens, d_in, torch.float32, 1) * 2.0 ** exponents[0]).half()
+    case.weights.pool.mul_(2.0 ** exponents[1])
+    case.weights.table.scale.mul_(2.0 ** exponents[2])
+    ys = [torch.full((tokens, width), torch.nan, dtype=torch.float16) for width in widths]
+    Product(case.weights, layout, compiled=compiled).compute(ys, x, slot, 0, group)
+    for y, want in zip(ys, case.expected(x, slot, 0, list(GROUPS)[group]), strict=True):
+        # half of fp16's last place, and what fp32 sums are off by
+        bound = want.abs().clamp(min=2.0**-14) * 2.0**-11 + float(want.abs().max()) * 2.0**-18
+        beyond = want.abs() - bound >= 65520
+        assert torch.equal(y[beyond].double(), want[beyond].sign() * torch.inf)
+        within = want.abs() + bound < 65520
+        assert bool(((y.double() - want).abs() <= bound)[within].all()) and not bool(y.isnan().any())
     case.close()
 
 
@@ -212,9 +252,10 @@ def test_areas_and_lines_never_overlap() -> None:
     for slot in range(3):
         pieces += [(layout.segments(slot), 8 * MAX_SEGMENTS), (layout.failed(slot), 64)]
         pieces += [(layout.x_area(slot), layout.x_bytes), (layout.y_area(slot), layout.y_bytes)]
+        pieces.append((layout.xa_area(slot), layout.xa_bytes))
         for worker in range(2):
             places = layout.command_flag(slot, worker), layout.command(slot, worker), layout.done_flag(slot, worker)
-            pieces += [(at, 64) for at in places]
+            pieces += [(at, 64) for at in (*places, layout.ready_flag(slot, worker))]
     pieces.sort()
     assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(pieces))
     assert pieces[-1][0] + pieces[-1][1] == layout.size and all(at % 64 == 0 for at, _ in pieces)
