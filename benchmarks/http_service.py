@@ -40,18 +40,20 @@ class HttpService:
         registry: str = "",
         device: str = "cpu",
         prefix_cache: str = "off",
+        file: str = "",
     ) -> None:
         """`node`: what else serverless.yml says of the node, as `, key: value`; `gateway`: what it says of the gateway;
         `options` of `garnish up`; `registry`: empty for the default, in the state directory. What is timed must not
-        depend on what was asked before, so there is no `prefix_cache` unless it is asked for."""
+        depend on what was asked before, so there is no `prefix_cache` unless it is asked for. `file`: serverless.yml as
+        a whole, in place of what all these would make of it."""
         self.root, self.adapters = root, adapters
         self.base = model_dir.name
         root.mkdir(parents=True)
         functions = "".join(f"  a{i}: {{tenant: bench, adapter: {path}}}\n" for i, path in enumerate(adapters))
         node = f"dtype: {dtype}, device: {device}, prefix_cache: '{prefix_cache}'{node}"
         (root / "serverless.yml").write_text(
-            f"service: bench\nbase_model: {model_dir}\nnode: {{{node}}}\n"
-            f"gateway: {{{gateway}}}\n"
+            file
+            or f"service: bench\nbase_model: {model_dir}\nnode: {{{node}}}\ngateway: {{{gateway}}}\n"
             + (f"registry: {registry}\n" if registry else "")
             + f"tenants:\n  bench: {{}}\nfunctions:\n{functions}"
         )
