@@ -4,7 +4,8 @@ Each service is started by `garnish up` from a file with the base model, `node.s
 alone, `node.cold_start`: `full` does not set it, `pipeline` and `assist` set it to their name, `overlap` to `wait`. All
 files set the same `node.adapter_memory`, smaller than the default, so that an adapter has left the device, but not host
 memory, when it is called again. `cached` has the file of `full`; each of its adapters is called before its call is
-timed. The services of one ratio run side by side, and each measures itself while the others are idle. Every call goes
+timed. The services of one ratio run side by side; each measures its link and workers while the others are idle, and
+has the costs of its passes from the service without simulation, which starts first. Every call goes
 to all of them, in an order that is drawn each time; ratios are of such pairs. Prompts are drawn token ids; answers are
 greedy and have 12 tokens.
 
@@ -16,7 +17,7 @@ Parts:
 - `c`: bursts of 1, 4 and 8 calls at once, each with another adapter, at the same ratios.
 - `d`: decoding alone, adapter on the device: the service of `a` against one with `cpu_workers: 0`, tokens/s of one
   caller and of eight.
-- `e`: no simulation: the CPU workers, and why so many.
+- `e`: no simulation: the CPU workers, and why so many. This part is in every run.
 
 A call counts if its adapter was in host memory (`cached`: on the device) when it arrived; a burst if all its calls do.
 `refused` is the number of calls that do not count. Intervals are 95 %, by a bootstrap over pairs. A figure that names
@@ -43,7 +44,7 @@ from benchmarks.default_calls import CACHED, KEPT, Column, Draw, rounds
 from benchmarks.default_decode import decode_rows
 from benchmarks.default_figures import figures_of
 from benchmarks.default_service import FILE_ITEM_BYTES, Adapters, node_of, running
-from benchmarks.http_service import HttpService
+from benchmarks.http_service import COSTS, HttpService
 from benchmarks.load import Planned, open_session
 from benchmarks.many_cells import check
 from benchmarks.many_load import Caller
@@ -63,6 +64,8 @@ SLOW_LINK = "20MB/s"
 NO_WORKERS = {"cpu_workers": "0"}
 S3 = Column("S3", 64, 64)
 PARTS = "abcde"
+PLAIN = "plain"
+"""Name of the service without simulation."""
 RATIOS = (0.68, 0.17)
 """Of the papers' 3.3 GB/s, and of a link four times as fast."""
 
@@ -106,9 +109,8 @@ class Study:
 
     def run(self, parts: Sequence[str], ratios: Sequence[float]) -> Iterator[None]:
         """Yields after each part of a ratio."""
-        if "e" in parts or ({*parts} & {"b", "c"} and not self.measured):
-            self._plain()
-            yield
+        self._plain()
+        yield
         if {*parts} & {"a", "d"}:
             yield from self._slow(parts)
         for ratio in ratios:
@@ -116,15 +118,16 @@ class Study:
                 yield from self._ratio(parts, ratio)
 
     def _plain(self) -> None:
-        """Part e; and what part b's link follows from."""
+        """Part e, and what the others need: the costs of passes, and what the link's rate follows from, unless an
+        earlier run measured that."""
         some = self._adapters.of_rank[LINK_RANK][:1]
-        with self._service("plain", some) as service:
+        with self._service(PLAIN, some) as service:
             node = node_of(service)
             self.done["e", None] = [{"part": "e", "cpu_workers": node.cpu_workers, "reason": node.reason}]
-            size = self._adapters.file_bytes(LINK_RANK) * node.itemsize // FILE_ITEM_BYTES
-            prefill = asyncio.run(self._prefill(service, some[0]))
-        self.measured = {"adapter_bytes": size, "prefill_s": prefill}
-        say(f"a prompt of {LINK_TOKENS} tokens: {prefill * 1e3:.0f} ms; {node.cpu_workers} workers: {node.reason}")
+            if not self.measured:
+                size = self._adapters.file_bytes(LINK_RANK) * node.itemsize // FILE_ITEM_BYTES
+                self.measured = {"adapter_bytes": size, "prefill_s": asyncio.run(self._prefill(service, some[0]))}
+        say(f"{self.measured}; without simulation {node.cpu_workers} workers: {node.reason}")
 
     async def _prefill(self, service: HttpService, function: int) -> float:
         draw = Draw({}, self._adapters.vocabulary, self._seed)
@@ -208,7 +211,15 @@ class Study:
 
     def _service(self, name: str, functions: Sequence[int], **node: str) -> Any:
         say(f"service {name} starts: {node}")
-        return running(self._root / name, self._adapters, functions, quick=self._sizes.quick, **node)
+        costs = self._root / PLAIN / COSTS
+        return running(
+            self._root / name,
+            self._adapters,
+            functions,
+            costs if costs.exists() else None,
+            quick=self._sizes.quick,
+            **node,
+        )
 
 
 def say(text: str) -> None:
@@ -261,13 +272,13 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="all; with --quick b and e")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="all; with --quick b; e always")
     parser.add_argument("--ratios", nargs="+", type=float, default=None, help="load : prefill; 0.68 and 0.17")
     parser.add_argument("--rounds", type=int, default=Sizes.rounds, help="single calls of a way and column")
     parser.add_argument("--burst-rounds", type=int, default=Sizes.burst_rounds)
     parser.add_argument("--alternations", type=int, default=Sizes.alternations, help="of decoding alone")
     options = parser.parse_args()
-    options.parts = options.parts or (["b", "e"] if options.quick else list(PARTS))
+    options.parts = options.parts or (["b"] if options.quick else list(PARTS))
     options.ratios = options.ratios or ([RATIOS[0]] if options.quick else list(RATIOS))
     with tempfile.TemporaryDirectory() as root:
         publish(study(options, Path(root)), options.json)

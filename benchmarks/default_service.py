@@ -61,11 +61,13 @@ def service_file(model: Path, **node: str) -> str:
 
 @contextmanager
 def running(
-    root: Path, adapters: Adapters, functions: Sequence[int], *, quick: bool, **node: str
+    root: Path, adapters: Adapters, functions: Sequence[int], costs: Path | None, *, quick: bool, **node: str
 ) -> Iterator[HttpService]:
     """A service in which these functions are deployed and their adapters lie in host memory, once its node has measured
-    its costs: then it is idle until it is called. `quick`: it may measure on."""
+    what `costs`, from another service, do not say. `quick`: it may still be measuring."""
     service = HttpService(adapters.model, [], root, "auto", 0, file=service_file(adapters.model, **node))
+    if costs is not None:
+        service.use_costs(costs)
     with service:
         with Client(service.url, service.key) as client:
             for i in functions:

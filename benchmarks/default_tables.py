@@ -128,7 +128,7 @@ def _ratios(rows: Sequence[Row], bounds: Mapping[str, float], seed: int) -> list
         cells.append((f"{title}: over {way}", *map(interval, ratios), str(ratios[0].pairs)))
         bound = bounds.get(BOUND.format(name=names[title]))
         if way == CACHED and bound is not None:
-            cells.append((f"{title}: over {way}, the bound", f"{bound:.2f}", "", "", ""))
+            cells.append((f"{title}: over {way}, the bound", f"{bound:.2f}", "-", "-", "-"))
     return table((FULL, "TTFT", "TPT", "E2E", "pairs"), cells)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from garnish.credentials import FILE_NAME, read_credentials
 START_LIMIT = 300.0
 LOG_CHARACTERS = 6000
 """Of each log's end, where the service does not start."""
+COSTS = Path(".garnish", "profiles", "node-1.performance.json")
+"""What a service's node measured of its passes, below the service's root."""
 
 
 class HttpService:
@@ -97,6 +100,12 @@ class HttpService:
             self._process.kill()
             self._process.wait()
         self._log.close()
+
+    def use_costs(self, costs: Path) -> None:
+        """Give the node, before it starts, what another service's node measured of its passes, so that it does not
+        measure them in gaps between calls."""
+        (self.root / COSTS).parent.mkdir(parents=True)
+        shutil.copy(costs, self.root / COSTS)
 
     def run(self, adapters: tuple[int | None, ...], prompt_tokens: int, count: int) -> tuple[float, float]:
         """(median seconds to the first token, tokens per second), all requests sent at once."""
