@@ -2,12 +2,12 @@
 
 Each service is started by `garnish up` from a file with the base model, `node.simulate.link`, and, for a baseline
 alone, `node.cold_start`: `full` does not set it, `pipeline` and `assist` set it to their name, `overlap` to `wait`. All
-files set the same `node.adapter_memory`, smaller than the default, so that an adapter has left the device, but not host
-memory, when it is called again. `cached` has the file of `full`; each of its adapters is called before its call is
-timed. The services of one ratio run side by side; each measures its link and workers while the others are idle, and
-has the costs of its passes from the service without simulation, which starts first. Every call goes
-to all of them, in an order that is drawn each time; ratios are of such pairs. Prompts are drawn token ids; answers are
-greedy and have 12 tokens.
+files set the same `node.adapter_memory`, smaller than the default. What is called lies in the host memory of every node
+and on no device, as the nodes say before each call. `cached` has the file of `full`; each of its adapters is called
+before its call is timed. The services of one ratio run side by side. Each measures its link and workers while the
+others are idle, and has the costs of its passes from the service without simulation, which starts first. Every call
+goes to all services, in an order that is drawn each time; ratios are of such pairs. Prompts are drawn token ids;
+answers are greedy and have 12 tokens.
 
 Parts:
 
@@ -79,7 +79,7 @@ class Sizes:
     burst_column: Column = S3
     bursts: tuple[int, ...] = (1, 4, 8)
     ways: tuple[str, ...] = tuple(WAYS)
-    adapters: tuple[tuple[int, int], ...] = ((64, 32), (32, 16))
+    adapters: tuple[tuple[int, int], ...] = ((64, 48), (32, 24))
     """Of each rank."""
     room: int = 10
     """Adapters of rank 64 that fit on the device."""
@@ -201,7 +201,9 @@ class Study:
         draw = Draw(self._adapters.of_rank, self._adapters.vocabulary, self._seed)
         cells: dict[tuple[str, Column, int], list[str]] = {}
         ended = 0
-        async for found in rounds(services, columns, draw, count=count, tokens=self._sizes.tokens):
+        async for found in rounds(
+            services, self._adapters.numbers, columns, draw, count=count, tokens=self._sizes.tokens
+        ):
             for way, column, at_once, calls in found:
                 cells.setdefault((way, column, at_once), []).extend(call.text() for call in calls)
             ended += 1

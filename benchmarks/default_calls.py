@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import astuple, dataclass, fields
-from itertools import cycle
 from typing import Any, get_type_hints
 
+from benchmarks.default_service import Residency
 from benchmarks.http_service import HttpService
 from benchmarks.load import Planned, closed_loop, open_session
 from benchmarks.many_cells import check
@@ -73,15 +74,20 @@ def keep(number: int, answer: Answer) -> Kept:
 
 
 class Draw:
-    """Adapters in turn, so that each has left the device when it is called again; prompts and orders, drawn."""
+    """Adapters, those first that were called longest ago; prompts and orders, drawn."""
 
     def __init__(self, of_rank: Mapping[int, Sequence[int]], vocabulary: int, seed: int) -> None:
         self._rng = random.Random(seed)
-        self._turns: dict[int, Iterator[int]] = {rank: cycle(numbers) for rank, numbers in of_rank.items()}
+        self._turns = {rank: deque(numbers) for rank, numbers in of_rank.items()}
         self._ids = range(min(FIRST_ID, vocabulary // 2), min(LAST_ID, vocabulary))
 
-    def calls(self, column: Column, count: int) -> list[Planned]:
-        return [Planned(f"a{next(self._turns[column.rank])}", self.prompt(column.tokens)) for _ in range(count)]
+    def calls(self, column: Column, count: int, cold: Container[int]) -> list[Planned]:
+        """Returns calls of the next adapters that are in `cold`; of others where these are too few."""
+        turn = self._turns[column.rank]
+        seen = [turn.popleft() for _ in range(len(turn))]
+        chosen = sorted(seen, key=lambda number: number not in cold)[:count]
+        turn.extend([number for number in seen if number not in chosen] + chosen)
+        return [Planned(f"a{number}", self.prompt(column.tokens)) for number in chosen]
 
     def prompt(self, tokens: int) -> tuple[int, ...]:
         return tuple(self._rng.choices(self._ids, k=tokens))
@@ -92,6 +98,7 @@ class Draw:
 
 async def rounds(
     services: Mapping[str, HttpService],
+    numbers: Mapping[str, int],
     columns: Sequence[tuple[Column, int]],
     draw: Draw,
     *,
@@ -101,17 +108,24 @@ async def rounds(
     """Yields the calls of `count` rounds, each as (way, column, calls at once, calls); one more goes before them.
 
     In a round each of `columns`, with so many calls at once, is called on all services, in a drawn order, with the same
-    adapters and prompts. Answers have `tokens`.
+    prompts and the same adapters, which are in the host memory of every node. Answers have `tokens`. `numbers`: of the
+    functions, by digest.
     """
     async with AsyncExitStack() as stack:
         calls = {
             way: Caller(await stack.enter_async_context(open_session(service.key)), service.url, [], max_tokens=tokens)
             for way, service in services.items()
         }
+        nodes = [
+            Residency(await stack.enter_async_context(open_session(service.admin_key)), service.url, numbers)
+            for way, service in services.items()
+            if way != CACHED
+        ]
         for number in range(-1, count):
             found = []
             for column, at_once in draw.shuffled(columns):
-                planned = draw.calls(column, at_once)
+                cold = set.intersection(*[await node.in_host() for node in nodes])
+                planned = draw.calls(column, at_once, cold)
                 for way in draw.shuffled(list(services)):
                     if way == CACHED:
                         await _bring(calls[way], planned, draw)

@@ -6,12 +6,13 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import torch
 
 from adapters.base_model import load_base_model
@@ -48,6 +49,8 @@ class Adapters:
         self.paths = make_adapters(model, root, ranks, seed, dtype=torch.bfloat16)
         self.of_rank = {rank: [i for i, other in enumerate(ranks) if other == rank] for rank in counts}
         """Numbers of the functions."""
+        self.numbers: dict[str, int] = {}
+        """Of the functions, by digest, once they are deployed."""
 
     def file_bytes(self, rank: int) -> int:
         return (self.paths[self.of_rank[rank][0]] / "adapter_model.safetensors").stat().st_size
@@ -71,7 +74,7 @@ def running(
     with service:
         with Client(service.url, service.key) as client:
             for i in functions:
-                client.deploy(f"a{i}", adapters.paths[i])
+                adapters.numbers[client.deploy(f"a{i}", adapters.paths[i]).digest] = i
         asyncio.run(_call_once(service, functions))
         if not quick:
             asyncio.run(until_measured(service))
@@ -83,6 +86,22 @@ async def _call_once(service: HttpService, functions: Sequence[int]) -> None:
     async with open_session(service.key) as session:
         call = Caller(session, service.url, [], max_tokens=1)
         check(await closed_loop(call, [Planned(f"a{i}", prompt) for i in functions], 1))
+
+
+class Residency:
+    """Where adapters are on a service's only node. `session` has an operator's key."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, numbers: Mapping[str, int]) -> None:
+        """`numbers`: of the functions, by digest."""
+        self._session, self._numbers = session, numbers
+        self._url = f"{url}/nodes/node-1/adapters"
+
+    async def in_host(self) -> set[int]:
+        """Returns the functions whose adapter is in host memory, and neither on the device nor on its way to it."""
+        async with self._session.get(self._url, raise_for_status=True) as reply:
+            found = (await reply.json())["adapters"]
+        waits = [each for each in found if each["tier"] == "host" and each["layers"] is None]
+        return {self._numbers[each["digest"]] for each in waits if each["digest"] in self._numbers}
 
 
 def node_of(service: HttpService) -> Node:

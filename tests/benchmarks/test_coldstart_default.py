@@ -165,25 +165,31 @@ def test_a_report_of_one_part_has_a_table() -> None:
     assert "decoding alone" in text and "TTFT" not in text
 
 
-def test_adapters_are_called_in_turn_by_rank() -> None:
+def test_cold_adapters_are_called_in_turn_by_rank() -> None:
     draw = Draw({64: [0, 1, 2], 32: [3, 4]}, 5000, 1)
     large, small = Column("S3", 64, 20), Column("S1", 32, 7)
-    called = [[each.model for each in draw.calls(*one)] for one in ((large, 2), (small, 1), (large, 2), (small, 2))]
+    every = range(5)
+    wanted = ((large, 2, every), (small, 1, every), (large, 2, every), (small, 2, every))
+    called = [[each.model for each in draw.calls(*one)] for one in wanted]
     assert called == [["a0", "a1"], ["a3"], ["a2", "a0"], ["a4", "a3"]]
-    (planned,) = draw.calls(large, 1)
+    assert [each.model for each in draw.calls(large, 1, {0, 2})] == ["a2"], "a1's turn, but it is not cold"
+    assert [each.model for each in draw.calls(large, 2, {0})] == ["a0", "a1"], "too few are cold"
+    (planned,) = draw.calls(large, 1, every)
     assert len(planned.prompt) == 20 and planned.prompt != draw.prompt(20)
     assert all(100 <= token < 1000 for token in planned.prompt if isinstance(token, int))
 
 
 def test_all_services_get_the_same_calls() -> None:
-    """The scripted service has an adapter from its first call on, and counts three tokens in every prompt."""
+    """The scripted service has an adapter on the device from its first call on, and counts three tokens in a prompt."""
 
     async def scenario() -> None:
-        async with scripted_service() as (_, cold), scripted_service() as (_, warm):
+        async with scripted_service() as (service, cold), scripted_service() as (_, warm):
             services = {"full": cold, "cached": warm}
             draw = Draw({64: range(40)}, 5000, 3)
+            numbers = {f"a{i}": i for i in range(40)}
+            service.here = {"a3", "a4"}
             columns = [(Column("S3", 64, 3), 1), (Column("S1", 64, 3), 4)]
-            found = [each async for each in rounds(services, columns, draw, count=5, tokens=2)]
+            found = [each async for each in rounds(services, numbers, columns, draw, count=5, tokens=2)]
             assert len(found) == 5
             by_way: dict[str, set[Any]] = {"full": set(), "cached": set()}
             for number, cells in enumerate(found):
@@ -194,8 +200,10 @@ def test_all_services_get_the_same_calls() -> None:
                     assert all(each.state == ("none" if way == "cached" else "absent") for each in calls)
                     by_way[way].add((number, column.setting, *(each.adapter for each in calls)))
             assert by_way["full"] == by_way["cached"]
+            called = {number for key in by_way["full"] for number in key[2:]}
+            assert len(called) == 25 and called.isdisjoint({3, 4}), "none that was on the device"
             with pytest.raises(RuntimeError, match="of a prompt of 4 tokens"):
-                await anext(aiter(rounds(services, [(Column("S3", 64, 4), 1)], draw, count=1, tokens=2)))
+                await anext(aiter(rounds(services, numbers, [(Column("S3", 64, 4), 1)], draw, count=1, tokens=2)))
 
     asyncio.run(scenario())
 
