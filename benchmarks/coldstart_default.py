@@ -199,13 +199,13 @@ class Study:
     ) -> dict[tuple[str, Column, int], list[str]]:
         """Returns all calls as text, by way, column and calls at once."""
         draw = Draw(self._adapters.of_rank, self._adapters.vocabulary, self._seed)
-        cells: dict[tuple[str, Column, int], list[str]] = {}
+        cells: dict[tuple[str, Column, int], list[str]] = {(way, *each): [] for each in columns for way in services}
         ended = 0
         async for found in rounds(
             services, self._adapters.numbers, columns, draw, count=count, tokens=self._sizes.tokens
         ):
             for way, column, at_once, calls in found:
-                cells.setdefault((way, column, at_once), []).extend(call.text() for call in calls)
+                cells[way, column, at_once] += [call.text() for call in calls]
             ended += 1
             if ended % 10 == 0:
                 say(f"{ended} of {count} rounds")
