@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from garnish.credentials import FILE_NAME, read_credentials
 START_LIMIT = 300.0
 LOG_CHARACTERS = 6000
 """Of each log's end, where the service does not start."""
+COSTS = Path(".garnish", "profiles", "node-1.performance.json")
+"""What a service's node measured of its passes, below the service's root."""
 
 
 class HttpService:
@@ -40,18 +43,20 @@ class HttpService:
         registry: str = "",
         device: str = "cpu",
         prefix_cache: str = "off",
+        file: str = "",
     ) -> None:
         """`node`: what else serverless.yml says of the node, as `, key: value`; `gateway`: what it says of the gateway;
         `options` of `garnish up`; `registry`: empty for the default, in the state directory. What is timed must not
-        depend on what was asked before, so there is no `prefix_cache` unless it is asked for."""
+        depend on what was asked before, so there is no `prefix_cache` unless it is asked for. `file`: serverless.yml as
+        a whole, in place of what all these would make of it."""
         self.root, self.adapters = root, adapters
         self.base = model_dir.name
         root.mkdir(parents=True)
         functions = "".join(f"  a{i}: {{tenant: bench, adapter: {path}}}\n" for i, path in enumerate(adapters))
         node = f"dtype: {dtype}, device: {device}, prefix_cache: '{prefix_cache}'{node}"
         (root / "serverless.yml").write_text(
-            f"service: bench\nbase_model: {model_dir}\nnode: {{{node}}}\n"
-            f"gateway: {{{gateway}}}\n"
+            file
+            or f"service: bench\nbase_model: {model_dir}\nnode: {{{node}}}\ngateway: {{{gateway}}}\n"
             + (f"registry: {registry}\n" if registry else "")
             + f"tenants:\n  bench: {{}}\nfunctions:\n{functions}"
         )
@@ -95,6 +100,12 @@ class HttpService:
             self._process.kill()
             self._process.wait()
         self._log.close()
+
+    def use_costs(self, costs: Path) -> None:
+        """Give the node, before it starts, what another service's node measured of its passes, so that it does not
+        measure them in gaps between calls."""
+        (self.root / COSTS).parent.mkdir(parents=True)
+        shutil.copy(costs, self.root / COSTS)
 
     def run(self, adapters: tuple[int | None, ...], prompt_tokens: int, count: int) -> tuple[float, float]:
         """(median seconds to the first token, tokens per second), all requests sent at once."""

@@ -33,10 +33,14 @@ TIMEOUT = 300.0
 """Seconds for one whole request, unless another bound is given."""
 
 
+Prompt = str | tuple[int, ...]
+"""Text, or the ids of its tokens."""
+
+
 @dataclass(frozen=True)
 class Planned:
     model: str
-    prompt: str
+    prompt: Prompt
 
 
 Call = Callable[[Planned], Awaitable[Sample]]

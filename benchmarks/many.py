@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ import torch
 from benchmarks import many_foreign
 from benchmarks.cold_rig import make_adapters
 from benchmarks.cold_stream import s3_server
-from benchmarks.http_service import HttpService
+from benchmarks.http_service import COSTS, HttpService
 from benchmarks.many_cells import TIES, Limits, Load, measure_limits, run_cell, until_measured
 from benchmarks.many_foreign import foreign_row
 from benchmarks.many_load import ORACLE_LEADS_S, WITHOUT_TOP, draw_window, make_prompt, prompt_lengths
@@ -54,8 +53,6 @@ FILE_ITEM_BYTES = 2
 LIMITS = "limits"
 FOREIGN = ("ondemand", "forecast")
 """Of whom another project's client is asked. It draws its calls' times itself, so that nobody could be told them."""
-COSTS = Path(".garnish", "profiles", "node-1.performance.json")
-"""What the first service's node measured of its passes; others would measure it in gaps between calls."""
 SLACK_BYTES = 16 << 20
 """Of a pool for whole adapters: their last pages are not full."""
 
@@ -132,7 +129,7 @@ class Bench:
         root, dtype = self._root / name, self.settings.dtype
         service = HttpService(self.settings.model, [], root, dtype, 0, text, registry=self._registry)
         if self._costs.exists():
-            shutil.copytree(self._costs.parent, root / COSTS.parent, ignore=lambda _, names: {*names} - {COSTS.name})
+            service.use_costs(self._costs)
         with service:
             yield service
 

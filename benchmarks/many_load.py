@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.latency import Sample
-from benchmarks.load import WORDS, Planned, stream_events
+from benchmarks.load import WORDS, Planned, Prompt, stream_events
 from benchmarks.trace import minute_counts
 
 WITHOUT_TOP = 10
@@ -56,7 +56,16 @@ class Answer(Sample):
     gaps: list[float] = field(default_factory=list)
     state: str = ""
     """where the adapter was: none (on the device), host, disk or absent"""
+    plan: str = ""
+    """how it got to the device: none, wait, pipeline or assist"""
     exposed_s: float = 0.0
+    forecast_s: float = 0.0
+    """what `exposed_s` was planned to be"""
+    load_s: float = 0.0
+    """0: the adapter was not whole on the device when the request ended"""
+    layers_cpu: int = 0
+    layers_device: int = 0
+    """layers of the prompt computed before the whole adapter was there, by where"""
     cached_tokens: int = 0
     """of the prompt, which an earlier call had left computed"""
 
@@ -122,6 +131,11 @@ class _Usage(msgspec.Struct):
 class _ColdStart(msgspec.Struct):
     state: str
     exposed_ms: float
+    plan: str = ""
+    forecast_ms: float = 0.0
+    load_ms: float = 0.0
+    layers_cpu: int = 0
+    layers_device: int = 0
 
 
 class _Timing(msgspec.Struct):
@@ -151,7 +165,7 @@ class Caller:
         alternatives: int | None = None,
     ) -> None:
         self._session, self._url, self._max_tokens = session, url, max_tokens
-        self._number = {prompt: i for i, prompt in enumerate(prompts)}
+        self._number: dict[Prompt, int] = {prompt: i for i, prompt in enumerate(prompts)}
         self._alternatives = {} if alternatives is None else {"logprobs": alternatives}
         self._decoder = msgspec.json.Decoder(_Event)
 
@@ -174,9 +188,15 @@ class Caller:
             return None
         answer.prompt_tokens, answer.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
         answer.cached_tokens = event.usage.cached_tokens
-        answer.state = event.timing.cold_start.state
-        answer.exposed_s = event.timing.cold_start.exposed_ms / 1e3
+        _note(answer, event.timing.cold_start)
         return "" if answer.output_tokens == self._max_tokens and answer.times else "too few tokens"
+
+
+def _note(answer: Answer, cold: _ColdStart) -> None:
+    answer.state, answer.plan = cold.state, cold.plan
+    answer.layers_cpu, answer.layers_device = cold.layers_cpu, cold.layers_device
+    answer.exposed_s, answer.forecast_s = cold.exposed_ms / 1e3, cold.forecast_ms / 1e3
+    answer.load_s = cold.load_ms / 1e3
 
 
 def _add_token(answer: Answer, event: _Event, now: float) -> None:

@@ -30,7 +30,9 @@ class NodeServer:
             id=uuid.uuid4().hex,
             base=self._base,
             tenant="bench",
-            token_ids=self._text.encode_prompt(request.prompt),
+            token_ids=self._text.encode_prompt(request.prompt)
+            if isinstance(request.prompt, str)
+            else [*request.prompt],
             max_tokens=self._max_tokens,
             sampling=Sampling(temperature=0.0),
             timeout=TIMEOUT,

@@ -16,6 +16,7 @@ from benchmarks.ablation_tables import confirmed_table, length_table, screen_tab
 from benchmarks.autoscale_report import autoscale_text
 from benchmarks.batch_tables import batches_table
 from benchmarks.cold_tables import coldstart_table, planning_table, remote_store_table, streaming_table
+from benchmarks.default_tables import default_table
 from benchmarks.engine_tables import engine_table, neighbours_table, serve_table
 from benchmarks.eviction_tables import eviction_table, eviction_traces_table
 from benchmarks.forecast_tables import (
@@ -261,6 +262,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "link-border": one("link_bytes", border_table),
         "link-gain": one("link_bytes", link_table),
         "link-bound": one("link_bytes", bound_table),
+        "coldstart-default": default_table,
         "coldstart-decode": one("coldstart_decode", coldstart_table),
         "coldstart": one("coldstart", coldstart_table),
         "planning": one("coldstart", planning_table),

@@ -13,7 +13,6 @@ from node_agent.coldstart.costs import pipelined_costs, result_bytes
 from node_agent.coldstart.pass_times import CallKind, PassTimes
 from node_agent.coldstart.planner import choose
 from node_agent.coldstart.profile import Profile
-from node_agent.coldstart.shared import DTYPES
 from node_agent.config import EngineConfig
 from node_agent.types import GROUPS
 
@@ -28,14 +27,12 @@ MAX_WORKERS = 16
 """A handoff's work fills no more."""
 
 
-def refusal(config: EngineConfig, store: AdapterStore) -> str:
+def refusal(config: EngineConfig) -> str:
     """Returns why this node can't have CPU workers by its settings; empty if it can."""
     if "assist" not in WAYS[config.cold_start].plans:
         return f"cold_start: {config.cold_start} has no use for them"
     if config.host_nodes > 1:
         return f"{config.host_nodes} nodes share this host's cores"
-    if store.pool.data.dtype not in DTYPES:
-        return f"they compute in {' or '.join(map(str, DTYPES))}, not {store.pool.data.dtype}"
     return ""
 
 

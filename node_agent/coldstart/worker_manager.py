@@ -75,7 +75,7 @@ class WorkerManager:
         kept = self._read()
         profile = kept or measure(self._key, self.engine.runner, self.engine.blocks, starts.store, None, SHORT)
         starts.use(profile, None)
-        why = refusal(config, starts.store)
+        why = refusal(config)
         if config.cpu_workers:
             self._check_set(config.cpu_workers, why)
         starts.decision = self._decide(why)
@@ -176,7 +176,7 @@ class WorkerManager:
         """Returns whether loads were lately faster or slower by LINK_MOVED than when the workers were judged."""
         if self.config.cpu_workers is not None or self.starts.link is None or not self._judged_rate:
             return False
-        if refusal(self.config, self.starts.store):
+        if refusal(self.config):
             return False
         rate = self.starts.link.cost.bandwidth / self._judged_rate
         return not 1 / LINK_MOVED < rate < LINK_MOVED

@@ -57,6 +57,13 @@ class ScriptedService:
         self.here.add(name)
         return web.json_response({"tier": "device"})
 
+    async def adapters(self, request: web.Request) -> web.Response:
+        """All are in host memory, those that are here on the device too; digests are names."""
+        assert request.headers["authorization"] == f"Bearer {ADMIN_KEY}"
+        tiers = {f"a{i}": "host" for i in range(100)} | dict.fromkeys(self.here, "device")
+        found = [{"digest": name, "tier": tier, "layers": None} for name, tier in tiers.items()]
+        return web.json_response({"adapters": found})
+
     async def nodes(self, _: web.Request) -> web.Response:
         record = {"id": "node-1", "prefetch_wasted_bytes": 7}
         return web.json_response({"nodes": [{"record": record}]})
@@ -80,6 +87,7 @@ async def scripted_service() -> AsyncIterator[tuple[ScriptedService, HttpService
     app = web.Application()
     app.router.add_post("/invoke/{name}", service.invoke)
     app.router.add_post("/nodes/node-1/prefetch", service.prefetch)
+    app.router.add_get("/nodes/node-1/adapters", service.adapters)
     app.router.add_get("/nodes", service.nodes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

@@ -91,6 +91,16 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
         ),
         ("fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
         (
+            "coldstart_default",
+            ["--model"],
+            {
+                *(f"full_over_pipeline_{kind}{end}" for kind in ("ttft", "tpt", "e2e") for end in ("", "_upper")),
+                "pairs_pipeline_S3_t16_0.68",
+                "cpu_workers_e",
+                "refused",
+            },
+        ),
+        (
             "coldstart",
             ["--model"],
             {

@@ -1,0 +1,44 @@
+"""Part d of benchmarks/coldstart_default.py: decoding alone, where nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from benchmarks.default_calls import Draw
+from benchmarks.http_service import HttpService
+from benchmarks.latency import Sample
+from benchmarks.load import Planned, closed_loop, open_session
+from benchmarks.many_cells import check
+from benchmarks.many_load import Caller
+
+CALLERS = (1, 8)
+PROMPT_TOKENS = 8
+
+
+async def decode_rows(
+    services: Mapping[str, HttpService], function: int, vocabulary: int, alternations: int, tokens: int, seed: int
+) -> list[dict[str, Any]]:
+    """Returns a row per alternation, service and number of callers, all of whom call one function with a prompt of
+    their own. The first alternation, which brings the adapter to the device, has no rows."""
+    draw, rows = Draw({}, vocabulary, seed), list[dict[str, Any]]()
+    async with AsyncExitStack() as stack:
+        calls = {
+            way: Caller(await stack.enter_async_context(open_session(service.key)), service.url, [], max_tokens=tokens)
+            for way, service in services.items()
+        }
+        for number in range(-1, alternations):
+            for callers in CALLERS:
+                planned = [Planned(f"a{function}", draw.prompt(PROMPT_TOKENS)) for _ in range(callers)]
+                for way in draw.shuffled(list(calls)):
+                    samples = await closed_loop(calls[way], planned, callers)
+                    check(samples)
+                    row = {"part": "d", "round": number, "way": way, "callers": callers}
+                    rows += [row | {"tok_s": round(decoded(samples), 3)}] if number >= 0 else []
+    return rows
+
+
+def decoded(samples: list[Sample]) -> float:
+    """Returns the callers' tokens/s behind their first tokens."""
+    return sum(1 / tpot for sample in samples if (tpot := sample.tpot) is not None)
