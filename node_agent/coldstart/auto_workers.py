@@ -4,13 +4,14 @@ measured with and without workers. Whether the link is a simulated one, or the d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import median
 
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import WAYS, WorkersDecision
 from node_agent.coldstart.costs import pipelined_costs, result_bytes
-from node_agent.coldstart.pass_times import CallKind, PassTimes
+from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes
 from node_agent.coldstart.planner import choose
 from node_agent.coldstart.profile import Profile
 from node_agent.config import EngineConfig
@@ -18,10 +19,12 @@ from node_agent.types import GROUPS
 
 TYPICAL = CallKind(GROUPS["qkv"], 64, 64)
 """The call that is judged: a large adapter and a short prompt, which hides little of its load."""
+PLANS = ("pipeline", "assist")
+"""Plans that are measured for a decision."""
 MIN_GAIN = 0.1
 """Share by which workers must bring its first token forward; and share of a warm prefill that it must wait without
 them, for less is not worth a measurement."""
-SAME_ANSWER = 1.01
+SAME_ANSWER = 1.02
 """An answer ends no later if it takes at most this factor longer: no two calls take equally long."""
 MAX_WORKERS = 16
 """A handoff's work fills no more."""
@@ -63,27 +66,56 @@ def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, load
 
 
 def judge_calls(times: PassTimes, count: int, link: WorkersDecision) -> WorkersDecision:
-    """Returns `count` workers where measured typical calls have their first token MIN_GAIN sooner with them and end
-    their answers no later; else 0. `link`: the decision by the link alone."""
-    found = {plan: times.of(TYPICAL, plan) for plan in ("pipeline", "assist")}
-    if not all(found.values()):
+    """Returns `count` workers where measured typical calls, alone or several at once, have their first tokens MIN_GAIN
+    sooner with them and end their answers no later; else 0. `link`: the decision by the link alone."""
+    alone = _Comparison.of("one call", {plan: times.of(TYPICAL, plan) for plan in PLANS})
+    burst = _Comparison.of("calls at once", {plan: times.burst(TYPICAL, plan) for plan in PLANS})
+    found = [comparison for comparison in (alone, burst) if comparison is not None]
+    if not found:
         return WorkersDecision(0, f"no call could be measured with them; {link.reason}", link.figures)
-    first = {plan: 1e3 * median(s.seconds for s in samples) for plan, samples in found.items()}
-    answer = {plan: 1e3 * median(s.answer for s in samples if s.answer) for plan, samples in found.items()}
-    figures = tuple(
-        (f"{what}_{plan}", value)
-        for what, of in (("first_token", first), ("answer", answer))
-        for plan, value in of.items()
-    )
-    measured = (
-        f"measured {TYPICAL}: first token {first['assist']:.1f} ms with {count} workers, {first['pipeline']:.1f} ms "
-    )
-    measured += f"without; 12-token answer {answer['assist']:.1f} and {answer['pipeline']:.1f} ms"
-    gains = (
-        first["assist"] <= (1 - MIN_GAIN) * first["pipeline"] and answer["assist"] <= SAME_ANSWER * answer["pipeline"]
-    )
-    reason = f"{'they gain' if gains else 'they gain too little'}; {measured}; {link.reason}"
+    gains = any(comparison.gains for comparison in found)
+    measured = "; ".join(comparison.shown(count) for comparison in found)
+    reason = f"{'they gain' if gains else 'they gain too little'}; measured {TYPICAL}, {measured}; {link.reason}"
+    figures = tuple(figure for comparison in found for figure in comparison.figures)
     return WorkersDecision(count if gains else 0, reason, (*link.figures, *figures))
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Measured typical calls without and with workers: medians in milliseconds."""
+
+    what: str
+    first: dict[str, float]
+    answer: dict[str, float]
+
+    @classmethod
+    def of(cls, what: str, samples: dict[str, list[PassSample]]) -> _Comparison | None:
+        measured = {plan: [sample for sample in each if sample.answer] for plan, each in samples.items()}
+        if not all(measured.values()):
+            return None
+        first = {plan: 1e3 * median(s.seconds for s in each) for plan, each in measured.items()}
+        answer = {plan: 1e3 * median(s.answer for s in each) for plan, each in measured.items()}
+        calls = next(iter(measured.values()))[0].calls
+        return cls(what if calls == 1 else f"{calls} {what}", first, answer)
+
+    @property
+    def gains(self) -> bool:
+        sooner = self.first["assist"] <= (1 - MIN_GAIN) * self.first["pipeline"]
+        return sooner and self.answer["assist"] <= SAME_ANSWER * self.answer["pipeline"]
+
+    def shown(self, count: int) -> str:
+        first, answer = self.first, self.answer
+        text = f"{self.what}: first token {first['assist']:.1f} ms with {count} workers, {first['pipeline']:.1f} ms "
+        return text + f"without; 12-token answer {answer['assist']:.1f} ms and {answer['pipeline']:.1f} ms"
+
+    @property
+    def figures(self) -> list[tuple[str, float]]:
+        tail = "" if self.what == "one call" else "_burst"
+        return [
+            (f"{name}_{plan}{tail}", of[plan])
+            for name, of in (("first_token", self.first), ("answer", self.answer))
+            for plan in PLANS
+        ]
 
 
 def candidate_counts(most: int) -> list[int]:

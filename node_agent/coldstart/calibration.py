@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from adapters.base_model import BaseModel
 from cluster.messages import Adapter, GenerateRequest, Sampling
 from node_agent.adapter_memory.layout import AdapterLayout
+from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.coldstart.cold_starts import Way
 from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample
 from node_agent.engine.loop import Engine
@@ -23,7 +25,7 @@ from node_agent.engine.reserves import Callers
 from node_agent.ipc import EngineEvent, Finished, Generated
 
 DIGEST = "calibration"
-"""Digest of the made-up adapter; no deployed adapter has it, for theirs are SHA-256."""
+"""Digests of made-up adapters begin so; no deployed adapter's does, for theirs are SHA-256."""
 ANSWER = 12
 """Tokens of a measured call's answer."""
 CALL_LIMIT_S = 30.0
@@ -51,20 +53,21 @@ class Calibration:
     _calls: int = 0
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def measure(self, kind: CallKind, plans: tuple[str, ...], rounds: int = ROUNDS) -> None:
+    def measure(self, kind: CallKind, plans: tuple[str, ...], rounds: int = ROUNDS, calls: int = 1) -> None:
         """Adds `rounds` passes of each plan to the engine's PassTimes, after one of each that does not count: libraries
-        prepare themselves for its shapes then. The plans alternate. Raises Interrupted; what was measured stays."""
+        prepare themselves for its shapes then. The plans alternate. `calls` come at once, each with its own adapter.
+        Raises Interrupted; what was measured stays."""
         times = self.engine.cold_start.times
         for number in range(-1, rounds):
             for plan in plans:
                 if number < 0 and times.of(kind, plan):
                     continue
-                sample = self.run(kind, plan)
+                sample = self.run(kind, plan, calls)
                 if number >= 0:
                     times.add(sample)
 
-    def run(self, kind: CallKind, plan: str) -> PassSample:
-        """Runs one call. Raises Interrupted."""
+    def run(self, kind: CallKind, plan: str, calls: int = 1) -> PassSample:
+        """Runs one call, or several at once. Raises Interrupted."""
         starts, limits = self.engine.cold_start, self.engine.limits
         if kind.tokens > limits.chunk_tokens or kind.tokens + ANSWER > limits.max_context:
             raise Interrupted(f"a prompt of {kind.tokens} tokens with {ANSWER} more does not fit this node")
@@ -73,80 +76,91 @@ class Calibration:
         starts.way, starts.learns = Way((plan,), decodes=plan == "assist" and way.decodes), False
         self.engine.scheduler.callers = Callers()  # no place is kept for the made-up tenant
         try:
-            with self._adapter(layout):
-                return self._timed(kind, plan, layout)
+            with self._adapters(layout, calls) as digests:
+                return self._timed(kind, plan, layout, digests)
         finally:
             starts.way, starts.learns, self.engine.scheduler.callers = way, True, callers
 
     @contextmanager
-    def _adapter(self, layout: AdapterLayout) -> Iterator[None]:
-        """Lends host memory to the made-up adapter. Raises Interrupted where there is no room."""
-        store = self.engine.store
-        host = store.hosts.lend(DIGEST, layout)
-        if host is None:
-            raise Interrupted("host memory has no room for a measured adapter")
+    def _adapters(self, layout: AdapterLayout, count: int) -> Iterator[list[str]]:
+        """Lends host memory to made-up adapters. Yields their digests. Raises Interrupted where there is no room."""
+        store, lent = self.engine.store, list[HostAdapter]()
         try:
-            yield
+            for number in range(count):
+                host = store.hosts.lend(f"{DIGEST}-{number}", layout)
+                if host is None:
+                    raise Interrupted("host memory has no room for a measured adapter")
+                lent.append(host)
+            yield [host.digest for host in lent]
         finally:
-            self._settle()
-            store.discard(DIGEST)
-            store.hosts.forget(host)
+            for host in lent:
+                self._settle(host.digest)
+                store.discard(host.digest)
+                store.hosts.forget(host)
 
-    def _timed(self, kind: CallKind, plan: str, layout: AdapterLayout) -> PassSample:
-        self._calls += 1
-        name, vocabulary = f"{DIGEST}-{self._calls}", self.base.vocab_size
-        prompt = [self._random.randrange(vocabulary) for _ in range(kind.tokens)]  # none that the prefix cache has
-        adapter = Adapter(DIGEST, "", layout.live, layout.ranks)
-        begun = time.monotonic()
-        self.engine.submit(
-            GenerateRequest(
-                name, "", "", prompt, ANSWER, Sampling(temperature=0.0), CALL_LIMIT_S, adapter, ignore_eos=True
-            )
-        )
-        first, end = self._serve(name, begun)
-        made = self.engine.cold_start.latest
-        if made is None or made.name != plan:
+    def _timed(self, kind: CallKind, plan: str, layout: AdapterLayout, digests: list[str]) -> PassSample:
+        begun, starts = time.monotonic(), self.engine.cold_start
+        names = [self._submit(kind, Adapter(digest, "", layout.live, layout.ranks)) for digest in digests]
+        firsts, ends = self._serve(names)
+        made = starts.latest
+        if made is None or (made.name != plan and len(digests) == 1):
             raise Interrupted(f"the call was not served by {plan}")
-        return PassSample(kind, plan, made.by_profile, first, end)
+        first, end = fmean(firsts.values()) - begun, fmean(ends.values()) - begun
+        return PassSample(kind, plan, made.by_profile, first, end, len(digests))
 
-    def _serve(self, name: str, begun: float) -> tuple[float, float]:
-        """Serves the call to its end. Returns the seconds to its first token and to the end of its answer."""
-        first = 0.0
-        while True:
+    def _submit(self, kind: CallKind, adapter: Adapter) -> str:
+        """Submits a call with a prompt that the prefix cache does not have. Returns its id."""
+        self._calls += 1
+        name = f"{DIGEST}-{self._calls}"
+        prompt = [self._random.randrange(self.base.vocab_size) for _ in range(kind.tokens)]
+        greedy = Sampling(temperature=0.0)
+        self.engine.submit(
+            GenerateRequest(name, "", "", prompt, ANSWER, greedy, CALL_LIMIT_S, adapter, ignore_eos=True)
+        )
+        return name
+
+    def _serve(self, names: list[str]) -> tuple[dict[str, float], dict[str, float]]:
+        """Serves the calls to their ends. Returns when the first token and the end of each came; monotonic seconds."""
+        firsts: dict[str, float] = {}
+        ends: dict[str, float] = {}
+        while len(ends) < len(names):
             if self.gives_way():
-                self.engine.cancel(name)
+                for name in names:
+                    self.engine.cancel(name)
                 self.engine.take_events()
                 raise Interrupted("the engine is wanted")
             for event in self._step():
-                if isinstance(event, Generated) and not first:
-                    first = time.monotonic() - begun
-                if isinstance(event, Finished):
+                if isinstance(event, Generated):
+                    firsts.setdefault(event.id, time.monotonic())
+                elif isinstance(event, Finished):
                     if event.reason != "length":
                         raise Interrupted(f"a measured call ended with {event.reason}: {event.error}")
-                    return first, time.monotonic() - begun
+                    ends[event.id] = time.monotonic()
+        return firsts, ends
 
-    def _step(self) -> list[EngineEvent]:
-        """Runs one iteration. Returns its events; waits a little where there was nothing to compute."""
+    def _step(self) -> Iterator[EngineEvent]:
+        """Runs one iteration. Yields its events as soon as they are there, as the engine's process sends them; waits a
+        little where there was nothing to compute."""
         engine = self.engine
         engine.prepare()
         used = engine.compute_cold()
         events = engine.take_events()
-        worked = used > 0
+        yield from events
+        worked = used > 0 or bool(events)
         for _ in engine.compute_hot(used):
             worked = True
-            events += engine.take_events()
-        if not (worked or events):
+            yield from engine.take_events()
+        if not worked:
             time.sleep(IDLE_S)
-        return events
 
-    def _settle(self) -> None:
-        """Waits until the made-up adapter's load has ended, CALL_LIMIT_S at most, and its lease is free."""
+    def _settle(self, digest: str) -> None:
+        """Waits until a made-up adapter's load has ended, CALL_LIMIT_S at most, and its lease is free."""
         store, until = self.engine.store, time.monotonic() + CALL_LIMIT_S
         while time.monotonic() < until:
             store.poll()
             if self.engine.assist is not None:
                 self.engine.assist.poll()
-            entry, host = store.device.get(DIGEST), store.hosts.get(DIGEST)
+            entry, host = store.device.get(digest), store.hosts.get(digest)
             if (entry is None or entry.idle) and (host is None or not host.in_use):
                 return
             time.sleep(IDLE_S)

@@ -15,7 +15,7 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.assist import Assist, AssistedPass
 from node_agent.coldstart.cold_lora import ON_DEVICE, ColdLora
 from node_agent.coldstart.costs import result_bytes
-from node_agent.coldstart.learning import Correction, LearntLink, Outcome
+from node_agent.coldstart.learning import HOST_FADE_S, HOST_RATE, Correction, LearntLink, Outcome
 from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes, kind_of
 from node_agent.coldstart.planner import (
     ChunkCosts,
@@ -35,6 +35,8 @@ MOST_OUTCOMES = 256
 NO_WAIT = 0.02
 """Workers count as on time if the chunk waited less than this share of the base's products, beside which they
 compute."""
+MAX_CROSSING_S = 0.1
+"""Seconds of one handoff's bytes on the link above which workers are not asked: a wait for them is bounded."""
 MAX_UNMEASURED = 16
 """Kinds of calls that wait to be measured, at most."""
 
@@ -90,6 +92,8 @@ class ColdStarts:
         self.times = PassTimes()
         self.row_cpu = Correction()
         """of the workers' time for decode rows"""
+        self.device = Correction(fade_s=HOST_FADE_S, rate=HOST_RATE)
+        """of the engine's time for layers; 1 on a device with a stream, whose time the engine does not see"""
         self.link: LearntLink | None = None
         self.unmeasured: dict[CallKind, None] = {}
         """Kinds of calls that workers may help, as far as the profile says, but that were never measured with them."""
@@ -279,6 +283,8 @@ class ColdStarts:
     def observe(self, lease: Lease, outcome: Outcome) -> None:
         """Learn from a chunk of the leased adapter that was computed."""
         self.outcomes.append(outcome)
+        if self.profile is not None and not outcome.others and self.store.pool.data.device.type == "cpu":
+            self.device.learn(self.base.num_layers * self.profile.layer_seconds(outcome.tokens), outcome.computed)
         if self.learns and outcome.by_profile:
             kind = kind_of(self.store.layout(lease), outcome.tokens)
             self.times.add(PassSample(kind, outcome.plan, outcome.by_profile, outcome.seconds))
@@ -343,7 +349,11 @@ class ColdStarts:
         usable = self.workers.usable if self.workers is not None else 0
         cpu = self.worker_seconds(profile, layout, n_tokens, usable, sharing)
         results = self._result_seconds(lease, n_tokens)
-        return ChunkCosts(profile.layer_seconds(n_tokens), cpu, load, in_host, results, link.latency)
+        return ChunkCosts(self.layer_seconds(n_tokens, profile), cpu, load, in_host, results, link.latency)
+
+    def layer_seconds(self, n_tokens: int, profile: Profile) -> float:
+        """Returns the seconds of one layer of a chunk on the device, as the host is lately."""
+        return self.device.value * profile.layer_seconds(n_tokens)
 
     def worker_seconds(
         self, profile: Profile, layout: AdapterLayout, n_tokens: int, workers: int, sharing: int = 1
@@ -357,9 +367,11 @@ class ColdStarts:
         costs, slowdown = RowCosts(profile, self.base), 1.0
         if self.workers is not None and self.workers.engine_cores is not None:
             slowdown = self.workers.engine_cores.slowdown
-        work, beside = costs.slices(layout, n_tokens, workers), costs.beside(n_tokens)
+        work, beside = costs.slices(layout, n_tokens, workers), self.device.value * costs.beside(n_tokens)
         longer = np.where(work > 0, np.maximum(work, slowdown * beside) - beside, 0.0).sum(axis=1)
-        seconds = profile.layer_seconds(n_tokens) + longer + costs.crossings(layout, row_bytes, sharing).sum(axis=1)
+        crossings = costs.crossings(layout, row_bytes, sharing)
+        seconds = self.layer_seconds(n_tokens, profile) + longer + crossings.sum(axis=1)
+        seconds[(crossings > MAX_CROSSING_S).any(axis=1)] = np.inf
         if profile.handoff is not None:
             moved = np.array(layout.moved)
             seconds[(moved > 0) & (result_bytes(layout, self.base, row_bytes) >= moved)] = np.inf

@@ -23,6 +23,10 @@ LEAST_LOAD_S, LONGEST_LOAD_S = 1e-3, 1e3
 """Bounds of the loads that are learnt from."""
 PROFILE_SIZES = (1 << 20, 1 << 27)
 """Bytes of two loads by which the profile counts as much as two fresh observations."""
+HOST_FADE_S = 120.0
+"""Seconds in which half of what was learnt of the engine's own speed is forgotten: hosts stay slow for minutes."""
+HOST_RATE = 0.7
+"""Weight of one pass in what is learnt of the engine's own speed: a pass tells it nearly exactly."""
 FADE_S = 10.0
 """Seconds in which half of a correction is forgotten: what is not chosen any more for seeming slow is tried again."""
 
@@ -30,13 +34,15 @@ FADE_S = 10.0
 class Correction:
     """A factor for a forecast: a moving geometric mean of observed / forecast, between LEAST and MOST, fading to 1."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._value, self._at = clock, 1.0, clock()
+    def __init__(self, clock: Callable[[], float] = time.monotonic, fade_s: float = FADE_S, rate: float = RATE) -> None:
+        """`fade_s`: seconds in which half of the correction is forgotten; `rate`: weight of one observation, in
+        logarithms."""
+        self._clock, self._value, self._at, self._fade_s, self._rate = clock, 1.0, clock(), fade_s, rate
 
     @property
     def value(self) -> float:
         age: float = max(0.0, self._clock() - self._at)
-        return float(self._value ** (0.5 ** (age / FADE_S)))
+        return float(self._value ** (0.5 ** (age / self._fade_s)))
 
     def learn(self, forecast: float, observed: float, at_most: bool = False) -> None:
         """`at_most`: it took no longer than `observed`, nobody knows how long. Forecasts of nothing teach nothing."""
@@ -46,7 +52,7 @@ class Correction:
         seen = min(MOST, max(LEAST, observed / forecast))
         if at_most:
             seen = min(seen, old)
-        self._value, self._at = old * (seen / old) ** RATE, self._clock()
+        self._value, self._at = old * (seen / old) ** self._rate, self._clock()
 
 
 class LearntLink:
@@ -109,6 +115,8 @@ class Outcome:
     """of `seconds`, standing still for adapter bytes"""
     waited: float
     """of `seconds`, for CPU workers"""
+    computed: float
+    """of `seconds`, for the layers, waits for CPU workers left out"""
     layers_cpu: int
     layers_device: int
     """of the chunk, by where the adapter's part was computed"""

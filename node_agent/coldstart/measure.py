@@ -33,6 +33,8 @@ from node_agent.types import GROUPS, ModelRunner, PassLora, batch_device
 
 GROUP = "qkv"
 """Projection group whose slices are measured."""
+HANDED_ROWS = 64
+"""Rows of the larger handoff that is measured: few enough for a slow simulated link."""
 LINK = "link"
 """Owner of the pages that are copied to."""
 
@@ -150,9 +152,10 @@ def crosses_link(workers: WorkerPool) -> bool:
 
 
 def measure_handoff(workers: WorkerPool, device: torch.device, rounds: int) -> LinkCost:
-    """Rows that the device hands over to workers that answer at once: one row, and as many as there may be."""
+    """Rows that the device hands over to workers that answer at once: one row, and HANDED_ROWS. Raises ProfileError
+    where no worker takes them."""
     width = max(d_in for d_in, _ in workers.layout.widths)
-    sizes = sorted({1, workers.layout.max_tokens})
+    sizes = sorted({1, min(HANDED_ROWS, workers.layout.max_tokens)})
     seconds = []
     workers.arm()
     try:

@@ -20,6 +20,9 @@ LEAST_SPREAD = 0.02
 """Relative distance of the bounds from the most likely value, at least: no two passes take equally long."""
 MAX_KINDS = 64
 """Kinds of calls whose passes are kept; the longest unused one is dropped."""
+NOTCH = 1.57
+"""Half the length of a median's interval over interquartile range / sqrt(n): where two such intervals do not overlap,
+the medians differ at about 95 % (McGill, Tukey, Larsen 1978, notched box plots)."""
 ANY_SPREAD = 0.3
 """Relative distance of the bounds where no pass of the kind was measured."""
 
@@ -61,6 +64,8 @@ class PassSample(msgspec.Struct, frozen=True, array_like=True):
     """in fact, from the plan to the last layer"""
     answer: float = 0.0
     """from the call to the end of its answer; 0: a served call, whose answer has another length"""
+    calls: int = 1
+    """calls that came at once, each with an adapter of its own; `seconds` and `answer` are their means then"""
 
 
 class PassTimes:
@@ -69,16 +74,24 @@ class PassTimes:
     def __init__(self, samples: Sequence[PassSample] = ()) -> None:
         self._samples: dict[CallKind, dict[str, list[PassSample]]] = {}
         self._fits: dict[str, tuple[float, float]] = {}
+        self._bursts: dict[tuple[CallKind, str], list[PassSample]] = {}
         for sample in samples:
             self.add(sample)
 
     @property
     def samples(self) -> tuple[PassSample, ...]:
-        return tuple(sample for plans in self._samples.values() for each in plans.values() for sample in each)
+        alone = (sample for plans in self._samples.values() for each in plans.values() for sample in each)
+        return (*alone, *(sample for each in self._bursts.values() for sample in each))
 
     def add(self, sample: PassSample) -> None:
         """Adds a pass. Ignores one that took no time or was forecast to."""
-        if not (0 < sample.forecast < 1e3 and 0 < sample.seconds < 1e3):
+        if not 0 < sample.seconds < 1e3:
+            return
+        if sample.calls > 1:
+            before = self._bursts.get((sample.kind, sample.plan), [])
+            self._bursts[sample.kind, sample.plan] = [*before, sample][-KEPT:]
+            return
+        if not 0 < sample.forecast < 1e3:
             return
         plans = self._samples.pop(sample.kind, {})
         plans[sample.plan] = [*plans.get(sample.plan, ()), sample][-KEPT:]
@@ -92,10 +105,15 @@ class PassTimes:
         for plans in self._samples.values():
             plans.pop(plan, None)
         self._fits.pop(plan, None)
+        self._bursts = {key: each for key, each in self._bursts.items() if key[1] != plan}
 
     def of(self, kind: CallKind, plan: str) -> list[PassSample]:
         """Returns the samples of a kind of call and plan, the latest last."""
         return list(self._samples.get(kind, {}).get(plan, ()))
+
+    def burst(self, kind: CallKind, plan: str) -> list[PassSample]:
+        """Returns the samples of several calls of this kind at once."""
+        return list(self._bursts.get((kind, plan), ()))
 
     def is_measured(self, kind: CallKind, plans: Sequence[str] = ("pipeline", "assist")) -> bool:
         """Returns whether ROUNDS passes of each of the plans are known for this kind of call."""
@@ -109,8 +127,9 @@ class PassTimes:
         likely = middle * self._by_fit(plan, forecast)
         if not ratios:
             return (1 - ANY_SPREAD) * likely, likely, (1 + ANY_SPREAD) * likely
-        low, high = min(ratios) / middle, max(ratios) / middle
-        return likely * min(low, 1 - LEAST_SPREAD), likely, likely * max(high, 1 + LEAST_SPREAD)
+        quarter, three_quarters = np.quantile(ratios, (0.25, 0.75))
+        spread = max(LEAST_SPREAD, NOTCH * float(three_quarters - quarter) / middle / len(ratios) ** 0.5)
+        return (1 - spread) * likely, likely, (1 + spread) * likely
 
     def _ratios(self, kind: CallKind, plan: str) -> list[float]:
         """Returns the kind's measured seconds over those by the plan's fit."""

@@ -17,6 +17,7 @@ from adapters.base_model import BaseModel
 from cluster.json_file import write_json
 from node_agent.coldstart.auto_workers import (
     MAX_WORKERS,
+    PLANS,
     TYPICAL,
     candidate_counts,
     judge_calls,
@@ -27,7 +28,7 @@ from node_agent.coldstart.calibration import Calibration, Interrupted, never
 from node_agent.coldstart.cold_starts import WorkersDecision
 from node_agent.coldstart.measure import SHORT, crosses_link, measure, measure_cpu, measure_handoff, measure_layers
 from node_agent.coldstart.pass_times import CallKind
-from node_agent.coldstart.profile import Profile, ProfileError, check, read_profile
+from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, check, read_profile
 from node_agent.coldstart.setup import check_handoff, make_pool, profile_key
 from node_agent.coldstart.stream import StreamPool
 from node_agent.coldstart.workers import WorkerPool
@@ -47,8 +48,10 @@ RETRY_S = 30.0
 """Seconds between two tries to measure while idle, of which the first was interrupted."""
 ABOUT_AS_FAST = 1.05
 """Factor within which fewer workers count as fast as more."""
-PLANS = ("pipeline", "assist")
-"""Plans that are measured for a decision."""
+DECISION_ROUNDS = 5
+"""Calls of each plan that decide whether there are workers."""
+BURST_ROUNDS = 3
+"""Bursts of calls of each plan that decide likewise."""
 ALL_PLANS = ("wait", *PLANS)
 
 
@@ -160,15 +163,17 @@ class WorkerManager:
         for count in candidate_counts(most):
             times.forget("assist")
             workers.limit = count
-            calibration.measure(TYPICAL, PLANS)
+            calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
             seconds[count] = median(s.seconds for s in times.of(TYPICAL, "assist"))
+        if self.config.max_cold > 1 and not times.burst(TYPICAL, "assist"):
+            calibration.measure(TYPICAL, PLANS, BURST_ROUNDS, self.config.max_cold)
         best = min(count for count, s in seconds.items() if s <= ABOUT_AS_FAST * min(seconds.values()))
         if best == most:
             return
         self._end_workers()
         self._launch(best)
         times.forget("assist")
-        calibration.measure(TYPICAL, PLANS)
+        calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
 
     # --- while idle
 
@@ -265,9 +270,7 @@ class WorkerManager:
             check_handoff(pool)
         profile = replace(starts.profile, passes=starts.times.samples)
         if profile.cpu is None or profile.key.workers != count:
-            cpu = measure_cpu(starts.store, pool, SHORT)
-            device = starts.store.pool.data.device
-            handoff = measure_handoff(pool, device, SHORT.rounds) if cpu is not None and crosses_link(pool) else None
+            cpu, handoff = self._measure_workers(pool)
             profile = replace(profile, key=replace(profile.key, workers=count), cpu=cpu, handoff=handoff)
         if profile.cpu is not None and isinstance(pool, StreamPool):
             profile = self._with_handoffs(profile)
@@ -278,6 +281,19 @@ class WorkerManager:
             return False
         starts.use(profile, pool)
         return True
+
+    def _measure_workers(self, pool: WorkerPool) -> tuple[CpuLora | None, LinkCost | None]:
+        """Returns what a worker's slice and a handoff cost; None for the first where no worker answered, or their
+        answers take too long to cross the link."""
+        store = self.starts.store
+        cpu = measure_cpu(store, pool, SHORT)
+        if cpu is None or not crosses_link(pool):
+            return cpu, None
+        try:
+            return cpu, measure_handoff(pool, store.pool.data.device, SHORT.rounds)
+        except ProfileError as error:
+            log.warning("handoffs could not be measured", extra={"reason": str(error)})
+            return None, None
 
     def _with_handoffs(self, profile: Profile) -> Profile:
         """Has a GPU's runner prepare passes whose layers are handed over to workers. Returns the profile with what a

@@ -44,6 +44,8 @@ class ColdPass:
     """since when it waits for adapter bytes, monotonic; 0: it does not"""
     exposed: float = 0.0
     """seconds that it did"""
+    layers_s: float = 0.0
+    """seconds in which its layers were computed or enqueued, waits for workers included"""
     enqueued: Event = ENDED
     """behind the layers that were advanced last"""
     watched: Event = ENDED
@@ -71,7 +73,8 @@ class ColdPass:
     def outcome(self, now: float) -> Outcome:
         return Outcome(
             self.row.request.id, self.plan.name, self.row.length, self.plan.seconds, now - self.begun,
-            self.plan.exposed, self.exposed, self.lora.waited, self.lora.layers_on_cpu, self.lora.layers_on_device,
+            self.plan.exposed, self.exposed, self.lora.waited, self.layers_s - self.lora.waited,
+            self.lora.layers_on_cpu, self.lora.layers_on_device,
             self.plan.others, self.plan.by_profile,
         )  # fmt: skip
 
@@ -191,7 +194,9 @@ class ColdPasses:
         """Computes the pass up to layer `upto`, and behind the last one its output. Returns that; True where there are
         more layers, False where the pass is poisoned."""
         with self._pulse.computing("cold layers", cold.row.length, upto - cold.run.layer):
+            begun = time.perf_counter()
             cold.run.advance(upto)
+            cold.layers_s += time.perf_counter() - begun
         if cold.lora.poisoned or upto < self.num_layers:
             return not cold.lora.poisoned
         with self._pulse.computing("cold end", cold.row.length):

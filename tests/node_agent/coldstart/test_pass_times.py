@@ -48,12 +48,32 @@ def test_a_fixed_part_and_a_slope_are_found(fixed: float, slope: float) -> None:
 
 
 @given(st.floats(0, 0.2), st.integers(0, 99))
-def test_the_bounds_of_a_kind_have_all_of_its_passes(noise: float, seed: int) -> None:
+def test_the_bounds_of_a_kind_are_those_of_its_median(noise: float, seed: int) -> None:
     times = measured(0.02, 1.5, noise, seed)
-    for sample in times.samples:
-        low, likely, high = times.bounds(sample.kind, "assist", np.array([sample.forecast]))
-        assert low[0] <= sample.seconds * (1 + 1e-9) and sample.seconds <= high[0] * (1 + 1e-9)
-        assert low[0] <= (1 - LEAST_SPREAD) * likely[0] + 1e-12 and high[0] >= (1 + LEAST_SPREAD) * likely[0] - 1e-12
+    for kind_ in {sample.kind for sample in times.samples}:
+        samples = times.of(kind_, "assist")
+        low, likely, high = times.bounds(kind_, "assist", np.array([samples[0].forecast]))
+        seconds = [sample.seconds for sample in samples]
+        assert likely[0] == pytest.approx(np.median(seconds))
+        notch = 1.57 * (np.quantile(seconds, 0.75) - np.quantile(seconds, 0.25)) / len(seconds) ** 0.5
+        assert high[0] - likely[0] == pytest.approx(max(notch, LEAST_SPREAD * likely[0]))
+        assert likely[0] - low[0] == pytest.approx(high[0] - likely[0])
+
+
+def test_one_slow_pass_among_many_leaves_the_bounds_close() -> None:
+    times = PassTimes(
+        [PassSample(kind(64, 64), "assist", 0.1, s) for s in (0.5, 0.51, 0.49, 0.5, 0.52, 0.5, 0.51, 1.5)]
+    )
+    _, likely, high = times.bounds(kind(64, 64), "assist", np.array([0.1]))
+    assert likely[0] == pytest.approx(0.505) and high[0] < 0.53
+
+
+def test_bursts_are_kept_apart() -> None:
+    times = PassTimes([PassSample(kind(64, 64), "assist", 0.0, 0.5, 1.0, 2)])
+    assert not times.of(kind(64, 64), "assist") and len(times.burst(kind(64, 64), "assist")) == 1
+    assert PassTimes(times.samples).burst(kind(64, 64), "assist") == times.burst(kind(64, 64), "assist")
+    times.forget("assist")
+    assert not times.samples
 
 
 def test_what_deviates_from_the_fit_is_corrected_for_its_own_kind() -> None:
