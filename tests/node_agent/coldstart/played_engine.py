@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from node_agent.coldstart.planner import ChunkCosts, StepCosts
+from node_agent.coldstart.planner import ChunkCosts, DecodeCosts, StepCosts
 
 LAYERS = 30
 MOST_COLD, MOST_JOINED = 4, 4
@@ -143,16 +143,16 @@ class PlayedEngine:
         loads = sum(not other.loaded for other in self.running)
         call.load_s, call.others, call.planned = loads * self.host.load, len(self.running) - 1, True
         load = np.array([call.load_s if layer in call.order else 0.0 for layer in range(LAYERS)])
-        most = device_share(call.others) * LAYERS * self.host.device_s(1 + call.others)
-        row = self.host.extra_s(1)
-        behind = int(min(LAYERS, most / row)) if row else LAYERS
-        decodable = float(load.cumsum()[LAYERS - behind - 1]) if behind < LAYERS else 0.0
+        step = LAYERS * self.host.device_s(1 + call.others)
+        longer = LAYERS / 2 * self.host.extra_s(1)
+        joins = longer <= device_share(call.others) * step
+        decode = DecodeCosts(min(call.answer - 1, 12), step, longer if joins else float("inf"))
         together = self.host.load <= device
         sharing = call.others if together else sum(other.loaded for other in self.running)
         apart = sharing * LAYERS * self.host.device[0]
         costs = ChunkCosts(
             device, np.full(LAYERS, device + extra), load, np.zeros(LAYERS), ahead=ahead, others=call.others,
-            apart=apart, decodable=decodable if call.answer > 1 else 0.0,
+            apart=apart, decode=decode if call.answer > 1 else None,
         )  # fmt: skip
         call.assisted = self.way.plan(costs)
         if call.assisted is not None:

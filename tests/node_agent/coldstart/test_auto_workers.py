@@ -139,9 +139,9 @@ class MadeUpCalls(Calibration):
     seconds: ClassVar[dict[str, float]]
     runs: ClassVar[list[str]]
 
-    def run(self, kind: CallKind, plan: str) -> PassSample:
+    def run(self, kind: CallKind, plan: str, calls: int = 1) -> PassSample:
         self.runs.append(plan)
-        return PassSample(kind, plan, 0.1, self.seconds[plan], self.seconds[plan] + 1.0)
+        return PassSample(kind, plan, 0.1, self.seconds[plan], self.seconds[plan] + 1.0, calls)
 
 
 @needs_core

@@ -250,7 +250,9 @@ def test_passes_and_loads_that_ended_correct_later_forecasts(make_engine: MakeEn
     assert lease is not None and profile is not None
     before = starts.costs(lease, len(STORY), profile)
     kind = kind_of(starts.store.layout(lease), len(STORY))
-    slow = Outcome("r0", "pipeline", len(STORY), 0.1, 1.0, 0.0, 0.0, waited=0.0, layers_cpu=0, layers_device=5)
+    slow = Outcome(
+        "r0", "pipeline", len(STORY), 0.1, 1.0, 0.0, 0.0, waited=0.0, computed=0.5, layers_cpu=0, layers_device=5
+    )
     for _ in range(5):
         starts.observe(lease, replace(slow, by_profile=0.25))
         starts.learn_load(1 << 24, 4 * (1 << 24) / profile.link.bandwidth)

@@ -19,6 +19,8 @@ SLOWED = (1, 6, 24, 100)
 LOAD_S = (2e-3, 5e-3, 1e-2, 2e-2)
 SEEDS, CALLS, GAP_S = 5, 8, 0.38
 SPREAD = 1.05
+TRADED = 1.15
+"""A first token may be later by this factor where whole answers end sooner by more."""
 
 
 def never(_: planner.StepCosts) -> bool:
@@ -64,8 +66,9 @@ def test_no_forced_plan_is_better(slowed: int, load_s: float) -> None:
     chosen, warm = served(host, Way(full, planner.joins)), served(replace(host, load=1e-9), WAYS["overlap"]())
     for name, way in WAYS.items():
         forced = served(host, way())
+        spread = TRADED if chosen["e2e"] < forced["e2e"] / TRADED else SPREAD
         for kind, seconds in forced.items():
-            assert chosen[kind] <= SPREAD * max(seconds, warm[kind]), f"{kind}, {name}: {seconds}, {chosen[kind]}"
+            assert chosen[kind] <= spread * max(seconds, warm[kind]), f"{kind}, {name}: {seconds}, {chosen[kind]}"
 
 
 def test_what_is_played_adds_up() -> None:

@@ -97,7 +97,8 @@ def test_tokens_that_cost_nothing_make_one_slice(per_product: float) -> None:
 
 def test_slices_are_measured_at_lengths_that_workers_take(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer one would be cut, and be fitted as if it had not been."""
-    workers = SimpleNamespace(layout=SimpleNamespace(max_tokens=48), arm=lambda: None, disarm=lambda: None)
+    layout = SimpleNamespace(max_tokens=48)
+    workers = SimpleNamespace(layout=layout, arm=lambda: None, disarm=lambda: None, link=None)
     true = msgspec.structs.replace(PROFILE, cpu=CpuLora(1e-5, 1e-9, 1e-10))
     store = world.store()
     slices: list[list[tuple[int, int, float]]] = []

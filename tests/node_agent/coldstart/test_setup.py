@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -16,14 +17,15 @@ from hypothesis import strategies as st
 from benchmarks.exact import Case, Tally, check
 from benchmarks.local_engine import LocalEngine, MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
-from node_agent.coldstart import measure, setup
+from node_agent.coldstart import measure, worker_manager
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
-from node_agent.coldstart.planner import Contention
+from node_agent.coldstart.pass_times import PassSample, kind_of
+from node_agent.coldstart.planner import PLANS, Contention
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, ProfileKey, read_profile
 from node_agent.coldstart.profile import check as check_profile
 from node_agent.coldstart.setup import profile_key
 from node_agent.config import EngineConfig, LinkConfig
-from node_agent.cores import spare_cores
+from node_agent.cores import spare_cores, usable_cores
 from node_agent.device import device_name
 from node_agent.types import Lease
 from tests.node_agent.adapter_world import World, lease
@@ -72,7 +74,7 @@ def test_workers_that_did_not_answer_once_are_asked_again_at_the_next_start(
     with monkeypatch.context() as patch:
         patch.setattr(measure, "_slice_seconds", lambda *_: None)
         engine = make_engine(cpu_workers=1, profile=str(file))
-    assert engine.engine.assist is None and not file.exists()
+    assert engine.engine.assist is None and engine.engine.cold_start.decision.count == 0
     assert os.sched_getaffinity(0) == cores
     engine = make_engine(cpu_workers=1, profile=str(file))
     assert engine.engine.assist is not None
@@ -83,39 +85,44 @@ def test_workers_that_did_not_answer_once_are_asked_again_at_the_next_start(
 
 
 @needs_core
-def test_all_threads_of_the_engine_keep_off_the_workers_cores(
-    stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that torch computes with too, which are there before the workers are."""
-    cores, before = os.sched_getaffinity(0), torch.get_num_threads()
-    monkeypatch.setattr(setup, "spare_cores", lambda threads, order=(): [max(cores)])
+def test_the_engine_has_all_cores_but_while_workers_are_armed(stories_dir: Path, tmp_path: Path) -> None:
+    cores, before, fewer = os.sched_getaffinity(0), torch.get_num_threads(), min(2, usable_cores() - 1)
     try:
-        engine = LocalEngine(
-            stories_dir, tmp_path / "registry", dtype="float32", threads=2, cpu_workers=1,
-            adapter_memory=1 << 20, host_memory=4 << 20, kv_memory=4 << 20,
-        )  # fmt: skip
-        assert torch.get_num_threads() == 2
-        assert engine.engine.assist is not None
-        assert not [found for found in affinities() if max(cores) in found]
-        engine.close()
-        assert all(found == cores for found in affinities())
+        with closing(
+            LocalEngine(
+                stories_dir, tmp_path / "registry", dtype="float32", threads=2, cpu_workers=1,
+                adapter_memory=1 << 20, host_memory=4 << 20, kv_memory=4 << 20,
+            )
+        ) as engine:  # fmt: skip
+            assert engine.engine.assist is not None
+            workers = engine.engine.assist.workers
+            for _ in range(2):
+                assert torch.get_num_threads() == 2 and all(found == cores for found in affinities())
+                workers.arm()
+                workers.arm()
+                assert torch.get_num_threads() == fewer
+                assert len(os.sched_getaffinity(0)) == len(cores) - 1
+                workers.disarm()
+                assert len(os.sched_getaffinity(0)) == len(cores) - 1, "another pass still needs them"
+                workers.disarm()
+        assert torch.get_num_threads() == 2 and os.sched_getaffinity(0) == cores
     finally:
         torch.set_num_threads(before)
 
 
 @needs_core
-def test_workers_are_on_the_nearest_cores_behind_the_engines(
+def test_workers_are_on_the_cores_behind_those_nearest_the_gpu(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = list[list[int]]()
 
     def make_pool(*given: object) -> None:
-        found.append(list(given[-1]))  # type: ignore[call-overload]
+        found.append(list(given[3]))  # type: ignore[call-overload]
         raise ValueError("seen enough")
 
-    monkeypatch.setattr(setup, "home_node", lambda gpu, allowed: 5)
-    monkeypatch.setattr(setup, "nearest_first", lambda allowed, node: sorted(allowed, reverse=node == 5))
-    monkeypatch.setattr(setup, "make_pool", make_pool)
+    monkeypatch.setattr(worker_manager, "home_node", lambda gpu, allowed: 5)
+    monkeypatch.setattr(worker_manager, "nearest_first", lambda allowed, node: sorted(allowed, reverse=node == 5))
+    monkeypatch.setattr(worker_manager, "make_pool", make_pool)
     with pytest.raises(ValueError, match="seen enough"):
         make_engine(cpu_workers=1)
     assert found == [[sorted(os.sched_getaffinity(0))[-2]]]
@@ -124,7 +131,7 @@ def test_workers_are_on_the_nearest_cores_behind_the_engines(
 def test_no_worker_has_a_core_of_its_own_where_nodes_share_them(make_engine: MakeEngine) -> None:
     link = LinkConfig(bandwidth=1e8)
     assert make_engine(load_link=link, host_nodes=2).engine.assist is None
-    with pytest.raises(ValueError, match="cpu_workers: each needs a core of its own, and 2 nodes share this host's"):
+    with pytest.raises(ValueError, match="cpu_workers: 2 nodes share this host's cores; set 0 or auto"):
         make_engine(load_link=link, cpu_workers=1, host_nodes=2)
     make_engine(load_link=link, cpu_workers=0, host_nodes=2)
 
@@ -157,6 +164,7 @@ def held(world: World) -> Iterator[tuple[ColdStarts, Lease]]:
 
 class OneWorker:
     usable = 1
+    engine_cores = None
 
 
 NUMBERS = st.one_of(
@@ -171,7 +179,8 @@ NUMBERS = st.one_of(
     tokens=st.integers(1, 1 << 13),
     ahead=st.sampled_from([0.0, 1e-9, 1e6]),
     others=st.sampled_from([0, 1, 100]),
-    decodes=st.booleans(),
+    decodes=st.sampled_from([0, 1, 12]),
+    passes_s=st.lists(NUMBERS, max_size=4),
 )
 def test_every_profile_that_is_accepted_makes_a_plan(
     held: tuple[ColdStarts, Lease],
@@ -181,17 +190,20 @@ def test_every_profile_that_is_accepted_makes_a_plan(
     tokens: int,
     ahead: float,
     others: int,
-    decodes: bool,
+    decodes: int,
+    passes_s: list[float],
 ) -> None:
     """Its file can say anything; a plan that can't be made would end the engine."""
     starts, found = held
     key = ProfileKey("", "float32", "cpu", 1, 1)
-    profile = Profile(key, tuple(sorted(layer.items())), CpuLora(*cpu), LinkCost(*link))
+    kind = kind_of(starts.store.layout(found), tokens)
+    passes = tuple(PassSample(kind, name, seconds, 0.1) for name in PLANS for seconds in passes_s)
+    profile = Profile(key, tuple(sorted(layer.items())), CpuLora(*cpu), LinkCost(*link), passes=passes)
     try:
         check_profile(profile)
     except ProfileError:
         return
-    starts.profile, starts.workers = profile, OneWorker()  # type: ignore[assignment]
+    starts.use(profile, OneWorker())  # type: ignore[arg-type]
     plan = starts.plan(found, tokens, Contention(ahead, others, decodes=decodes))
     assert plan.name in starts.way.plans and plan.exposed >= 0
     assert 0 <= starts.ready_until(found, plan, 0) <= starts.base.num_layers

@@ -30,7 +30,7 @@ from benchmarks.peft_reference import PeftReference
 from benchmarks.worker_counters import counters_of
 from kernels.compiled import COLUMNS
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart import setup, slices
+from node_agent.coldstart import setup, slices, worker_manager
 from node_agent.coldstart.handoffs import Handoff, Part
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.product import Product
@@ -271,7 +271,7 @@ def test_an_engine_with_drawn_plans_and_faults(
 ) -> None:
     """Tokens are PEFT's alone."""
     monkeypatch.setattr(slices, "LEAST_SHARE", 1)
-    monkeypatch.setattr(setup, "make_pool", three_workers)
+    monkeypatch.setattr(worker_manager, "make_pool", three_workers)
     engine = make_engine(cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4)
     assert engine.engine.assist is not None
     written, counts = engine.engine.assist.workers.write, Counter[bool]()
@@ -291,7 +291,7 @@ def test_an_engine_with_drawn_plans_and_faults(
     assert forced.plans["assist"] and seen["layers_cpu"] and counts[True] > counts[False]
 
 
-def three_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: list[int]) -> WorkerPool:
+def three_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: list[int], _: int) -> WorkerPool:
     dtype = DTYPES.index(store.pool.data.dtype)
     layout = Layout(setup.HANDOFF_SLOTS, 3, setup.most_tokens(config), base.widths, dtype)
     return CrowdedPool(store.host_map, layout, range(3))

@@ -26,7 +26,7 @@ from benchmarks.worker_counters import counters_of
 from kernels.handoff_triton import TritonKernels
 from node_agent.adapter_memory import device_copy
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart import setup
+from node_agent.coldstart import setup, worker_manager
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.measure import SHORT
 from node_agent.coldstart.shared import DTYPES
@@ -54,11 +54,11 @@ needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a
 def stream_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines on the CPU hand over as on a GPU."""
 
-    def make(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: list[int]) -> WorkerPool:
+    def make(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: list[int], _: int) -> WorkerPool:
         layout = setup.stream_layout(config, base, len(cores), DTYPES.index(store.pool.data.dtype))
         return StreamPool(store.host_map, layout, cores, CPU, TritonKernels(), wait_limit=2.0)
 
-    monkeypatch.setattr(setup, "make_pool", make)
+    monkeypatch.setattr(worker_manager, "make_pool", make)
 
 
 class Noting(CudaRunner):
