@@ -101,7 +101,12 @@ class Calibration:
     def _timed(self, kind: CallKind, plan: str, layout: AdapterLayout, digests: list[str]) -> PassSample:
         begun, starts = time.monotonic(), self.engine.cold_start
         names = [self._submit(kind, Adapter(digest, "", layout.live, layout.ranks)) for digest in digests]
-        firsts, ends = self._serve(names)
+        try:
+            firsts, ends = self._serve(names)
+        finally:
+            for name in names:
+                self.engine.cancel(name)  # nothing, where it has ended
+            self.engine.take_events()
         made = starts.latest
         if made is None or (made.name != plan and len(digests) == 1):
             raise Interrupted(f"the call was not served by {plan}")
@@ -125,9 +130,6 @@ class Calibration:
         ends: dict[str, float] = {}
         while len(ends) < len(names):
             if self.gives_way():
-                for name in names:
-                    self.engine.cancel(name)
-                self.engine.take_events()
                 raise Interrupted("the engine is wanted")
             for event in self._step():
                 if isinstance(event, Generated):

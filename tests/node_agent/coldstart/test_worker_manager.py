@@ -1,0 +1,150 @@
+"""What a node measures with its workers while it is idle, and when it judges them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.local_engine import LocalEngine, MakeEngine
+from benchmarks.peft_reference import ALL_TARGETS, make_adapter
+from node_agent.coldstart import worker_manager
+from node_agent.coldstart.auto_workers import TYPICAL
+from node_agent.coldstart.calibration import ANSWER, Calibration, Interrupted, never
+from node_agent.coldstart.pass_times import KEPT, ROUNDS, CallKind, PassSample, kind_of
+from node_agent.coldstart.worker_manager import WorkerManager
+from node_agent.config import LinkConfig
+from node_agent.cores import spare_cores
+
+LINK = LinkConfig(3e6)
+needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
+
+
+def manager_of(engine: LocalEngine) -> WorkerManager:
+    manager = engine.engine.worker_manager
+    assert manager is not None
+    return manager
+
+
+@pytest.fixture
+def linked(make_engine: MakeEngine) -> LocalEngine:
+    return make_engine(cpu_workers=1, load_link=LINK, adapter_memory=4 << 20, host_memory=16 << 20)
+
+
+def idle(engine: LocalEngine, gives_way: object = never) -> int:
+    """Works until there is nothing to measure. Returns how many slices there were."""
+    manager, slices = manager_of(engine), 0
+    while manager.work(gives_way):  # type: ignore[arg-type]
+        slices += 1
+        assert slices < 20
+    return slices
+
+
+@needs_core
+def test_workers_take_a_kind_of_call_once_it_was_measured(
+    linked: LocalEngine, stories_dir: Path, tmp_path: Path
+) -> None:
+    """Not on the call that came first, and not on one of another kind."""
+    starts = linked.engine.cold_start
+    idle(linked)
+    path = make_adapter(stories_dir, tmp_path / "a", 0, r=64, lora_alpha=16, target_modules=ALL_TARGETS)
+    adapter, prompt = linked.deploy(path), [1, *range(50, 80)]
+
+    def layers_cpu() -> int:
+        assert linked.engine.store.discard(adapter.digest) or not linked.engine.store.on_device(adapter.digest)
+        request = linked.submit(prompt, 1, adapter, ignore_eos=True)
+        linked.run()
+        finished = linked.outcomes[request].finished
+        assert finished is not None
+        return finished.cold_start.layers_cpu
+
+    linked.submit([1, 2], 1, adapter)
+    linked.run()
+    assert layers_cpu() == 0
+    kind = CallKind(tuple(range(7)), 64, 32)
+    assert kind in starts.unmeasured and not starts.times.is_measured(kind)
+    assert idle(linked) > 0
+    assert starts.times.is_measured(kind) and kind not in starts.unmeasured
+    for plan in ("wait", "pipeline", "assist"):
+        assert len(starts.times.of(kind, plan)) >= ROUNDS
+    for sample in starts.times.of(kind, "pipeline"):  # whatever this host measured: workers that gain are asked
+        for _ in range(KEPT):
+            starts.times.add(PassSample(kind, "assist", sample.forecast, sample.seconds / 4, sample.answer / 4))
+    assert layers_cpu() > 0
+    linked.assert_clean()
+    assert set(linked.engine.store.device) <= {adapter.digest}, "what was lent is back"
+
+
+@needs_core
+def test_a_call_that_comes_ends_a_measurement_at_once(linked: LocalEngine) -> None:
+    """Nothing of the made-up call is left, and the rest is measured later."""
+    starts, asked = linked.engine.cold_start, list[int]()
+
+    def soon() -> bool:
+        asked.append(1)
+        return len(asked) > 5
+
+    starts.unmeasured[TYPICAL] = None
+    manager = manager_of(linked)
+    assert manager.work(soon)
+    assert len(asked) <= 8, "asked before every step"
+    assert TYPICAL in starts.unmeasured and starts.way.plans == ("wait", "pipeline", "assist") and starts.learns
+    assert not manager.work(never), "another try only later"
+    linked.run()
+    linked.assert_clean()
+    assert not linked.engine.store.device and not list(linked.engine.store.hosts.all())
+    manager._retry_at = 0.0
+    idle(linked)
+    assert TYPICAL not in starts.unmeasured and starts.times.is_measured(TYPICAL)
+
+
+@needs_core
+def test_a_made_up_call_takes_the_way_of_any_other(linked: LocalEngine) -> None:
+    calibration = Calibration(linked.engine, linked.base)
+    layout = linked.engine.store.pool.uniform_layout(linked.base, 64, (0, 1, 2))
+    for plan in ("wait", "pipeline", "assist"):
+        sample = calibration.run(TYPICAL, plan)
+        assert (sample.kind, sample.plan) == (kind_of(layout, 64), plan)
+        assert 0 < sample.seconds < sample.answer
+        if plan != "assist":
+            assert sample.seconds >= layout.live / LINK.bandwidth
+    burst = calibration.run(TYPICAL, "pipeline", calls=2)
+    assert burst.calls == 2 and burst.seconds >= layout.live / LINK.bandwidth
+    assert not linked.engine.store.device and not list(linked.engine.store.hosts.all())
+    with pytest.raises(Interrupted, match="does not fit"):
+        calibration.run(CallKind((0,), 8, 1 << 20), "wait")
+    with pytest.raises(Interrupted, match="no room"):
+        Calibration(linked.engine, linked.base).run(TYPICAL, "wait", calls=100)
+    assert ANSWER > 1
+    linked.assert_clean()
+
+
+@needs_core
+def test_workers_are_judged_again_when_the_link_has_changed(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that turns out eight times slower starts workers on a node that had none; one that recovers ends them."""
+    engine = make_engine(load_link=LinkConfig(1e9), adapter_memory=4 << 20, host_memory=16 << 20)
+    starts, manager = engine.engine.cold_start, manager_of(engine)
+    assert starts.decision.count == 0 and starts.link is not None and not idle(engine)
+    judged = []
+
+    def judge(times: object, count: int, link: object) -> object:
+        judged.append(count)
+        return worker_manager.WorkersDecision(count, "they gain")
+
+    monkeypatch.setattr(worker_manager, "judge_calls", judge)
+    for _ in range(12):
+        starts.link.learn(1 << 24, 15 * (1 << 24) / starts.link.profile.bandwidth)
+    started = manager.work(never)
+    assert started and starts.decision.count > 0
+    pool = manager._starting
+    assert pool is not None
+    pool.wait_ready(120.0)
+    idle(engine)
+    assert engine.engine.assist is not None and judged and starts.decision.reason == "they gain"
+    for _ in range(16):
+        starts.link.learn(1 << 24, (1 << 24) / (3 * starts.link.profile.bandwidth))
+    monkeypatch.setattr(worker_manager, "judge_link", lambda *_: worker_manager.WorkersDecision(0, "little to gain"))
+    assert manager.work(never)
+    assert engine.engine.assist is None and starts.decision.reason == "little to gain"
