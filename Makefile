@@ -86,10 +86,7 @@ bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json
 	$(BIN)/python -m benchmarks.handoff --json benchmarks/results/handoff.json
 	$(BIN)/python -m benchmarks.link_bytes --json benchmarks/results/link_bytes.json
-	$(BIN)/python -m benchmarks.coldstart --json benchmarks/results/coldstart.json
 	$(BIN)/python -m benchmarks.coldstart_default --json benchmarks/results/coldstart_default.json
-	$(BIN)/python -m benchmarks.cold_timeline --json benchmarks/results/cold_timeline.json
-	$(BIN)/python -m benchmarks.coldstart --settings S1,S2,S3 --rounds 4 --minutes 7 --json benchmarks/results/coldstart_decode.json
 	$(BIN)/python -m benchmarks.gateway --json benchmarks/results/gateway.json
 	$(BIN)/python -m benchmarks.random_keys --json benchmarks/results/random_keys.json
 	$(BIN)/python -m benchmarks.control_plane --json benchmarks/results/control_plane.json

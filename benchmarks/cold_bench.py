@@ -7,7 +7,7 @@ worker. The second column slows the worker: it repeats its work until worker tim
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,16 +64,9 @@ workers are as fast as here."""
 
 
 class Bench:
-    def __init__(
-        self,
-        model: Path,
-        root: Path,
-        seed: int,
-        ranks: dict[int, int],
-        on_change: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`ranks`: how many adapters of each; `on_change`: told of every layer that reaches the cold engine."""
-        self.model, self._all_cores, self._on_change = model, os.sched_getaffinity(0), on_change
+    def __init__(self, model: Path, root: Path, seed: int, ranks: dict[int, int]) -> None:
+        """`ranks`: how many adapters of each."""
+        self.model, self._all_cores = model, os.sched_getaffinity(0)
         names = [rank for rank, count in ranks.items() for _ in range(count)]
         self.of_rank = {rank: [i for i, other in enumerate(names) if other == rank] for rank in ranks}
         """indices of the adapters"""
@@ -171,7 +164,7 @@ class Bench:
         if link is not None:
             settings = {"cpu_workers": 1, "cold_start": "auto", "load_link": link}
         return LocalEngine(
-            self.model, root, on_change=self._on_change, dtype="bfloat16", threads=1, adapter_memory=MEMORY,
+            self.model, root, dtype="bfloat16", threads=1, adapter_memory=MEMORY,
             host_memory=MEMORY, kv_memory=KV_BYTES, **settings,
         )  # fmt: skip
 

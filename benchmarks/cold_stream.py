@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +23,10 @@ import torch
 from adapters.artifact import LayerBlock
 from benchmarks.cold_bench import TOKENS
 from benchmarks.cold_rig import TARGETS, Rig, draw_prompt
-from benchmarks.cold_timeline import Recorder
 from benchmarks.local_engine import LocalEngine
 from benchmarks.peft_reference import make_adapter
 from benchmarks.report import ROOT, rounds_until
+from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import Way
 from node_agent.config import LinkConfig
 
@@ -36,27 +37,51 @@ BUCKET = "garnish-bench"
 WAYS = {"stream": Way(("pipeline",)), "download": Way(("wait",))}
 
 
+class Arrivals:
+    """When each layer of one adapter came to host memory."""
+
+    def __init__(self) -> None:
+        self._watched: tuple[AdapterStore, str] | None = None
+        self.at: dict[int, float] = {}
+        """by layer, as time.perf_counter"""
+
+    def changed(self) -> None:
+        """Notes the layers that have come. Called by whatever thread brought a layer on."""
+        now, watched = time.perf_counter(), self._watched
+        host = watched[0].hosts.get(watched[1]) if watched is not None else None
+        for layer in [i for i, there in enumerate(host.here if host is not None else b"") if there]:
+            self.at.setdefault(layer, now)
+
+    @contextmanager
+    def of(self, rig: Rig, adapter: int) -> Iterator[None]:
+        self.at, self._watched = {}, (rig.engine.engine.store, rig.adapters[adapter].digest)
+        try:
+            yield
+        finally:
+            self._watched = None
+
+
 def streaming(model: Path, root: Path, rounds: int, seed: int, until: float) -> dict[str, Any]:
-    recorder = Recorder()
+    arrivals = Arrivals()
     config: dict[str, Any] = {"r": RANK, "lora_alpha": RANK, "target_modules": TARGETS}
     adapter = make_adapter(model, root / "streamed", seed, torch.bfloat16, **config)
     cores = os.sched_getaffinity(0)
     with s3_server(max(cores)) as url:
         os.sched_setaffinity(0, {max(cores)})  # where the threads that load are to stay
         engine = LocalEngine(
-            model, url, on_change=recorder.changed, dtype="bfloat16", threads=1, cpu_workers=0, cold_start="pipeline",
+            model, url, on_change=arrivals.changed, dtype="bfloat16", threads=1, cpu_workers=0, cold_start="pipeline",
             store_link=LinkConfig(1e12),
         )  # fmt: skip
         try:
             rig = Rig(engine, [engine.deploy(adapter)])
             os.sched_setaffinity(0, {min(cores)})
-            return {"part": "stream", "tokens": TOKENS, "rank": RANK, **_measure(rig, recorder, rounds, until)}
+            return {"part": "stream", "tokens": TOKENS, "rank": RANK, **_measure(rig, arrivals, rounds, until)}
         finally:
             engine.close()
             os.sched_setaffinity(0, cores)
 
 
-def _measure(rig: Rig, recorder: Recorder, rounds: int, until: float) -> dict[str, Any]:
+def _measure(rig: Rig, arrivals: Arrivals, rounds: int, until: float) -> dict[str, Any]:
     prompt, store = draw_prompt(rig.engine, TOKENS), rig.engine.engine.store
     host = store.hosts.get(rig.adapters[0].digest)
     assert host is not None and host.header is not None  # it is in host memory
@@ -73,11 +98,11 @@ def _measure(rig: Rig, recorder: Recorder, rounds: int, until: float) -> dict[st
                 engine = rig.engine.engine
                 engine.cold_start.way = way
                 _forget(rig)
-                with recorder.of(rig, 0):
+                with arrivals.of(rig, 0):
                     (served,) = rig.first_tokens(prompt, [0])
                 if index:
                     ttft, sent = served.sample.ttft, served.sample.sent
-                    came = {layer: at - sent for layer, at in recorder.in_host.items()}
+                    came = {layer: at - sent for layer, at in arrivals.at.items()}
                     row["ways"].setdefault(name, []).append(
                         {
                             "ttft_s": ttft, "warm_s": warm, "ideal_s": ideal(blocks, rate, warm),

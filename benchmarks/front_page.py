@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from benchmarks.cold_tables import TIMES, full_settings
 from benchmarks.engine_tables import FIRST_TOKEN_AIM, PREFILL_AIM, dtypes
 from benchmarks.gateway_rounds import figures_of
 from benchmarks.policy_cases import bed_cases, case_lines, simulated_cases, verdict
@@ -20,12 +19,6 @@ ENGINE, SERVE = ("engine", "engine_avx2"), ("serve", "serve_avx2")
 """The same study on the best level of a host, and held to AVX2."""
 MANY = ("many_1000_20", "many_1000", "many_1000_80", "many_1000_0.25x", "many_1000_4x")
 """A thousand adapters at three loads, and at the middle one with other rates of network and link."""
-COLD = ("coldstart", "coldstart_decode")
-"""The cold starts of all settings, and of S1-S3 in more rounds."""
-WORKERS = {
-    "full": "workers at full speed", "full_slowed": "slowed workers",
-    "full_fourfold": "workers slowed four times more",
-}  # fmt: skip
 
 
 def status(reports: Reports) -> str:
@@ -51,7 +44,6 @@ def benefits(reports: Reports) -> str:
     """Six bullets of one line."""
     exact, fair = reports["exactness"]["figures"], reports["fairness"]["figures"]
     mixed = peft_ratios(reports)
-    cold = spread(cold_ratios(reports, "ttft"), lower_is_better=True)
     gpu = spread(gpu_cold_ratios(reports["gpu_service"]), lower_is_better=True)
     bursts = spread(gpu_burst_ratios(reports["gpu_suite_cold"]), lower_is_better=True)
     ties = f", {exact['ties']} a tie" if exact["ties"] else ""
@@ -59,8 +51,8 @@ def benefits(reports: Reports) -> str:
         "- **[Deploy like a function](docs/guide/quickstart.md)**: versions, aliases, canaries, rollback",
         "- **[Any mix of ranks](docs/results/benchmarks.md#serving)** in one batch: "
         f"{mixed.median:.1f}x PEFT's tokens/s ({mixed.worst:.1f}x)",
-        f"- **[Cold/warm](docs/design/cold-start.md) TTFT**: H100, one call {gpu.median:.2f} ({gpu.worst:.1f}), bursts "
-        f"{bursts.median:.2f} ({bursts.worst:.1f}); simulated {cold.median:.2f} ({cold.worst:.1f})",
+        f"- **[Cold over warm](docs/design/cold-start.md) first tokens**, H100: {gpu.median:.2f} ({gpu.worst:.2f}), in "
+        f"bursts {bursts.median:.2f} ({bursts.worst:.2f})",
         f"- **[The tokens of PEFT](docs/results/benchmarks.md)**: {exact['tokens']:,} compared in fp32, "
         f"{exact['mismatches']} differ{ties}",
         f"- **[Fair shares](docs/guide/tenants.md)** within {fair['share_error']:.2%} of the weights; "
@@ -74,7 +66,6 @@ def figures(reports: Reports) -> str:
     bullets = [
         *(_engine(reports[name], name) for name in ENGINE if name in reports),
         *(_serving(reports[name], name) for name in SERVE if name in reports),
-        *(_cold(reports[name], name) for name in COLD),
         _on_gpu(reports["gpu_service"], reports["gpu_suite_cold"]),
         _many([reports[name] for name in MANY]),
         _exact(reports["exactness"]),
@@ -94,11 +85,6 @@ def peft_ratios(reports: Reports) -> Spread:
     for report in (reports[name] for name in SERVE if name in reports):
         found += [report["figures"][f"over_peft_{model}"] for model in report["settings"]["models"]]
     return spread(found, lower_is_better=False)
-
-
-def cold_ratios(reports: Reports, kind: str) -> list[float]:
-    """Times of calls over those of calls whose adapter is on the device: all studies, settings and workers' speeds."""
-    return [value for name in COLD for value in full_settings(reports[name], kind).values()]
 
 
 def gpu_cold_ratios(report: dict[str, Any]) -> list[float]:
@@ -165,21 +151,6 @@ def _serving(report: dict[str, Any], name: str) -> str:
     return _source(text, "docs/results/benchmarks.md#serving", name)
 
 
-def _cold(report: dict[str, Any], name: str) -> str:
-    kinds = {kind: full_settings(report, kind) for kind in TIMES}
-    parts = []
-    for kind, values in kinds.items():
-        part, variant = max(values, key=lambda setting: values[setting])
-        where = f"{part}, {WORKERS[variant]}"
-        parts.append(f"{kind.upper()} {median(values.values()):.2f} (worst {values[part, variant]:.2f}: {where})")
-    text = (
-        f"**Cold starts** against calls whose adapter is on the device, over {len(kinds['ttft'])} settings: "
-        f"{', '.join(parts)}. Means of a round's calls, {_rounds(report)}; a simulated link and CPU workers "
-        f"(`node.simulate` in serverless.yml), {host(report)}."
-    )
-    return _source(text, "docs/design/cold-start.md#the-ways-of-loading", name)
-
-
 def _on_gpu(report: dict[str, Any], suite: dict[str, Any]) -> str:
     of, settings = report["figures"], report["settings"]
     cold = spread(gpu_cold_ratios(report), lower_is_better=True)
@@ -209,13 +180,6 @@ def _many(found: list[dict[str, Any]]) -> str:
         f"(worst {goodput.worst:.2f}). One round each, a simulated link, {hosts}."
     )
     return _source(text, "docs/results/benchmarks.md#many-adapters", *MANY)
-
-
-def _rounds(report: dict[str, Any]) -> str:
-    """How many rounds stand behind a setting's median."""
-    found = {len(row["rounds"]["cached"]) for row in report["rows"] if "cached" in row.get("rounds", {})}
-    least, most = min(found), max(found)
-    return f"{least} to {most} rounds" if least < most else f"{most} round{'s' if most > 1 else ''}"
 
 
 def _exact(report: dict[str, Any]) -> str:

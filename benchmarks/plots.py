@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.autoscale_report import autoscale_plot
-from benchmarks.cold_plots import ratios_plot, timeline_plot
 from benchmarks.perfmodel_report import perfmodel_plot
 from benchmarks.report import RESULTS, ROOT, load
 
@@ -82,12 +81,10 @@ def save(figure: Figure, file: Path) -> None:
 
 
 def main() -> None:
-    memory, kernels, cold = load("memory"), load("kernels"), load("coldstart")
+    memory, kernels = load("memory"), load("kernels")
     save(memory_plot(memory), IMAGES / "memory.svg")
     save(cpu_plot(kernels), IMAGES / "kernels-cpu.svg")
     save(floor_plot(kernels), IMAGES / "kernels-floor.svg")
-    save(ratios_plot(cold), IMAGES / "coldstart-ratios.svg")
-    save(timeline_plot(load("cold_timeline")), IMAGES / "coldstart-request.svg")
     if (RESULTS / "perfmodel.json").exists():
         save(perfmodel_plot(load("perfmodel")), IMAGES / "perfmodel-residuals.svg")
     if (RESULTS / "autoscale.json").exists():

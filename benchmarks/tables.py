@@ -15,7 +15,7 @@ from benchmarks import front_page
 from benchmarks.ablation_tables import confirmed_table, length_table, screen_table
 from benchmarks.autoscale_report import autoscale_text
 from benchmarks.batch_tables import batches_table
-from benchmarks.cold_tables import coldstart_table, planning_table, remote_store_table, streaming_table
+from benchmarks.cold_tables import remote_store_table
 from benchmarks.default_tables import default_table
 from benchmarks.engine_tables import engine_table, neighbours_table, serve_table
 from benchmarks.eviction_tables import eviction_table, eviction_traces_table
@@ -263,10 +263,6 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "link-gain": one("link_bytes", link_table),
         "link-bound": one("link_bytes", bound_table),
         "coldstart-default": default_table,
-        "coldstart-decode": one("coldstart_decode", coldstart_table),
-        "coldstart": one("coldstart", coldstart_table),
-        "planning": one("coldstart", planning_table),
-        "streaming": one("coldstart", streaming_table),
         "remote-store": one("remote_store", remote_store_table),
         "handoff": one("handoff", handoff_table),
         "worker-products": each(("handoff", "handoff_avx2"), worker_products_table),

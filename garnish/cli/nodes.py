@@ -29,7 +29,7 @@ def list_unless_told(service: Service, output: TableOutput, context: typer.Conte
 
 
 def list_nodes(service: Service, output: TableOutput) -> None:
-    """List the nodes as the scheduler sees them; --json says more, such as why a node has no CPU workers."""
+    """List the nodes as the scheduler sees them, and why each has its CPU workers; --json says more."""
     from garnish.operate import nodes_call
     from garnish.table import Column
     from gateway.routes.nodes import NodeList
@@ -58,7 +58,19 @@ def list_nodes(service: Service, output: TableOutput) -> None:
         for row, node in zip(rows, found.nodes, strict=True):
             row.insert(7, gpu_shown(node.record))
     screen.table(columns, rows)
+    for line in () if screen.as_json else (workers_shown(node.record) for node in found.nodes):
+        if line:
+            screen.note(line)
     screen.result(found)
+
+
+def workers_shown(record: Mapping[str, Any]) -> str:
+    """Returns how many CPU workers a node has, and why: `node-1: 2 CPU workers: they gain; ...`. Empty where the node
+    gives no reason."""
+    count, reason = record.get("cpu_workers"), record.get("cpu_workers_reason", "")
+    if count is None or not reason:
+        return ""
+    return f"{record.get('id', '')}: {count} CPU worker{'' if count == 1 else 's'}: {reason}"
 
 
 def gpu_shown(record: Mapping[str, Any]) -> str:

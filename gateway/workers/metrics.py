@@ -42,6 +42,7 @@ OF_NODES = (
     ("prefetch_useful_bytes", "Prefetched before the adapter was called"),
     ("prefetch_late_bytes", "Still to come when an adapter that was being prefetched was called"),
     ("prefetch_wasted_bytes", "Prefetched and never called"),
+    ("cpu_workers", "CPU LoRA workers that help cold calls"),
 )
 """Fields of NodeRecord, each with what it says."""
 
@@ -204,6 +205,16 @@ def _of_nodes(views: list[NodeView], stale: float) -> Iterator[Metric]:
     yield states
     for field, told in OF_NODES:
         yield node_gauge(field, told, [(view.record.id, getattr(view.record, field)) for view in views])
+    yield _of_cpu_workers(views)
+
+
+def _of_cpu_workers(views: list[NodeView]) -> Metric:
+    told = "Milliseconds by which a node decided on its CPU LoRA workers"
+    family = GaugeMetricFamily("garnish_node_cpu_workers_ms", told, labels=("node", "figure"))
+    for view in views:
+        for figure, value in view.record.cpu_workers_ms.items():
+            family.add_metric((view.record.id, figure), value)
+    return family
 
 
 def _residency(views: list[NodeView]) -> Iterator[Metric]:

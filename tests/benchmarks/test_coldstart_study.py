@@ -32,7 +32,6 @@ from benchmarks.cold_settings import (
 )
 from benchmarks.cold_single import interrupted, regret_figures
 from benchmarks.cold_stream import earliest, ideal
-from benchmarks.cold_timeline import Recorder
 from benchmarks.coldstart import Study, parse, run_parts
 from benchmarks.latency import Sample
 from benchmarks.report import rounds_until
@@ -190,19 +189,6 @@ def test_no_round_is_begun_that_would_end_too_late(takes: float, begun: int, mon
         seen.append(index)
         clock[0] += takes
     assert seen == list(range(begun))
-
-
-def test_a_call_is_shown_pass_by_pass() -> None:
-    """Layer 1 is loaded first; the workers computed layer 0 of the prompt, not of the step behind it."""
-    recorder = Recorder()
-    recorder.on_device = {1: 12.0, 0: 15.0}
-    recorder._computed = {0: [(10.5, 11.0), (16.0, 17.0)], 1: [(12.0, 13.0), (17.0, 18.0)]}
-    recorder._by_workers = {(0, 0): (10.6, 10.9)}
-    first, second = recorder.layers(10.0)
-    assert first == {
-        "layer": 0, "device": [[0.5, 1.0], [6.0, 7.0]], "load": [2.0, 5.0], "cpu": [pytest.approx([0.6, 0.9]), None],
-    }  # fmt: skip
-    assert second["load"] == [0.0, 2.0] and second["cpu"] == [None, None]
 
 
 class Scripted(Study):

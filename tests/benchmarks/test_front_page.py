@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import front_page
 from benchmarks.check_pages import LINK
-from benchmarks.cold_tables import full_settings
 from benchmarks.engine_tables import engine_table, serve_table
 from benchmarks.front_page import peft_ratios
 from benchmarks.gateway_rounds import figures_of, pairs
@@ -119,18 +118,6 @@ def test_the_gateway_counts_all_rounds() -> None:
         assert report["figures"][name] == pytest.approx(value, abs=1e-3), name
     with pytest.raises(ValueError, match="round"):
         figures_of(report["rows"][1:-1])
-
-
-@pytest.mark.parametrize("name", ["coldstart", "coldstart_decode"])
-def test_cold_starts_count_every_setting_of_full(name: str) -> None:
-    report = committed()[name]
-    names = {name for name in report["figures"] if re.fullmatch(r"ttft_over_cached_full(_slowed|_fourfold)?_.*", name)}
-    settings = {
-        f"ttft_over_cached_{variant}_{part}": value for (part, variant), value in full_settings(report, "ttft").items()
-    }
-    assert set(settings) == {name for name in names if not re.search(r"_max(_|$)|full_(slowed|fourfold)$", name)}
-    for name, value in settings.items():
-        assert report["figures"][name] == pytest.approx(value, abs=1e-3), name
 
 
 def test_cases_also_show_where_another_policy_wins() -> None:

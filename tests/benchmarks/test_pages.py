@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.check_pages import INDEX, pages, problems
-from benchmarks.cold_plots import ratios_plot, timeline_plot
 from benchmarks.plots import cpu_plot, floor_plot, memory_plot, save
 from benchmarks.report import ROOT, load
 from benchmarks.tables import TABLES, committed, render
@@ -42,8 +41,7 @@ def test_what_is_wrong_with_a_page_is_said(text: str, problem: str, monkeypatch:
 def test_plots(tmp_path: Path) -> None:
     """The same report gives the same picture, and the pages show it."""
     plots = {"memory": (memory_plot, "memory"), "kernels-cpu": (cpu_plot, "kernels"),
-             "kernels-floor": (floor_plot, "kernels"), "coldstart-ratios": (ratios_plot, "coldstart"),
-             "coldstart-request": (timeline_plot, "cold_timeline")}  # fmt: skip
+             "kernels-floor": (floor_plot, "kernels")}  # fmt: skip
     for name, (plot, study) in plots.items():
         files = [tmp_path / f"{name}{i}.svg" for i in range(2)]
         for file in files:

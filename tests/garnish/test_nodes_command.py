@@ -1,4 +1,4 @@
-"""What `garnish nodes` says of forecasts and GPUs."""
+"""What `garnish nodes` says of forecasts, GPUs and CPU workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from garnish.cli.nodes import gpu_shown, observed_over_forecast
+from garnish.cli.nodes import gpu_shown, observed_over_forecast, workers_shown
 from tests.cluster.measured import PROFILE
 
 
@@ -44,3 +44,16 @@ def test_forecasts_are_shown_where_there_are_any(record: dict[str, Any], shown: 
 )
 def test_a_gpu_is_shown_as_far_as_it_is_known(record: dict[str, Any], shown: str) -> None:
     assert gpu_shown(record) == shown
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        ({"id": "n1"}, ""),
+        ({"id": "n1", "cpu_workers": 2}, ""),
+        ({"id": "n1", "cpu_workers": 0, "cpu_workers_reason": "little to gain"}, "n1: 0 CPU workers: little to gain"),
+        ({"id": "n1", "cpu_workers": 1, "cpu_workers_reason": "as set"}, "n1: 1 CPU worker: as set"),
+    ],
+)
+def test_the_reason_for_cpu_workers_is_shown_where_there_is_one(record: dict[str, Any], shown: str) -> None:
+    assert workers_shown(record) == shown

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from cluster.messages import Adapter
 from cluster.news import NodeRecord, StrictRoom
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
@@ -93,6 +95,32 @@ def test_nothing_is_known_of_an_engine_that_is_gone(tmp_path: Path, stories_dir:
             await engine.close()
             record = await node.record_where(lambda record: record.state == "warming")
             assert (record.performance, record.max_rows, ranks(record)) == (None, 0, (0, 0, 0))
+
+    run_scenario(scenario())
+
+
+def test_cpu_workers_that_start_or_end_while_the_engine_runs_are_in_the_record(
+    tmp_path: Path, stories_dir: Path
+) -> None:
+    """In what the gateway is sent of changes, too; requests in flight go on."""
+
+    async def scenario() -> None:
+        async with served_node(tmp_path, stories_dir) as node:
+            engine = await node.engine()
+            before = await node.record_where(lambda record: record.state == "ready")
+            assert (before.cpu_workers, before.cpu_workers_reason, before.cpu_workers_ms) == (0, "", {})
+            async with node.generate(request_of("a")) as stream:
+                await engine.hear_submit()
+                figures = {"warm": 8.5, "first_token_assist": 11.25}
+                changed = {"cpu_workers": 2, "cpu_workers_reason": "they gain", "cpu_workers_ms": figures}
+                await engine.say(msgspec.structs.replace(READY, **changed))
+                record = await node.gateway.record_where(lambda record: record.cpu_workers == 2)
+                assert (record.cpu_workers_reason, record.cpu_workers_ms) == ("they gain", figures)
+                assert (record.state, record.queued) == ("ready", 1)
+                await engine.say(admitted("a"), finished("a"), READY)
+                await stream.rest()
+            record = await node.gateway.record_where(lambda record: record.cpu_workers == 0)
+            assert (record.cpu_workers_reason, record.cpu_workers_ms) == ("", {})
 
     run_scenario(scenario())
 

@@ -17,7 +17,8 @@ from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine.joining import Joined
 from node_agent.engine_process import Channel, Loop, WakeUp, ready_message
-from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, Submit, encode, event_decoder
+from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, Ready, Submit, encode, event_decoder
+from node_agent.performance.idle import QUIET_S
 from tests.node_agent.test_floods import STORY, flooded
 
 
@@ -93,3 +94,29 @@ def test_an_api_process_that_goes_amid_a_pass_leaves_nothing(
         channel.close()
     assert not engine.engine.busy
     engine.assert_clean()
+
+
+def test_another_decision_on_cpu_workers_is_told_once(make_engine: MakeEngine, tmp_path: Path, wake: WakeUp) -> None:
+    """Loads that are four times as fast as measured have the link judged again while the engine is idle."""
+    engine = make_engine(cpu_workers=None)
+    link = engine.engine.cold_start.link
+    assert link is not None
+    with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as selector:
+        server.bind(str(tmp_path / "socket"))
+        server.listen()
+        channel = Channel(str(tmp_path / "socket"))
+        peer, _ = server.accept()
+        before = ready_message(engine.engine, engine.base)
+        loop = Loop(engine.engine, before, wake, lambda: False)
+        for _ in range(8):
+            link.learn(int(0.02 * 4 * link.profile.bandwidth), 0.02)
+        loop._active_at -= 2 * QUIET_S
+        assert loop._measure(channel, selector)
+        (told,) = [event for event in received(peer) if isinstance(event, Ready)]
+        assert told.cpu_workers_ms["exposed"] < before.cpu_workers_ms["exposed"]
+        assert told.cpu_workers_reason != before.cpu_workers_reason
+        assert told == ready_message(engine.engine, engine.base) == loop.ready
+        loop._send_decision(channel)
+        assert not received(peer)
+        channel.close()
+        peer.close()

@@ -139,6 +139,23 @@ def test_the_command_line_means_the_first_tenants_function(running: Running, pir
         assert done.returncode == code, done.stderr
 
 
+def test_the_command_line_says_below_the_table_why_a_node_has_its_workers(running: Running, tmp_path: Path) -> None:
+    node, reason = operated(running), "they gain; measured rank 64 on q, k, v, 64 tokens"
+    node.publish(running.url, cpu_workers=2, cpu_workers_reason=reason, cpu_workers_ms={"warm": 8.5})
+    acme = running.keys["acme"]
+    known = Credentials(
+        url=running.url, admin_key=running.keys["admin"], tenant="acme", api_key=acme, keys={"acme": acme}
+    )
+    write_credentials(tmp_path / FILE_NAME, known)
+    command = [sys.executable, "-m", "garnish.cli.main", "nodes", "--state", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.splitlines() == [f"n1: 2 CPU workers: {reason}"]
+    whole_record = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    record = msgspec.json.decode(whole_record.stdout)["nodes"][0]["record"]
+    assert (record["cpu_workers_reason"], record["cpu_workers_ms"]) == (reason, {"warm": 8.5})
+    assert not whole_record.stderr
+
+
 def test_an_adapter_in_use_is_not_evicted(running: Running, pirate: dict) -> None:
     node = operated(running)
     admin = running.client("admin", **{"x-garnish-tenant": "acme"})

@@ -96,6 +96,21 @@ def test_gpus_as_their_nodes_report_them() -> None:
     assert not any("temperature" in name for name, _ in found), "nobody reports it"
 
 
+def test_cpu_workers_and_what_decided_on_them() -> None:
+    helped = node("n1", "ready", cpu_workers=2, cpu_workers_ms={"warm": 8.5, "first_token_assist": 11.25})
+    found = samples(Metrics().render([helped, node("n2", "ready", cpu_workers=0), node("n3", "ready")]))
+    told = {
+        (name, dict(labels)["node"], dict(labels).get("figure", "")): value
+        for (name, labels), value in found.items()
+        if name.startswith("garnish_node_cpu_workers")
+    }
+    assert told == {
+        ("garnish_node_cpu_workers", "n1", ""): 2, ("garnish_node_cpu_workers", "n2", ""): 0,
+        ("garnish_node_cpu_workers_ms", "n1", "warm"): 8.5,
+        ("garnish_node_cpu_workers_ms", "n1", "first_token_assist"): 11.25,
+    }, "n3 does not report them"  # fmt: skip
+
+
 def test_workers_count_as_one(tmp_path: Path) -> None:
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     workers = [
