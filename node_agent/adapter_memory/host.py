@@ -144,8 +144,8 @@ class HostTier:
         host.holds -= 1
 
     def lend(self, digest: str, layout: AdapterLayout) -> HostAdapter | None:
-        """Gives room to an adapter of zeros that nobody deployed, for measurements; `forget` gives it back. May evict
-        adapters that nobody wants. Returns None when there is no room."""
+        """Gives room to an adapter of zeros that nobody deployed, for measurements, and holds it there until `let_go`;
+        `forget` then gives the room back. May evict adapters that nobody wants. Returns None when there is no room."""
         run = self._make_room(layout.size, max(1, layout.rows))
         pages = None if run is None else self.pool.pages.take(layout.pages, digest)
         if run is None or pages is None:
@@ -155,6 +155,7 @@ class HostTier:
             self.pool.data[page * elements : (page + 1) * elements].zero_()
         host = HostAdapter(digest, "", layout=layout, complete=True, here=bytearray(b"\1" * len(layout.layers)))
         host.pages, host.slot, host.run, host.arrived = pages, self._free_slots.pop(), run, time.monotonic()
+        host.holds = 1
         self.table.set(host.slot, run, layout, layout.positions(pages))
         self._all[digest] = host
         return host

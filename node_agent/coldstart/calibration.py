@@ -96,6 +96,7 @@ class Calibration:
             for host in lent:
                 self._settle(host.digest)
                 store.discard(host.digest)
+                store.hosts.let_go(host)
                 store.hosts.forget(host)
 
     def _timed(self, kind: CallKind, plan: str, layout: AdapterLayout, digests: list[str]) -> PassSample:
@@ -163,6 +164,6 @@ class Calibration:
             if self.engine.assist is not None:
                 self.engine.assist.poll()
             entry, host = store.device.get(digest), store.hosts.get(digest)
-            if (entry is None or entry.idle) and (host is None or not host.in_use):
+            if (entry is None or entry.idle) and (host is None or not (host.placed or host.holds > 1)):
                 return
             time.sleep(IDLE_S)

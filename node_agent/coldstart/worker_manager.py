@@ -211,7 +211,7 @@ class WorkerManager:
         assert pool is not None
         if pool.wait_ready(0.0) < pool.layout.workers:
             return False
-        if self.starts.workers is None and not self._take(pool):
+        if self.starts.workers is None and not self._take_while_idle(pool):
             self._starting = None
             return True
         try:
@@ -223,6 +223,15 @@ class WorkerManager:
         self._write()
         self._report()
         return True
+
+    def _take_while_idle(self, pool: WorkerPool) -> bool:
+        """Does what `_take` does on a node that serves: a handoff that does not work ends the workers, not the node."""
+        try:
+            return self._take(pool)
+        except ValueError as error:
+            log.error("CPU workers can't be used", extra={"reason": str(error)})
+            self.starts.decision = WorkersDecision(0, str(error))
+            return False
 
     def _measure_kind(self, kind: CallKind, gives_way: Callable[[], bool]) -> None:
         """Measures calls of a kind that callers made, so that later ones may be assisted."""
@@ -268,8 +277,9 @@ class WorkerManager:
         assert starts.profile is not None
         if isinstance(pool, StreamPool) and pool.usable:
             check_handoff(pool)
-        profile = replace(starts.profile, passes=starts.times.samples)
+        profile = starts.profile
         if profile.cpu is None or profile.key.workers != count:
+            starts.times.forget("assist")  # as many workers as there were then took other times
             cpu, handoff = self._measure_workers(pool)
             profile = replace(profile, key=replace(profile.key, workers=count), cpu=cpu, handoff=handoff)
         if profile.cpu is not None and isinstance(pool, StreamPool):
@@ -279,7 +289,7 @@ class WorkerManager:
             starts.decision = WorkersDecision(0, "none answered while they were measured")
             pool.close()
             return False
-        starts.use(profile, pool)
+        starts.use(replace(profile, passes=starts.times.samples), pool)
         return True
 
     def _measure_workers(self, pool: WorkerPool) -> tuple[CpuLora | None, LinkCost | None]:

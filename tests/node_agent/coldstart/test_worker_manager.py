@@ -48,10 +48,11 @@ def test_workers_take_a_kind_of_call_once_it_was_measured(
     starts = linked.engine.cold_start
     idle(linked)
     path = make_adapter(stories_dir, tmp_path / "a", 0, r=64, lora_alpha=16, target_modules=ALL_TARGETS)
-    adapter, prompt = linked.deploy(path), [1, *range(50, 80)]
+    adapter, prompts = linked.deploy(path), iter(range(1, 9))  # none that begins as another one
 
     def layers_cpu() -> int:
         assert linked.engine.store.discard(adapter.digest) or not linked.engine.store.on_device(adapter.digest)
+        prompt = [next(prompts), *range(50, 80)]
         request = linked.submit(prompt, 1, adapter, ignore_eos=True)
         linked.run()
         finished = linked.outcomes[request].finished
