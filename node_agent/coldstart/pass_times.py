@@ -98,7 +98,7 @@ class PassTimes:
         self._samples[sample.kind] = plans
         while len(self._samples) > MAX_KINDS:
             del self._samples[next(iter(self._samples))]
-        self._fits[sample.plan] = self._fit(sample.plan)
+        self._fits.pop(sample.plan, None)
 
     def forget(self, plan: str) -> None:
         """Drops the samples of a plan: what they were measured with is gone."""
@@ -136,13 +136,18 @@ class PassTimes:
         return [s.seconds / float(self._by_fit(plan, np.array(s.forecast))) for s in self.of(kind, plan)]
 
     def _by_fit(self, plan: str, forecast: np.ndarray) -> np.ndarray:
-        fixed, slope = self._fits.get(plan, (0.0, 1.0))
+        if plan not in self._fits:  # many samples may be added before one is asked for
+            self._fits[plan] = self._fit(plan)
+        fixed, slope = self._fits[plan]
         return fixed + slope * forecast
 
     def _fit(self, plan: str) -> tuple[float, float]:
-        """Returns the fixed part and the slope by least squares of relative errors; of one kind of call, a slope."""
+        """Returns the fixed part and the slope by least squares of relative errors: a slope alone where one kind of call
+        is known, and the forecast as it is where none is."""
         kinds = [plans[plan] for plans in self._samples.values() if plans.get(plan)]
         points = np.array([(np.median([s.forecast for s in k]), np.median([s.seconds for s in k])) for k in kinds])
+        if not kinds:
+            return 0.0, 1.0
         if len(kinds) < 2:
             return 0.0, float(points[0, 1] / points[0, 0])
         columns = np.column_stack((np.ones(len(points)), points[:, 0]))
