@@ -122,6 +122,8 @@ class PassTimes:
     def bounds(self, kind: CallKind, plan: str, forecast: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the lower bounds, most likely values and upper bounds of passes that the profile alone forecasts to
         take `forecast` seconds."""
+        if plan == "wait" and not self.of(kind, plan):
+            plan = "pipeline"  # served calls that wait are not timed, and what they compute is the same
         ratios = self._ratios(kind, plan)
         middle = float(np.median(ratios)) if ratios else 1.0
         likely = middle * self._by_fit(plan, forecast)

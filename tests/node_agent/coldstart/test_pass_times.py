@@ -93,6 +93,17 @@ def test_without_a_pass_of_the_kind_bounds_are_wide() -> None:
     np.testing.assert_allclose(high, (1 + ANY_SPREAD) * likely)
 
 
+def test_a_wait_that_was_never_timed_is_corrected_as_the_pipeline_is() -> None:
+    """Served calls that wait are not timed: their forecast alone must not look better than measured pipelines."""
+    served = PassTimes([PassSample(kind(64, 64), "pipeline", 0.1, 0.15)])
+    bounds = (served.bounds(kind(64, 64), plan, np.array([0.12])) for plan in ("wait", "pipeline"))
+    for by_wait, by_pipeline in zip(*bounds, strict=True):
+        assert by_wait[0] == by_pipeline[0]
+    assert served.bounds(kind(64, 64), "wait", np.array([0.12]))[1][0] == pytest.approx(0.18)
+    served.add(PassSample(kind(64, 64), "wait", 0.12, 0.14))
+    assert served.bounds(kind(64, 64), "wait", np.array([0.12]))[1][0] == pytest.approx(0.14)
+
+
 def test_a_kind_is_measured_once_enough_passes_of_each_plan_are_known() -> None:
     times, one = PassTimes(), kind(64, 64)
     for count in range(ROUNDS):
