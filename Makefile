@@ -86,6 +86,7 @@ bench: install-dev demo-model
 	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json
 	$(BIN)/python -m benchmarks.handoff --json benchmarks/results/handoff.json
 	$(BIN)/python -m benchmarks.link_bytes --json benchmarks/results/link_bytes.json
+	$(BIN)/python -m benchmarks.plan_replay --json benchmarks/results/plan_replay.json
 	$(BIN)/python -m benchmarks.coldstart_default --json benchmarks/results/coldstart_default.json
 	$(BIN)/python -m benchmarks.gateway --json benchmarks/results/gateway.json
 	$(BIN)/python -m benchmarks.random_keys --json benchmarks/results/random_keys.json

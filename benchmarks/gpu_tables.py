@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -204,6 +205,38 @@ def gpu_regret_text(document: Document) -> str:
         f"{median(lost):.1%} in the median and {max(lost):.0%} at worst."
     )
     return caption(document, text)
+
+
+def plan_replay_table(document: Document) -> str:
+    """The regret of the planner's first choices, replayed on one GPU report after measurements drawn from the other."""
+    rows, figures = rows_of(document, "choices", "planner_regret"), document["figures"]
+    text = (
+        "Replayed, without a GPU: what the planner's first choices lose to the best plan, and what one plan for "
+        f"everything does; median and worst of the points, of each the median of {document['settings']['draws']} draws."
+    )
+    groups = dict.fromkeys((row["gb_s"], row["loads"] > 1) for row in rows)
+    cells = []
+    for rate, burst in sorted(groups, key=lambda group: (group[1], group[0] or inf)):
+        here = [row for row in rows if (row["gb_s"], row["loads"] > 1) == (rate, burst)]
+        loads = sorted({row["loads"] for row in here})
+        each = ([row[f"{name}_regret"] for row in here] for name in ("planner", "pipeline", "wait"))
+        cells.append(
+            (
+                "as it is" if rate is None else f"{rate:g}",
+                ", ".join(map(str, loads)),
+                *(f"{median(lost):.1%}, {max(lost):.0%}" for lost in each),
+            )
+        )
+    rest = (
+        f"Of all {len(rows)} points the planner loses {figures['regret_p90']:.1%} at p90 and "
+        f"{figures['regret_worst']:.0%} at worst, {figures['regret_mean_worst']:.0%} by the mean of the draws, "
+        f"{figures['regret_worst_single_draw']:.0%} in the worst single draw. Kinds of calls that were not measured "
+        f"are not among them: without workers they lose {figures['unmeasured_regret_worst']:.0%} at worst. With fixed "
+        "costs, simulated, a node that has measured its kinds of calls loses at most "
+        f"{max(value for name, value in figures.items() if name.startswith('learnt_')):.1%} a call."
+    )
+    head = ("GB/s", "calls at once", "planner", "always `pipeline`", "always `wait`")
+    return "\n".join([caption(document, text), "", *table(head, cells), "", wrapped(rest)])
 
 
 def _listed(names: Sequence[str]) -> str:

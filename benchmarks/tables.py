@@ -49,6 +49,7 @@ from benchmarks.gpu_tables import (
     gpu_regret_text,
     gpu_service_table,
     gpu_ttft_table,
+    plan_replay_table,
 )
 from benchmarks.kernel_tables import cpu_table, floor_table, resource_table, steps_table
 from benchmarks.link_tables import border_table, bound_table, link_table
@@ -225,6 +226,7 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
         "gpu-ttft": one("gpu_ttft", gpu_ttft_table),
         "gpu-points": one("gpu_suite", gpu_points_table),
         "gpu-regret": each(("gpu_suite", "gpu_suite_cold"), gpu_regret_text),
+        "plan-replay": one("plan_replay", plan_replay_table),
         "gpu-loads": one("gpu_suite_cold", gpu_loads_table),
         "gpu-exact-cold": one("gpu_suite_cold", gpu_exact_table),
         "gpu-exact-lightllm": one("gpu_lightllm", gpu_exact_table),

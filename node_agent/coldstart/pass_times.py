@@ -144,8 +144,8 @@ class PassTimes:
         return fixed + slope * forecast
 
     def _fit(self, plan: str) -> tuple[float, float]:
-        """Returns the fixed part and the slope by least squares of relative errors: a slope alone where one kind of call
-        is known, and the forecast as it is where none is."""
+        """Returns the fixed part and the slope by least squares of relative errors: a slope alone where there is one
+        kind of call, and the forecast as it is where there is none."""
         kinds = [plans[plan] for plans in self._samples.values() if plans.get(plan)]
         points = np.array([(np.median([s.forecast for s in k]), np.median([s.seconds for s in k])) for k in kinds])
         if not kinds:
