@@ -142,8 +142,8 @@ def judged(seconds: np.ndarray, chosen: np.ndarray) -> dict[str, Any]:
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Returns quantiles over points of their regret, which is the median over draws. The planner's have no prefix,
-    those of both directions no suffix. `..._mean_worst` is the worst point by its mean over draws, `..._single_draw`
-    the worst draw of any point; `unmeasured_...` is of kinds that no node had measured.
+    those of both directions no suffix. `..._mean_...` is of points' means over draws, `..._single_draw` the worst draw
+    of any point; `unmeasured_...` is of kinds that no node had measured.
     """
     points = [row for row in rows if row["part"] == "choices"]
     missed = [row for row in rows if row["part"] == "unmeasured"]
@@ -154,7 +154,8 @@ def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             each = [row[column] for row in points if judge in ("", row["judged"])]
             for quantity, at in (("p50", 0.5), ("p90", 0.9), ("worst", 1.0)):
                 found[f"{prefix}regret_{quantity}{judge and '_judged_by_'}{judge}"] = float(np.quantile(each, at))
-        found[f"{prefix}regret_mean_worst"] = max(row[f"{column}_mean"] for row in points)
+        means = [row[f"{column}_mean"] for row in points]
+        found |= {f"{prefix}regret_mean_p90": float(np.quantile(means, 0.9)), f"{prefix}regret_mean_worst": max(means)}
         found[f"{prefix}regret_worst_single_draw"] = max(row[f"{column}_single_draw"] for row in points)
         found[f"{prefix}unmeasured_regret_worst"] = max(row[column] for row in missed)
     for row in rows:

@@ -69,6 +69,7 @@ def test_learning_ends_regret(replayed: dict[str, Any]) -> None:
 def test_the_committed_report_is_within_the_bounds() -> None:
     committed = json.loads((RESULTS / "plan_replay.json").read_text())
     check_bounds(committed["figures"])
+    assert committed["figures"]["regret_mean_p90"] < P90 and committed["figures"]["regret_mean_worst"] < WORST
     assert all(value < LEARNT for name, value in committed["figures"].items() if name.startswith("learnt_regret"))
     assert committed["settings"]["reports"] == {name: load(name)["commit"] for name in REPORTS}
 
