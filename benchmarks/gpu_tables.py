@@ -229,10 +229,11 @@ def plan_replay_table(document: Document) -> str:
         )
     rest = (
         f"Of all {len(rows)} points the planner loses {figures['regret_p90']:.1%} at p90 and "
-        f"{figures['regret_worst']:.0%} at worst; by the mean of each point's draws {figures['regret_mean_p90']:.1%} and "
-        f"{figures['regret_mean_worst']:.0%}; {figures['regret_worst_single_draw']:.0%} in the worst single draw. Kinds of calls that were not measured "
-        f"are not among them: without workers they lose {figures['unmeasured_regret_worst']:.0%} at worst. With fixed "
-        "costs, simulated, a node that has measured its kinds of calls loses at most "
+        f"{figures['regret_worst']:.0%} at worst; by the mean of each point's draws "
+        f"{figures['regret_mean_p90']:.1%} and {figures['regret_mean_worst']:.0%}; in the worst single draw "
+        f"{figures['regret_worst_single_draw']:.0%}. Kinds of calls that were not measured are not among them: without "
+        f"workers they lose {figures['unmeasured_regret_worst']:.0%} at worst. With fixed costs, simulated, a node "
+        "that has measured its kinds of calls loses at most "
         f"{max(value for name, value in figures.items() if name.startswith('learnt_')):.1%} a call."
     )
     head = ("GB/s", "calls at once", "planner", "always `pipeline`", "always `wait`")
