@@ -23,6 +23,8 @@ MAX_KINDS = 64
 NOTCH = 1.57
 """Half the length of a median's interval over interquartile range / sqrt(n): where two such intervals do not overlap,
 the medians differ at about 95 % (McGill, Tukey, Larsen 1978, notched box plots)."""
+EXTRAPOLATED = 2.0
+"""Factor over the longest measured forecast of a kind above which bounds are as wide as without a measured pass."""
 ANY_SPREAD = 0.3
 """Relative distance of the bounds where no pass of the kind was measured."""
 
@@ -131,7 +133,9 @@ class PassTimes:
             return (1 - ANY_SPREAD) * likely, likely, (1 + ANY_SPREAD) * likely
         quarter, three_quarters = np.quantile(ratios, (0.25, 0.75))
         spread = max(LEAST_SPREAD, NOTCH * float(three_quarters - quarter) / middle / len(ratios) ** 0.5)
-        return (1 - spread) * likely, likely, (1 + spread) * likely
+        measured = max(sample.forecast for sample in self.of(kind, plan))
+        spreads = np.where(forecast > EXTRAPOLATED * measured, max(spread, ANY_SPREAD), spread)
+        return (1 - spreads) * likely, likely, (1 + spreads) * likely
 
     def _ratios(self, kind: CallKind, plan: str) -> list[float]:
         """Returns the kind's measured seconds over those by the plan's fit."""

@@ -139,3 +139,11 @@ def test_kinds_are_told_apart_by_powers_of_two(world: World) -> None:
     for rank, tokens, expected in ((64, 64, (64, 64)), (48, 90, (64, 64)), (5, 91, (4, 128)), (6, 1, (8, 1))):
         layout = pool.uniform_layout(world.base, rank, (0, 1, 2))
         assert kind_of(layout, tokens) == CallKind((0, 1, 2), *expected)
+
+
+def test_a_forecast_far_beyond_measured_ones_has_wide_bounds() -> None:
+    """As many calls at once have: a fit of single ones says little of them."""
+    times = PassTimes([PassSample(kind(64, 64), "assist", 0.1, 0.2) for _ in range(ROUNDS)])
+    low, likely, high = times.bounds(kind(64, 64), "assist", np.array([0.15, 0.3]))
+    np.testing.assert_allclose(high / likely - 1, [LEAST_SPREAD, ANY_SPREAD])
+    np.testing.assert_allclose(1 - low / likely, [LEAST_SPREAD, ANY_SPREAD])
