@@ -93,7 +93,7 @@ class _Comparison:
         measured = {plan: [sample for sample in each if sample.answer] for plan, each in samples.items()}
         if not all(measured.values()):
             return None
-        first = {plan: 1e3 * median(s.seconds for s in each) for plan, each in measured.items()}
+        first = {plan: 1e3 * median(s.first for s in each) for plan, each in measured.items()}
         answer = {plan: 1e3 * median(s.answer for s in each) for plan, each in measured.items()}
         calls = next(iter(measured.values()))[0].calls
         return cls(what if calls == 1 else f"{calls} {what}", first, answer)

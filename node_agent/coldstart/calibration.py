@@ -101,6 +101,7 @@ class Calibration:
 
     def _timed(self, kind: CallKind, plan: str, layout: AdapterLayout, digests: list[str]) -> PassSample:
         begun, starts = time.monotonic(), self.engine.cold_start
+        ended = {outcome.request for outcome in starts.outcomes}
         names = [self._submit(kind, Adapter(digest, "", layout.live, layout.ranks)) for digest in digests]
         try:
             firsts, ends = self._serve(names)
@@ -112,7 +113,8 @@ class Calibration:
         if made is None or (made.name != plan and len(digests) == 1):
             raise Interrupted(f"the call was not served by {plan}")
         first, end = fmean(firsts.values()) - begun, fmean(ends.values()) - begun
-        return PassSample(kind, plan, made.by_profile, first, end, len(digests))
+        passes = [outcome.seconds for outcome in starts.outcomes if outcome.request not in ended]
+        return PassSample(kind, plan, made.by_profile, passes[-1] if passes else first, first, end, len(digests))
 
     def _submit(self, kind: CallKind, adapter: Adapter) -> str:
         """Submits a call with a prompt that the prefix cache does not have. Returns its id."""

@@ -63,11 +63,13 @@ class PassSample(msgspec.Struct, frozen=True, array_like=True):
     forecast: float
     """of the pass by the profile alone"""
     seconds: float
-    """in fact, from the plan to the last layer"""
+    """in fact, from the plan to the end of the chunk"""
+    first: float = 0.0
+    """from the call to its first token; 0: a served call"""
     answer: float = 0.0
     """from the call to the end of its answer; 0: a served call, whose answer has another length"""
     calls: int = 1
-    """calls that came at once, each with an adapter of its own; `seconds` and `answer` are their means then"""
+    """calls that came at once, each with an adapter of its own; `first` and `answer` are their means then"""
 
 
 class PassTimes:

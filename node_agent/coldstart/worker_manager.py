@@ -27,7 +27,7 @@ from node_agent.coldstart.auto_workers import (
 from node_agent.coldstart.calibration import Calibration, Interrupted, never
 from node_agent.coldstart.cold_starts import WorkersDecision
 from node_agent.coldstart.measure import SHORT, crosses_link, measure, measure_cpu, measure_handoff, measure_layers
-from node_agent.coldstart.pass_times import CallKind
+from node_agent.coldstart.pass_times import KEPT, CallKind
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, check, read_profile
 from node_agent.coldstart.setup import check_handoff, make_pool, profile_key
 from node_agent.coldstart.stream import StreamPool
@@ -48,7 +48,7 @@ RETRY_S = 30.0
 """Seconds between two tries to measure while idle, of which the first was interrupted."""
 ABOUT_AS_FAST = 1.05
 """Factor within which fewer workers count as fast as more."""
-DECISION_ROUNDS = 5
+DECISION_ROUNDS = KEPT
 """Calls of each plan that decide whether there are workers."""
 BURST_ROUNDS = 3
 """Bursts of calls of each plan that decide likewise."""
@@ -164,7 +164,7 @@ class WorkerManager:
             times.forget("assist")
             workers.limit = count
             calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
-            seconds[count] = median(s.seconds for s in times.of(TYPICAL, "assist"))
+            seconds[count] = median(s.first for s in times.of(TYPICAL, "assist"))
         if self.config.max_cold > 1 and not times.burst(TYPICAL, "assist"):
             calibration.measure(TYPICAL, PLANS, BURST_ROUNDS, self.config.max_cold)
         best = min(count for count, s in seconds.items() if s <= ABOUT_AS_FAST * min(seconds.values()))

@@ -69,7 +69,7 @@ def test_one_slow_pass_among_many_leaves_the_bounds_close() -> None:
 
 
 def test_bursts_are_kept_apart() -> None:
-    times = PassTimes([PassSample(kind(64, 64), "assist", 0.0, 0.5, 1.0, 2)])
+    times = PassTimes([PassSample(kind(64, 64), "assist", 0.0, 0.5, 0.5, 1.0, 2)])
     assert not times.of(kind(64, 64), "assist") and len(times.burst(kind(64, 64), "assist")) == 1
     assert PassTimes(times.samples).burst(kind(64, 64), "assist") == times.burst(kind(64, 64), "assist")
     times.forget("assist")
