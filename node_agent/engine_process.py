@@ -246,7 +246,10 @@ class Loop:
         if time.monotonic() >= self._stats_at:
             channel.send([self._picture])
             self._stats_at = time.monotonic() + STATS_INTERVAL
-        return bool(selector.select(0))
+        read = selectors.EVENT_READ  # the end of a copy, which wakes the engine too, is no reason to stop
+        return self.stopping() or any(
+            key.fileobj is channel.socket and bool(events & read) for key, events in selector.select(0)
+        )
 
     def _wait(self, channel: Channel, selector: selectors.BaseSelector) -> None:
         """Waits for a message, a load's wake-up, a request's deadline, or the time of the next snapshot. Checks adapter

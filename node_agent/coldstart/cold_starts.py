@@ -97,6 +97,8 @@ class ColdStarts:
         self.link: LearntLink | None = None
         self.unmeasured: dict[CallKind, None] = {}
         """Kinds of calls that workers may help, as far as the profile says, but that were never measured with them."""
+        self.unmeasurable: set[CallKind] = set()
+        """Kinds of calls that this node has no room to measure: workers never take them."""
         self.learns = True
         """Whether passes that end are learnt from; not those of a measurement, which keeps its own."""
         self.assist: Assist | None = None
@@ -165,7 +167,8 @@ class ColdStarts:
             return plain or PLAIN
         if not plain or self.times.is_measured(kind):
             return self.way.plans if plain or np.isfinite(costs.cpu).any() else PLAIN
-        if kind not in self.unmeasured and len(self.unmeasured) < MAX_UNMEASURED and choose(costs).name == "assist":
+        known = kind in self.unmeasured or kind in self.unmeasurable
+        if not known and len(self.unmeasured) < MAX_UNMEASURED and choose(costs).name == "assist":
             self.unmeasured[kind] = None
         return plain
 
@@ -365,7 +368,8 @@ class ColdStarts:
             return np.full(len(layout.layers), np.inf)
         row_bytes = n_tokens * self.store.pool.data.element_size()
         costs, slowdown = RowCosts(profile, self.base), 1.0
-        if self.workers is not None and self.workers.engine_cores is not None:
+        on_cpu = self.store.pool.data.device.type == "cpu"
+        if on_cpu and self.workers is not None and self.workers.engine_cores is not None:
             slowdown = self.workers.engine_cores.slowdown
         work, beside = costs.slices(layout, n_tokens, workers), self.device.value * costs.beside(n_tokens)
         longer = np.where(work > 0, np.maximum(work, slowdown * beside) - beside, 0.0).sum(axis=1)

@@ -35,6 +35,8 @@ GROUP = "qkv"
 """Projection group whose slices are measured."""
 HANDED_ROWS = 64
 """Rows of the larger handoff that is measured: few enough for a slow simulated link."""
+LENT = "measured"
+"""Digest of the made-up adapter whose slices are measured."""
 LINK = "link"
 """Owner of the pages that are copied to."""
 
@@ -223,22 +225,14 @@ def _slice_seconds(workers: WorkerPool, base: BaseModel, slot: int, tokens: int,
 
 @contextmanager
 def lent_rows(store: AdapterStore, layout: AdapterLayout) -> Iterator[int | None]:
-    """A slot of the host table over rows of zeros, before anything else is loaded; None when host memory is too
-    small."""
-    pool, table = store.host_memory.pool, store.hosts.table
-    pages = pool.pages.take(layout.pages, GROUP)
-    if pages is None:
-        yield None
-        return
-    run = table.reserve(max(1, layout.rows))
-    assert run is not None  # nothing else is in the table
-    slot = table.shape.slots - 1
-    table.set(slot, run, layout, layout.positions(pages))
+    """Lends a slot of the host table, over rows of zeros. Yields None when host memory has no room."""
+    host = store.hosts.lend(LENT, layout)
     try:
-        yield slot
+        yield None if host is None else host.slot
     finally:
-        table.clear(slot, run, max(1, layout.rows))
-        pool.pages.give(pages, GROUP)
+        if host is not None:
+            store.hosts.let_go(host)
+            store.hosts.forget(host)
 
 
 def _header(base: BaseModel, rank: int) -> ArtifactHeader:

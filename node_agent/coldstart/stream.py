@@ -133,6 +133,7 @@ class StreamPool(WorkerPool):
         """Waits for the device: each wait on it is bounded, and a pass of which one failed waits no more."""
         if self._pinned is not None:
             torch.cuda.synchronize(self.device)
+            self._disarming.clear()
             self._pinned.close()
             self._pinned = None
         super().close()

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from adapters.base_model import BaseModel
 from cluster.json_file import write_json
+from kernels.handoff import UnsupportedMachine
 from node_agent.coldstart.auto_workers import (
     MAX_WORKERS,
     PLANS,
@@ -66,6 +67,8 @@ class WorkerManager:
         self._key = profile_key(engine, config, base)
         self._judged_rate = 0.0
         self._starting: WorkerPool | None = None
+        """Workers that were started, or are judged again, while the node serves."""
+        self._warm_by = 0.0
         self._retry_at = 0.0
 
     def start(self) -> None:
@@ -82,18 +85,23 @@ class WorkerManager:
         if config.cpu_workers:
             self._check_set(config.cpu_workers, why)
         starts.decision = self._decide(why)
-        if starts.decision.count:
-            self._launch(starts.decision.count)
+        if starts.decision.count and self._unless_impossible(lambda: self._launch(starts.decision.count)):
             self._judge(never)
         self._write()
         self._report()
+
+    def close(self) -> None:
+        """Ends workers that are still starting; the engine ends the others."""
+        if self._starting is not None and self._starting is not self.starts.workers:
+            self._starting.close()
+            self._starting = None
 
     def work(self, gives_way: Callable[[], bool]) -> bool:
         """Measures while the node is idle, until `gives_way`. Returns False when there is nothing to measure now."""
         if time.monotonic() < self._retry_at or gives_way():
             return False
         if self._starting is not None:
-            return self._finish_start(gives_way)
+            return self._finish_start(self._starting, gives_way)
         if self._link_has_moved():
             self._judge_link_again()
             return True
@@ -151,29 +159,44 @@ class WorkerManager:
                 raise
             log.warning("cold calls could not be measured", extra={"reason": str(interrupted)})
         if starts.workers is not None:
-            starts.decision = judge_calls(starts.times, starts.workers.layout.workers, link)
+            starts.decision = judge_calls(starts.times, starts.workers.limit, link)
             if not starts.decision.count:
                 self._end_workers()
 
     def _choose_count(self, calibration: Calibration, workers: WorkerPool) -> None:
-        """Measures typical calls with 1, 2, 4, ... workers, and restarts the workers with the smallest number whose
-        first token comes about as soon as with the best. Raises Interrupted."""
-        most, times = workers.layout.workers, self.starts.times
-        seconds: dict[int, float] = {}
+        """Measures typical calls with 1, 2, 4, ... workers, and keeps the smallest number whose first token comes about
+        as soon as with the best. Raises Interrupted: then no call was measured with workers."""
+        times = self.starts.times
+        try:
+            best = self._best_count(calibration, workers)
+            if best < workers.layout.workers:
+                times.forget("assist")
+                self._keep_only(best, workers)
+                calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
+        except BaseException:
+            times.forget("assist")
+            workers.limit = workers.layout.workers
+            raise
+
+    def _best_count(self, calibration: Calibration, workers: WorkerPool) -> int:
+        times, most, seconds = self.starts.times, workers.layout.workers, dict[int, float]()
         for count in candidate_counts(most):
             times.forget("assist")
             workers.limit = count
             calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
             seconds[count] = median(s.first for s in times.of(TYPICAL, "assist"))
-        if self.config.max_cold > 1 and not times.burst(TYPICAL, "assist"):
+        if self.config.max_cold > 1:
             calibration.measure(TYPICAL, PLANS, BURST_ROUNDS, self.config.max_cold)
-        best = min(count for count, s in seconds.items() if s <= ABOUT_AS_FAST * min(seconds.values()))
-        if best == most:
-            return
-        self._end_workers()
-        self._launch(best)
-        times.forget("assist")
-        calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
+        return min(count for count, s in seconds.items() if s <= ABOUT_AS_FAST * min(seconds.values()))
+
+    def _keep_only(self, count: int, workers: WorkerPool) -> None:
+        """Has cold starts use `count` workers. At the node's start the others end; on a node that serves they stay
+        asleep, for a start of processes would hold up its calls."""
+        if self._starting is not None:
+            workers.limit = count
+        else:
+            self._end_workers()
+            self._launch(count)
 
     # --- while idle
 
@@ -191,31 +214,39 @@ class WorkerManager:
         measured again."""
         starts = self.starts
         assert starts.profile is not None and starts.link is not None
-        cost = starts.link.cost
+        cost, workers = starts.link.cost, starts.workers
         log.info("the link to the device has changed", extra={"bytes_per_second": round(cost.bandwidth)})
-        workers, passes = starts.workers, ()
-        starts.use(replace(starts.profile, link=cost, passes=passes), workers)
-        starts.decision = self._decide("")
-        if not starts.decision.count:
+        starts.use(replace(starts.profile, link=cost, passes=()), workers)
+        found = self._decide("")
+        there = 0 if workers is None else workers.limit
+        starts.decision = WorkersDecision(min(there, found.count), found.reason, found.figures)
+        if not found.count:
             self._end_workers()
             self._report()
         elif workers is None:
-            self._starting = self._make(starts.decision.count)
-            self._starting.start()
+            self._unless_impossible(lambda: self._begin_start(found.count))
         else:
             self._starting = workers
 
-    def _finish_start(self, gives_way: Callable[[], bool]) -> bool:
-        """Measures calls with workers that were started while idle, once they are warm."""
-        pool = self._starting
-        assert pool is not None
-        if pool.wait_ready(0.0) < pool.layout.workers:
-            return False
-        if self.starts.workers is None and not self._take_while_idle(pool):
+    def _begin_start(self, count: int) -> None:
+        """Starts workers without waiting for them. Raises ValueError, UnsupportedMachine."""
+        pool = self._make(count)
+        pool.start()
+        self._starting, self._warm_by = pool, time.monotonic() + START_LIMIT_S
+
+    def _finish_start(self, pool: WorkerPool, gives_way: Callable[[], bool]) -> bool:
+        """Measures calls with workers that were started while idle, once they are warm. Returns False while they are
+        not."""
+        if pool.wait_ready(0.0) < pool.layout.workers and self.starts.workers is None:
+            if time.monotonic() < self._warm_by:
+                return False
             self._starting = None
+            pool.close()
+            self.starts.decision = WorkersDecision(0, f"they were not warm within {START_LIMIT_S:.0f} s")
             return True
         try:
-            self._judge(gives_way)
+            if self.starts.workers is not None or self._unless_impossible(lambda: self._take(pool)):
+                self._judge(gives_way)
         except Interrupted:
             self._retry_at = time.monotonic() + RETRY_S
             return True
@@ -224,25 +255,34 @@ class WorkerManager:
         self._report()
         return True
 
-    def _take_while_idle(self, pool: WorkerPool) -> bool:
-        """Does what `_take` does on a node that serves: a handoff that does not work ends the workers, not the node."""
+    def _unless_impossible(self, start: Callable[[], object]) -> bool:
+        """Does what starts workers. Returns False, and there are none, where this machine can't have them and the
+        settings leave that to the node; the node serves without. Raises ValueError, UnsupportedMachine."""
         try:
-            return self._take(pool)
-        except ValueError as error:
+            return start() is not False
+        except (ValueError, UnsupportedMachine) as error:
+            if self.config.cpu_workers is not None:
+                raise
             log.error("CPU workers can't be used", extra={"reason": str(error)})
             self.starts.decision = WorkersDecision(0, str(error))
             return False
 
     def _measure_kind(self, kind: CallKind, gives_way: Callable[[], bool]) -> None:
-        """Measures calls of a kind that callers made, so that later ones may be assisted."""
+        """Measures calls of a kind that callers made, so that later ones may be assisted. A kind that can't be measured
+        here is not tried again; one that was interrupted is, after the others."""
+        unmeasured = self.starts.unmeasured
+        del unmeasured[kind]
         try:
             Calibration(self.engine, self.base, gives_way).measure(kind, ALL_PLANS)
         except Interrupted as interrupted:
             log.info("cold calls were not measured", extra={"kind": str(kind), "reason": str(interrupted)})
             self._retry_at = time.monotonic() + RETRY_S
+            if gives_way():
+                unmeasured[kind] = None
+            else:
+                self.starts.unmeasurable.add(kind)
             return
         log.info("cold calls measured", extra={"kind": str(kind)})
-        del self.starts.unmeasured[kind]
         self._write()
 
     # --- workers that start and end
@@ -336,7 +376,9 @@ class WorkerManager:
         measures again."""
         if self._file is None or self.starts.profile is None:
             return
-        profile = replace(self.starts.profile, passes=self.starts.times.samples)
+        profile, workers = self.starts.profile, self.starts.workers
+        count = profile.key.workers if workers is None else workers.limit
+        profile = replace(profile, key=replace(profile.key, workers=count), passes=self.starts.times.samples)
         try:
             check(profile)  # a worker that did not answer just now may do so then
             write_json(profile, self._file)

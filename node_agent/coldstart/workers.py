@@ -117,6 +117,8 @@ class WorkerPool:
 
     def disarm(self) -> None:
         """Disarms the workers once as often as they were armed: they answer what is posted, and sleep."""
+        if self._closed:
+            return
         self._armed -= 1
         if not self._armed:
             for index in self._polling:
@@ -173,6 +175,9 @@ class WorkerPool:
         """End the workers. Open handoffs fail; the memory goes with the last view of it."""
         if not self._closed:
             self._closed = True
+            if self._armed and self.engine_cores is not None:
+                self.engine_cores.take_back()
+            self._armed = 0
             self._keeper.close()
             for fd in (self.fd, *self._armed_fds):
                 os.close(fd)

@@ -92,6 +92,8 @@ class Engine:
     def close(self) -> None:
         """Ends the engine's parts; nothing may run any more."""
         self._device_events.close()
+        if self.worker_manager is not None:
+            self.worker_manager.close()
         if self.assist is not None:
             self.assist.workers.close()
         self.store.close()

@@ -13,6 +13,9 @@ import pytest
 from benchmarks.local_engine import MakeEngine
 from cluster.frames import Frames
 from cluster.messages import GenerateRequest, Sampling
+from node_agent.coldstart.auto_workers import TYPICAL
+from node_agent.config import LinkConfig
+from node_agent.cores import spare_cores
 from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine.joining import Joined
@@ -120,3 +123,36 @@ def test_another_decision_on_cpu_workers_is_told_once(make_engine: MakeEngine, t
         assert not received(peer)
         channel.close()
         peer.close()
+
+
+@pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
+def test_layers_that_arrive_do_not_end_a_measurement_of_cold_calls(
+    make_engine: MakeEngine, tmp_path: Path, wake: WakeUp
+) -> None:
+    """They wake the engine as any load's do; only a message of the API process ends the measurement."""
+    sizes = {"adapter_memory": 4 << 20, "host_memory": 16 << 20}
+    engine = make_engine(cpu_workers=1, load_link=LinkConfig(3e6), on_change=wake.set, **sizes)
+    starts = engine.engine.cold_start
+    assert TYPICAL in starts.unmeasured
+    with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as selector:
+        server.bind(str(tmp_path / "socket"))
+        server.listen()
+        channel = Channel(str(tmp_path / "socket"))
+        peer, _ = server.accept()
+        selector.register(channel.socket, selectors.EVENT_READ)
+        selector.register(wake.fd, selectors.EVENT_READ)
+        loop = Loop(engine.engine, ready_message(engine.engine, engine.base), wake, lambda: False)
+        loop._active_at -= 2 * QUIET_S
+        loop._stats_at = float("inf")
+        peer.sendall(encode([Cancel("nobody")]))
+        loop._measure(channel, selector)
+        assert not starts.times.is_measured(TYPICAL) and TYPICAL in starts.unmeasured
+        channel.receive()
+        manager = engine.engine.worker_manager
+        assert manager is not None
+        manager._retry_at = 0.0
+        assert loop._measure(channel, selector)
+        assert starts.times.is_measured(TYPICAL) and TYPICAL not in starts.unmeasured
+        channel.close()
+        peer.close()
+    engine.assert_clean()
