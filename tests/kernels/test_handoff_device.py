@@ -23,6 +23,8 @@ from kernels.handoff_triton import TritonKernels
 from node_agent.coldstart.shared import PAGE, Command, HandoffMemory, Layout, make_memory
 from tests.node_agent.coldstart.pools import CORES, WIDTHS, draw_x, drawn_case, poison, started
 
+UNSPLIT = (0, 0, 0, 1, 0)
+"""Fields of a command without a simulated link, of a worker that has all weights."""
 ROOT = Path(__file__).parents[2]
 SECOND_NS = 1_000_000_000
 
@@ -129,7 +131,7 @@ def test_they_touch_nothing_that_is_not_theirs(kernels: StreamKernels, dtype: in
         os.ftruncate(fd, layout.size)
         assert not pages_of(fd)
         for worker in range(layout.workers):
-            memory.write_command(at, worker, (flag_value(1, 1), 0, 0, 0, 40, 40, dtype, 1))
+            memory.write_command(at, worker, (flag_value(1, 1), 0, 0, 0, 40, 40, dtype, 1, *UNSPLIT))
         flags, commands, done = (
             memory.lines(offset(at, 0)) for offset in (layout.command_flag, layout.command, layout.done_flag)
         )
@@ -162,7 +164,7 @@ def test_with_real_workers(kernels: StreamKernels) -> None:
             values = words(*[flag_value(epoch, 100) for epoch in epochs])
             for worker in range(count):
                 begin, end = tokens * worker // count, tokens * (worker + 1) // count
-                command = Command(int(values[worker, 0]), 0, 0, begin, end, tokens, layout.dtype, 1)
+                command = Command(int(values[worker, 0]), 0, 0, begin, end, tokens, layout.dtype, 1, *UNSPLIT)
                 memory.write_command(slot, worker, command)
             memory.write_segments(slot, [(2, tokens)])
             flags, done = (memory.lines(offset(slot, 0)) for offset in (layout.command_flag, layout.done_flag))
