@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,10 @@ from benchmarks.cold_rig import Rig, make_adapters, warm_prefill
 from benchmarks.dlora import MergingLora
 from benchmarks.local_engine import LocalEngine
 from node_agent.adapter_memory.layout import ROW_ALIGN
+from node_agent.coldstart.calibration import Calibration, Interrupted
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts, Way
 from node_agent.coldstart.measure import SHORT, measure_cpu
+from node_agent.coldstart.planner import PLANS
 from node_agent.coldstart.profile import LinkCost, Profile
 from node_agent.config import LinkConfig
 
@@ -116,6 +118,7 @@ class Bench:
             self.set_cold(chosen.way, chosen.repeats)
             self.cold.forget_device()
             yield self.cold
+            self._measure_kinds()
             return
         engine = self.cached.engine.engine
         start, cores = engine.start_lora, os.sched_getaffinity(0)
@@ -131,6 +134,14 @@ class Bench:
             self.dlora.unmerge()
             os.sched_setaffinity(0, cores)
             torch.set_num_threads(1)
+
+    def _measure_kinds(self) -> None:
+        """Measures kinds of calls that came, as an idle node does: later rounds may ask workers for them."""
+        engine = self.cold.engine
+        for kind in list(engine.engine.cold_start.unmeasured):
+            with suppress(Interrupted):  # a kind that does not fit here is never assisted
+                Calibration(engine.engine, engine.base).measure(kind, PLANS)
+            del engine.engine.cold_start.unmeasured[kind]
 
     def set_cold(self, way: Way, repeats: str) -> None:
         cold_start = self._columns[repeats]

@@ -38,12 +38,12 @@ WAYS = {"stream": Way(("pipeline",)), "download": Way(("wait",))}
 
 
 class Arrivals:
-    """When each layer of one adapter came to host memory."""
+    """Arrival times of one adapter's layers in host memory."""
 
     def __init__(self) -> None:
         self._watched: tuple[AdapterStore, str] | None = None
         self.at: dict[int, float] = {}
-        """by layer, as time.perf_counter"""
+        """arrival by layer, seconds of time.perf_counter"""
 
     def changed(self) -> None:
         """Notes the layers that have come. Called by whatever thread brought a layer on."""

@@ -58,7 +58,7 @@ WAYS = {
     CACHED: {},
 }
 LINK_RANK, LINK_TOKENS = 64, 256
-"""Of the call that a load : prefill ratio speaks of."""
+"""Rank and prompt length of the call by which a load : prefill ratio is defined."""
 PREFILLS = 9
 SLOW_LINK = "20MB/s"
 NO_WORKERS = {"cpu_workers": "0"}
@@ -67,7 +67,7 @@ PARTS = "abcde"
 PLAIN = "plain"
 """Name of the service without simulation."""
 RATIOS = (0.68, 0.17)
-"""Of the papers' 3.3 GB/s, and of a link four times as fast."""
+"""Load : prefill ratios of the papers' 3.3 GB/s and of a link four times as fast."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Sizes:
     bursts: tuple[int, ...] = (1, 4, 8)
     ways: tuple[str, ...] = tuple(WAYS)
     adapters: tuple[tuple[int, int], ...] = ((64, 48), (32, 24))
-    """Of each rank."""
+    """(rank, number of adapters) pairs."""
     room: int = 10
     """Adapters of rank 64 that fit on the device."""
     tokens: int = 12

@@ -1,7 +1,7 @@
 """Cold starts on a GPU: exact first, then a 7B-shaped random model over link rates, prompts, ranks and loads at once.
 
 All adapters lie in pinned host memory. Copies are real; below the full rate each layer is also delayed so that loads
-together move no more bytes per second than named (what workers are handed is not delayed). `cached` has the adapters on
+and handoffs together move no more bytes per second than named. `cached` has the adapters on
 the device; `assist_pipeline` and the ways of coldstart.py are forced plans, `full` is the planner's choice, and
 `planner_regret` how much later it ends than the best of them. `synced` hands over by copies that the host waits for.
 Every part has a share of the time; what a part could not do, or how it failed, stands in the report.
@@ -158,6 +158,7 @@ def compare(bench: Bench, rank: int, tokens: int, rate: float | None, loads: int
     bench.set_rate(None)
     bench.serve(WAYS["overlap"], adapters, bench.prompts(tokens, loads))  # all resident, and this length seen before
     bench.set_rate(rate)
+    bench.measure_kind(rank, tokens)
     for _ in range(ROUNDS):
         prompts = bench.prompts(tokens, loads)
         for name, times in each.items():  # `cached` comes first, after a way that has left the adapters there

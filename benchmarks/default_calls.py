@@ -18,7 +18,7 @@ from benchmarks.many_load import Answer, Caller
 CACHED = "cached"
 """The way whose adapters are on the device when a call is timed."""
 WARMING_CALLS = 3
-"""Of a CACHED call, after which its adapter must be on the device."""
+"""Calls after which the adapter of a CACHED call must be on the device, at most."""
 FIRST_ID, LAST_ID = 100, 1000
 """Ids of tokens in drawn prompts, as far as the vocabulary goes."""
 
@@ -28,10 +28,10 @@ class Column:
     """Cold calls of one kind."""
 
     setting: str
-    """of the papers: S1 or S3"""
+    """the papers' setting: S1 or S3"""
     rank: int
     tokens: int
-    """of the prompt"""
+    """prompt length"""
 
     @property
     def name(self) -> str:
@@ -40,7 +40,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a report keeps of one call. `state`: where the adapter was; times in ms."""
+    """One call as it is reported. `state`: where the adapter was; times in ms."""
 
     round: int
     adapter: int

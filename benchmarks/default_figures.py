@@ -1,4 +1,4 @@
-"""What benchmarks/coldstart_default.py makes of its rows: paired ratios and their intervals."""
+"""Paired ratios and their intervals, from the rows of benchmarks/coldstart_default.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ratio_of(ours: Row, theirs: Row, kind: str, seed: int) -> PairedRatio | None
 
 
 def cell_of(row: Row) -> tuple[Any, ...]:
-    """What the rows of all ways have in common that are compared."""
+    """Returns the part, ratio, setting, prompt length and burst size, by which rows of all ways are compared."""
     return row["part"], row["ratio"], row["setting"], row["tokens"], row["at_once"]
 
 
@@ -86,7 +86,7 @@ def _interval(name: str, found: PairedRatio) -> dict[str, float]:
 
 
 def _slow(rows: Sequence[Row]) -> dict[str, float]:
-    """Of parts a and e."""
+    """Returns the figures of parts a and e."""
     figures: dict[str, float] = {}
     for row in rows:
         if row["part"] in ("a", "e"):

@@ -26,13 +26,13 @@ from garnish.client import Client
 FILE_ITEM_BYTES = 2
 """Adapters' files are in bfloat16."""
 FIRST_TOKENS = 8
-"""Of the prompt by which each adapter is called once, so that it is in host memory."""
+"""Length of the prompt of each adapter's first call, which brings it to host memory."""
 CLI_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Node:
-    """What `garnish nodes --json` says of a service's node."""
+    """A service's node, as `garnish nodes --json` reports it."""
 
     cpu_workers: int
     reason: str
@@ -50,7 +50,7 @@ class Adapters:
         self.of_rank = {rank: [i for i, other in enumerate(ranks) if other == rank] for rank in counts}
         """Numbers of the functions."""
         self.numbers: dict[str, int] = {}
-        """Of the functions, by digest, once they are deployed."""
+        """Function numbers by digest, once deployed."""
 
     def file_bytes(self, rank: int) -> int:
         return (self.paths[self.of_rank[rank][0]] / "adapter_model.safetensors").stat().st_size
@@ -89,7 +89,7 @@ async def _call_once(service: HttpService, functions: Sequence[int]) -> None:
 
 
 class Residency:
-    """Where adapters are on a service's only node. `session` has an operator's key."""
+    """Looks up the tier of adapters on a service's only node. `session` has an operator's key."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, numbers: Mapping[str, int]) -> None:
         """`numbers`: of the functions, by digest."""

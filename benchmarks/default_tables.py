@@ -60,7 +60,7 @@ def _prefill(settings: Row) -> str:
 
 
 def _workers(rows: Sequence[Row]) -> list[str]:
-    """How many CPU workers each service had, and why; what came of part a's calls."""
+    """Renders the number of CPU workers of each service with its reason, and the calls of part a."""
     cells = dict.fromkeys((_service(row), str(row["cpu_workers"]), row["reason"]) for row in rows if "reason" in row)
     lines = [*table(("service", "CPU workers", "reason"), cells), ""] if cells else []
     for row in rows:

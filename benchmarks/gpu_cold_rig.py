@@ -19,7 +19,12 @@ from benchmarks.local_engine import LocalEngine
 from benchmarks.random_model import random_weights, write_adapters, write_base
 from cluster.messages import Adapter, Sampling
 from node_agent.adapter_memory.link import Link
+from node_agent.coldstart.auto_workers import TYPICAL
+from node_agent.coldstart.calibration import Calibration
 from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.handoff_link import HandoffLink
+from node_agent.coldstart.pass_times import CallKind
+from node_agent.coldstart.planner import PLANS
 from node_agent.coldstart.profile import LinkCost
 from node_agent.coldstart.stream import StreamPool
 from node_agent.config import LinkConfig
@@ -40,11 +45,12 @@ class Bench:
     adapters: dict[int, list[Adapter]]
     rng: np.random.Generator
     measured: LinkCost = field(init=False)
+    handoff: LinkCost | None = field(init=False)
 
     def __post_init__(self) -> None:
         profile = self.engine.engine.cold_start.profile
         assert profile is not None
-        self.measured = profile.link
+        self.measured, self.handoff = profile.link, profile.handoff
         self.engine.idle = 0.01
 
     @property
@@ -53,13 +59,23 @@ class Bench:
         return assist.workers if assist is not None and isinstance(assist.workers, StreamPool) else None
 
     def set_rate(self, rate: float | None) -> None:
-        """Bytes per second of all loads together; None: what the link gives."""
-        engine = self.engine.engine
-        engine.store.loader.device_link = Link(None if rate is None else LinkConfig(rate), "device")
-        starts = engine.cold_start
+        """Sets the bytes per second of all loads and handoffs together; None: what the link gives."""
+        engine, starts = self.engine.engine, self.engine.engine.cold_start
+        link = Link(None if rate is None else LinkConfig(rate), "device")
+        engine.store.loader.device_link = link
+        if starts.workers is not None:
+            starts.workers.link = None if rate is None else HandoffLink(link)
         assert starts.profile is not None
-        cost = self.measured if rate is None else LinkCost(self.measured.latency, min(rate, self.measured.bandwidth))
-        starts.profile = msgspec.structs.replace(starts.profile, link=cost)
+        handoff = None if self.handoff is None else _held_to(self.handoff, rate)
+        profile = msgspec.structs.replace(starts.profile, link=_held_to(self.measured, rate), handoff=handoff)
+        starts.use(profile, starts.workers)
+
+    def measure_kind(self, rank: int, tokens: int) -> None:
+        """Measures calls of this rank and length at the rate that is set, as an idle node does: only then does the
+        planner ask workers for such a call."""
+        starts, kind = self.engine.engine.cold_start, CallKind(TYPICAL.projections, rank, tokens)
+        if starts.workers is not None and not starts.times.is_measured(kind):
+            Calibration(self.engine.engine, self.engine.base).measure(kind, PLANS)
 
     def settle(self) -> None:
         """Until all loads have ended: a first token may be there before."""
@@ -110,11 +126,17 @@ class Bench:
         return seconds
 
 
+def _held_to(cost: LinkCost, rate: float | None) -> LinkCost:
+    """Returns the cost of a link that carries no more than `rate` bytes per second."""
+    return cost if rate is None else LinkCost(cost.latency, min(rate, cost.bandwidth))
+
+
 def build(root: Path, shape: str, device: str, ranks: dict[int, int], seed: int, runner: str = "auto") -> Bench:
     """A base of this shape and `ranks[rank]` adapters of each rank, all in host memory."""
     base = write_base(root / shape, shape, seed)
     paths = {rank: write_adapters(root / "adapters", shape, rank, count, seed) for rank, count in ranks.items()}
-    size = sum((path / "adapter_model.safetensors").stat().st_size for group in paths.values() for path in group)
+    sizes = [(path / "adapter_model.safetensors").stat().st_size for group in paths.values() for path in group]
+    size = sum(sizes) + max(sizes)  # room for a measured adapter, which then takes no other's
     size += size // 4 + (64 << 20)  # pages that are not full
     workers = max(1, min(MOST_WORKERS, usable_cores() - 2))
     engine = LocalEngine(

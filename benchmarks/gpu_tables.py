@@ -197,7 +197,7 @@ def _point(row: dict[str, Any]) -> tuple[float, int, int]:
 
 
 def gpu_regret_text(document: Document) -> str:
-    """What the planner's choice loses to the best plan of each point."""
+    """Renders the planner's regret: its choice over the best plan of each point."""
     rows = rows_of(document, "points", "full_ms")
     lost = [row["full_ms"] / min(row[f"{plan}_ms"] for plan in PLANS) - 1 for row in rows]
     text = (

@@ -24,7 +24,7 @@ START_LIMIT = 300.0
 LOG_CHARACTERS = 6000
 """Of each log's end, where the service does not start."""
 COSTS = Path(".garnish", "profiles", "node-1.performance.json")
-"""What a service's node measured of its passes, below the service's root."""
+"""Performance model of a service's node, below the service's root."""
 
 
 class HttpService:

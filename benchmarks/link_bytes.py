@@ -1,4 +1,4 @@
-"""What the link allows CPU-assisted cold starts to gain: computed from bytes and layer times, nothing is measured here.
+"""Bounds of what CPU-assisted cold starts can gain on a link: computed from bytes and layer times.
 
 The model is benchmarks/link_model.py. The layer times of the 7B shape are those of an H100 (gpu_suite.json: the profile
 up to 256 tokens, linear between them; prompts of the base by layers from 512 on); the link rates are assumptions, by
@@ -27,11 +27,11 @@ RANKS, TOKENS = (32, 64, 128, 256), (16, 64, 128, 256, 512, 1024, 2048)
 RATIOS, SETTINGS, SETTING_TOKENS = (0.68, 0.17), {"S1": 32, "S3": 64}, (64, 256)
 """The load : prefill ratios, the ranks of the settings on q, k, v, and their prompts' tokens."""
 RATIO_RANK, RATIO_TOKENS = 64, 256
-"""Of the call that a load : prefill ratio speaks of."""
+"""Rank and prompt length of the call by which a load : prefill ratio is defined."""
 
 
 def border_rows() -> Iterator[dict[str, Any]]:
-    """From how many tokens on assistance moves more bytes to the device than the adapter has."""
+    """Yields the prompt length above which assistance moves more bytes to the device than the adapter has."""
     for shape in SHAPES:
         for targets in TARGETS:
             border = shape.border(targets)

@@ -18,7 +18,7 @@ NOTHING = 1e-3
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one layer moves."""
+    """Bytes that one layer moves."""
 
     weights: float
     """bytes of the adapter, to the device"""

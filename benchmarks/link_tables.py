@@ -14,7 +14,7 @@ SHOWN = (16, 64, 128, 256, 512)
 
 
 def border_table(document: dict[str, Any]) -> str:
-    """From how many tokens on assistance moves more bytes to the device than loading does."""
+    """Renders the prompt length above which assistance moves more bytes to the device than loading does."""
     rows = _part(document, "border")
     ranks = _distinct(rows, "rank")
     halves = (ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :])

@@ -57,10 +57,10 @@ class Answer(Sample):
     state: str = ""
     """where the adapter was: none (on the device), host, disk or absent"""
     plan: str = ""
-    """how it got to the device: none, wait, pipeline or assist"""
+    """cold start plan: none, wait, pipeline or assist"""
     exposed_s: float = 0.0
     forecast_s: float = 0.0
-    """what `exposed_s` was planned to be"""
+    """forecast of `exposed_s`"""
     load_s: float = 0.0
     """0: the adapter was not whole on the device when the request ended"""
     layers_cpu: int = 0

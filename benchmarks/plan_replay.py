@@ -40,7 +40,7 @@ LACKING = {
 @dataclass(frozen=True)
 class Point:
     rate: float | None
-    """of the link, GB/s; None: what it gives"""
+    """link rate in GB/s; None: the slot's full rate"""
     call: Call
 
 

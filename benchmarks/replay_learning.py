@@ -32,7 +32,7 @@ class LearningNode:
     def __init__(self, node: ReplayedNode) -> None:
         self.node = node
         self.forecasts = {(call, plan): node.forecast(call, plan) for call, plan in product(KINDS, PLANS)}
-        """of the plan at its best, by the profile alone; 0: it is not possible"""
+        """forecast of the best plan of each name by the profile alone; 0: not possible"""
         self.assisted_unmeasured = 0
         """assisted calls of kinds that were not measured"""
 

@@ -20,7 +20,7 @@ DTYPES = {
 ALL = 1 << 62
 """More rows and columns than there are."""
 COLUMNS = 32
-"""Of outputs: multiples of it lie at borders of vectors, and of cache lines, whatever dtype and processor."""
+"""Granularity of output columns: its multiples lie at borders of vectors and cache lines for every dtype."""
 
 Operators = dict[torch.dtype, Any]
 """The operator per dtype of the weights."""

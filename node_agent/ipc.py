@@ -80,7 +80,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     cpu_workers: int = 0
     cpu_workers_reason: str = ""
     cpu_workers_ms: dict[str, float] = {}
-    """As in cluster.news.Facts."""
+    """Milliseconds by which their number was decided (cluster.news.Facts)."""
     takes_wants: bool = True
     """As in cluster.news.Facts."""
 

@@ -216,7 +216,7 @@ class ArrivingLora(PassLora, Protocol):
 
     @property
     def hands_over(self) -> bool:
-        """Whether CPU workers add the layers that have not arrived."""
+        """True if CPU workers add the layers that have not arrived."""
 
     def adapts(self, layer: int, group: str) -> bool:
         """Returns whether the adapter has a part in that group of the layer."""

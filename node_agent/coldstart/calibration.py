@@ -22,7 +22,7 @@ from node_agent.coldstart.cold_starts import Way
 from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample
 from node_agent.engine.loop import Engine
 from node_agent.engine.reserves import Callers
-from node_agent.ipc import EngineEvent, Finished, Generated
+from node_agent.ipc import Answer, EngineEvent, Finished, Generated
 
 DIGEST = "calibration"
 """Digests of made-up adapters begin so; no deployed adapter's does, for theirs are SHA-256."""
@@ -51,7 +51,10 @@ class Calibration:
     gives_way: Callable[[], bool] = never
     """Says that the engine is wanted. Asked before each step; a call that is under way is cancelled then."""
     _calls: int = 0
-    _random: random.Random = field(default_factory=lambda: random.Random(0))
+    _random: random.Random = field(default_factory=random.Random)
+    """Draws prompts that no earlier measurement had: the prefix cache would shorten their passes."""
+    _others: list[EngineEvent] = field(default_factory=list)
+    """Events of nobody's measured call, such as answers to an operator's questions."""
 
     def measure(self, kind: CallKind, plans: tuple[str, ...], rounds: int = ROUNDS, calls: int = 1) -> None:
         """Adds `rounds` passes of each plan to the engine's PassTimes, after one of each that does not count: libraries
@@ -108,7 +111,9 @@ class Calibration:
         finally:
             for name in names:
                 self.engine.cancel(name)  # nothing, where it has ended
-            self.engine.take_events()
+            self._others += [e for e in self.engine.take_events() if isinstance(e, Answer)]
+            self.engine.put_back(self._others)
+            self._others = []
         made = starts.latest
         if made is None or (made.name != plan and len(digests) == 1):
             raise Interrupted(f"the call was not served by {plan}")
@@ -141,6 +146,8 @@ class Calibration:
                     if event.reason != "length":
                         raise Interrupted(f"a measured call ended with {event.reason}: {event.error}")
                     ends[event.id] = time.monotonic()
+                elif isinstance(event, Answer):
+                    self._others.append(event)
         return firsts, ends
 
     def _step(self) -> Iterator[EngineEvent]:

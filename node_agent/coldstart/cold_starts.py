@@ -91,18 +91,18 @@ class ColdStarts:
         self.store, self.base, self.way = store, base, way
         self.times = PassTimes()
         self.row_cpu = Correction()
-        """of the workers' time for decode rows"""
+        """Correction of the workers' time for decode rows."""
         self.device = Correction(fade_s=HOST_FADE_S, rate=HOST_RATE)
-        """of the engine's time for layers; 1 on a device with a stream, whose time the engine does not see"""
+        """Correction of the engine's time for layers; 1 on a GPU, whose time the engine does not see."""
         self.link: LearntLink | None = None
         self.unmeasured: dict[CallKind, None] = {}
         """Kinds of calls that workers may help, as far as the profile says, but that were never measured with them."""
         self.unmeasurable: set[CallKind] = set()
         """Kinds of calls that this node has no room to measure: workers never take them."""
         self.learns = True
-        """Whether passes that end are learnt from; not those of a measurement, which keeps its own."""
+        """True while passes that end correct later forecasts; False during a measurement, which records its own."""
         self.assist: Assist | None = None
-        """What cold passes need of the workers; None where there are none."""
+        """Opens the assisted part of cold passes; None without workers."""
         self.use(profile, workers)
         self.decision = WorkersDecision(0, "")
         self.outcomes: deque[Outcome] = deque(maxlen=MOST_OUTCOMES)

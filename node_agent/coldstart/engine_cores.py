@@ -25,7 +25,7 @@ class EngineCores:
         self.fewer = max(1, min(threads, usable_cores() - len(workers)))
         """Torch threads of the engine while workers are armed."""
         self.per_handoff = threads <= CHEAP_CHANGE
-        """Whether cores change hands at each handoff rather than once per stretch of assisted layers."""
+        """True if cores change hands at each handoff, False if once per stretch of assisted layers."""
 
     @property
     def slowdown(self) -> float:

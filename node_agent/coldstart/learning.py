@@ -116,7 +116,7 @@ class Outcome:
     waited: float
     """of `seconds`, for CPU workers"""
     computed: float
-    """of `seconds`, for the layers, waits for CPU workers left out"""
+    """engine time of the layers, without waits for CPU workers"""
     layers_cpu: int
     layers_device: int
     """of the chunk, by where the adapter's part was computed"""

@@ -1,4 +1,4 @@
-"""How long whole cold passes take on this node, by plan: forecasts corrected by passes that were measured."""
+"""Times of whole cold passes on this node, by plan: forecasts corrected by measured passes."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class PassSample(msgspec.Struct, frozen=True, array_like=True):
     kind: CallKind
     plan: str
     forecast: float
-    """of the pass by the profile alone"""
+    """forecast by the profile alone"""
     seconds: float
-    """in fact, from the plan to the end of the chunk"""
+    """measured duration, plan to end of chunk"""
     first: float = 0.0
-    """from the call to its first token; 0: a served call"""
+    """time to first token, from the call; 0 for a served call"""
     answer: float = 0.0
-    """from the call to the end of its answer; 0: a served call, whose answer has another length"""
+    """time to the end of the answer, from the call; 0 for a served call, whose answer has another length"""
     calls: int = 1
     """calls that came at once, each with an adapter of its own; `first` and `answer` are their means then"""
 

@@ -1,4 +1,4 @@
-"""What a CPU LoRA worker computes: scale * x A B of its tokens for every projection of a group, on one core.
+"""Computes a CPU LoRA worker's part: scale * x A B of its tokens for every projection of a group, on one core.
 
 Workers that split the weights compute it in two steps: `shrink` with some rows of A, then `expand` with some columns of
 B.
@@ -32,7 +32,7 @@ LONG_SLICE = 64
 
 
 class Product:
-    """For every layer and group of a host tier's table. Only rows that the table names are read."""
+    """Operators for every layer and group of a host tier's table. Only rows that the table names are read."""
 
     def __init__(self, host: HostView, layout: Layout, compiled: bool = True) -> None:
         """Without `compiled`, or where there is no compiler, torch computes short slices too."""

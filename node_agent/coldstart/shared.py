@@ -36,7 +36,7 @@ MAX_STEPS = 1024
 MAX_SEGMENTS = 16
 """Adapters of one handoff; fewer join a pass."""
 MAX_RANK = 512
-"""As adapters/validate.py: no projection has more."""
+"""Largest rank of a projection, as in adapters/validate.py."""
 MOST_VIEWS = 4096
 """Of the areas that are kept; each takes half a kilobyte."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,11 +70,11 @@ class Command(NamedTuple):
     after_us: int
     """simulated link: microseconds in which the results cross, before the answer is posted"""
     share: int
-    """which of the weights' shares is this worker's"""
+    """index of this worker's share of the weights"""
     shares: int
     """1: it has all weights"""
     tag: int
-    """what the ready flags of this handoff's shares become, and never were"""
+    """value that the ready flags of this handoff's shares get, unique to the handoff"""
 
 
 class Layout(msgspec.Struct, frozen=True):

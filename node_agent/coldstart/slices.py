@@ -1,4 +1,4 @@
-"""How a handoff is cut among workers: its tokens, of all the adapters that it is for, in slices of c each (Toppings,
+"""Cuts a handoff among workers: its tokens, of all the adapters that it is for, in slices of c each (Toppings,
 section 4.2); or the weights, where the tokens are too few for all workers.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 ROUNDING = 1e-9
 """Relative, of sums of shares."""
 MOST_SPLIT_TOKENS = 256
-"""In a handoff whose weights are split: the workers' memory has room for the x A^T of so many."""
+"""Tokens of a handoff whose weights are split, at most: the workers' memory has room for their x A^T."""
 LEAST_SHARE = 1 << 16
 """Elements of A and B that are worth one more worker, of whom each takes the engine some 5 us; set by hand."""
 
@@ -25,7 +25,7 @@ class Segment(NamedTuple):
     slice_tokens: int
     """c: so many of them are work for one worker"""
     elements: int = 0
-    """of the A and B that the tokens are multiplied with; 0: the weights are not to be split"""
+    """elements of A and B; 0: the weights are not split"""
 
 
 def slices_wanted(segments: Sequence[Segment]) -> int:

@@ -33,7 +33,7 @@ from node_agent.coldstart.worker_process import WorkerConfig
 LATE_WAKE_US = 200
 """Microseconds by which a sleep may end late."""
 SHARES_WAIT_NS = 1_000_000
-"""For the other workers' parts of x A^T, beyond three times what the own one took."""
+"""Wait for the other workers' parts of x A^T, in addition to three times the own part's duration."""
 
 
 def load_flags() -> Flags:
@@ -124,7 +124,7 @@ class Worker:
                 product.expand(ys, xa[low:high], host_slot, layer, group, columns)
 
     def _all_ready(self, at: int, command: Command, end_ns: int) -> bool:
-        """Whether all shares' parts of x A^T are there before `end_ns`, monotonic."""
+        """Returns True once all shares' parts of x A^T are there; False at `end_ns`, monotonic."""
         flags, wait = self._memory.ready_flags[at], self._flags.wait
         left = (max(0, end_ns - time.monotonic_ns()) for _ in range(command.shares))
         return all(wait(flags[i], command.tag, ns) for i, ns in enumerate(left))

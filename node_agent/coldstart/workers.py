@@ -82,7 +82,7 @@ class WorkerPool:
 
     @property
     def rests_between_handoffs(self) -> bool:
-        """Whether workers are disarmed as soon as a handoff is answered, for the engine computes on their cores."""
+        """Returns True if workers are disarmed after each handoff, since the engine computes on their cores."""
         return self.engine_cores is not None and self.engine_cores.per_handoff
 
     @property

@@ -198,6 +198,10 @@ class Engine:
         events, self._events = self._events, []
         return [*events, *self.orders.answers()]
 
+    def put_back(self, events: list[EngineEvent]) -> None:
+        """Gives events back that were taken and are somebody else's: the next `take_events` returns them first."""
+        self._events[:0] = events
+
     @property
     def busy(self) -> bool:
         return bool(self.queue or self.running)

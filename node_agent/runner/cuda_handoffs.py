@@ -21,12 +21,12 @@ HANDED_OVER = (("qkv",), tuple(GROUPS))
 """Groups at which a layer is cut. A pass takes the first of these in which all groups are that its adapter adapts."""
 GRAPHS_PER_LAYER = sum(2 * len(groups) + 1 for groups in HANDED_OVER)
 MOST_GRAPHS = 2560
-"""Of all buckets together, for a graph takes memory and some milliseconds of the start. A 7B model's six buckets of
-up to 256 tokens have 2,304; a deeper model's larger buckets have none."""
+"""Graphs of all buckets together, at most: a graph takes memory and some milliseconds of the start. A 7B model's six
+buckets of up to 256 tokens have 2,304; a deeper model's larger buckets have none."""
 
 
 class WalkedBucket(Protocol):
-    """What a HandedLayer needs of the bucket (cuda_prompts.PromptBucket) that it is a layer of."""
+    """Interface of a bucket (cuda_prompts.PromptBucket) to its HandedLayers."""
 
     attended: Attended
     walk: Walk
@@ -86,7 +86,7 @@ class HandedLayer:
         self._rest = stream.capture(partial(self._between, before, None))
 
     def covers(self, lora: ArrivingLora) -> bool:
-        """Whether it is cut wherever the adapter has a part in this layer."""
+        """Returns True if the layer is cut wherever the adapter has a part in it."""
         return all(group in self.groups or not lora.adapts(self.index, group) for group in GROUPS)
 
     def enqueue(self, lora: ArrivingLora, tokens: int) -> None:

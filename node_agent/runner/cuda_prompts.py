@@ -67,7 +67,7 @@ class PromptBucket:
         self.attended = Attended(self.fields.positions, self.fields.slots, None, chunks, None)
         self._stretches: dict[bool, list[Work]] = {}
         self.handed: list[list[HandedLayer]] = []
-        """by layer, one for each of HANDED_OVER; empty before `capture_handed`"""
+        """captured pieces by layer, one for each of HANDED_OVER; empty before `capture_handed`"""
 
     def fits(self, batch: StepBatch) -> bool:
         """Whether the batch is one for this bucket, which is free and does not compute a multiple of its tokens."""

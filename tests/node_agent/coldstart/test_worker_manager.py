@@ -15,6 +15,7 @@ from node_agent.coldstart.pass_times import KEPT, ROUNDS, CallKind, PassSample, 
 from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
+from node_agent.ipc import ListAdapters
 
 LINK = LinkConfig(3e6)
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
@@ -148,3 +149,24 @@ def test_workers_are_judged_again_when_the_link_has_changed(
     monkeypatch.setattr(worker_manager, "judge_link", lambda *_: worker_manager.WorkersDecision(0, "little to gain"))
     assert manager.work(never)
     assert engine.engine.assist is None and starts.decision.reason == "little to gain"
+
+
+@needs_core
+def test_every_measured_pass_has_all_of_its_tokens(make_engine: MakeEngine) -> None:
+    """The prefix cache knows no part of a prompt that another measurement drew."""
+    engine = make_engine(
+        cpu_workers=1, load_link=LINK, adapter_memory=4 << 20, host_memory=16 << 20, prefix_cache="auto"
+    )
+    for _ in range(3):
+        Calibration(engine.engine, engine.base).run(TYPICAL, "pipeline")
+        assert engine.engine.cold_start.outcomes[-1].tokens == TYPICAL.tokens
+    engine.assert_clean()
+
+
+@needs_core
+def test_answers_to_an_operator_survive_a_measurement(linked: LocalEngine) -> None:
+    """They were asked before it, and come while it goes on."""
+    linked.engine.orders.take(ListAdapters("asked"))
+    Calibration(linked.engine, linked.base).run(TYPICAL, "wait")
+    linked.book()
+    assert linked.answers["asked"].id == "asked"
