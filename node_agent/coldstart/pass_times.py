@@ -14,6 +14,8 @@ from node_agent.adapter_memory.layout import AdapterLayout
 
 ROUNDS = 3
 """Passes of each plan that a kind of call needs before CPU workers take one."""
+SHORTEST_S, LONGEST_S = 1e-6, 1e3
+"""Bounds of a pass's duration and of its forecast, in seconds: samples outside of them say nothing."""
 KEPT = 8
 """Latest passes that are kept of each plan and kind of call."""
 LEAST_SPREAD = 0.02
@@ -88,14 +90,14 @@ class PassTimes:
         return (*alone, *(sample for each in self._bursts.values() for sample in each))
 
     def add(self, sample: PassSample) -> None:
-        """Adds a pass. Ignores one that took no time or was forecast to."""
-        if not 0 < sample.seconds < 1e3:
+        """Adds a pass. Ignores one whose duration or forecast lies outside of SHORTEST_S to LONGEST_S."""
+        if not SHORTEST_S < sample.seconds < LONGEST_S:
             return
         if sample.calls > 1:
             before = self._bursts.get((sample.kind, sample.plan), [])
             self._bursts[sample.kind, sample.plan] = [*before, sample][-KEPT:]
             return
-        if not 0 < sample.forecast < 1e3:
+        if not SHORTEST_S < sample.forecast < LONGEST_S:
             return
         plans = self._samples.pop(sample.kind, {})
         plans[sample.plan] = [*plans.get(sample.plan, ()), sample][-KEPT:]

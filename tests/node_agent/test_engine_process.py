@@ -100,7 +100,7 @@ def test_an_api_process_that_goes_amid_a_pass_leaves_nothing(
 
 
 def test_another_decision_on_cpu_workers_is_told_once(make_engine: MakeEngine, tmp_path: Path, wake: WakeUp) -> None:
-    """Loads that are four times as fast as measured have the link judged again while the engine is idle."""
+    """Loads that take 1.6 times as long as measured have the link judged again while the engine is idle."""
     engine = make_engine(cpu_workers=None)
     link = engine.engine.cold_start.link
     assert link is not None
@@ -112,12 +112,11 @@ def test_another_decision_on_cpu_workers_is_told_once(make_engine: MakeEngine, t
         before = ready_message(engine.engine, engine.base)
         loop = Loop(engine.engine, before, wake, lambda: False)
         for _ in range(8):
-            link.learn(int(0.02 * 4 * link.profile.bandwidth), 0.02)
+            link.learn(int(0.02 * link.profile.bandwidth / 1.6), 0.02)
         loop._active_at -= 2 * QUIET_S
         assert loop._measure(channel, selector)
         (told,) = [event for event in received(peer) if isinstance(event, Ready)]
-        assert told.cpu_workers_ms["exposed"] < before.cpu_workers_ms["exposed"]
-        assert told.cpu_workers_reason != before.cpu_workers_reason
+        assert told.cpu_workers_ms["exposed"] > before.cpu_workers_ms["exposed"]
         assert told == ready_message(engine.engine, engine.base) == loop.ready
         loop._send_decision(channel)
         assert not received(peer)

@@ -290,7 +290,7 @@ def test_the_check_before_use(case: HostCase) -> None:
 
     with streaming(case) as pool:
         pool.check()
-        cost = measure_handoff(pool, 1)
+        cost = measure_handoff(pool, CPU, 1)
         assert cost.latency >= 0 and cost.bandwidth > 0
         pool.kernels = Wrong()
         with pytest.raises(BrokenHandoff, match="did not reach the CPU workers as they were"):
