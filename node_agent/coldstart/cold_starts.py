@@ -96,7 +96,7 @@ class ColdStarts:
         """Correction of the engine's time for layers; 1 on a GPU, whose time the engine does not see."""
         self.link: LearntLink | None = None
         self.unmeasured: dict[CallKind, None] = {}
-        """Kinds of calls that workers may help, as far as the profile says, but that were never measured with them."""
+        """Kinds of calls that workers may help, by the profile or by few measured passes: to be measured while idle."""
         self.unmeasurable: set[CallKind] = set()
         """Kinds of calls that this node has no room to measure: workers never take them."""
         self.learns = True
@@ -140,6 +140,8 @@ class ColdStarts:
             costs = replace(costs, decode=self._decode_costs(lease, costs, contention.decodes, self.profile))
         kind = kind_of(self.store.layout(lease), n_tokens)
         choice = choose(costs, self._allowed(kind, costs), partial(self.times.bounds, kind))
+        if choice.undecided and self.times.may_narrow(kind, "assist"):
+            self._note_unmeasured(kind)
         if choice.name != "wait":
             self.store.set_order(lease, choice.order(self.base.num_layers))
         joins = costs.decode is not None and np.isfinite(costs.decode.longer)
@@ -167,10 +169,14 @@ class ColdStarts:
             return plain or PLAIN
         if not plain or self.times.is_measured(kind):
             return self.way.plans if plain or np.isfinite(costs.cpu).any() else PLAIN
-        known = kind in self.unmeasured or kind in self.unmeasurable
-        if not known and len(self.unmeasured) < MAX_UNMEASURED and choose(costs).name == "assist":
-            self.unmeasured[kind] = None
+        if choose(costs).name == "assist":
+            self._note_unmeasured(kind)
         return plain
+
+    def _note_unmeasured(self, kind: CallKind) -> None:
+        """Has passes of this kind measured when the node is idle."""
+        if kind not in self.unmeasurable and len(self.unmeasured) < MAX_UNMEASURED:
+            self.unmeasured.setdefault(kind)
 
     def _alone_seconds(self, costs: ChunkCosts, name: str, assisted: int) -> float:
         """Returns the forecast by the profile alone of a chunk that has engine and link for itself; 0 where it does

@@ -16,7 +16,7 @@ ROUNDS = 3
 """Passes of each plan that a kind of call needs before CPU workers take one."""
 SHORTEST_S, LONGEST_S = 1e-6, 1e3
 """Bounds of a pass's duration and of its forecast, in seconds: samples outside of them say nothing."""
-KEPT = 8
+KEPT = 24
 """Latest passes that are kept of each plan and kind of call."""
 LEAST_SPREAD = 0.02
 """Relative distance of the bounds from the most likely value, at least: no two passes take equally long."""
@@ -120,6 +120,10 @@ class PassTimes:
     def burst(self, kind: CallKind, plan: str) -> list[PassSample]:
         """Returns the samples of several calls of this kind at once."""
         return list(self._bursts.get((kind, plan), ()))
+
+    def may_narrow(self, kind: CallKind, plan: str) -> bool:
+        """Returns whether further passes narrow the bounds: fewer than KEPT are known."""
+        return len(self.of(kind, plan)) < KEPT
 
     def is_measured(self, kind: CallKind, plans: Sequence[str] = ("pipeline", "assist")) -> bool:
         """Returns whether ROUNDS passes of each of the plans are known for this kind of call."""

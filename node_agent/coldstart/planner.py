@@ -15,7 +15,7 @@ others loses.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -101,6 +101,8 @@ class Choice:
     """forecast of the time beyond a warm chunk's, those ahead of it included"""
     loaded: float = 0.0
     """forecast of the time at which the whole adapter is on the device"""
+    undecided: bool = False
+    """whether `assist` is likely to be better, but too few passes were measured to be certain"""
 
     def order(self, layers: int) -> list[int]:
         """The order in which the layers are to be loaded."""
@@ -180,10 +182,10 @@ def choose(costs: ChunkCosts, allowed: tuple[str, ...] = PLANS, bounds: Bounds =
     assist = plans.best(["assist"]) if "assist" in allowed else None
     if plain is None and assist is None:
         raise ValueError(f"none of {allowed} is possible here")
-    if plain is None or (assist is not None and plans.replaces(assist, plain)):
-        assert assist is not None
+    if assist is not None and (plain is None or plans.replaces(assist, plain)):
         return plans.choice(assist)
-    return plans.choice(plain)
+    assert plain is not None
+    return replace(plans.choice(plain), undecided=assist is not None and plans.may_replace(assist, plain))
 
 
 class _Plans:
@@ -216,10 +218,16 @@ class _Plans:
     def replaces(self, assist: int, plain: int) -> bool:
         """Returns whether an assisted plan is certain to have the first token sooner, and costs all requests together
         no time; where there are others, whom it holds up, it must gain some."""
-        close = NOT_WORTH * self._warm
-        sooner = self._high[assist] + close < self._low[plain]
+        return self._is_sooner(self._high[assist], self._low[plain]) and self.may_replace(assist, plain)
+
+    def may_replace(self, assist: int, plain: int) -> bool:
+        """Returns the same as `replaces`, by the most likely times alone."""
         gain = self._together[plain] - self._together[assist]
-        return bool(sooner and gain >= (close if self._costs.others else 0.0))
+        least = NOT_WORTH * self._warm if self._costs.others else 0.0
+        return self._is_sooner(self._ends[assist], self._ends[plain]) and bool(gain >= least)
+
+    def _is_sooner(self, assist: float, plain: float) -> bool:
+        return bool(assist + NOT_WORTH * self._warm < plain)
 
     def choice(self, at: int) -> Choice:
         name = PLANS[min(at, 2)]

@@ -28,7 +28,7 @@ from node_agent.coldstart.auto_workers import (
 from node_agent.coldstart.calibration import Calibration, Interrupted, never
 from node_agent.coldstart.cold_starts import WorkersDecision
 from node_agent.coldstart.measure import SHORT, crosses_link, measure, measure_cpu, measure_handoff, measure_layers
-from node_agent.coldstart.pass_times import KEPT, CallKind
+from node_agent.coldstart.pass_times import ROUNDS, CallKind
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, check, read_profile
 from node_agent.coldstart.setup import check_handoff, make_pool, profile_key
 from node_agent.coldstart.stream import StreamPool
@@ -49,8 +49,8 @@ RETRY_S = 30.0
 """Seconds between two tries to measure while idle, of which the first was interrupted."""
 ABOUT_AS_FAST = 1.05
 """Factor within which fewer workers count as fast as more."""
-DECISION_ROUNDS = KEPT
-"""Calls of each plan that decide whether there are workers."""
+DECISION_ROUNDS = 8
+"""Calls of each plan that decide whether there are workers, or narrow the bounds of a kind of call."""
 BURST_ROUNDS = 3
 """Bursts of calls of each plan that decide likewise."""
 ALL_PLANS = ("wait", *PLANS)
@@ -268,12 +268,14 @@ class WorkerManager:
             return False
 
     def _measure_kind(self, kind: CallKind, gives_way: Callable[[], bool]) -> None:
-        """Measures calls of a kind that callers made, so that later ones may be assisted. A kind that can't be measured
-        here is not tried again; one that was interrupted is, after the others."""
-        unmeasured = self.starts.unmeasured
+        """Measures calls of a kind that callers made, so that later ones may be assisted; more calls where it was
+        measured before. A kind that can't be measured here is not tried again; one that was interrupted is, after the
+        others."""
+        unmeasured, times = self.starts.unmeasured, self.starts.times
         del unmeasured[kind]
+        rounds = DECISION_ROUNDS if times.is_measured(kind, ALL_PLANS) else ROUNDS
         try:
-            Calibration(self.engine, self.base, gives_way).measure(kind, ALL_PLANS)
+            Calibration(self.engine, self.base, gives_way).measure(kind, ALL_PLANS, rounds)
         except Interrupted as interrupted:
             log.info("cold calls were not measured", extra={"kind": str(kind), "reason": str(interrupted)})
             self._retry_at = time.monotonic() + RETRY_S

@@ -11,7 +11,7 @@ from benchmarks.peft_reference import ALL_TARGETS, make_adapter
 from node_agent.coldstart import worker_manager
 from node_agent.coldstart.auto_workers import TYPICAL
 from node_agent.coldstart.calibration import ANSWER, Calibration, Interrupted, never
-from node_agent.coldstart.pass_times import KEPT, ROUNDS, CallKind, PassSample, kind_of
+from node_agent.coldstart.pass_times import KEPT, ROUNDS, CallKind, PassSample, PassTimes, kind_of
 from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
@@ -75,6 +75,40 @@ def test_workers_take_a_kind_of_call_once_it_was_measured(
     assert layers_cpu() > 0
     linked.assert_clean()
     assert set(linked.engine.store.device) <= {adapter.digest}, "what was lent is back"
+
+
+@needs_core
+def test_a_kind_whose_bounds_overlap_is_measured_further(
+    linked: LocalEngine, tmp_path: Path, stories_dir: Path
+) -> None:
+    """A cold call notes it, up to KEPT passes; it stays without workers meanwhile."""
+    directory = make_adapter(stories_dir, tmp_path / "b", 5, r=64, lora_alpha=16, target_modules=ALL_TARGETS)
+    adapter, starts, kind = linked.deploy(directory), linked.engine.cold_start, CallKind(tuple(range(7)), 64, 32)
+    prompts = iter(range(1, 9))
+
+    def known(count: int) -> None:
+        starts.times = PassTimes()
+        for plan, middle in (("pipeline", 1.0), ("assist", 0.9)):
+            for number in range(count):
+                starts.times.add(PassSample(kind, plan, 0.1, 0.1 * middle * (1.9 if number % 2 else 0.1)))
+
+    def called() -> bool:
+        starts.unmeasured.clear()
+        linked.engine.store.discard(adapter.digest)
+        linked.submit([next(prompts), *range(50, 80)], 1, adapter, ignore_eos=True)
+        linked.run()
+        assert starts.latest is not None and starts.latest.name != "assist"
+        return kind in starts.unmeasured
+
+    linked.submit([1, 2], 1, adapter)
+    linked.run()
+    known(KEPT)
+    assert not called()
+    known(8)
+    assert called()
+    assert idle(linked) > 0
+    assert len(starts.times.of(kind, "assist")) > 8 and kind not in starts.unmeasured
+    linked.assert_clean()
 
 
 @needs_core
