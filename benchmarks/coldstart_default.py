@@ -5,8 +5,9 @@ alone, `node.cold_start`: `full` does not set it, `pipeline` and `assist` set it
 files set the same `node.adapter_memory`, smaller than the default. What is called lies in the host memory of every node
 and on no device, as the nodes say before each call. `cached` has the file of `full`; each of its adapters is called
 before its call is timed. The services of one ratio run side by side. Each measures its link and workers while the
-others are idle, and has the costs of its passes from the service without simulation, which starts first. Every call
-goes to all services, in an order that is drawn each time; ratios are of such pairs. Prompts are drawn token ids;
+others are idle, and has the costs of its passes from the service without simulation, which starts first. Before the
+timed calls there are rounds of calls after which all nodes measure what they want to while no service is called. Every
+call goes to all services, in an order that is drawn each time; ratios are of such pairs. Prompts are drawn token ids;
 answers are greedy and have 12 tokens.
 
 Parts:
@@ -72,6 +73,8 @@ RATIOS = (0.68, 0.17)
 
 @dataclass(frozen=True)
 class Sizes:
+    warm_rounds: int = 3
+    """Rounds before the timed ones, from which nodes learn which kinds of calls to measure while they are idle."""
     rounds: int = 100
     burst_rounds: int = 25
     alternations: int = 20
@@ -91,7 +94,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    2, 1, 2, (Column("S3", 64, 16),), Column("S3", 64, 16), (2,), ("full", "pipeline"), ((64, 8),), 2, 4, 2, 8, True
+    0, 2, 1, 2, (Column("S3", 64, 16),), Column("S3", 64, 16), (2,), ("full", "pipeline"), ((64, 8),), 2, 4, 2, 8, True
 )
 
 
@@ -202,7 +205,13 @@ class Study:
         cells: dict[tuple[str, Column, int], list[str]] = {(way, *each): [] for each in columns for way in services}
         ended = 0
         async for found in rounds(
-            services, self._adapters.numbers, columns, draw, count=count, tokens=self._sizes.tokens
+            services,
+            self._adapters.numbers,
+            columns,
+            draw,
+            warm=self._sizes.warm_rounds,
+            count=count,
+            tokens=self._sizes.tokens,
         ):
             for way, column, at_once, calls in found:
                 cells[way, column, at_once] += [call.text() for call in calls]

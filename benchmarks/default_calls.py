@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import astuple, dataclass, fields
 from typing import Any, get_type_hints
 
-from benchmarks.default_service import Residency
+from benchmarks.default_service import Residency, until_idle
 from benchmarks.http_service import HttpService
 from benchmarks.load import Planned, closed_loop, open_session
 from benchmarks.many_cells import check
@@ -102,10 +102,12 @@ async def rounds(
     columns: Sequence[tuple[Column, int]],
     draw: Draw,
     *,
+    warm: int,
     count: int,
     tokens: int,
 ) -> AsyncIterator[list[tuple[str, Column, int, list[Kept]]]]:
-    """Yields the calls of `count` rounds, each as (way, column, calls at once, calls); one more goes before them.
+    """Yields the calls of `count` rounds, each as (way, column, calls at once, calls). `warm` more go before them;
+    after each of these all services are left alone until their nodes have measured what they want to.
 
     In a round each of `columns`, with so many calls at once, is called on all services, in a drawn order, with the same
     prompts and the same adapters, which are in the host memory of every node. Answers have `tokens`. `numbers`: of the
@@ -121,7 +123,7 @@ async def rounds(
             for way, service in services.items()
             if way != CACHED
         ]
-        for number in range(-1, count):
+        for number in range(-warm, count):
             found = []
             for column, at_once in draw.shuffled(columns):
                 cold = set.intersection(*[await node.in_host() for node in nodes])
@@ -133,6 +135,8 @@ async def rounds(
                     found.append((way, column, at_once, [keep(number, answer) for answer in answers]))
             if number >= 0:
                 yield found
+            else:
+                await until_idle(services.values())
 
 
 async def _bring(call: Caller, planned: Sequence[Planned], draw: Draw) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from adapters.base_model import load_base_model
 from benchmarks.cold_rig import make_adapters
 from benchmarks.http_service import HttpService
 from benchmarks.load import Planned, closed_loop, open_session
-from benchmarks.many_cells import check, until_measured
+from benchmarks.many_cells import check, processes, until_measured
 from benchmarks.many_load import Caller
 from garnish.client import Client
 
@@ -28,6 +29,11 @@ FILE_ITEM_BYTES = 2
 FIRST_TOKENS = 8
 """Length of the prompt of each adapter's first call, which brings it to host memory."""
 CLI_SECONDS = 60
+CHECK_S, IDLE_SHARE = 5.0, 0.25
+"""Seconds between two looks at a service's processor time, and the share of a core below which it is idle."""
+QUIET_S = 40.0
+"""Seconds for which services must be idle: a node that was interrupted measures again after 30."""
+IDLE_LIMIT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,23 @@ def running(
         if not quick:
             asyncio.run(until_measured(service))
         yield service
+
+
+async def until_idle(services: Iterable[HttpService]) -> None:
+    """Waits until no service has computed anything for QUIET_S: then no node measures any more. Raises TimeoutError."""
+    pids, quiet = [service.pid for service in services], 0.0
+    until, before = time.monotonic() + IDLE_LIMIT_S, _processor_seconds(pids)
+    while quiet < QUIET_S:
+        if time.monotonic() > until:
+            raise TimeoutError(f"some node still computes after {IDLE_LIMIT_S:.0f} s without calls")
+        await asyncio.sleep(CHECK_S)
+        now = _processor_seconds(pids)
+        idle = all(late - early < IDLE_SHARE * CHECK_S for early, late in zip(before, now, strict=True))
+        quiet, before = (quiet + CHECK_S if idle else 0.0), now
+
+
+def _processor_seconds(pids: Iterable[int]) -> list[float]:
+    return [sum(seconds for seconds, _ in processes(pid).values()) for pid in pids]
 
 
 async def _call_once(service: HttpService, functions: Sequence[int]) -> None:
