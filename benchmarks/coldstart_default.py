@@ -75,10 +75,10 @@ RATIOS = (0.68, 0.17)
 class Sizes:
     warm_rounds: int = 3
     """Rounds before the timed ones, from which nodes learn which kinds of calls to measure while they are idle."""
-    rounds: int = 100
+    rounds: int = 50
     burst_rounds: int = 25
     alternations: int = 20
-    columns: tuple[Column, ...] = (Column("S1", 32, 64), S3, Column("S3", 64, 256))
+    columns: tuple[Column, ...] = (Column("S1", 32, 64), Column("S3", 64, 16), S3, Column("S3", 64, 256))
     burst_column: Column = S3
     bursts: tuple[int, ...] = (1, 4, 8)
     ways: tuple[str, ...] = tuple(WAYS)

@@ -19,6 +19,9 @@ from node_agent.types import GROUPS
 
 TYPICAL = CallKind(GROUPS["qkv"], 64, 64)
 """The call that is judged: a large adapter and a short prompt, which hides little of its load."""
+SHORT_PROMPT = CallKind(GROUPS["qkv"], 64, 16)
+"""The call that is judged likewise: a question of a line, whose results have a quarter of the bytes."""
+JUDGED = (TYPICAL, SHORT_PROMPT)
 PLANS = ("pipeline", "assist")
 """Plans that are measured for a decision."""
 MIN_GAIN = 0.1
@@ -66,37 +69,39 @@ def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, load
 
 
 def judge_calls(times: PassTimes, count: int, link: WorkersDecision) -> WorkersDecision:
-    """Returns `count` workers where measured typical calls, alone or several at once, have their first tokens MIN_GAIN
-    sooner with them and end their answers no later; else 0. `link`: the decision by the link alone."""
-    alone = _Comparison.of("one call", {plan: times.of(TYPICAL, plan) for plan in PLANS})
-    burst = _Comparison.of("calls at once", {plan: times.burst(TYPICAL, plan) for plan in PLANS})
-    found = [comparison for comparison in (alone, burst) if comparison is not None]
+    """Returns `count` workers where measured calls of a judged kind, alone or several at once, have their first tokens
+    MIN_GAIN sooner with them and end their answers no later; else 0. `link`: the decision by the link alone."""
+    alone = [_Comparison.of(kind, {plan: times.of(kind, plan) for plan in PLANS}) for kind in JUDGED]
+    burst = [_Comparison.of(kind, {plan: times.burst(kind, plan) for plan in PLANS}) for kind in JUDGED]
+    found = [comparison for comparison in alone + burst if comparison is not None]
     if not found:
         return WorkersDecision(0, f"no call could be measured with them; {link.reason}", link.figures)
     gains = any(comparison.gains for comparison in found)
     measured = "; ".join(comparison.shown(count) for comparison in found)
-    reason = f"{'they gain' if gains else 'they gain too little'}; measured {TYPICAL}, {measured}; {link.reason}"
+    reason = f"{'they gain' if gains else 'they gain too little'}; measured {measured}; {link.reason}"
     figures = tuple(figure for comparison in found for figure in comparison.figures)
     return WorkersDecision(count if gains else 0, reason, (*link.figures, *figures))
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Measured typical calls without and with workers: medians in milliseconds."""
+    """Measured calls of one kind without and with workers: medians in milliseconds."""
 
-    what: str
+    kind: CallKind
+    calls: int
+    """calls at once"""
     first: dict[str, float]
     answer: dict[str, float]
 
     @classmethod
-    def of(cls, what: str, samples: dict[str, list[PassSample]]) -> _Comparison | None:
+    def of(cls, kind: CallKind, samples: dict[str, list[PassSample]]) -> _Comparison | None:
+        """Returns None where there are no samples of some plan."""
         measured = {plan: [sample for sample in each if sample.answer] for plan, each in samples.items()}
         if not all(measured.values()):
             return None
         first = {plan: 1e3 * median(s.first for s in each) for plan, each in measured.items()}
         answer = {plan: 1e3 * median(s.answer for s in each) for plan, each in measured.items()}
-        calls = next(iter(measured.values()))[0].calls
-        return cls(what if calls == 1 else f"{calls} {what}", first, answer)
+        return cls(kind, next(iter(measured.values()))[0].calls, first, answer)
 
     @property
     def gains(self) -> bool:
@@ -105,12 +110,14 @@ class _Comparison:
 
     def shown(self, count: int) -> str:
         first, answer = self.first, self.answer
-        text = f"{self.what}: first token {first['assist']:.1f} ms with {count} workers, {first['pipeline']:.1f} ms "
-        return text + f"without; 12-token answer {answer['assist']:.1f} ms and {answer['pipeline']:.1f} ms"
+        what = "one call" if self.calls == 1 else f"{self.calls} calls at once"
+        text = f"{self.kind}, {what}: first token {first['assist']:.1f} ms with {count} workers, "
+        text += f"{first['pipeline']:.1f} ms without; 12-token answer {answer['assist']:.1f} ms and "
+        return text + f"{answer['pipeline']:.1f} ms"
 
     @property
     def figures(self) -> list[tuple[str, float]]:
-        tail = "" if self.what == "one call" else "_burst"
+        tail = ("_short" if self.kind == SHORT_PROMPT else "") + ("" if self.calls == 1 else "_burst")
         return [
             (f"{name}_{plan}{tail}", of[plan])
             for name, of in (("first_token", self.first), ("answer", self.answer))

@@ -17,8 +17,10 @@ from adapters.base_model import BaseModel
 from cluster.json_file import write_json
 from kernels.handoff import UnsupportedMachine
 from node_agent.coldstart.auto_workers import (
+    JUDGED,
     MAX_WORKERS,
     PLANS,
+    SHORT_PROMPT,
     TYPICAL,
     candidate_counts,
     judge_calls,
@@ -125,7 +127,7 @@ class WorkerManager:
         cores = len(self._cores(MAX_WORKERS))
         if link.count and not cores:
             return WorkersDecision(0, f"this host has one core, which the engine needs; {link.reason}", link.figures)
-        if link.count and profile.key.workers and starts.times.is_measured(TYPICAL, PLANS):
+        if link.count and profile.key.workers and self._is_judged():
             return judge_calls(starts.times, min(profile.key.workers, cores), link)
         return WorkersDecision(min(link.count, cores), link.reason, link.figures)
 
@@ -147,12 +149,12 @@ class WorkerManager:
         if workers is None:
             return
         if self.config.cpu_workers is not None:
-            starts.unmeasured[TYPICAL] = None
+            starts.unmeasured |= dict.fromkeys(JUDGED)
             return
         link = WorkersDecision(starts.decision.count, starts.decision.reason, starts.decision.figures)
         calibration = Calibration(self.engine, self.base, gives_way)
         try:
-            if not starts.times.is_measured(TYPICAL, PLANS):
+            if not self._is_judged():
                 self._choose_count(calibration, workers)
         except Interrupted as interrupted:
             if gives_way is not never:
@@ -162,6 +164,9 @@ class WorkerManager:
             starts.decision = judge_calls(starts.times, starts.workers.limit, link)
             if not starts.decision.count:
                 self._end_workers()
+
+    def _is_judged(self) -> bool:
+        return all(self.starts.times.is_measured(kind, PLANS) for kind in JUDGED)
 
     def _choose_count(self, calibration: Calibration, workers: WorkerPool) -> None:
         """Measures typical calls with 1, 2, 4, ... workers, and keeps the smallest number whose first token comes about
@@ -173,6 +178,7 @@ class WorkerManager:
                 times.forget("assist")
                 self._keep_only(best, workers)
                 calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
+            calibration.measure(SHORT_PROMPT, PLANS, DECISION_ROUNDS)
         except BaseException:
             times.forget("assist")
             workers.limit = workers.layout.workers

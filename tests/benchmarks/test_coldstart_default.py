@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import default_calls, default_service
 from benchmarks.coldstart_default import _before
 from benchmarks.default_calls import KEPT, Column, Draw, Kept, kept, rounds
 from benchmarks.default_figures import calls_of, figures_of, refused
@@ -179,8 +185,14 @@ def test_cold_adapters_are_called_in_turn_by_rank() -> None:
     assert all(100 <= token < 1000 for token in planned.prompt if isinstance(token, int))
 
 
-def test_all_services_get_the_same_calls() -> None:
+def test_all_services_get_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripted service has an adapter on the device from its first call on, and counts three tokens in a prompt."""
+    rests: list[int] = []
+
+    async def rested(services: Iterable[object]) -> None:
+        rests.append(len(list(services)))
+
+    monkeypatch.setattr(default_calls, "until_idle", rested)
 
     async def scenario() -> None:
         async with scripted_service() as (service, cold), scripted_service() as (_, warm):
@@ -189,8 +201,8 @@ def test_all_services_get_the_same_calls() -> None:
             numbers = {f"a{i}": i for i in range(40)}
             service.here = {"a3", "a4"}
             columns = [(Column("S3", 64, 3), 1), (Column("S1", 64, 3), 4)]
-            found = [each async for each in rounds(services, numbers, columns, draw, count=5, tokens=2)]
-            assert len(found) == 5
+            found = [each async for each in rounds(services, numbers, columns, draw, warm=2, count=5, tokens=2)]
+            assert len(found) == 5 and rests == [2, 2]
             by_way: dict[str, set[Any]] = {"full": set(), "cached": set()}
             for number, cells in enumerate(found):
                 assert len(cells) == 4
@@ -202,10 +214,26 @@ def test_all_services_get_the_same_calls() -> None:
             assert by_way["full"] == by_way["cached"]
             called = {number for key in by_way["full"] for number in key[2:]}
             assert len(called) == 25 and called.isdisjoint({3, 4}), "none that was on the device"
+            wrong = [(Column("S3", 64, 4), 1)]
             with pytest.raises(RuntimeError, match="of a prompt of 4 tokens"):
-                await anext(aiter(rounds(services, numbers, [(Column("S3", 64, 4), 1)], draw, count=1, tokens=2)))
+                await anext(aiter(rounds(services, numbers, wrong, draw, warm=0, count=1, tokens=2)))
 
     asyncio.run(scenario())
+
+
+def test_services_are_left_alone_while_a_process_of_one_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("CHECK_S", 0.1), ("QUIET_S", 0.3), ("IDLE_LIMIT_S", 1.0)):
+        monkeypatch.setattr(default_service, name, seconds)
+    child = f"{sys.executable} -c 'while True: pass'"
+    with subprocess.Popen(["sh", "-c", f"{child} & echo $!; wait"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        with pytest.raises(TimeoutError, match="still computes"):
+            asyncio.run(default_service.until_idle([process]))  # type: ignore[list-item]
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(default_service, "IDLE_LIMIT_S", 60.0)
+        asyncio.run(default_service.until_idle([process]))  # type: ignore[list-item]
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_run_goes_on_only_with_its_own_report(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from node_agent.coldstart.auto_workers import (
     MAX_WORKERS,
     MIN_GAIN,
     SAME_ANSWER,
+    SHORT_PROMPT,
     TYPICAL,
     candidate_counts,
     exposed_seconds,
@@ -104,6 +105,17 @@ def test_measured_calls_decide(first: float, answer: float, gains: bool) -> None
     figures = dict(decision.figures)
     assert figures["first_token_pipeline"] == pytest.approx(1e3) and figures["warm"] == 3.0
     assert figures["answer_assist"] == pytest.approx(2e3 * answer)
+
+
+def test_workers_that_gain_for_short_prompts_alone_are_kept() -> None:
+    short = [
+        msgspec.structs.replace(s, kind=SHORT_PROMPT) for s in calls(0.5, 1.0, "pipeline") + calls(0.4, 0.9, "assist")
+    ]
+    times = PassTimes([*calls(1.0, 2.0, "pipeline"), *calls(0.95, 2.0, "assist"), *short])
+    decision = judge_calls(times, 2, WorkersDecision(MAX_WORKERS, "by the link"))
+    assert decision.count == 2 and f"{SHORT_PROMPT}, one call: first token 400.0 ms with 2" in decision.reason
+    assert dict(decision.figures)["first_token_assist_short"] == pytest.approx(400)
+    assert dict(decision.figures)["first_token_assist"] == pytest.approx(950)
 
 
 def test_calls_that_could_not_be_measured_start_none() -> None:
