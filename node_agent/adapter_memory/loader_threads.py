@@ -103,6 +103,7 @@ class LoaderThreads:
         os.sched_setaffinity(0, self._cores)
         # Of this thread alone. Had each loader a team of OpenMP threads, there would be more of them than cores, and
         # then the engine's own ones sleep between two products instead of polling for the next.
+        torch.get_num_threads()  # or a thread's first product would take over the number that another thread set last
         torch.set_num_threads(1)
         while work := self._next():
             work()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.integrity import check_memory
@@ -49,6 +50,23 @@ class Steps:
         self.done.append(self.name)
         if not self.left:
             self.ended.set()
+
+
+def test_a_loader_keeps_one_torch_thread_whatever_the_engine_sets() -> None:
+    """The engine changes its own number of threads, for CPU workers, between a loader's start and its first copy."""
+    threads, seen, before = LoaderThreads("test", 1), list[int](), torch.get_num_threads()
+    try:
+        for work in (lambda: None, lambda: seen.append(torch.get_num_threads())):
+            ended = threading.Event()
+            job = Steps("job", 1, [], ended)
+            job._work = lambda work=work, ended=ended: (work(), ended.set())  # type: ignore[assignment, method-assign]
+            threads.add(job)
+            assert ended.wait(30)
+            torch.set_num_threads(2)
+        assert seen == [1]
+    finally:
+        torch.set_num_threads(before)
+        threads.close(wait=True)
 
 
 def test_jobs_are_served_in_turn() -> None:
