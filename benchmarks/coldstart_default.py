@@ -5,9 +5,9 @@ alone, `node.cold_start`: `full` does not set it, `pipeline` and `assist` set it
 files set the same `node.adapter_memory`, smaller than the default. What is called lies in the host memory of every node
 and on no device, as the nodes say before each call. `cached` has the file of `full`; each of its adapters is called
 before its call is timed. The services of one ratio run side by side. Each measures its link and workers while the
-others are idle, and has the costs of its passes from the service without simulation, which starts first. Before the
-timed calls there are rounds of calls after which all nodes measure what they want to while no service is called. Every
-call goes to all services, in an order that is drawn each time; ratios are of such pairs. Prompts are drawn token ids;
+others are idle, and has the costs of its passes from the service without simulation, which starts first. Rounds of
+calls precede the timed ones; after each, no service is called until all nodes have ended their measurements. Every call
+goes to all services, in an order that is drawn each time; ratios are of such pairs. Prompts are drawn token ids;
 answers are greedy and have 12 tokens.
 
 Parts:

@@ -107,7 +107,7 @@ async def rounds(
     tokens: int,
 ) -> AsyncIterator[list[tuple[str, Column, int, list[Kept]]]]:
     """Yields the calls of `count` rounds, each as (way, column, calls at once, calls). `warm` more go before them;
-    after each of these all services are left alone until their nodes have measured what they want to.
+    after each of these no service is called until all nodes have ended their measurements.
 
     In a round each of `columns`, with so many calls at once, is called on all services, in a drawn order, with the same
     prompts and the same adapters, which are in the host memory of every node. Answers have `tokens`. `numbers`: of the

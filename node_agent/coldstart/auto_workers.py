@@ -20,7 +20,7 @@ from node_agent.types import GROUPS
 TYPICAL = CallKind(GROUPS["qkv"], 64, 64)
 """The call that is judged: a large adapter and a short prompt, which hides little of its load."""
 SHORT_PROMPT = CallKind(GROUPS["qkv"], 64, 16)
-"""The call that is judged likewise: a question of a line, whose results have a quarter of the bytes."""
+"""A call with a prompt of one line, judged as well: its results have a quarter of the bytes."""
 JUDGED = (TYPICAL, SHORT_PROMPT)
 PLANS = ("pipeline", "assist")
 """Plans that are measured for a decision."""
@@ -68,18 +68,23 @@ def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, load
     return costs.device * base.num_layers, choose(costs, ("wait", "pipeline")).exposed
 
 
+def is_judged(times: PassTimes) -> bool:
+    """Returns whether all calls that are judged were measured."""
+    return all(times.is_measured(kind, PLANS) for kind in JUDGED)
+
+
 def judge_calls(times: PassTimes, count: int, link: WorkersDecision) -> WorkersDecision:
     """Returns `count` workers where measured calls of a judged kind, alone or several at once, have their first tokens
     MIN_GAIN sooner with them and end their answers no later; else 0. `link`: the decision by the link alone."""
     alone = [_Comparison.of(kind, {plan: times.of(kind, plan) for plan in PLANS}) for kind in JUDGED]
     burst = [_Comparison.of(kind, {plan: times.burst(kind, plan) for plan in PLANS}) for kind in JUDGED]
-    found = [comparison for comparison in alone + burst if comparison is not None]
-    if not found:
+    comparisons = [comparison for comparison in alone + burst if comparison is not None]
+    if not comparisons:
         return WorkersDecision(0, f"no call could be measured with them; {link.reason}", link.figures)
-    gains = any(comparison.gains for comparison in found)
-    measured = "; ".join(comparison.shown(count) for comparison in found)
+    gains = any(comparison.gains for comparison in comparisons)
+    measured = "; ".join(comparison.shown(count) for comparison in comparisons)
     reason = f"{'they gain' if gains else 'they gain too little'}; measured {measured}; {link.reason}"
-    figures = tuple(figure for comparison in found for figure in comparison.figures)
+    figures = tuple(figure for comparison in comparisons for figure in comparison.figures)
     return WorkersDecision(count if gains else 0, reason, (*link.figures, *figures))
 
 

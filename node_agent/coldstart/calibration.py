@@ -53,8 +53,8 @@ class Calibration:
     _calls: int = 0
     _random: random.Random = field(default_factory=random.Random)
     """Draws prompts that no earlier measurement had: the prefix cache would shorten their passes."""
-    _others: list[EngineEvent] = field(default_factory=list)
-    """Events of nobody's measured call, such as answers to an operator's questions."""
+    _answers: list[EngineEvent] = field(default_factory=list)
+    """Answers to an operator's questions that came during a measured call; the engine gets them back."""
 
     def measure(self, kind: CallKind, plans: tuple[str, ...], rounds: int = ROUNDS, calls: int = 1) -> None:
         """Adds `rounds` passes of each plan to the engine's PassTimes, after one of each that does not count: libraries
@@ -111,9 +111,9 @@ class Calibration:
         finally:
             for name in names:
                 self.engine.cancel(name)  # nothing, where it has ended
-            self._others += [e for e in self.engine.take_events() if isinstance(e, Answer)]
-            self.engine.put_back(self._others)
-            self._others = []
+            self._answers += [event for event in self.engine.take_events() if isinstance(event, Answer)]
+            self.engine.put_back(self._answers)
+            self._answers = []
         made = starts.latest
         if made is None or (made.name != plan and len(digests) == 1):
             raise Interrupted(f"the call was not served by {plan}")
@@ -147,7 +147,7 @@ class Calibration:
                         raise Interrupted(f"a measured call ended with {event.reason}: {event.error}")
                     ends[event.id] = time.monotonic()
                 elif isinstance(event, Answer):
-                    self._others.append(event)
+                    self._answers.append(event)
         return firsts, ends
 
     def _step(self) -> Iterator[EngineEvent]:

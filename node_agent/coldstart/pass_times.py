@@ -16,8 +16,8 @@ ROUNDS = 3
 """Passes of each plan that a kind of call needs before CPU workers take one."""
 SHORTEST_S, LONGEST_S = 1e-6, 1e3
 """Bounds of a pass's duration and of its forecast, in seconds: samples outside of them say nothing."""
-KEPT = 24
-"""Latest passes that are kept of each plan and kind of call."""
+MAX_SAMPLES = 24
+"""Number of passes stored for each plan and kind of call; the oldest is dropped first."""
 LEAST_SPREAD = 0.02
 """Relative distance of the bounds from the most likely value, at least: no two passes take equally long."""
 MAX_KINDS = 64
@@ -95,12 +95,12 @@ class PassTimes:
             return
         if sample.calls > 1:
             before = self._bursts.get((sample.kind, sample.plan), [])
-            self._bursts[sample.kind, sample.plan] = [*before, sample][-KEPT:]
+            self._bursts[sample.kind, sample.plan] = [*before, sample][-MAX_SAMPLES:]
             return
         if not SHORTEST_S < sample.forecast < LONGEST_S:
             return
         plans = self._samples.pop(sample.kind, {})
-        plans[sample.plan] = [*plans.get(sample.plan, ()), sample][-KEPT:]
+        plans[sample.plan] = [*plans.get(sample.plan, ()), sample][-MAX_SAMPLES:]
         self._samples[sample.kind] = plans
         while len(self._samples) > MAX_KINDS:
             del self._samples[next(iter(self._samples))]
@@ -122,8 +122,8 @@ class PassTimes:
         return list(self._bursts.get((kind, plan), ()))
 
     def may_narrow(self, kind: CallKind, plan: str) -> bool:
-        """Returns whether further passes narrow the bounds: fewer than KEPT are known."""
-        return len(self.of(kind, plan)) < KEPT
+        """Returns whether further passes narrow the bounds: fewer than MAX_SAMPLES are known."""
+        return len(self.of(kind, plan)) < MAX_SAMPLES
 
     def is_measured(self, kind: CallKind, plans: Sequence[str] = ("pipeline", "assist")) -> bool:
         """Returns whether ROUNDS passes of each of the plans are known for this kind of call."""

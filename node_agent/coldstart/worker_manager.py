@@ -23,6 +23,7 @@ from node_agent.coldstart.auto_workers import (
     SHORT_PROMPT,
     TYPICAL,
     candidate_counts,
+    is_judged,
     judge_calls,
     judge_link,
     refusal,
@@ -127,7 +128,7 @@ class WorkerManager:
         cores = len(self._cores(MAX_WORKERS))
         if link.count and not cores:
             return WorkersDecision(0, f"this host has one core, which the engine needs; {link.reason}", link.figures)
-        if link.count and profile.key.workers and self._is_judged():
+        if link.count and profile.key.workers and is_judged(starts.times):
             return judge_calls(starts.times, min(profile.key.workers, cores), link)
         return WorkersDecision(min(link.count, cores), link.reason, link.figures)
 
@@ -151,10 +152,10 @@ class WorkerManager:
         if self.config.cpu_workers is not None:
             starts.unmeasured |= dict.fromkeys(JUDGED)
             return
-        link = WorkersDecision(starts.decision.count, starts.decision.reason, starts.decision.figures)
+        link = starts.decision
         calibration = Calibration(self.engine, self.base, gives_way)
         try:
-            if not self._is_judged():
+            if not is_judged(starts.times):
                 self._choose_count(calibration, workers)
         except Interrupted as interrupted:
             if gives_way is not never:
@@ -164,9 +165,6 @@ class WorkerManager:
             starts.decision = judge_calls(starts.times, starts.workers.limit, link)
             if not starts.decision.count:
                 self._end_workers()
-
-    def _is_judged(self) -> bool:
-        return all(self.starts.times.is_measured(kind, PLANS) for kind in JUDGED)
 
     def _choose_count(self, calibration: Calibration, workers: WorkerPool) -> None:
         """Measures typical calls with 1, 2, 4, ... workers, and keeps the smallest number whose first token comes about

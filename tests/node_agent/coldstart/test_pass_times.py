@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from node_agent.coldstart.pass_times import (
     ANY_SPREAD,
-    KEPT,
     LEAST_SPREAD,
     MAX_KINDS,
+    MAX_SAMPLES,
     ROUNDS,
     CallKind,
     PassSample,
@@ -118,9 +118,9 @@ def test_a_kind_is_measured_once_enough_passes_of_each_plan_are_known() -> None:
 
 def test_old_passes_give_way_to_new_ones() -> None:
     times, one = PassTimes(), kind(64, 64)
-    for at in range(3 * KEPT):
-        times.add(PassSample(one, "pipeline", 0.1, 0.1 if at < 2 * KEPT else 0.3))
-    assert len(times.of(one, "pipeline")) == KEPT
+    for at in range(3 * MAX_SAMPLES):
+        times.add(PassSample(one, "pipeline", 0.1, 0.1 if at < 2 * MAX_SAMPLES else 0.3))
+    assert len(times.of(one, "pipeline")) == MAX_SAMPLES
     assert times.bounds(one, "pipeline", np.array([0.1]))[1][0] == pytest.approx(0.3)
     for tokens in range(2 * MAX_KINDS):
         times.add(PassSample(kind(8, tokens + 1), "pipeline", 0.1, 0.1))

@@ -11,7 +11,7 @@ from benchmarks.peft_reference import ALL_TARGETS, make_adapter
 from node_agent.coldstart import worker_manager
 from node_agent.coldstart.auto_workers import TYPICAL
 from node_agent.coldstart.calibration import ANSWER, Calibration, Interrupted, never
-from node_agent.coldstart.pass_times import KEPT, ROUNDS, CallKind, PassSample, PassTimes, kind_of
+from node_agent.coldstart.pass_times import MAX_SAMPLES, ROUNDS, CallKind, PassSample, PassTimes, kind_of
 from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
@@ -70,7 +70,7 @@ def test_workers_take_a_kind_of_call_once_it_was_measured(
     for plan in ("wait", "pipeline", "assist"):
         assert len(starts.times.of(kind, plan)) >= ROUNDS
     for sample in starts.times.of(kind, "pipeline"):  # whatever this host measured: workers that gain are asked
-        for _ in range(KEPT):
+        for _ in range(MAX_SAMPLES):
             starts.times.add(PassSample(kind, "assist", sample.forecast, sample.seconds / 4))
     assert layers_cpu() > 0
     linked.assert_clean()
@@ -81,7 +81,7 @@ def test_workers_take_a_kind_of_call_once_it_was_measured(
 def test_a_kind_whose_bounds_overlap_is_measured_further(
     linked: LocalEngine, tmp_path: Path, stories_dir: Path
 ) -> None:
-    """A cold call notes it, up to KEPT passes; it stays without workers meanwhile."""
+    """A cold call notes it, up to MAX_SAMPLES passes; it stays without workers meanwhile."""
     directory = make_adapter(stories_dir, tmp_path / "b", 5, r=64, lora_alpha=16, target_modules=ALL_TARGETS)
     adapter, starts, kind = linked.deploy(directory), linked.engine.cold_start, CallKind(tuple(range(7)), 64, 32)
     prompts = iter(range(1, 9))
@@ -102,7 +102,7 @@ def test_a_kind_whose_bounds_overlap_is_measured_further(
 
     linked.submit([1, 2], 1, adapter)
     linked.run()
-    known(KEPT)
+    known(MAX_SAMPLES)
     assert not called()
     known(8)
     assert called()
