@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from socket import create_server
 from statistics import median
 from typing import Any
 
@@ -44,6 +43,7 @@ from garnish.client import Client
 from gateway.batches.messages import ENDED, Batch, FileObject
 from gateway.config import GatewayConfig
 from node_agent.adapter_memory.pages import choose_page_size
+from tests.support.ports import free_port
 
 GATEWAY = """
 import sys, msgspec
@@ -106,8 +106,7 @@ class Bed:
             config, weights = (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors"
             self.adapter_bytes = registry.deploy(TENANT, f"a{number}", config, weights).bytes
         create_secret(root / "secret")
-        with create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.config = GatewayConfig(
             model_dir=str(model), base_id=self.base.id, registry=str(root / "registry"),

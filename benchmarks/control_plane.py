@@ -28,7 +28,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from socket import create_server
 from statistics import median
 from typing import Any
 
@@ -45,6 +44,7 @@ from benchmarks.redis_server import RedisServer, redis_server
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.scale_s3 import TENANT, fill
 from cluster.secret import create_secret
+from tests.support.ports import free_port
 
 BEFORE = "ae654f4"
 TRACE = ROOT / "benchmarks" / "data" / "azure_functions_2019_480min.csv.gz"
@@ -116,8 +116,7 @@ def plane(tree: Path, model: Path, root: Path, settings: dict[str, Any]) -> Iter
         key, secret = tenants.add_key(TENANT)[0], create_secret(root / "secret")
         adapter = ROOT / "examples" / "adapters" / model.name / "pirate"
         fill(Registry(store, base), adapter, settings["functions"], 0)
-        with create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         config = {
             "model_dir": str(model), "base_id": base.id, "registry": registry, "secret_file": str(root / "secret"),
             "tmp_dir": str(root / "uploads"), "port": port, "shutdown_seconds": 1.0, "workers": WORKERS,

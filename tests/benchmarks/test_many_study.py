@@ -126,7 +126,8 @@ def test_cells() -> None:
         assert row["prefetch_wasted_bytes"] == 7
         assert row["orders"] == ({"200": 12} if told else {"200": 3} if resident else {})
         if not told:
-            assert row["cold_share"] == (0 if resident else 0.25)
+            assert row["cold_share"] == row["absent_share"]
+            assert (row["cold_share"] == 0) == resident
 
 
 def test_wrong_texts_and_broken_streams_are_seen() -> None:

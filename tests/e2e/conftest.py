@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_service import MakeService, Service, free_port, service_file
+from whole_service import MakeService, Service, service_file
+
+from tests.support.ports import free_port
 
 
 @pytest.fixture(scope="module")

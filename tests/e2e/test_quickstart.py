@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from whole_service import Service, free_port
+from whole_service import Service
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guide" / "quickstart.md"

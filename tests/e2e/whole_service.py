@@ -189,11 +189,6 @@ def gateway_alone(service: Service) -> Iterator[None]:
         gateway.wait(30)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def can_listen(port: int) -> bool:
     try:
         socket.create_server(("127.0.0.1", port)).close()

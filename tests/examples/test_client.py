@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SNIPPETS = ROOT / "examples" / "client"
@@ -30,9 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, smollm_dir: Path) -> Itera
         f"service: snippets\nbase_model: {smollm_dir}\nnode: {{device: cpu, dtype: bfloat16}}\n"
         f"tenants:\n  demo: {{}}\nfunctions:\n  pirate:\n    adapter: {adapter}\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     command = [
         Path(sys.executable).parent / "garnish",
         "up",

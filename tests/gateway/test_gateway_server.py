@@ -26,6 +26,7 @@ from adapters.local_store import LocalStore
 from adapters.tenants import Tenants
 from cluster.secret import create_secret
 from gateway.config import GatewayConfig
+from tests.support.ports import free_port
 
 PROGRAM = """
 import sys, msgspec
@@ -37,8 +38,7 @@ run(msgspec.json.decode(sys.stdin.buffer.read(), type=GatewayConfig))
 
 @pytest.fixture
 def config(stories_dir: Path, tmp_path: Path) -> GatewayConfig:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     create_secret(tmp_path / "secret")
     return GatewayConfig(
         model_dir=str(stories_dir),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from adapters.registry import Registry
 from adapters.tenants import Tenants
 from benchmarks.redis_server import RedisServer, redis_server
 from gateway.config import GatewayConfig
+from tests.support.ports import free_port
 
 CALL = {"prompt": "x", "max_tokens": 1}
 SOON = 20.0
@@ -73,8 +73,7 @@ def start(
 def _gateway(stack: ExitStack, common: GatewayConfig, folder: Path, redis: RedisServer, script: Any) -> httpx.Client:
     """Ready to serve, by a node of its own."""
     folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     uploads, usage = str(folder / "uploads"), str(folder / "usage")
     own = msgspec.structs.replace(common, port=port, tmp_dir=uploads, usage_dir=usage, auth="keys", redis=redis.url)
     url = f"http://127.0.0.1:{port}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from pathlib import Path
 
 import msgspec
@@ -20,6 +19,7 @@ from node_agent.api.requests import RequestRegistry
 from node_agent.config import NodeConfig
 from tests.node_agent.scripted_engine import admitted, finished, stats
 from tests.node_agent.served_node import Gateway, gateway_server, node_config, request_of, run_scenario, served_node
+from tests.support.ports import free_port
 
 LIMITS = Limits(vocab_size=512, max_position_embeddings=512)
 
@@ -94,8 +94,7 @@ def test_what_changed_is_told_until_the_gateway_took_it_in(tmp_path: Path, stori
 def test_a_gateway_that_is_away_is_tried_until_it_is_back(
     tmp_path: Path, stories_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     gateway = Gateway()
     caplog.set_level(logging.INFO, "node_agent.api.publisher")
 

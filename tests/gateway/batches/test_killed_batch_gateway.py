@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from cluster.messages import Event, GenerateRequest, Started
 from gateway.batches.records import BatchStore
 from gateway.batches.run import FLUSH_LINES
 from gateway.config import GatewayConfig
+from tests.support.ports import free_port
 
 CALLS, ANSWERED = 400, 150
 HASTY = "from gateway.batches import runner\nrunner.LEASE_SECONDS, runner.POLL_SECONDS = 2.0, 0.2\n"
@@ -36,8 +36,7 @@ async def answer_some(node: StubNode, asked: GenerateRequest) -> AsyncIterator[E
 
 
 def test_the_other_one_goes_on(config: GatewayConfig, tmp_path: Path) -> None:  # noqa: F811
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     apart = {"tmp_dir": str(tmp_path / "other" / "uploads"), "usage_dir": str(tmp_path / "other" / "usage")}
     second = msgspec.structs.replace(config, port=port, **apart)
     urls = [f"http://127.0.0.1:{each.port}" for each in (config, second)]
