@@ -64,7 +64,7 @@ class Bench:
         link = Link(None if rate is None else LinkConfig(rate), "device")
         engine.store.loader.device_link = link
         if starts.workers is not None:
-            starts.workers.link = None if rate is None else HandoffLink(link)
+            starts.workers.link = None if rate is None else HandoffLink(link, engine.store.loader.add_crossed)
         assert starts.profile is not None
         handoff = None if self.handoff is None else _held_to(self.handoff, rate)
         profile = msgspec.structs.replace(starts.profile, link=_held_to(self.measured, rate), handoff=handoff)

@@ -326,7 +326,3 @@ class Plan:
     """requests beside it, which wait wherever the engine waits for workers"""
     by_profile: float = 0.0
     """forecast of the chunk's end by the profile alone; 0: the chunk does not have engine and link for itself"""
-    load_bytes: int = 0
-    """bytes that have still to cross to the device"""
-    sharing: int = 1
-    """loads that share the link, this one included"""

@@ -56,7 +56,7 @@ class DeviceCopy:
 
     # --- a Job: under the threads' lock
 
-    def take(self, now: float, held: bool) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
+    def take(self, now: float, held: bool) -> Callable[[], None] | None:
         if self._running or self.over:
             return None
         states = self.states.layers
@@ -69,6 +69,8 @@ class DeviceCopy:
         if not portion and not self._crossing:
             return None
         self._running = True
+        if not self.states.began:
+            self.states.began, self.states.bytes_before = now, self.loader.crossed_bytes
         return partial(self._work, portion)
 
     def due(self) -> float | None:
@@ -89,6 +91,7 @@ class DeviceCopy:
     def _settle(self) -> None:
         """Ends the copy: nothing crosses any more."""
         self.over, self.states.arrived = True, time.monotonic()
+        self.states.bytes_after = self.loader.crossed_bytes
         self.states.failed = self.states.failed or self.host.failed
         self.states.ended.set()
 
@@ -97,13 +100,13 @@ class DeviceCopy:
     def _work(self, portion: list[int]) -> None:
         """Enqueues the portion of layers; waits for the oldest that crosses where there is no other to enqueue, or
         enough are."""
-        states = self.states
+        states, crossed_bytes = self.states, 0
         try:
             if portion:
                 self._enqueue(portion)
             if self._crossing and (not portion or len(self._crossing) > AHEAD):
                 self._crossing[0][1].synchronize()
-            self._note_arrivals()
+            crossed_bytes = self._take_arrivals()
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
             states.failed = str(error) or type(error).__name__
             if states.stream is not None:
@@ -112,6 +115,7 @@ class DeviceCopy:
             self._crossing.clear()
         with self.threads.changed:
             self._running = False
+            self.loader.crossed_bytes += crossed_bytes
             whole = all(state == LayerState.DEVICE for state in states.layers)
             if not self._crossing and (states.failed or whole):
                 self._settle()
@@ -133,7 +137,11 @@ class DeviceCopy:
             states.layers[layer] = LayerState.ENQUEUED
         self._crossing.append((portion, event))
 
-    def _note_arrivals(self) -> None:
+    def _take_arrivals(self) -> int:
+        """Marks the layers that have arrived. Returns their bytes."""
+        size = 0
         while self._crossing and self._crossing[0][1].query():
             for layer in self._crossing.popleft()[0]:
                 self.states.layers[layer] = LayerState.DEVICE
+                size += int(self.layout.moved[layer])
+        return size

@@ -74,6 +74,9 @@ class Loader:
         self.fetching = LoaderThreads("fetch", STORE_THREADS)
         self.copying = LoaderThreads("copy", COPY_THREADS[device.data.device.type])
         self.staging = Staging()
+        self.crossed_bytes = 0
+        """Bytes that have crossed to the device since the node's start; changed under the lock of the copying
+        threads."""
         self.bandwidth = math.inf
         """Bytes per second of the link to a GPU, once measured. On a CPU no pass waits behind others' copies."""
 
@@ -99,6 +102,11 @@ class Loader:
     def copy(self, host: HostAdapter, pages: list[int], states: CopyStates) -> None:
         """Starts to copy an adapter to these pages of the device, each layer once it is in host memory."""
         self.copying.add(DeviceCopy(host, pages, states, self))
+
+    def add_crossed(self, size: int) -> None:
+        """Counts bytes that crossed to the device without being an adapter's."""
+        with self.copying.changed:
+            self.crossed_bytes += size
 
     def set_order(self, states: CopyStates, order: Sequence[int]) -> None:
         """Makes the copy take the layers that wait in host memory by `order` from now on. Raises ValueError unless

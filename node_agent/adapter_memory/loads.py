@@ -132,6 +132,12 @@ class CopyStates:
     """`failed` because nobody wanted it any more"""
     arrived: float = 0.0
     """when no layer was left; monotonic seconds"""
+    began: float = 0.0
+    """when its first layer began to cross; monotonic seconds"""
+    bytes_before: int = 0
+    """bytes that had crossed to the device when it began, for any adapter"""
+    bytes_after: int = 0
+    """bytes that had crossed to the device when it arrived, for any adapter"""
     ended: threading.Event = field(default_factory=threading.Event)
     """No thread touches the target any more."""
     stream: torch.cuda.Stream | None = None

@@ -177,9 +177,11 @@ class AdapterStore:
         """Returns how long the adapter's load took; 0 while it goes on."""
         return self.device[lease.digest].load_seconds
 
-    def arrived(self, lease: Lease) -> float:
-        """Returns when the adapter's last layer reached the device, in monotonic seconds; 0 while its load goes on."""
-        return self.device[lease.digest].copy.arrived
+    def crossing(self, lease: Lease) -> tuple[int, float]:
+        """Returns the bytes that crossed to the device while the adapter did, its own and all others, and the seconds
+        that this took."""
+        copy = self.device[lease.digest].copy
+        return copy.bytes_after - copy.bytes_before, copy.arrived - copy.began
 
     def fetch_seconds(self, lease: Lease) -> float:
         """Returns the seconds from the load's beginning until the latest layer reached host memory; 0 when all were

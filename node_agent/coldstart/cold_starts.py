@@ -145,7 +145,6 @@ class ColdStarts:
         if choice.name != "wait":
             self.store.set_order(lease, choice.order(self.base.num_layers))
         joins = costs.decode is not None and np.isfinite(costs.decode.longer)
-        moved = zip(self.store.layout(lease).moved, costs.load > 0, strict=True)
         self.latest = Plan(
             choice.name,
             choice.assisted,
@@ -156,8 +155,6 @@ class ColdStarts:
             max(0.0, choice.loaded - choice.seconds) if contention.decodes and not joins else 0.0,
             contention.others,
             self._alone_seconds(costs, choice.name, choice.assisted),
-            sum(size for size, awaited in moved if awaited),
-            max(1, self.store.loads_in_flight),
         )
         return self.latest
 
@@ -305,8 +302,8 @@ class ColdStarts:
             correction.learn(cpu, between + waited, at_most=waited < NO_WAIT * between)
 
     def learn_load(self, size: int, seconds: float) -> None:
-        """Learn from a load of an adapter that lay in host memory: `size` bytes crossed in `seconds`, or would have,
-        had no other load shared the link."""
+        """Learns from a load of an adapter that lay in host memory: while it went on, for `seconds`, `size` bytes
+        crossed the link, of all loads together."""
         if self.link is not None:
             self.link.learn(size, seconds)
 

@@ -6,22 +6,26 @@ worker delays its answer by the time that both crossings take: CPU and GPU engin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from node_agent.adapter_memory.link import Flow, Link
 
 
 class HandoffLink:
     """Charges handoffs to a simulated link between host memory and the device."""
 
-    def __init__(self, to_device: Link) -> None:
-        """`to_device`: the link that loads cross; it must have a config."""
+    def __init__(self, to_device: Link, count_crossed: Callable[[int], None]) -> None:
+        """`to_device`: the link that loads cross; it must have a config. `count_crossed` is called with the bytes of
+        results."""
         assert to_device.config is not None
-        self._to_device, self._config = to_device, to_device.config
+        self._to_device, self._config, self._count_crossed = to_device, to_device.config, count_crossed
 
     def charge(self, handed: int, answered: int) -> tuple[int, int]:
         """Puts `answered` bytes on the way to the device, beside the loads. Returns the microseconds by which the
         workers delay the start of their work (`handed` bytes cross) and their answer."""
         sharing = 1 + self._to_device.active
         self._to_device.begin(Flow(), answered)
+        self._count_crossed(answered)
         latency, bandwidth = self._config.latency, self._config.bandwidth
         before, after = latency + handed / bandwidth, latency + sharing * answered / bandwidth
         return round(before * 1e6), round(after * 1e6)

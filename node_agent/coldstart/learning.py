@@ -75,8 +75,8 @@ class LearntLink:
         return self._cost
 
     def learn(self, size: int, seconds: float) -> None:
-        """Records a load of `size` bytes that took `seconds`, or would have taken them alone on the link. Ignores one
-        that is too short: it says how fast threads wake up, and nothing of the link."""
+        """Records that `size` bytes crossed in `seconds` in which the link had always something to carry. Ignores a
+        time that is too short: it says how fast threads wake up, and nothing of the link."""
         if size > 0 and LEAST_LOAD_S < seconds < LONGEST_LOAD_S:
             self._loads.append((self._clock(), size, seconds))
             self._fit()

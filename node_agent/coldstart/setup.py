@@ -41,7 +41,8 @@ def make_pool(
     if config.worker_repeats > 1:
         log.warning("CPU workers are slowed: each repeats its work", extra={"repeats": config.worker_repeats})
     pool.engine_cores = EngineCores(threads, cores)
-    pool.link = HandoffLink(store.loader.device_link) if store.simulated_link is not None else None
+    if store.simulated_link is not None:
+        pool.link = HandoffLink(store.loader.device_link, store.loader.add_crossed)
     return pool
 
 

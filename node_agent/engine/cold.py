@@ -131,8 +131,6 @@ class ColdPasses:
         row = Row(request, length)
         decodes = min(request.max_tokens - 1, TYPICAL_ANSWER) if row.wants_logits else 0
         plan = self.cold_start.plan(request.lease, length, Contention(ahead, others, ready, decodes))
-        if not phases.planned:
-            phases.planned, phases.load_bytes, phases.sharing = begun, plan.load_bytes, plan.sharing
         started = unless_out_of_memory(lambda: self._start(row, plan)) if plan.name != "wait" else None
         if started is None:
             request.wants_whole = True  # in a hot pass, with others' rows, and of fewer tokens where memory is short

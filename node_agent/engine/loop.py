@@ -292,9 +292,8 @@ class Engine:
                 cold.waits_since = cold.waits_since or now
             return False
         cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
-        if cold.planned and not cold.fetch:
-            seconds = (self.store.arrived(request.lease) - cold.planned) / cold.sharing
-            self.cold_start.learn_load(cold.load_bytes, seconds)
+        if not cold.fetch:
+            self.cold_start.learn_load(*self.store.crossing(request.lease))
         cold.end_wait(now)
         return True
 

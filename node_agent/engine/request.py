@@ -20,12 +20,6 @@ class ColdPhases:
     """of its first chunk that was computed before the whole adapter was there"""
     forecast: float = 0.0
     """seconds of exposed load, as planned"""
-    load_bytes: int = 0
-    """bytes that had still to cross to the device at the first plan"""
-    sharing: int = 1
-    """loads that shared the link then"""
-    planned: float = 0.0
-    """when this was; monotonic, 0: never"""
     exposed: float = 0.0
     """seconds in which its computation waited for adapter bytes, before its admission too"""
     load: float = 0.0

@@ -33,7 +33,9 @@ def test_each_direction_takes_its_bytes(handed: int, answered: int, loads: int, 
     link = Link(LinkConfig(1e7, latency), clock=clock)
     for _ in range(loads):
         link.begin(Flow(), 1 << 30)
-    before, after = HandoffLink(link).charge(handed, answered)
+    counted: list[int] = []
+    before, after = HandoffLink(link, counted.append).charge(handed, answered)
+    assert counted == [answered]
     assert before == pytest.approx(1e6 * (latency + handed / 1e7), abs=1)
     assert after == pytest.approx(1e6 * (latency + (1 + loads) * answered / 1e7), abs=1)
 
@@ -44,7 +46,7 @@ def test_a_load_is_later_by_the_bytes_of_the_results(results: list[int]) -> None
     link = Link(LinkConfig(1e7), clock=clock)
     load = link.begin(Flow(), size)
     for each in results:
-        HandoffLink(link).charge(1, each)
+        HandoffLink(link, lambda size: None).charge(1, each)
     clock.now += (size + sum(results)) / 1e7 - 1e-3
     assert link.active == 1 and load.crossed is None
     clock.now += 2e-3
@@ -64,7 +66,7 @@ def test_workers_answer_no_sooner_than_the_link_allows() -> None:
     with started(drawn_case(torch.float32), workers=1) as pool:
         x = torch.randn(8, WIDTHS[0][0])
         answers, seconds = [], []
-        for link in (None, HandoffLink(Link(LinkConfig(1e4)))):
+        for link in (None, HandoffLink(Link(LinkConfig(1e4)), lambda size: None)):
             pool.link = link
             begun = time.monotonic()
             handoff = pool.open(x, [Segment(0, 8, 8)], 0, "qkv")

@@ -1,17 +1,22 @@
-"""What plans learn of the link: loads that take four times what the profile says are forecast as long."""
+"""What plans learn of the link from loads, alone and several at once."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+
+import pytest
 
 from benchmarks.local_engine import MakeEngine
 from benchmarks.peft_reference import ALL_TARGETS, make_adapter
 from node_agent.adapter_memory.link import Link
 from node_agent.config import LinkConfig
+from node_agent.cores import spare_cores
 
 PROFILED, REAL = 4e6, 1e6
-"""Bytes a second."""
+"""Bytes per second."""
 CALLS = 12
+BURSTS = 6
 
 
 def test_forecasts_of_loads_come_to_what_they_take(make_engine: MakeEngine, stories_dir: Path, tmp_path: Path) -> None:
@@ -28,3 +33,34 @@ def test_forecasts_of_loads_come_to_what_they_take(make_engine: MakeEngine, stor
         engine.run()
     assert starts.link is not None
     assert starts.link.cost.bandwidth < REAL / 0.75
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bursts_of_loads_do_not_change_what_is_known_of_the_link(
+    make_engine: MakeEngine, stories_dir: Path, tmp_path: Path, workers: int
+) -> None:
+    """Loads join and leave the link while others cross, and workers' results cross it, too."""
+    if workers and not spare_cores(1):
+        pytest.skip("NOT RUN: a CPU worker needs a core beside the engine's")
+    rng = random.Random(workers)
+    engine = make_engine(cpu_workers=workers, load_link=LinkConfig(PROFILED))
+    store, starts = engine.engine.store, engine.engine.cold_start
+    functions = []
+    for number, rank in enumerate([4, 8, 8, 16, 16, 16, 32, 32]):
+        path = tmp_path / f"a{number}"
+        make_adapter(stories_dir, path, number, r=rank, lora_alpha=rank, target_modules=ALL_TARGETS)
+        functions.append(engine.deploy(path))
+        engine.submit([1, 403], 1, functions[-1])
+        engine.run()
+    learnt = []
+    for _ in range(BURSTS):
+        for each in functions:
+            store.discard(each.digest)  # those that were called: they stay in host memory
+        for each in rng.sample(functions, rng.randint(2, len(functions))):
+            engine.submit([1, 403, 407], 2, each, ignore_eos=True)
+            for _ in range(rng.randint(0, 3)):
+                engine.step()
+        engine.run()
+        assert starts.link is not None
+        learnt.append(starts.link.cost.bandwidth)
+    assert all(PROFILED / 1.33 < each < PROFILED * 1.33 for each in learnt), learnt
