@@ -4,7 +4,8 @@
 # PyTorch's CPU build, from PyTorch's own index; where that can't be reached it is the one that pip finds, which may
 # bring 4 GB of CUDA libraries. GPU=yes, or GPU=no, makes a new .venv for a host of the other kind; one that is there
 # stays as it is.
-# Three processes share the tests, even on two cores: much of their time is spent in waiting. tests/lanes.py has the order.
+# One process more than there are cores shares the tests, for some of their time is spent in waiting; 16 at most.
+# tests/lanes.py has the order.
 # What needs a core of its own comes behind them. (pytest's 5: PYTEST_ARGS chose none of these.)
 
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
@@ -14,7 +15,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 GPU ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes || echo no)
 BIN := .venv/bin
-SHARED := -n 3 --dist loadfile --no-loadscope-reorder
+TEST_PROCESSES := $(shell n=$$(nproc); [ $$n -lt 16 ] && echo $$((n + 1)) || echo 16)
+SHARED := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 PIP_INSTALL = $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
@@ -60,7 +62,7 @@ test-quick: install-dev
 
 # Tests that measure time, all of whose processes are stopped for five seconds at three drawn times.
 test-stall: install-dev demo-model
-	$(BIN)/python tests/stall.py
+	$(BIN)/python -m tests.stall
 
 test-long: install-dev demo-model
 	GARNISH_TEST_DRAWS=many $(BIN)/python -m pytest -m "slow or hypothesis" $(SHARED) --timeout 3600 $(PYTEST_ARGS)

@@ -39,9 +39,9 @@ from benchmarks.chaos_policies import WRONG as POLICIES_WRONG
 from benchmarks.chaos_policies import Policies
 from benchmarks.chaos_rest import at_rest, children, leader, lost
 from benchmarks.http_service import HttpService
-from benchmarks.redis_server import RedisServer, redis_server
 from benchmarks.report import ROOT, arguments, publish, report
 from cluster.redis_link import prefix_of
+from tests.support.redis_server import RedisServer, redis_server
 
 CALLERS = 4
 TOKENS = 40

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from benchmarks.http_service import HttpService
-from benchmarks.redis_server import RedisServer
 from cluster.redis_link import WORKER_SECONDS
+from tests.support.redis_server import RedisServer
 
 REST_SECONDS = 60.0
 USAGE_SECONDS = 30.0

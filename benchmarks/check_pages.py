@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.report import ROOT
 from benchmarks.rule import WIDTH
 
+ROOT = Path(__file__).parents[1]
 COLUMNS = 5
 INDEX = ROOT / "docs" / "README.md"
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -20,7 +20,6 @@ import torch
 from benchmarks.cold_peft import PeftRig
 from benchmarks.cold_rig import Rig, make_adapters, warm_prefill
 from benchmarks.dlora import MergingLora
-from benchmarks.local_engine import LocalEngine
 from node_agent.adapter_memory.layout import ROW_ALIGN
 from node_agent.coldstart.calibration import Calibration, Interrupted
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts, Way
@@ -28,6 +27,7 @@ from node_agent.coldstart.measure import SHORT, measure_cpu
 from node_agent.coldstart.planner import PLANS
 from node_agent.coldstart.profile import LinkCost, Profile
 from node_agent.config import LinkConfig
+from tests.support.local_engine import LocalEngine
 
 LOAD_OVER_PREFILL = 0.68
 """Toppings: 30 ms to load a rank-64 adapter, 44 ms to compute 256 prompt tokens on a 7B."""

@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.cold_rig import Run, Served
 from benchmarks.latency import Sample
-from benchmarks.peft_reference import PeftReference
 from benchmarks.workloads import Call
 from cluster.messages import ColdStart
+from tests.support.peft_reference import PeftReference
 
 WARM = ColdStart("none", "none", 0.0, 0.0)
 

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from benchmarks.latency import Sample
-from benchmarks.local_engine import LocalEngine
-from benchmarks.peft_reference import make_adapter, redraw_adapter
 from benchmarks.workloads import Call
 from cluster.messages import Adapter, ColdStart
 from node_agent.types import Lease
+from tests.support.local_engine import LocalEngine
+from tests.support.peft_reference import make_adapter, redraw_adapter
 
 TARGETS = ["q_proj", "k_proj", "v_proj"]
 LOAD_LIMIT_S = 60.0

@@ -23,12 +23,12 @@ import torch
 from adapters.artifact import LayerBlock
 from benchmarks.cold_bench import TOKENS
 from benchmarks.cold_rig import TARGETS, Rig, draw_prompt
-from benchmarks.local_engine import LocalEngine
-from benchmarks.peft_reference import make_adapter
 from benchmarks.report import ROOT, rounds_until
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.cold_starts import Way
 from node_agent.config import LinkConfig
+from tests.support.local_engine import LocalEngine
+from tests.support.peft_reference import make_adapter
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 7.0)
 """Fetch : warm prefill."""
@@ -158,7 +158,7 @@ def s3_server(core: int, *, in_memory: bool = True) -> Iterator[str]:
     """An s3:// URL of a bucket on a server of its own, on this core; boto3's environment points to it meanwhile.
 
     `in_memory`: whether the server may keep objects of up to 5 MB in memory; else they are files, too."""
-    command = [sys.executable, str(ROOT / "tests" / "s3_server.py")]
+    command = [sys.executable, str(ROOT / "tests" / "support" / "s3_server.py")]
     before = dict(os.environ)
     env = before if in_memory else before | {"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(1 << 14)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as server:

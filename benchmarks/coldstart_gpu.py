@@ -26,22 +26,22 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.exact import Case, Tally
-from benchmarks.exactness import run_batch
-from benchmarks.forced import force
 from benchmarks.gpu_cold_rig import WAYS, Bench, all_handed_over, build
 from benchmarks.gpu_parts import Part, Rows, Skipped, failures, run_parts
-from benchmarks.local_engine import LocalEngine
-from benchmarks.peft_reference import TIE, PeftReference, draw_adapter, make_adapter
-from benchmarks.random_model import HALF_TOLERANCE, write_half_llama
 from benchmarks.report import ROOT, arguments, publish, report, save
 from benchmarks.stream_baselines import plain_torch, synced
-from benchmarks.worker_counters import counters_of
 from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.stream import StreamPool
 from node_agent.config import RUNNERS
 from node_agent.cores import usable_cores
 from node_agent.device import device_seconds
+from tests.support.drawn_batches import run_batch
+from tests.support.exact import Case, Tally
+from tests.support.forced import force
+from tests.support.local_engine import LocalEngine
+from tests.support.peft_reference import TIE, PeftReference, draw_adapter, make_adapter
+from tests.support.random_model import HALF_TOLERANCE, write_half_llama
+from tests.support.worker_counters import counters_of
 
 TOTAL_S = 440.0
 SHARES = {"exact": 0.2, "same": 0.1, "handoff": 0.15, "points": 0.35, "loads": 0.2}

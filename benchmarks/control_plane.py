@@ -40,11 +40,11 @@ from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.tenants import Tenants
 from benchmarks.gateway_rig import GATEWAY, process, wait_until_ready
-from benchmarks.redis_server import RedisServer, redis_server
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
-from benchmarks.scale_s3 import TENANT, fill
 from cluster.secret import create_secret
+from tests.support.many_functions import TENANT, fill
 from tests.support.ports import free_port
+from tests.support.redis_server import RedisServer, redis_server
 
 BEFORE = "ae654f4"
 TRACE = ROOT / "benchmarks" / "data" / "azure_functions_2019_480min.csv.gz"
@@ -54,7 +54,7 @@ WARM_ROUNDS = 3
 PACE, REST = {"moving": True, "interval": 0.2}, {"moving": False, "interval": 1.0}
 S3 = """
 import sys
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/support")
 import s3_server
 s3_server.QuietHandler.log_request = lambda self, *_: print(self.command, file=sys.stderr, flush=True)
 s3_server.main()

@@ -19,13 +19,13 @@ import torch
 
 from benchmarks.http_service import HttpService
 from benchmarks.in_process import RANKS, TARGETS, Measured, PeftGenerate, Workload, run_engine
-from benchmarks.local_engine import LocalEngine
-from benchmarks.peft_reference import make_adapter
 from benchmarks.prompts import measure_prompts, prompt_figures
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from benchmarks.step_profile import breakdown
 from cluster.messages import Adapter
 from node_agent.cores import usable_cores
+from tests.support.local_engine import LocalEngine
+from tests.support.peft_reference import make_adapter
 
 PEERS = ("bfloat16", "float32")
 WARM_TOKENS = 4

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.local_engine import LocalEngine, Outcome
 from cluster.fair_shares import token_cost
 from cluster.messages import Adapter
+from tests.support.local_engine import LocalEngine, Outcome
 
 OUTPUT_SPREAD = 4
 """Answers are geometric, cut at so many times their mean."""

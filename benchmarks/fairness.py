@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fair_load import Client, Seen, drive, drive_backlogged, poisson
-from benchmarks.local_engine import LocalEngine
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from node_agent.performance.idle import IdleMeasurement
 from node_agent.performance.setup import use_performance
+from tests.support.local_engine import LocalEngine
 
 WEIGHTS = (1.0, 1.0, 2.0, 4.0)
 LENGTHS = ((96, 24), (24, 48), (192, 16), (64, 32))

@@ -53,7 +53,7 @@ def benefits(reports: Reports) -> str:
         f"{mixed.median:.1f}x PEFT's tokens/s ({mixed.worst:.1f}x)",
         f"- **[Cold over warm](docs/design/cold-start.md) first tokens**, H100: {gpu.median:.2f} ({gpu.worst:.2f}), in "
         f"bursts {bursts.median:.2f} ({bursts.worst:.2f})",
-        f"- **[The tokens of PEFT](docs/results/benchmarks.md)**: {exact['tokens']:,} compared in fp32, "
+        f"- **[The tokens of PEFT](docs/results/benchmarks.md)**: {exact['tokens']:,} compared in fp32 and fp16, "
         f"{exact['mismatches']} differ{ties}",
         f"- **[Fair shares](docs/guide/tenants.md)** within {fair['share_error']:.2%} of the weights; "
         "SLO classes, limits",
@@ -185,7 +185,7 @@ def _many(found: list[dict[str, Any]]) -> str:
 def _exact(report: dict[str, Any]) -> str:
     of = report["figures"]
     text = (
-        f"**The tokens of PEFT**: {of['tokens']:,} greedy tokens of {of['cases']:,} drawn cases in fp32, "
+        f"**The tokens of PEFT**: {of['tokens']:,} greedy tokens of {of['cases']:,} drawn cases in fp32 and fp16, "
         f"{of['mismatches']} differ, {of['ties']} excused as a tie of PEFT's own logits. {report['settings']['model']}."
     )
     return _source(text, "docs/results/benchmarks.md#the-same-tokens-as-peft", "exactness")

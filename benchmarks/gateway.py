@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.gateway_rig import Rig, rig, steady
 from benchmarks.gateway_rounds import figures_of
 from benchmarks.latency import Sample, percentiles
-from benchmarks.redis_server import redis_server
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
+from tests.support.redis_server import redis_server
 
 RATE = 20.0
 """Tokens per second of one stream."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel_cases import Case, draw_case, relative_error
 from kernels.bgmv import bgmv
 from kernels.launch import Launch, launch_for
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
+from tests.support.kernel_cases import Case, draw_case, relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Largest difference over the largest value"""

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 
 from benchmarks.cold_bench import VARIANTS
-from benchmarks.local_engine import LocalEngine
-from benchmarks.random_model import random_weights, write_adapters, write_base
 from cluster.messages import Adapter, Sampling
 from node_agent.adapter_memory.link import Link
 from node_agent.coldstart.auto_workers import TYPICAL
@@ -30,6 +28,8 @@ from node_agent.coldstart.stream import StreamPool
 from node_agent.config import LinkConfig
 from node_agent.cores import usable_cores
 from node_agent.types import Plan
+from tests.support.local_engine import LocalEngine
+from tests.support.random_model import random_weights, write_adapters, write_base
 
 WAYS = {name: VARIANTS[name].way for name in ("cached", "ondmd", "overlap", "pipeline", "assist", "full")} | {
     "assist_pipeline": Way(("assist",))

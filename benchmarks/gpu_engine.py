@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_parts import Skipped
-from benchmarks.local_engine import LocalEngine
-from benchmarks.random_model import random_weights, write_base
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.setup import find_runner
+from tests.support.local_engine import LocalEngine
+from tests.support.random_model import random_weights, write_base
 
 GIB = 1 << 30
 

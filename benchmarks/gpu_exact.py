@@ -20,10 +20,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from benchmarks.gpu_engine import EngineBox
-from benchmarks.local_engine import LocalEngine
-from benchmarks.random_model import random_loader, write_adapters
 from cluster.messages import Adapter
 from node_agent.device import DTYPES
+from tests.support.local_engine import LocalEngine
+from tests.support.random_model import random_loader, write_adapters
 
 Answer = tuple[list[int], list[int]]
 """prompt and answer"""

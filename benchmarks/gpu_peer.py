@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_parts import Skipped
-from benchmarks.random_model import write_base
+from tests.support.random_model import write_base
 
 ROWS = (1, 32, 256)
 TOKENS = 65

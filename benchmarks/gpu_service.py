@@ -27,8 +27,8 @@ from benchmarks.latency import summary
 from benchmarks.load import closed_loop, open_session, plan
 from benchmarks.many_cells import check, operator, until_measured
 from benchmarks.many_load import Answer, Caller
-from benchmarks.random_model import SHAPES, random_loader, write_adapters
 from benchmarks.report import ROOT, arguments, publish, report, save
+from tests.support.random_model import SHAPES, random_loader, write_adapters
 
 RANK = 64
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -17,13 +17,13 @@ import torch
 
 from benchmarks.gpu_engine import EngineBox, adapter_bytes
 from benchmarks.gpu_parts import Skipped
-from benchmarks.local_engine import LocalEngine
 from cluster.performance_fit import BadSample, DecodeSample, fit_paper_form
 from infra.memory_need import parameters
 from node_agent.device import device_seconds
 from node_agent.performance.cases import Case, CaseRow, Effort
 from node_agent.performance.sweep import TARGETS, Bench, bench
 from node_agent.runner.lora_choice import TRITON_KERNELS
+from tests.support.local_engine import LocalEngine
 
 SEVEN = tuple(range(7))
 TARGET_NAMES = {TARGETS: "q,k,v", SEVEN: "all seven"}

@@ -35,12 +35,12 @@ from benchmarks.gpu_layer_check import SHAPES as LAYER_SHAPES
 from benchmarks.gpu_layer_check import check_layers
 from benchmarks.gpu_parts import Part, Rows, Skipped, failures, run_parts
 from benchmarks.gpu_timing import gpu_seconds
-from benchmarks.kernel_cases import Case, relative_error
 from benchmarks.kernels import Shape, floor, gpu_rows
 from benchmarks.peers import PEERS, installed_peers
 from benchmarks.report import arguments, publish, report, save
 from kernels.launch import launch_for
 from node_agent.config import RUNNERS
+from tests.support.kernel_cases import Case, relative_error
 
 SECONDS = {
     "smoke": 60.0, "exact": 45.0, "merged": 35.0, "graphs": 20.0, "decode": 45.0, "prefill": 20.0, "lora": 70.0,

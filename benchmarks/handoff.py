@@ -26,9 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.handoff_model import engine_us_per_worker, fit, predictions, worst_error
-from benchmarks.host_case import HostCase, draw_host, square_widths
 from benchmarks.report import arguments, contention_probe, publish, report
-from benchmarks.worker_counters import counters_of
 from node_agent.coldstart.product import Product
 from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.slices import Segment
@@ -36,6 +34,8 @@ from node_agent.coldstart.worker import load_flags
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.cores import spare_cores
 from node_agent.types import GROUPS
+from tests.support.host_case import HostCase, draw_host, square_widths
+from tests.support.worker_counters import counters_of
 
 BASES = {576: square_widths(576, 192, 1536), 4096: square_widths(4096, 1024, 11008)}
 TOKENS = (16, 64, 256, 512)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.host_case import HostCase
 from cluster.least_squares import nonnegative
 from kernels.handoff import Flags
 from node_agent.coldstart.keeper import WorkerState
@@ -24,6 +23,7 @@ from node_agent.coldstart.profile import CpuLora
 from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.workers import WorkerPool
+from tests.support.host_case import HostCase
 
 PREDICTED = (2, 4, 8, 16)
 """Numbers of workers, as far as they are not measured."""

@@ -14,8 +14,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.local_engine import LocalEngine, Outcome
 from cluster.messages import Adapter
+from tests.support.local_engine import LocalEngine, Outcome
 
 RANKS = (8, 16, 32, 64, 128, 8, 16, 32)
 TARGETS = ["q_proj", "k_proj", "v_proj"]

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 import triton.language as tl
 
-from benchmarks.kernel_cases import draw_case
 from kernels.bgmv import bgmv
 from kernels.decoder import Heads, PagedCache
 from kernels.gpu_ops import MOST_SPLITS, Rotary, Rows
@@ -17,6 +16,7 @@ from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
+from tests.support.kernel_cases import draw_case
 
 HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 8, 128, 14336
 """Llama 3.1 8B"""

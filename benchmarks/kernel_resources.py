@@ -22,9 +22,9 @@ import torch
 import triton
 
 from benchmarks.kernel_calls import every_call
-from benchmarks.kernel_recorder import recorded
 from kernels.handoff_cuda import SOURCE, compile_cubin
 from kernels.view import WEIGHT_DTYPES
+from tests.support.kernel_recorder import recorded
 
 CAPABILITIES = (80, 90, 100)
 TYPE_NAMES = dict(zip(WEIGHT_DTYPES, ("fp32", "fp16", "bf16"), strict=True))

@@ -20,8 +20,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.kernel_cases import draw_case
-from benchmarks.kernel_recorder import recorded
 from benchmarks.report import ROOT, arguments, publish, report
 from kernels.decoder import Heads, PagedCache
 from kernels.gpu_ops import Rotary, Rows, decode_scratch
@@ -29,6 +27,8 @@ from kernels.gpu_triton import TritonOperations
 from kernels.mbgmv import mbgmv
 from node_agent.runner.cuda_layers import Attended, Decoder
 from node_agent.runner.transformers_runner import ATTENTION, TransformersRunner, register_attention
+from tests.support.kernel_cases import draw_case
+from tests.support.kernel_recorder import recorded
 
 ITEM = 2
 """Bytes of a weight, an activation and a cache element: bf16."""

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_timing import FLUSH_BYTES
-from benchmarks.kernel_cases import Case, draw_case, draw_slots
 from benchmarks.report import arguments, contention_probe, publish, report
 from kernels.compiled import CompiledGroup, Segments, load_operators
 from kernels.grouped import add_pieces
 from kernels.launch import column_blocks, default_launch
+from tests.support.kernel_cases import Case, draw_case, draw_slots
 
 MIXED = (8, 16, 32, 64, 128, 8, 16, 32)
 TIME_LIMIT_S = 330

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 import torch
 
-from benchmarks.kernel_cases import Case
 from kernels.reference import lora_rows
+from tests.support.kernel_cases import Case
 
 VLLM = ((0, 20), (0, 33))
 """First and last minor version whose lora_shrink, lora_expand and LoRAKernelMeta are called as below"""

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.local_engine import LocalEngine
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from cluster.node_table import ASSUMED
 from cluster.performance_fit import DecodeSample, decode_forecast, fit_decode, fit_paper_form, fit_prefill
@@ -30,6 +29,7 @@ from node_agent.performance.cases import LONG, Effort
 from node_agent.performance.setup import GRID_CONTEXT, cold_costs, measure_grid, model_key
 from node_agent.performance.sweep import all_cases, bench
 from node_agent.runner.lora_choice import TRITON_KERNELS
+from tests.support.local_engine import LocalEngine
 
 QUICK = Effort((1, 2, 4, 8), (8, 16, 32, 64), 1, (16, 48, 96), 3, 1024)
 WHATEVER = float("inf")

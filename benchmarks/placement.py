@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 import uvloop
 
-from benchmarks.redis_server import redis_server
 from benchmarks.report import arguments, contention_probe, publish, report
 from cluster.news import ABSENT_TIER, Changes, News, NodeRecord, Resident, heartbeat_of, rank_sums, whole
 from cluster.node_table import ASSUMED
@@ -33,6 +32,7 @@ from cluster.state import ClusterState, MemoryClusterState
 from gateway.scheduling.placement import Trace, able, place
 from gateway.scheduling.policy import POLICIES, make_policy
 from gateway.scheduling.request import PlacementRequest
+from tests.support.redis_server import redis_server
 
 RANKS = (8, 16, 32, 64)
 ADAPTERS = 40_000

@@ -17,9 +17,9 @@ from torch.nn.functional import linear
 from adapters.base_model import BaseModel
 from benchmarks.http_service import HttpService
 from benchmarks.in_process import Workload, run_engine
-from benchmarks.local_engine import LocalEngine
 from cluster.messages import Adapter
 from node_agent.types import GROUPS
+from tests.support.local_engine import LocalEngine
 
 LONG, SHORT = 512, 37
 """Prompt tokens."""

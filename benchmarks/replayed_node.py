@@ -15,7 +15,6 @@ import msgspec
 import torch
 
 from adapters.base_model import BaseModel, projection_widths
-from benchmarks.random_model import SHAPES
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, lay_out_uniform
 from node_agent.adapter_memory.pages import LARGEST_PAGE
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts, Way
@@ -23,6 +22,7 @@ from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes, kin
 from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.profile import LinkCost, Profile
 from node_agent.types import GROUPS, LayerState, Lease, Plan
+from tests.support.random_model import SHAPES
 
 SHAPE = SHAPES["7b"]
 BASE = BaseModel(

@@ -20,12 +20,12 @@ from benchmarks.rule import host, wrapped
 from kernels.level import LEVELS, OTHER, SWITCH, host_level, levels_up_to, used_level
 from node_agent.cores import usable_cores
 from node_agent.device import cpu_name
+from tests.support.levels import level_environment
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 LEVEL_NAMES = {"amx": "AMX", "avx512_bf16": "AVX512-BF16", "avx512": "AVX512", "avx2": "AVX2", OTHER: "below AVX2"}
 """As reports call the levels of kernels/level.py."""
-_ONEDNN = {"avx2": "AVX2", "avx512": "AVX512_CORE", "avx512_bf16": "AVX512_CORE_BF16", "amx": "AVX512_CORE_AMX"}
 CORES = usable_cores()
 """Before a study gives its threads cores of their own."""
 PACKAGES = ("torch", "triton", "transformers", "peft", "tokenizers", "numpy")
@@ -51,14 +51,6 @@ class _Level(argparse.Action):
         if values not in levels_up_to(host_level()):
             parser.error(f"--level {values}: this processor has {host_level()} at most")
         os.execve(sys.executable, sys.orig_argv, os.environ | level_environment(values))
-
-
-def level_environment(level: str) -> dict[str, str]:
-    """Returns the environment variables that hold a new process to a level: our operators, torch, oneDNN and MKL."""
-    variables = {SWITCH: level, "ONEDNN_MAX_CPU_ISA": _ONEDNN[level]}
-    if level == "avx2":
-        variables |= {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-    return variables
 
 
 def report(

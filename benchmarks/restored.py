@@ -23,9 +23,9 @@ import httpx
 
 from benchmarks.chaos_rest import children, leader
 from benchmarks.http_service import HttpService
-from benchmarks.peft_reference import make_adapter
-from benchmarks.redis_server import redis_server
 from benchmarks.report import ROOT, arguments, publish, report
+from tests.support.peft_reference import make_adapter
+from tests.support.redis_server import redis_server
 
 NODES, QUICK_NODES = 3, 2
 COPIES, QUICK_COPIES = (1, 24), (6,)

@@ -24,11 +24,11 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.cold_rig import make_adapters
-from benchmarks.local_engine import LocalEngine, Outcome
 from benchmarks.many_load import make_prompt, prompt_lengths
-from benchmarks.peft_reference import PeftReference
 from benchmarks.report import ROOT, arguments, publish, report
 from cluster.messages import Adapter, Sampling
+from tests.support.local_engine import LocalEngine, Outcome
+from tests.support.peft_reference import PeftReference
 
 RANKS = (8, 16, 32, 64, 128)
 ADAPTERS, QUICK_ADAPTERS = 40, 2

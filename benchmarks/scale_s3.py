@@ -10,27 +10,22 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
-
 from adapters.base_model import load_base_model
 from adapters.collect import ORPHAN_SECONDS, collect
-from adapters.contents import blob_key
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.s3_store import S3Store
 from adapters.verify import verify
 from benchmarks.cold_stream import s3_server
+from tests.support.many_functions import TENANT, fill, function_name
 
-TENANT = "bench"
 PAGE = 100
 PAGES = 5
-WRITERS = 16
 
 
 class Requests:
@@ -59,10 +54,10 @@ def measure(model_dir: Path, adapter: Path, functions: int, orphans: int) -> dic
         fill(registry, adapter, functions, orphans)
         requests = Requests(store)
         size = min(PAGE, functions // 2)
-        starts = [_name(turn * functions // (2 * PAGES)) for turn in range(PAGES)]
+        starts = [function_name(turn * functions // (2 * PAGES)) for turn in range(PAGES)]
         pages = [requests.of(partial(registry.functions, TENANT, after, size)) for after in starts]
         assert all(len(found[0]) == size for found, _, _ in pages)
-        _, resolve, _ = requests.of(lambda: registry.choices(TENANT, _name(functions // 2)))
+        _, resolve, _ = requests.of(lambda: registry.choices(TENANT, function_name(functions // 2)))
         later = store.now() + ORPHAN_SECONDS + 600
         removed, gc, gc_requests = requests.of(lambda: collect(store, now=later))
         assert (removed.blobs, removed.artifacts, removed.manifests) == (orphans, 0, 0)
@@ -82,21 +77,6 @@ def measure(model_dir: Path, adapter: Path, functions: int, orphans: int) -> dic
     }
 
 
-def fill(registry: Registry, adapter: Path, functions: int, orphans: int) -> None:
-    config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
-    registry.deploy(TENANT, _name(0), config.read_bytes(), weights)
-    record, manifest = registry.function(TENANT, _name(0)), registry.manifest(TENANT, _name(0), 1)
-
-    def write(number: int) -> None:
-        folder, name = f"tenants/{TENANT}/functions/{_name(number)}", _name(number)
-        _put(registry, f"{folder}/function.json", msgspec.structs.replace(record, name=name))
-        _put(registry, f"{folder}/versions/1.json", msgspec.structs.replace(manifest, function=name))
-
-    with ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(write, range(1, functions)))
-        list(pool.map(lambda number: _put(registry, blob_key(f"{number:064x}"), {}), range(orphans)))
-
-
 def figures(row: dict[str, Any]) -> dict[str, float]:
     count = row["s3_functions"]
     return {
@@ -107,11 +87,3 @@ def figures(row: dict[str, Any]) -> dict[str, float]:
         "s3_verify_s": row["verify_s"],
         "s3_verify_requests_per_function": row["verify_requests"] / count,
     }
-
-
-def _put(registry: Registry, key: str, content: Any) -> None:
-    registry.store.put(key, msgspec.json.encode(content))
-
-
-def _name(number: int) -> str:
-    return f"f{number:05d}"

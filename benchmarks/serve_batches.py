@@ -14,8 +14,8 @@ import torch
 
 from adapters.base_model import PROJECTIONS, BaseModel
 from benchmarks.in_process import RANKS, TARGETS, Measured, PeftGenerate, Workload, run_engine
-from benchmarks.local_engine import LocalEngine
-from benchmarks.peft_reference import make_adapter, pad_adapter
+from tests.support.local_engine import LocalEngine
+from tests.support.peft_reference import make_adapter, pad_adapter
 
 BASE, MIXED = Workload("base_8", (None,) * len(RANKS)), Workload("mixed_8", tuple(range(len(RANKS))))
 PEER_DTYPES = ("bfloat16", "float32")

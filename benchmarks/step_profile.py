@@ -8,8 +8,8 @@ from statistics import median
 
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.local_engine import LocalEngine
 from cluster.messages import Adapter
+from tests.support.local_engine import LocalEngine
 
 KINDS = {
     "base products": ("mkldnn::_linear_pointwise", "aten::linear", "aten::matmul"),

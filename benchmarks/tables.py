@@ -67,27 +67,20 @@ from benchmarks.service_tables import chaos_table, fairness_table, restored_tabl
 
 def exactness_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
-    text = f"{settings['model']}, fp32, {settings['adapters']} drawn adapters."
-    cells = (str(figures[name]) for name in ("cases", "tokens", "mismatches", "ties"))
+    text = f"{settings['model']} and a drawn Llama, {settings['adapters']} drawn adapters each."
+    columns = ("cases", "tokens", "mismatches", "ties")
+    cells = [(row["part"], *(str(row[name]) for name in columns)) for row in document["rows"]]
     rest = (
-        f"{figures['cold']} of them found their adapter on its way. Their chunks: {figures['chunks_wait']} waited, "
+        f"{figures['cold']} cases found their adapter on its way. Their chunks: {figures['chunks_wait']} waited, "
         f"{figures['chunks_pipeline']} were pipelined, {figures['chunks_assist']} assisted; {figures['layers_cpu']} "
         f"layers were computed by CPU workers, {figures['layers_device']} on the device before the adapter was whole. "
         f"{figures['workers_killed']} times a worker was killed and {figures['workers_stopped']} times stopped; "
-        f"{figures['replays']} chunks and steps were computed again."
-        + (
-            f" {figures['rows_joined']} rows decoded before their adapter was there."
-            if "rows_joined" in figures
-            else ""
-        )
-        + (
-            f" {figures['cached_tokens']} tokens of prompts were not computed, as an earlier request had left them."
-            if "cached_tokens" in figures
-            else ""
-        )
+        f"{figures['replays']} chunks and steps were computed again. {figures['rows_joined']} rows decoded before "
+        f"their adapter was there. {figures['cached_tokens']} tokens of prompts were not computed, as an earlier "
+        "request had left them."
     )
-    head = ("cases", "tokens compared", "mismatches", "excused ties")
-    return "\n".join([caption(document, text), "", *table(head, [cells]), "", wrapped(rest)])
+    head = ("part", "cases", "tokens compared", "mismatches", "excused ties")
+    return "\n".join([caption(document, text), "", *table(head, cells), "", wrapped(rest)])
 
 
 ROUNDED = {"PEFT": "PEFT in {}", "alone": "engine in {}, one by one", "company": "engine in {}, 16 at a time"}

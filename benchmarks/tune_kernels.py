@@ -21,9 +21,9 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu_check import OPERATIONS, TOLERANCE, WrongResult, error_of, scratch_for
 from benchmarks.gpu_timing import gpu_seconds
-from benchmarks.kernel_cases import Case, draw_case
 from benchmarks.report import arguments, publish, report
 from kernels.launch import Launch, Tuned, capability_of, default_launch, launch_for, read_table
+from tests.support.kernel_cases import Case, draw_case
 
 FILE = Path(__file__).parents[1] / "kernels" / "launch_table.json"
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {

@@ -25,10 +25,10 @@ from hypothesis import HealthCheck, settings
 from adapters.s3_store import S3Store
 from adapters.s3_url import S3Place
 from node_agent.collector import settle, stop_collecting
-from tests.draws import MANY, USUAL, draws
-from tests.interpreted import patched_once
 from tests.lanes import lacks_wanted, order, pytest_xdist_make_scheduler
 from tests.quick import deselect, is_left_out, pytest_addoption
+from tests.support.draws import MANY, USUAL, draws
+from tests.support.interpreted import patched_once
 
 __all__ = ["pytest_addoption", "pytest_xdist_make_scheduler"]
 
@@ -105,6 +105,14 @@ def stories_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hash_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model without weights, for engines on a HashRunner."""
+    from tests.support.hash_runner import write_base  # loads torch
+
+    return write_base(tmp_path_factory.mktemp("models") / "hash")
+
+
+@pytest.fixture(scope="session")
 def smollm_dir() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face directory, bf16; fetched and converted once, kept in models/."""
     target = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -140,7 +148,7 @@ def s3_endpoint() -> Iterator[str]:
 
     The address names the server for those who want to come between.
     """
-    command = [sys.executable, str(ROOT / "tests" / "s3_server.py")]
+    command = [sys.executable, str(ROOT / "tests" / "support" / "s3_server.py")]
     with (
         pytest.MonkeyPatch.context() as patch,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server,

@@ -1,7 +1,8 @@
 """Which tests stay together, and in which order they begin, when several processes share them (pytest-xdist).
 
-Tests of a file stay together, for they share fixtures. What starts whole services and studies goes in three lanes, so
-that never more of these run at once, and begins first; the other processes wait most of their time.
+Tests of a file stay together, for they share fixtures. What starts whole services or runs a study goes in lanes, one
+lane for studies and one for services on every second core (two at least), so that never more of these run at once.
+They begin first; the other processes wait most of their time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from xdist.scheduler.loadscope import Producer
 
 TESTS = Path(__file__).parent
 SERVICES = sorted(file.name for file in (TESTS / "e2e").glob("test_*.py"))
-LANES = ("studies", "services 0", "services 1")
+SERVICE_LANES = max(2, len(os.sched_getaffinity(0)) // 2)
+LANES = ("studies", *(f"services {number}" for number in range(SERVICE_LANES)))
 ALONE = "not slow and alone"
 """The mark expression of `make test`'s second part."""
 
@@ -26,7 +28,7 @@ def lane(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
     folder, _, name = file.rpartition("/")
     if folder.endswith("e2e"):
-        return f"services {SERVICES.index(name) % 2}"
+        return f"services {SERVICES.index(name) % SERVICE_LANES}"
     return "studies" if folder.endswith("benchmarks") else file
 
 

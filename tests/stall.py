@@ -1,6 +1,6 @@
 """Runs tests that measure time, and stops all their processes for five seconds at three drawn times: they pass still.
 
-    python tests/stall.py [SEED [PYTEST'S ARGUMENTS]]
+    python -m tests.stall [SEED [PYTEST'S ARGUMENTS]]
 
 What a busy host, a debugger or a sleeping machine does to a service is no failure of it. Exits as pytest does; with 1,
 too, when the tests ended before the third stop.
@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from processes import processes, tree
+from tests.support.processes import processes, tree
 
 ROOT = Path(__file__).parents[1]
 TESTS = (

@@ -27,7 +27,7 @@ from adapters.local_store import LocalStore
 from adapters.records import update_record
 from adapters.registry import Registry
 from adapters.standing import function_key
-from tests.draws import draws
+from tests.support.draws import draws
 
 NAMES = ("latest", "prod", "canary")
 VERSIONS = st.integers(1, 5)

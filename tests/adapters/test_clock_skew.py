@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from s3_proxy import Fault, Proxy
 
 from adapters.base_model import BaseModel
 from adapters.collect import ORPHAN_SECONDS
@@ -26,6 +25,7 @@ from adapters.s3_store import S3Store
 from adapters.s3_url import S3Place
 from adapters.store import ObjectStore
 from adapters.tenants import Limits, Tenants
+from tests.support.s3_proxy import Fault, Proxy
 
 SKEWED = """
 import sys, time

@@ -23,7 +23,7 @@ from adapters.registry import Registry
 from adapters.store import ObjectStore
 from adapters.tenant_removal import delete_tenant
 from adapters.tenants import Limits, Tenants
-from tests.draws import draws
+from tests.support.draws import draws
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from s3_proxy import Fault, Proxy
 
 from adapters.errors import AdapterError, Conflict, InvalidRequest, NotFound, PreconditionFailed, StoreUnavailable
 from adapters.open_store import open_checked_store, open_store
 from adapters.s3_calls import S3Limits
 from adapters.s3_store import S3Store
 from adapters.s3_url import S3Place
+from tests.support.s3_proxy import Fault, Proxy
 
 LIMITS = S3Limits(connect=60.0, read=60.0, call=300.0, attempts=4, part=5 << 20)
 """No healthy answer is late for these, however busy the machine is."""

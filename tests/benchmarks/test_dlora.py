@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.cold_rig import make_adapters
 from benchmarks.dlora import MergingLora
-from benchmarks.local_engine import LocalEngine
 from cluster.messages import Adapter
 from node_agent.runner.lora import SegmentedLora
+from tests.support.local_engine import LocalEngine
 
 Served = tuple[LocalEngine, list[Adapter]]
 

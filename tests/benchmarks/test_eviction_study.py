@@ -21,7 +21,7 @@ from benchmarks.eviction_traces import HELD_OUT, TUNED, Trace, traces
 from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.eviction import POLICIES
 from tests.benchmarks.studies import run_study
-from tests.draws import draws
+from tests.support.draws import draws
 
 
 def small(calls: list[int], pages: list[int]) -> Trace:

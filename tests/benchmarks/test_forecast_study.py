@@ -23,7 +23,7 @@ from benchmarks.forecast_tables import (
 )
 from benchmarks.trace import minute_counts
 from tests.benchmarks.studies import run_study
-from tests.draws import draws
+from tests.support.draws import draws
 
 pairs = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.45, 0.5, 0.9, 1.0]), st.booleans()), min_size=1, max_size=30)
 

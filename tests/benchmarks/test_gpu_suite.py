@@ -15,10 +15,10 @@ from benchmarks.gpu_check import WrongResult
 from benchmarks.gpu_engine import adapter_bytes
 from benchmarks.gpu_parts import Skipped, failures, run_parts
 from benchmarks.gpu_suite import QUICK_S, SECONDS, figures_of, study
-from benchmarks.random_model import SHAPES
 from kernels.gpu_ops import LEAST_PIECE, Rows
 from kernels.gpu_reference import TorchOperations
 from tests.benchmarks.studies import run_study
+from tests.support.random_model import SHAPES
 
 CPU = torch.device("cpu")
 PARTS = ["smoke", "merged", "graphs", "decode", "prefill", "lora", "kernels", "peer"]

@@ -12,7 +12,6 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import WrongResult, check_operations, draw_cases
-from benchmarks.kernel_cases import draw_case
 from benchmarks.peers import _stacked
 from benchmarks.tune_kernels import tune, with_device
 from kernels.launch import OPERATIONS, TABLE, Launch, default_launch, read_table
@@ -20,6 +19,7 @@ from kernels.mbgmv import mbgmv
 from kernels.view import LoraCall
 from tests.benchmarks.studies import run_study
 from tests.kernels.drawn import DEVICE
+from tests.support.kernel_cases import draw_case
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("quick_interpreter")

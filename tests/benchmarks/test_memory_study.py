@@ -15,7 +15,7 @@ from benchmarks.allocators import BestFit, Shape
 from benchmarks.memory import ALL, ATTENTION, BASES, RANKS, makers
 from benchmarks.trace import draw_calls, minute_counts
 from tests.benchmarks.studies import run_study
-from tests.draws import draws
+from tests.support.draws import draws
 
 ROOT = Path(__file__).parents[2]
 BASE = BASES["llama-7b"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks.cold_rig import make_adapters
-from benchmarks.local_engine import LocalEngine, Outcome
-from benchmarks.peft_reference import PeftReference
 from benchmarks.rounding import Errors, answers, apart, hold, same_texts
 from node_agent.ipc import Top
 from tests.benchmarks.studies import run_study
+from tests.support.local_engine import LocalEngine, Outcome
+from tests.support.peft_reference import PeftReference
 
 PROMPTS = [[1, 5, 9, 40], [1, *range(60, 90)]]
 

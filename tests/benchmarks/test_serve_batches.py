@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from adapters.base_model import load_base_model
 from benchmarks.in_process import TARGETS, Workload, run_engine, shared_steps
 from benchmarks.latency import Sample
-from benchmarks.local_engine import LocalEngine, Outcome
-from benchmarks.peft_reference import make_adapter, pad_adapter
 from benchmarks.random_llama import make_random_llama
 from benchmarks.serve import parse
 from benchmarks.serve_batches import adapter_bytes, figures_of, read_bandwidth
 from benchmarks.serve_http import complete
-from tests.draws import draws
+from tests.support.draws import draws
+from tests.support.local_engine import LocalEngine, Outcome
+from tests.support.peft_reference import make_adapter, pad_adapter
 
 
 @settings(max_examples=draws(20))

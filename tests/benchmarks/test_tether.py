@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gateway_rig import process
-from tests.processes import processes
+from tests.support.processes import processes
 
 ROOT = Path(__file__).parents[2]
 WAIT = ["-c", "import sys; print('here', flush=True); sys.stdin.read()"]

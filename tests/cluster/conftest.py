@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from worlds import PATIENCE, World
 
-from benchmarks.redis_server import RedisServer, redis_server
 from cluster import redis_state
+from tests.support.redis_server import RedisServer, redis_server
 
 
 @pytest.fixture(scope="module")

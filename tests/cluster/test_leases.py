@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from worlds import World, until
 
-from benchmarks.redis_server import RedisServer
 from cluster.leases import NOBODY, Leases, MemoryLeases, RedisLeases
 from cluster.redis_link import RedisAway
+from tests.support.redis_server import RedisServer
 
 
 def run(world: World, main) -> None:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Clock, World, news, until
 
-from benchmarks.redis_server import RedisServer, redis_server
 from cluster.limits import Bucket, Call, LimitState, MemoryLimits, Owner, Rates, Refusal
 from cluster.redis_limits import RedisLimits
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
+from tests.support.redis_server import RedisServer, redis_server
 
 
 def call(

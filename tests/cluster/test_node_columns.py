@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cluster.news import Resident, StrictRoom
 from cluster.node_table import ASSUMED, COLUMNS, RANK_TERMS, Demand, NodeTable
 from cluster.performance_model import DecodeModel, PerformanceModel, PrefillModel, Transfer
-from tests.told import OldRecord, tell
+from tests.support.told import OldRecord, tell
 
 ROWS = 3
 SECONDS = st.floats(0, 0.1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.news import Resident, StrictRoom
 from cluster.node_table import ASSUMED, DEVICE, HOST, MOST, RANK_TERMS, TIERS, Demand, NodeTable
-from tests.told import OldRecord, tell
+from tests.support.told import OldRecord, tell
 
 RECORD = OldRecord(
     id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=100,

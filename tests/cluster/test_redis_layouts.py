@@ -7,13 +7,13 @@ import asyncio
 import pytest
 from worlds import World, news
 
-from benchmarks.redis_server import RedisServer
 from cluster import redis_link
 from cluster.leases import RedisLeases
 from cluster.limits import Call, Owner, Rates
 from cluster.node_table import Demand
 from cluster.redis_limits import RedisLimits
 from cluster.redis_link import prefix_of
+from tests.support.redis_server import RedisServer
 
 CALL = Call("acme", Rates(rps=1.0, tokens_per_minute=60.0), 10, 1, (Owner("acme", 2),))
 KINDS = {"workers", "version", "nodes", "node", "ends", "demands", "lease", "rates", "places"}

@@ -14,9 +14,9 @@ import uvloop
 from redis.asyncio import Redis
 from worlds import PATIENCE, Clock, World, until
 
-from benchmarks.redis_server import RedisServer, redis_server
 from cluster import redis_link
 from cluster.redis_link import RedisAway, RedisLink
+from tests.support.redis_server import RedisServer, redis_server
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from worlds import PATIENCE, World, news, until
 
-from benchmarks.redis_server import RedisServer, redis_server
 from cluster import redis_link
 from cluster.node_table import Demand
 from cluster.redis_link import RedisAway, check_redis, prefix_of
 from cluster.redis_state import RedisClusterState
 from cluster.redis_url import shown_url, url_problem
 from cluster.state import ClusterState
+from tests.support.redis_server import RedisServer, redis_server
 
 
 @pytest.fixture

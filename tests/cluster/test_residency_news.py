@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, news, record, until
 
-from benchmarks.redis_server import RedisServer
 from cluster.news import RECORD_EXPIRY, RECORD_INTERVAL, WHOLE, News, NodeRecord, Resident
 from cluster.old_record import record_of_old
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState
 from node_agent.api.residency_log import ResidencyLog
+from tests.support.redis_server import RedisServer
 
 RESIDENTS = st.dictionaries(
     st.sampled_from("uvwxyz"), st.tuples(st.sampled_from(["device", "host", "disk"]), st.integers(0, 2)), max_size=5

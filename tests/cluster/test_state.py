@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from worlds import World, news, until
 
-from benchmarks.redis_server import RedisServer
 from cluster.messages import VersionMismatch
 from cluster.news import Changes, News, Resident
 from cluster.node_book import PAST_EPOCHS, TooManyNodes
 from cluster.node_table import STANDARD, Demand
 from cluster.received import Received
 from cluster.state import RESERVATION_SECONDS, ClusterState
-from tests.draws import draws
+from tests.support.draws import draws
+from tests.support.redis_server import RedisServer
 
 
 def test_newer_records_win(world: World) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.redis_server import RedisServer
 from cluster.news import News
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState
-from tests.told import OldRecord, news_of
+from tests.support.redis_server import RedisServer
+from tests.support.told import OldRecord, news_of
 
 PATIENCE = 20.0
 RECORD = OldRecord(

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from whole_service import Service, service_file
 
-from benchmarks.peft_reference import TIE, PeftReference
 from cluster.text import end_token_ids
 from garnish import compare_calls
 from garnish.cli.compare import show
 from garnish.comparison import Comparison
 from garnish.errors import FrontDoorError
 from garnish.screen import Screen
+from tests.support.peft_reference import TIE, PeftReference
 
 ARGUMENTS = ("--peft", "--state", "state", "--tenant", "acme")
 PROMPTS = ("Once upon a time", "One day, Tim and his dog", "Lily saw a big dragon")

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from whole_service import MakeService, Service, eventually
 
-from benchmarks.peft_reference import TIE, PeftReference
+from tests.support.peft_reference import TIE, PeftReference
 
 PROMPTS = ("Once upon a time", "One day, Tim and his dog")
 BASE = "stories260K"

@@ -14,8 +14,8 @@ import torch
 from tokenizers import Tokenizer
 from whole_service import MakeService, Service, eventually
 
-from benchmarks.peft_reference import PeftReference, make_adapter
-from benchmarks.random_model import HALF_TOLERANCE, write_half_llama
+from tests.support.peft_reference import PeftReference, make_adapter
+from tests.support.random_model import HALF_TOLERANCE, write_half_llama
 
 if importlib.util.find_spec("lightllm") is None:
     pytest.skip("lightllm is not installed (make install-dev): its runner is NOT tested", allow_module_level=True)

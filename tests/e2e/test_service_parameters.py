@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from whole_service import MakeService, Service, eventually
 
-from benchmarks.peft_reference import PeftReference
+from tests.support.peft_reference import PeftReference
 
 BASE = "story"
 PROMPT = "Once upon a time"

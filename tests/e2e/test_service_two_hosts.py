@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 from acknowledged import FUNCTION, Acknowledged, Load, lost, miscounted, usage, variant
-from s3_proxy import Fault, Proxy
 from two_hosts import TwoHosts, two_hosts
 from whole_service import MakeService, eventually
+
+from tests.support.s3_proxy import Fault, Proxy
 
 REGISTRY = "s3://garnish-tests/two-hosts"
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from s3_proxy import Proxy
 from whole_service import Service, descendants, eventually, is_alive, pin_to_one_core
+
+from tests.support.s3_proxy import Proxy
 
 START_SECONDS = 120
 SECRET = "cluster.secret"

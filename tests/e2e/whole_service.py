@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from infra.local.proc import tagged
-from tests.processes import processes, tree
+from tests.support.processes import processes, tree
 
 START_SECONDS = 200
 STOP_SECONDS = 60

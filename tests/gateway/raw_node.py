@@ -12,7 +12,7 @@ import aiohttp
 import uvloop
 
 from cluster.errors import ServiceError
-from cluster.messages import Event, GenerateRequest, Sampling
+from cluster.messages import ColdStart, Event, GenerateRequest, Sampling, Timing
 from cluster.news import News, NodeRecord, whole
 from cluster.state import ClusterState, MemoryClusterState
 from gateway.calls.breaker import Breakers
@@ -23,6 +23,7 @@ from gateway.scheduling.placement import Placed
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 Serve = Callable[[Reader, Writer], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+TIMING = Timing(queue=0.0, prefill=0.0, total=0.0, cold_start=ColdStart("none", "none", 0.0, 0.0))
 END = b"0\r\n\r\n"
 REQUEST = GenerateRequest("inv_1-0", "b", "t", [1, 2], 2, Sampling(), 60.0)
 

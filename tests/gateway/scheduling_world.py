@@ -12,7 +12,7 @@ from cluster.node_table import ASSUMED, NodeTable
 from cluster.performance_model import PerformanceModel
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
-from tests.told import OldRecord, tell
+from tests.support.told import OldRecord, tell
 
 MEASURED = msgspec.structs.replace(
     ASSUMED, key=msgspec.structs.replace(ASSUMED.key, hardware="bench", base="b", dtype="float32", kernel="mbgmv")

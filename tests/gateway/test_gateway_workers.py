@@ -26,8 +26,8 @@ from test_gateway_server import PROGRAM, config, node_of, process, wait_for  # n
 from adapters.local_store import LocalStore
 from adapters.slo import Slo
 from adapters.tenants import Limits, Tenants
-from benchmarks.redis_server import RedisServer, redis_server
 from gateway.config import GatewayConfig
+from tests.support.redis_server import RedisServer, redis_server
 
 CALL = {"prompt": "x", "max_tokens": 2}
 PATH = "/invoke/stories260K"

@@ -21,9 +21,9 @@ from adapters.base_model import load_base_model
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from adapters.tenants import Tenants
-from benchmarks.redis_server import RedisServer, redis_server
 from gateway.config import GatewayConfig
 from tests.support.ports import free_port
+from tests.support.redis_server import RedisServer, redis_server
 
 CALL = {"prompt": "x", "max_tokens": 1}
 SOON = 20.0

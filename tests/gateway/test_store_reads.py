@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from s3_proxy import Proxy
 from settled import settle
 from stub_node import echo, stub_node
 from test_gateway_server import config, node_of, process, wait_for  # noqa: F401  (config is a fixture)
@@ -21,9 +20,10 @@ from adapters.base_model import load_base_model
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.tenants import Tenants
-from benchmarks.redis_server import redis_server
-from benchmarks.scale_s3 import TENANT, fill
 from gateway.config import GatewayConfig
+from tests.support.many_functions import TENANT, fill
+from tests.support.redis_server import redis_server
+from tests.support.s3_proxy import Proxy
 
 FUNCTIONS = 300
 REGISTRY = "s3://garnish-tests/store-reads"

@@ -12,8 +12,6 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernel_cases import draw_case
-from benchmarks.kernel_recorder import recorded
 from benchmarks.kernel_steps import ADAPTED, SHAPES, step_row
 from kernels.bgmv import bgmv
 from kernels.decoder import Heads, PagedCache
@@ -23,6 +21,8 @@ from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
+from tests.support.kernel_cases import draw_case
+from tests.support.kernel_recorder import recorded
 
 HEADS = Heads(4, 2, 32, 0.2)
 WIDTH, INNER, MOST_TOKENS, STEPS = 128, 192, 300, 25

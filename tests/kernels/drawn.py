@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from benchmarks.kernel_cases import POPULARITY, Case, draw_case, draw_slots, relative_error
 from kernels.launch import Launch
+from tests.support.kernel_cases import POPULARITY, Case, draw_case, draw_slots, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from benchmarks.kernel_cases import Case, draw_case
 from kernels.bgmv import bgmv
 from kernels.mbgmv import mbgmv
 from kernels.view import KernelArgumentError
-from tests.draws import draws
 from tests.kernels.drawn import DEVICE, POPULAR, SMALL, cases, check, popular_case
 from tests.kernels.paged import counted_loads
+from tests.support.draws import draws
+from tests.support.kernel_cases import Case, draw_case
 
 
 def run(ys: list[torch.Tensor], case: Case) -> None:

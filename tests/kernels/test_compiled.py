@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.kernel_cases import POPULARITY, Case, draw_case, draw_slots, relative_error
 from kernels.build import CompileError, load_library
 from kernels.compiled import COLUMNS, CompiledGroup, Segments, load_operators
 from kernels.view import KernelArgumentError
+from tests.support.kernel_cases import POPULARITY, Case, draw_case, draw_slots, relative_error
 
 OPERATORS = load_operators()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -14,9 +14,9 @@ from kernels.gpu_ops import LEAST_PIECE, LayerOperations, Rows, decode_scratch, 
 from kernels.gpu_reference import TorchOperations
 from kernels.gpu_triton import TritonOperations
 from kernels.view import KernelArgumentError
-from tests.draws import draws
 from tests.kernels.drawn import DEVICE
 from tests.kernels.paged import GARBAGE, Sequences, check, counted_loads, drawn_heads, make_sequences
+from tests.support.draws import draws
 
 BOTH = [TritonOperations(), TorchOperations()]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

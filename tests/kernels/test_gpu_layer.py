@@ -17,9 +17,9 @@ from kernels.gpu_ops import LayerOperations, Rotary
 from kernels.gpu_reference import TorchOperations
 from kernels.gpu_triton import TritonOperations
 from kernels.view import KernelArgumentError
-from tests.draws import draws
 from tests.kernels.drawn import DEVICE
 from tests.kernels.paged import ROUNDING, drawn_heads
+from tests.support.draws import draws
 
 BOTH = [TritonOperations(), TorchOperations()]
 dtypes = st.sampled_from(list(ROUNDING))

@@ -23,10 +23,10 @@ from kernels.handoff import (
     check_machine,
     flag_value,
 )
-from tests.draws import draws
+from tests.support.draws import MANY
 
 ROOT = Path(__file__).parents[2]
-ROUNDS = draws(2_000)
+ROUNDS = 40_000 if MANY else 2_000
 WORDS = 1024
 """u64 of payload behind its two flags: bigger than a line, so that a store too early or late would be seen."""
 KINDS = {"compiled": CompiledFlags, "numpy": NumpyFlags}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import level_environment
 from kernels.level import LEVELS, SWITCH, host_level, levels_up_to, used_level
-from tests.draws import WANTED
+from tests.support.draws import WANTED
+from tests.support.levels import level_environment
 
 ROOT = Path(__file__).parents[2]
 LANES = {"avx2": 8, "avx512": 16, "avx512_bf16": 16, "amx": 16}

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from benchmarks.kernel_cases import Case, draw_case, relative_error
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from kernels.view import KernelArgumentError
-from tests.draws import draws
 from tests.kernels.drawn import DEVICE, POPULAR, SMALL, TOLERANCE, cases, check, popular_case
+from tests.support.draws import draws
+from tests.support.kernel_cases import Case, draw_case, relative_error
 
 
 def run(ys: list[torch.Tensor], case: Case) -> None:

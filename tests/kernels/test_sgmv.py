@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from benchmarks.kernel_cases import Case, draw_case
 from kernels.launch import launch_for
 from kernels.sgmv import sgmv
-from tests.draws import draws
 from tests.kernels.drawn import DEVICE, POPULAR, SMALL, cases, check, popular_case
+from tests.support.draws import draws
+from tests.support.kernel_cases import Case, draw_case
 
 
 def run(ys: list[torch.Tensor], case: Case) -> None:

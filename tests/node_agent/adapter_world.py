@@ -18,13 +18,13 @@ from adapters.base_model import PROJECTIONS, BaseModel, load_base_model
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.store import Arrived, ObjectStore
-from benchmarks.peft_reference import draw_adapter, make_adapter
 from cluster.messages import Adapter
 from kernels.reference import lora_rows
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.adapter_memory.table import AdapterTable
 from node_agent.config import EngineConfig
 from node_agent.types import Lease, Pending
+from tests.support.peft_reference import draw_adapter, make_adapter
 
 MODULES = {name: f"{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj" for name in PROJECTIONS}
 

@@ -13,8 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from adapters.artifact import read_header
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference, draw_adapter, make_adapter
 from cluster.messages import Adapter
 from node_agent.adapter_memory import ranges
 from node_agent.adapter_memory.store import AdapterStore
@@ -23,6 +21,8 @@ from node_agent.engine.prefetcher import Prefetcher
 from node_agent.runner.transformers_runner import LoadModel, load_model
 from tests.node_agent.adapter_world import Turnstile, World
 from tests.node_agent.prefetch_world import MakePrefetcher, Stile, assert_nothing_held
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference, draw_adapter, make_adapter
 
 
 @pytest.fixture(scope="session")

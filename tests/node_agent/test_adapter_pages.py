@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from adapters.artifact import ArtifactHeader, LayerBlock, Pair
 from adapters.base_model import BaseModel, projection_widths
-from benchmarks.local_engine import MakeEngine
 from node_agent.adapter_memory.host_memory import HostMemory
 from node_agent.adapter_memory.integrity import check_memory, heal
 from node_agent.adapter_memory.layout import ROW_ALIGN, contiguous_runs, lay_out, row_units
@@ -26,9 +25,10 @@ from node_agent.adapter_memory.store import AdapterStore
 from node_agent.adapter_memory.weights import view_weights
 from node_agent.engine_process import Loop, WakeUp, ready_message
 from node_agent.types import GROUPS
-from tests.draws import draws
 from tests.node_agent.adapter_world import World, assert_contents, host_slot, loaded_lease
 from tests.node_agent.memory_usage import device_usage, host_usage
+from tests.support.draws import draws
+from tests.support.local_engine import MakeEngine
 
 
 def base_of(hidden: int, inner: int, heads: int, kv: int, layers: int) -> BaseModel:

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference
 from node_agent.engine import promises
 from node_agent.engine.admission import STARVED_AFTER
 from node_agent.engine.promises import LEAST_BESIDE_FLOOD, UNKNOWN_SHARE
@@ -18,6 +15,9 @@ from node_agent.engine.reserves import AWAITED_SECONDS
 from node_agent.performance.drift import Drift
 from tests.node_agent.test_chunks_within_promises import MODEL
 from tests.node_agent.test_floods import watch
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference
 
 STORY = [1, 403, 407, 261]
 LONG = [1, *range(60, 160)]

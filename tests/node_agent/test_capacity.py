@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from adapters.base_model import BaseModel, load_base_model
-from benchmarks.local_engine import MakeEngine
-from benchmarks.peft_reference import make_adapter
 from node_agent.adapter_memory.layout import ROW_ALIGN
 from node_agent.adapter_memory.pages import choose_page_size
 from node_agent.adapter_memory.pool import device_pool
 from node_agent.engine_process import ready_message
 from node_agent.performance.capacity import RANKS, fitting
+from tests.support.local_engine import MakeEngine
+from tests.support.peft_reference import make_adapter
 
 WIDTHS = ((64, 64), (64, 32), (64, 32), (64, 64), (64, 192), (64, 192), (192, 64))
 BASE = BaseModel("b", "f", "llama", 3, 64, 256, 128, WIDTHS)

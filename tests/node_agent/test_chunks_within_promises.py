@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from benchmarks.local_engine import MakeEngine
 from cluster.messages import Sampling, SloClass
 from cluster.node_load import MARGIN
 from cluster.performance_model import DecodeModel, PrefillModel
@@ -24,6 +23,7 @@ from node_agent.engine.stats import stats_of
 from node_agent.performance.drift import Drift
 from tests.node_agent.performance.test_drift import MEASURED
 from tests.node_agent.test_scheduling_of_loads import Valve
+from tests.support.local_engine import MakeEngine
 
 MODEL = replace(
     MEASURED, decode=DecodeModel(0.02, 1e-3, 1e-6, 1e-5, "adapter_ranks"), prefill=PrefillModel(0.02, 1e-3, 0.0, 0.0)

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from benchmarks.local_engine import MakeEngine
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.setup import find_runner
 from node_agent.runner import cuda_handoffs, cuda_prompts, cuda_runner
@@ -25,9 +24,10 @@ from node_agent.runner.cuda_runner import CudaRunner
 from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.lora import NoHandoffs
 from node_agent.types import GROUPS, StepBatch
-from tests.draws import draws
 from tests.node_agent.late_stream import LateStream
 from tests.node_agent.test_cuda_runner import CONFIGS, VOCAB, request, save_random, settings_of
+from tests.support.draws import draws
+from tests.support.local_engine import MakeEngine
 
 STRETCH = 2
 PATHS = {"qkv": "self_attn.{}_proj", "o": "self_attn.{}_proj", "gate_up": "mlp.{}_proj", "down": "mlp.{}_proj"}

@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
 from node_agent.engine.setup import find_runner
@@ -23,10 +20,13 @@ from node_agent.runner.cuda_pass import LayeredPass, PromptPass
 from node_agent.runner.cuda_prompts import LONGEST_DECODED, PromptBucket, prompt_shapes
 from node_agent.runner.cuda_runner import CudaRunner
 from node_agent.types import PassLora, Plan, StepBatch
-from tests.draws import draws
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.late_stream import SlowStream
 from tests.node_agent.test_cuda_runner import CONFIGS, VOCAB, request, save_random, settings_of
+from tests.support.draws import draws
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference
 
 
 @pytest.fixture(autouse=True)

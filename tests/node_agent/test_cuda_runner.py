@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference
 from cluster.messages import Sampling
 from kernels.gpu_triton import TritonOperations
 from node_agent.cores import spare_cores
@@ -31,9 +28,12 @@ from node_agent.runner.cuda_runner import CudaRunner, open_runner
 from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.transformers_runner import TransformersRunner, load_model
 from node_agent.types import PassLora, Plan, RunnerSettings, StepBatch
-from tests.draws import draws
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.late_stream import SlowStream
+from tests.support.draws import draws
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 VOCAB = 97

@@ -25,7 +25,7 @@ from node_agent.runner.prompt_scores import score_prompts
 from node_agent.runner.sampler import sample as sample_by_row
 from node_agent.runner.score_rules import ScoreRules, changes_scores
 from node_agent.types import PromptScoring, SamplingBatch
-from tests.draws import draws
+from tests.support.draws import draws
 
 STREAM = Stream()
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.local_engine import LocalEngine, MakeEngine, Outcome
 from cluster.messages import Adapter, Sampling
 from node_agent.runner import cuda_runner
 from node_agent.runner.cuda_runner import CudaRunner
 from node_agent.runner.cuda_stream import CudaStream, Stream
 from tests.node_agent.late_stream import Capturing, LateStream
+from tests.support.local_engine import LocalEngine, MakeEngine, Outcome
 
 WAYS = [
     Sampling(temperature=0.0),

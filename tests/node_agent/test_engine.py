@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import GREEDY, LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference, make_adapter
 from cluster.messages import Adapter, GenerateRequest, Sampling
 from node_agent.coldstart.cold_starts import Way
 from node_agent.engine.batch import Row
 from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished
 from node_agent.types import Plan
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import GREEDY, LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference, make_adapter
 
 STORY = [1, 403, 407, 261]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.local_engine import MakeEngine
 from cluster.frames import Frames
 from cluster.messages import GenerateRequest, Sampling
 from node_agent.coldstart.auto_workers import TYPICAL
@@ -23,6 +22,7 @@ from node_agent.engine_process import Channel, Loop, WakeUp, ready_message
 from node_agent.ipc import Cancel, EngineEvent, Finished, Generated, Ready, Submit, encode, event_decoder
 from node_agent.performance.idle import QUIET_S
 from tests.node_agent.test_floods import STORY, flooded
+from tests.support.local_engine import MakeEngine
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import EngineConfig
 from node_agent.types import Lease
-from tests.draws import draws
 from tests.node_agent.adapter_world import World, loaded_lease, measured, until
+from tests.support.draws import draws
 
 NAMES = "abcdefgh"
 CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.floats(0, 400)), max_size=40)

@@ -12,11 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import TIE, PeftReference
 from cluster.text import BaseText
 from node_agent.api.detokenize import IncrementalDetokenizer, TokenText
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import TIE, PeftReference
 
 POOL = 512 << 10
 """Bytes; the drawn adapters take 992 KiB together, the largest 304 KiB."""

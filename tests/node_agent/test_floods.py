@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference
 from cluster.performance_fit import decode_forecast
 from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
@@ -19,6 +16,9 @@ from node_agent.engine.promises import BESIDE_FLOOD, LEAST_BESIDE_FLOOD, UNKNOWN
 from node_agent.performance.drift import Drift
 from node_agent.performance.terms import decode_sample
 from tests.node_agent.test_chunks_within_promises import MODEL
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference
 
 STORY = [1, 403, 407, 261]
 VICTIMS = ("v0", "v1", "v2")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.local_engine import MakeEngine
 from cluster.messages import Done, Failed, Started, Token
 from node_agent.api.requests import SILENT_S
 from node_agent.engine.pulse import FIRST_S, LONGEST_S, Pulse
@@ -22,6 +21,7 @@ from node_agent.supervisor import LONGEST_SILENCE_S, LOOK_S, Child
 from tests.node_agent.scripted_engine import admitted, finished, tokens
 from tests.node_agent.served_node import request_of, run_scenario, served_node
 from tests.node_agent.test_supervisor import config_of, end_of
+from tests.support.local_engine import MakeEngine
 
 
 @contextlib.asynccontextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference
 from node_agent.engine import reserves
 from node_agent.engine.preemption import MOST_PREEMPTIONS
 from node_agent.ipc import Finished
 from tests.node_agent.test_preemption import BLOCK_BYTES, STORY, ended
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference
 
 FEW_PASSES = 3
 LONG = 300

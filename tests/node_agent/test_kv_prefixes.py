@@ -14,7 +14,7 @@ from node_agent.device import EndedEvent
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.prefixes import Prefixes
 from node_agent.engine.request import Request
-from tests.draws import draws
+from tests.support.draws import draws
 
 BLOCK = 4
 TEXTS = st.lists(st.integers(1, 2), min_size=1, max_size=30)

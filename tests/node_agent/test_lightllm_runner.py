@@ -22,8 +22,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from adapters.base_model import load_base_model
 from adapters.open_store import open_store
 from adapters.registry import Registry
-from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
-from benchmarks.random_model import HALF_SHAPE, HALF_TOLERANCE, write_half_llama
 from cluster.messages import Adapter, Sampling
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import EngineConfig
@@ -33,8 +31,10 @@ from node_agent.engine.setup import build_engine
 from node_agent.runner.lightllm_open import imported, open_runner
 from node_agent.runner.lora import SegmentedLora
 from node_agent.types import GROUPS, PassLora, RunnerSettings
-from tests.draws import draws
 from tests.node_agent.adapter_world import loaded_lease
+from tests.support.draws import draws
+from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from tests.support.random_model import HALF_SHAPE, HALF_TOLERANCE, write_half_llama
 
 if TYPE_CHECKING:
     from node_agent.runner.lightllm_runner import LightllmPass, LightllmRunner

@@ -10,8 +10,6 @@ import pytest
 from msgspec.structs import replace
 
 from adapters.artifact import read_header
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, make_adapter
 from cluster.messages import Adapter
 from cluster.residency import AdapterState
 from node_agent.adapter_memory.integrity import check_memory
@@ -21,6 +19,8 @@ from node_agent.config import DiskCacheConfig
 from node_agent.engine import orders
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch
 from tests.node_agent.adapter_world import Turnstile, loaded_lease
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, make_adapter
 
 STORY = [1, 403, 407, 261]
 PutTurnstile = Callable[[LocalEngine], Turnstile]

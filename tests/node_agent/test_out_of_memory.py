@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference
 from node_agent.device import is_out_of_memory, unless_out_of_memory
 from node_agent.engine.batch import Row
 from node_agent.engine.pass_size import GROWS_AFTER, PassSize
 from node_agent.types import Pass, PassLora, StepBatch
 from tests.node_agent.test_preemption import SEEDED
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference
 
 STORY = [1, 403, 407, 261]
 TOO_LARGE = 1 << 60

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import TIE, PeftReference
 from cluster.messages import Adapter, Sampling
 from node_agent.runner.sampler import uniform
 from tests.node_agent.score_reference import by_transformers, interval
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import TIE, PeftReference
 
 STORY = [1, 403, 407, 261, 378, 300, 415, 266]
 LENGTH = 24

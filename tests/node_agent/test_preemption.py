@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import GREEDY, LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference
 from cluster.messages import Adapter, Sampling
 from node_agent.engine.preemption import MOST_PREEMPTIONS
 from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished
 from tests.node_agent.test_engine import Gate
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import GREEDY, LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference
 
 STORY = [1, 403, 407, 261]
 BLOCK_BYTES = 2 * 5 * 4 * 8 * 4 * 4

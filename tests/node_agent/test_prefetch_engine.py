@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference
 from cluster.messages import Adapter
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.config import LinkConfig
@@ -21,6 +18,9 @@ from node_agent.engine.stats import stats_of
 from node_agent.engine_process import Loop, WakeUp, ready_message
 from node_agent.ipc import Evict, Prefetch
 from tests.node_agent.prefetch_world import want, wanted
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference
 
 STORY = [1, 403, 407, 261]
 

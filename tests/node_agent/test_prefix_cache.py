@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference, make_adapter
 from cluster.messages import Adapter, Sampling
 from node_agent.engine.prefixes import WORTH_WAITING
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference, make_adapter
 
 PROMPT = [1, *range(60, 100)]
 BLOCK_BYTES = 2 * 5 * 4 * 8 * 4 * 4

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from benchmarks.local_engine import LocalEngine, MakeEngine
 from cluster.messages import Sampling
 from node_agent.engine.batch import Row, share_out
 from node_agent.engine.request import Request
 from node_agent.engine.waiting import WaitingQueue
+from tests.support.local_engine import LocalEngine, MakeEngine
 
 STORY = [1, 403, 407, 261]
 

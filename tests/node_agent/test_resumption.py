@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.local_engine import LocalEngine, MakeEngine
 from cluster.messages import RESUMPTION_VERSION, Adapter, Done, Event, GenerateRequest, Sampling, Token
 from cluster.text import BaseText
 from node_agent.api.detokenize import TokenText
 from node_agent.api.reply import Reply
 from node_agent.ipc import Generated
 from tests.node_agent.served_node import request_of
+from tests.support.local_engine import LocalEngine, MakeEngine
 
 LENGTH = 24
 CUTS, MORE_CUTS = 300, 2000

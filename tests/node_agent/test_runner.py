@@ -22,7 +22,7 @@ from node_agent.engine.setup import find_runner
 from node_agent.runner.products import Products, can_pack
 from node_agent.runner.projections import FusedProjection
 from node_agent.runner.transformers_runner import TransformersRunner, load_model, open_runner
-from tests.draws import draws
+from tests.support.draws import draws
 
 VOCAB = 97
 SHAPE = {

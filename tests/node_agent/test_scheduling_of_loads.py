@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from adapters.store import Arrived
-from benchmarks.local_engine import LocalEngine, MakeEngine
 from cluster.messages import Adapter
 from node_agent.adapter_memory.fetch import TRIES
 from node_agent.coldstart.cold_starts import Way
@@ -21,6 +20,7 @@ from node_agent.engine.request import Request
 from node_agent.ipc import Finished
 from node_agent.types import Lease
 from tests.node_agent.adapter_world import comes_with_header, header_only
+from tests.support.local_engine import LocalEngine, MakeEngine
 
 STORY = [1, 403, 407, 261]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.local_engine import LocalEngine, MakeEngine
 from cluster.fair_shares import token_cost
 from cluster.node_table import ASSUMED
 from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished
 from node_agent.performance.drift import Drift
+from tests.support.local_engine import LocalEngine, MakeEngine
 
 STORY = [1, 403, 407, 261]
 

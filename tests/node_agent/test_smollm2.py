@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine
-from benchmarks.peft_reference import PeftReference
 from cluster.text import BaseText
-from tests.draws import draws
+from tests.support.draws import draws
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine
+from tests.support.peft_reference import PeftReference
 
 TEXT = Path(__file__).parents[2] / "examples" / "adapters" / "text"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.local_engine import MakeEngine
 from cluster.performance_model import DecodeModel
 from node_agent.performance import speed
 from node_agent.performance.speed import CONTEXT, tokens_per_second
+from tests.support.local_engine import MakeEngine
 
 
 def test_dummy_requests_leave_nothing_behind(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from kernels.bgmv import bgmv
 from kernels.launch import Launch
 from kernels.view import GroupView, KernelArgumentError
@@ -20,6 +17,9 @@ from node_agent.runner.lora import SegmentedLora
 from node_agent.runner.triton_lora import TritonLora
 from node_agent.types import LoraBatch
 from tests.node_agent.adapter_world import loaded_lease
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 
 SMALL = Launch(tokens=16, ranks=64, shrink_width=64, expand_width=256, splits=1, rank_programs=1)
 """Few programs: the interpreter runs one after the other."""

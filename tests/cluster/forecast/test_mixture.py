@@ -16,7 +16,7 @@ from cluster.forecast.forecast_error import ForecastError
 from cluster.forecast.outcomes import SLOTS, TOLERANCE_S, Outcomes
 from cluster.forecast.table import FunctionTable
 from cluster.forecast.weights import FADING, SHARED_FADING, SHARED_WEIGHT, TRUST, Weights
-from tests.draws import draws
+from tests.support.draws import draws
 
 HORIZONS = len(HORIZONS_S)
 

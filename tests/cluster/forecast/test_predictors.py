@@ -14,7 +14,7 @@ from cluster.forecast.idle_times import EDGES_S, HALF_LIFE, SHARED_HALF_LIFE, SH
 from cluster.forecast.recent_rate import Ewma, LastWindow
 from cluster.forecast.seasonal import SEASONS, SHRINKAGE, Season, Seasonal
 from tests.cluster.forecast.seconds import MONDAY, Calls, drawn_calls, drive
-from tests.draws import draws
+from tests.support.draws import draws
 
 
 def of_rate(rate: float) -> list[float]:

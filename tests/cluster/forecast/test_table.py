@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.forecast.table import FunctionTable
-from tests.draws import draws
+from tests.support.draws import draws
 
 LIMIT, IDLE_S = 6, 30.0
 

@@ -28,7 +28,7 @@ from node_agent.engine.request import Request
 from node_agent.engine.reserves import Callers, Reserves
 from node_agent.engine.waiting import WaitingQueue
 from node_agent.types import Lease, NoRoom
-from tests.draws import draws
+from tests.support.draws import draws
 
 BLOCK = 16
 RANKS = {"a": 8, "b": 16, "c": 32, "d": 64}

@@ -23,7 +23,7 @@ from garnish.simulation.slo import Slo, SloError, base_tpt, parse_slo
 from garnish.simulation.study import simulate, smallest_pool
 from gateway.scheduling.dlora import Dlora
 from gateway.scheduling.request import PlacementRequest
-from tests.draws import draws
+from tests.support.draws import draws
 
 REQUESTS = st.lists(
     st.builds(

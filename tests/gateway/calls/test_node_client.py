@@ -13,9 +13,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from raw_node import END, HEAD, REQUEST, Reader, Writer, ask, bounded, chunk, node, node_client, request_of, run
+from raw_node import END, HEAD, REQUEST, TIMING, Reader, Writer, ask, bounded, chunk, node, node_client, request_of, run
 
-from benchmarks.stub_node import TIMING
 from cluster.errors import ServiceError
 from cluster.messages import Done, Event, Started, Token, encode_event
 from gateway.calls.node_client import EVENT_LIMIT

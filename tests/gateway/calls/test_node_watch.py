@@ -12,6 +12,7 @@ from raw_node import (
     END,
     HEAD,
     REQUEST,
+    TIMING,
     Reader,
     Writer,
     ask,
@@ -24,7 +25,6 @@ from raw_node import (
     run,
 )
 
-from benchmarks.stub_node import TIMING
 from cluster.errors import ServiceError
 from cluster.messages import Done, Event, Started, Token, encode_event
 from gateway.calls.node_watch import NodeFailure, NodeWatches

@@ -6,7 +6,6 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from draws import draws
 from event_world import World, all_ended, leftovers, make_worker, new_event, open_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
 from gateway.events.records import event_key
+from tests.support.draws import draws
 
 EVENTS = 12
 WAIT_S = 60.0

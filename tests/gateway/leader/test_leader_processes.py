@@ -19,10 +19,10 @@ from test_gateway_server import config  # noqa: F401  (a fixture)
 from test_gateway_workers import Pair, pair  # noqa: F401  (a fixture)
 
 from adapters.local_store import LocalStore
-from benchmarks.redis_server import RedisServer, redis_server
 from gateway.usage.counts import UsageCounts
 from gateway.usage.hours import HOUR, hour_name, hour_start
 from gateway.usage.objects import usage_folder
+from tests.support.redis_server import RedisServer, redis_server
 
 PROGRAM = """
 import asyncio, os, sys

@@ -18,8 +18,8 @@ from test_gateway_server import config, node_of, process, wait_for  # noqa: F401
 from test_gateway_workers import Pair
 from wanting_node import WantingNode
 
-from benchmarks.redis_server import redis_server
 from gateway.config import GatewayConfig
+from tests.support.redis_server import redis_server
 
 PROGRAM = """
 import sys, msgspec, numpy

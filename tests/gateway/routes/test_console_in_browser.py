@@ -20,7 +20,7 @@ from stub_node import StubNode, done, hang_after_first, token
 
 from cluster.messages import Event, GenerateRequest, Started
 from cluster.news import Resident
-from tests.browser import CHROMIUM, Browser, browser
+from tests.support.browser import CHROMIUM, Browser, browser
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the path")
 

@@ -15,7 +15,7 @@ from stub_node import StubNode, hang_after_first
 from test_console_in_browser import AXE, HOSTILE, _violations, check_quiet, go, hostile, page, sign_in
 
 from cluster.messages import Event, Failed, GenerateRequest
-from tests.browser import CHROMIUM, Browser
+from tests.support.browser import CHROMIUM, Browser
 
 __all__ = ["page"]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium on the path")

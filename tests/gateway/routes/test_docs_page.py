@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 
 from gateway.http.routing import mounted
 from gateway.routes import docs
-from tests.browser import CHROMIUM, browser
+from tests.support.browser import CHROMIUM, browser
 
 LINK = re.compile(r'(?:src|href|spec-url)="([^"]*)"')
 

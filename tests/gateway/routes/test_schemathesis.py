@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from gateway.routes.openapi import FILE
-from tests.draws import draws
+from tests.support.draws import draws
 
 CHECKS = [
     not_a_server_error,

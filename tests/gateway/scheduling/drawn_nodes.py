@@ -11,7 +11,7 @@ from cluster.news import Resident, StrictRoom
 from cluster.node_table import Demand
 from cluster.performance_model import DecodeModel, PrefillModel, Transfer
 from gateway.scheduling.request import PlacementRequest
-from tests.told import OldRecord
+from tests.support.told import OldRecord
 
 ITEM_SIZES = st.sampled_from([0, 2, 4])
 """Of which 0 is not told."""

@@ -15,7 +15,7 @@ from cluster.node_table import ASSUMED, Demand
 from cluster.performance_model import PerformanceModel
 from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.request import PlacementRequest
-from tests.told import OldRecord
+from tests.support.told import OldRecord
 
 
 def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:

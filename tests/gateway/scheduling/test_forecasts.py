@@ -15,7 +15,7 @@ from cluster.node_table import STANDARD, Demand, NodeTable
 from gateway.scheduling.cost import Terms, attainable, terms
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
 from gateway.scheduling.request import PlacementRequest
-from tests.told import OldRecord, tell
+from tests.support.told import OldRecord, tell
 
 CROWDS = st.lists(st.tuples(nodes(), st.lists(DEMANDS, max_size=2)), min_size=2, max_size=5)
 COLUMNS = [name for name in Terms.__struct_fields__[1:] if name not in ("ttft_limit", "answer", "inverse")]

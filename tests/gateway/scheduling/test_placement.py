@@ -18,7 +18,7 @@ from cluster.state import MemoryClusterState
 from gateway.scheduling.decision import MOST_CANDIDATES, Candidate
 from gateway.scheduling.placement import ATTEMPTS, Trace, able, place
 from gateway.scheduling.policy import POLICIES, make_policy
-from tests.told import OldRecord, news_of
+from tests.support.told import OldRecord, news_of
 
 
 async def state_of(*records: OldRecord) -> MemoryClusterState:

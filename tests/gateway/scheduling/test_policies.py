@@ -15,7 +15,7 @@ from garnish.config import built
 from gateway.config import GatewayConfig
 from gateway.scheduling.policy import POLICIES, UnknownPolicy, make_policy
 from gateway.scheduling.toppings import PENALTY, Toppings
-from tests.told import OldRecord
+from tests.support.told import OldRecord
 
 RANDOM_NODES = st.lists(
     st.builds(

@@ -17,7 +17,7 @@ from garnish.simulation.profile import load_profile
 from gateway.scheduling.policy import make_policy
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
 from gateway.scheduling.toppings import Toppings
-from tests.told import tell
+from tests.support.told import tell
 
 
 def test_an_idle_node_without_the_adapter_loses_to_one_that_has_it_and_one_request() -> None:

@@ -12,7 +12,7 @@ from cluster.node_table import NodeTable
 from gateway.scheduling.decision import picture
 from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.widening import EVERY, PATIENCE, Widening
-from tests.told import tell
+from tests.support.told import tell
 
 FULL = node("full", *[8] * 32, tier="device", queued=50)
 STRICT = ask(ttft=0.1, slo_class="strict")

@@ -11,7 +11,7 @@ from cluster.node_table import NodeTable
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import rows_together, work
-from tests.told import OldRecord, tell
+from tests.support.told import OldRecord, tell
 
 small = st.floats(1e-6, 1e-2)
 MODEL = PerformanceModel(

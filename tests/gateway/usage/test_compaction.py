@@ -42,7 +42,7 @@ from usage_worlds import (
 from adapters.local_store import LocalStore
 from adapters.store import ObjectStore
 from gateway.usage.hours import HOUR, hour_name
-from tests.draws import draws
+from tests.support.draws import draws
 
 pytestmark = pytest.mark.usefixtures("worlds_end_with_the_test", "one_reader")
 

@@ -29,7 +29,7 @@ from gateway.usage.hours import HOUR, hour_name, hour_start
 from gateway.usage.journal import JournalError, abandoned, claim
 from gateway.usage.ledger import UsageLedger, open_ledger
 from gateway.usage.report import GROUPS, Sheet, read_usage
-from tests.draws import draws
+from tests.support.draws import draws
 
 START = 1_790_000_000 // HOUR * HOUR
 

@@ -26,7 +26,7 @@ from gateway.usage.compaction import compact_tenant
 from gateway.usage.hours import HOUR, hour_name
 from gateway.usage.objects import usage_key
 from gateway.usage.prices import Prices
-from tests.draws import draws
+from tests.support.draws import draws
 
 NUMBERS = ("requests", "prompt_tokens", "completion_tokens")
 

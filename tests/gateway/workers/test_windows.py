@@ -15,13 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.redis_server import RedisServer, redis_server
 from cluster.redis_link import RedisAway, RedisLink
 from gateway.workers import windows as module
 from gateway.workers.attainment import SLICE, WINDOWS, Attainment, Promise
 from gateway.workers.last_hour import MAX_FUNCTIONS, Counts, LastHour
 from gateway.workers.pool_loads import PoolLoads
 from gateway.workers.windows import SUMS_TOGETHER, Windows
+from tests.support.redis_server import RedisServer, redis_server
 
 PATIENCE = 30.0
 HELD: dict[Promise, bool] = {"ttft": True, "all": True}

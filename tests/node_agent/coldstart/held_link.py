@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from benchmarks.local_engine import LocalEngine
+from tests.support.local_engine import LocalEngine
 
 
 class HeldLink:

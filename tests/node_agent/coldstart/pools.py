@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import torch
 
-from benchmarks.host_case import HostCase, Widths, draw_host
 from node_agent.coldstart.handoffs import Handoff
 from node_agent.coldstart.shared import DTYPES, Layout
 from node_agent.coldstart.slices import Segment
-from node_agent.coldstart.worker_process import WorkerConfig
 from node_agent.coldstart.workers import WorkerPool
+from tests.support.crowded import CORES, CrowdedPool
+from tests.support.host_case import HostCase, Widths, draw_host
 
 WIDTHS: Widths = ((40, 33), (40, 20), (40, 20), (33, 40), (40, 70), (40, 70), (70, 40))
 """Odd ones, so that rows end inside a 64-byte unit."""
@@ -48,17 +46,6 @@ def started(
         yield pool
     finally:
         pool.close()
-
-
-CORES = sorted(os.sched_getaffinity(0))
-
-
-class CrowdedPool(WorkerPool):
-    """More workers than this host has cores: they share these, and the cores that the pool is made with are numbers."""
-
-    def _worker_config(self, index: int, epoch: int) -> WorkerConfig:
-        config = super()._worker_config(index, epoch)
-        return msgspec.structs.replace(config, cores=(CORES[index % len(CORES)],))
 
 
 @contextlib.contextmanager

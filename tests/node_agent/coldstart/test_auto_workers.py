@@ -9,7 +9,6 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from benchmarks.local_engine import LocalEngine, MakeEngine
 from node_agent.coldstart import setup, worker_manager
 from node_agent.coldstart.auto_workers import (
     MAX_WORKERS,
@@ -30,6 +29,7 @@ from node_agent.coldstart.planner import NOT_WORTH
 from node_agent.coldstart.profile import LinkCost, Profile, ProfileKey
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
+from tests.support.local_engine import LocalEngine, MakeEngine
 
 KEY = ProfileKey("", "float32", "cpu", 1, 0)
 SIZES = {"adapter_memory": 8 << 20, "host_memory": 16 << 20, "kv_memory": 4 << 20}

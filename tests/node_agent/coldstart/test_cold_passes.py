@@ -13,12 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.exactness import run_batch
-from benchmarks.forced import force
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
-from benchmarks.worker_counters import counters_of
 from node_agent.coldstart.learning import Outcome
 from node_agent.coldstart.pass_times import kind_of
 from node_agent.coldstart.planner import Contention
@@ -29,6 +23,12 @@ from node_agent.ipc import Generated
 from node_agent.types import LayerState, Lease, Plan
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.coldstart.pools import eventually
+from tests.support.drawn_batches import run_batch
+from tests.support.exact import Case, Tally, check
+from tests.support.forced import force
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from tests.support.worker_counters import counters_of
 
 STORY = [1, *range(50, 90)]
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.forced import DrawnLink, force
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import PeftReference
 from cluster.residency import WantedAdapter, WantedResidency
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.config import DiskCacheConfig, LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.engine import prefetcher
 from node_agent.ipc import Evict, ListAdapters, Prefetch
+from tests.support.exact import Case, Tally, check
+from tests.support.forced import DrawnLink, force
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import PeftReference
 
 CALLS = 40
 CLASSES = ("strict", "standard", "standard", "best_effort")

@@ -13,7 +13,6 @@ import pytest
 from adapters.base_model import load_base_model
 from adapters.open_store import open_store
 from adapters.registry import Registry
-from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from cluster.messages import Adapter, Done, Failed, Started, Token
 from cluster.news import NodeRecord
 from node_agent.config import LinkConfig
@@ -21,6 +20,7 @@ from node_agent.cores import spare_cores
 from tests.node_agent.coldstart.pools import eventually, state
 from tests.node_agent.served_node import run_scenario
 from tests.node_agent.test_supervisor import Supervised, supervised, wait_for_end
+from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 
 PROMPT = [1, *range(50, 62)]
 """short: its results have few bytes beside those of the weights, so that workers may take its layers"""

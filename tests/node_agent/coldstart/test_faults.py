@@ -15,9 +15,6 @@ from adapters.artifact import read_header
 from adapters.s3_calls import S3Limits
 from adapters.s3_store import S3Store
 from adapters.s3_url import S3Place
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from cluster.messages import Adapter
 from node_agent.adapter_memory import ranges
 from node_agent.adapter_memory.fetch import TRIES
@@ -26,7 +23,10 @@ from node_agent.config import DiskCacheConfig
 from node_agent.ipc import Evict, Finished
 from node_agent.types import Plan
 from tests.node_agent.adapter_world import Turnstile
-from tests.s3_proxy import Fault, Proxy
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from tests.support.s3_proxy import Fault, Proxy
 
 STORY = [1, *range(50, 90)]
 LIMITS = S3Limits(connect=60.0, read=60.0, call=300.0, attempts=2, part=5 << 20)

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.exactness import run_batch
-from benchmarks.forced import force
-from benchmarks.local_engine import MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, PeftReference, draw_adapter, make_adapter
-from benchmarks.random_model import HALF_TOLERANCE, write_half_llama
 from node_agent.cores import spare_cores
 from node_agent.types import Plan
 from tests.node_agent.coldstart.held_link import HeldLink
+from tests.support.drawn_batches import run_batch
+from tests.support.exact import Case, Tally, check
+from tests.support.forced import force
+from tests.support.local_engine import MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, PeftReference, draw_adapter, make_adapter
+from tests.support.random_model import HALF_TOLERANCE, write_half_llama
 
 VOCAB = 97
 PROMPT = [1, *range(20, 60)]
@@ -52,7 +52,9 @@ def test_workers_compute_a_whole_prompt(make_engine: MakeEngine, model_dir: Path
 
 def test_drawn_plans_and_faults(make_engine: MakeEngine, model_dir: Path, tmp_path: Path) -> None:
     rng, tally, seen = random.Random(3), Tally(tie=TIE), Counter[str]()
-    engine = make_engine(model_dir, dtype="float16", cpu_workers=1, adapter_memory=1 << 20, block_tokens=4, max_rows=16)
+    engine = make_engine(
+        model_dir, dtype="float16", cpu_workers=1, adapter_memory=96 << 10, block_tokens=4, max_rows=16
+    )
     forced = force(engine.engine, random.Random(4), faults=0.03)
     kinds = [Case(None, None, [], 0)]
     for i in range(6):

@@ -11,12 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.exactness import run_batch
-from benchmarks.forced import DrawnLink, force
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
-from benchmarks.worker_counters import counters_of
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.residency import InUse, evict
 from node_agent.coldstart.learning import Correction
@@ -28,6 +22,12 @@ from node_agent.cores import spare_cores
 from node_agent.ipc import Finished
 from node_agent.types import Lease, Plan
 from tests.node_agent.coldstart.held_link import HeldLink
+from tests.support.drawn_batches import run_batch
+from tests.support.exact import Case, Tally, check
+from tests.support.forced import DrawnLink, force
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from tests.support.worker_counters import counters_of
 
 STORY = [1, *range(50, 90)]
 pytestmark = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")

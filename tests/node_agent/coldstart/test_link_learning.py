@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.local_engine import MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, make_adapter
 from node_agent.adapter_memory.link import Link
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
+from tests.support.local_engine import MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, make_adapter
 
 PROFILED, REAL = 4e6, 1e6
 """Bytes per second."""

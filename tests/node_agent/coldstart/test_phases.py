@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, make_adapter
 from cluster.messages import Adapter
 from node_agent.cores import spare_cores
 from node_agent.ipc import Finished
 from node_agent.types import Plan
 from tests.node_agent.coldstart.held_link import HeldLink
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, make_adapter
 
 PROMPT = [1, *range(50, 90)]
 DELAY = 0.3

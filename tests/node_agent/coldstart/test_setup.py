@@ -14,9 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.exact import Case, Tally, check
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from node_agent.coldstart import measure, worker_manager
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
 from node_agent.coldstart.pass_times import PassSample, kind_of
@@ -29,6 +26,9 @@ from node_agent.cores import spare_cores, usable_cores
 from node_agent.device import device_name
 from node_agent.types import Lease
 from tests.node_agent.adapter_world import World, lease
+from tests.support.exact import Case, Tally, check
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 
 PROMPT = [1, *range(50, 57)]
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")

@@ -20,31 +20,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.base_model import BaseModel
-from benchmarks.exact import Case, Tally
-from benchmarks.exactness import run_batch
-from benchmarks.forced import force
-from benchmarks.host_case import HostCase, draw_host
-from benchmarks.local_engine import MakeEngine
-from benchmarks.peft_reference import PeftReference
-from benchmarks.worker_counters import counters_of
 from kernels.compiled import COLUMNS
-from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart import setup, slices, worker_manager
+from node_agent.coldstart import slices, worker_manager
 from node_agent.coldstart.handoffs import Handoff, Part
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.product import Product
 from node_agent.coldstart.shared import DTYPES, MAX_RANK, Layout
 from node_agent.coldstart.slices import LEAST_SHARE, Segment, cut_columns, cut_rows
 from node_agent.coldstart.workers import WorkerPool
-from node_agent.config import EngineConfig
 from node_agent.cores import spare_cores
 from node_agent.types import GROUPS
 from tests.node_agent.coldstart.pools import (
     LONG,
     MAX_TOKENS,
     WIDTHS,
-    CrowdedPool,
     crowded,
     draw_x,
     eventually,
@@ -52,6 +41,14 @@ from tests.node_agent.coldstart.pools import (
     poison,
     state,
 )
+from tests.support.crowded import make_crowded_pool
+from tests.support.drawn_batches import run_batch
+from tests.support.exact import Case, Tally
+from tests.support.forced import force
+from tests.support.host_case import HostCase, draw_host
+from tests.support.local_engine import MakeEngine
+from tests.support.peft_reference import PeftReference
+from tests.support.worker_counters import counters_of
 
 SLOTS, WORKERS = 6, 6
 
@@ -271,7 +268,7 @@ def test_an_engine_with_drawn_plans_and_faults(
 ) -> None:
     """Tokens are PEFT's alone."""
     monkeypatch.setattr(slices, "LEAST_SHARE", 1)
-    monkeypatch.setattr(worker_manager, "make_pool", three_workers)
+    monkeypatch.setattr(worker_manager, "make_pool", make_crowded_pool)
     engine = make_engine(cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4)
     assert engine.engine.assist is not None
     written, counts = engine.engine.assist.workers.write, Counter[bool]()
@@ -289,9 +286,3 @@ def test_an_engine_with_drawn_plans_and_faults(
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
     assert not problems, "\n".join(problems)
     assert forced.plans["assist"] and seen["layers_cpu"] and counts[True] > counts[False]
-
-
-def three_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: list[int], _: int) -> WorkerPool:
-    dtype = DTYPES.index(store.pool.data.dtype)
-    layout = Layout(setup.HANDOFF_SLOTS, 3, setup.most_tokens(config), base.widths, dtype)
-    return CrowdedPool(store.host_map, layout, range(3))

@@ -16,8 +16,6 @@ import torch
 
 pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store and atomic_poll came with Triton 3.9")
 
-from benchmarks.host_case import HostCase
-from benchmarks.worker_counters import counters_of
 from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels
 from node_agent.coldstart import stream
@@ -31,7 +29,6 @@ from tests.node_agent.coldstart.pools import (
     CORES,
     LONG,
     MAX_TOKENS,
-    CrowdedPool,
     draw_x,
     drawn_case,
     eventually,
@@ -39,6 +36,9 @@ from tests.node_agent.coldstart.pools import (
     is_right,
     poison,
 )
+from tests.support.crowded import CrowdedPool
+from tests.support.host_case import HostCase
+from tests.support.worker_counters import counters_of
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")

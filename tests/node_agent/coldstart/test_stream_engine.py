@@ -17,12 +17,6 @@ import torch
 pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store and atomic_poll came with Triton 3.9")
 
 from adapters.base_model import BaseModel
-from benchmarks.exact import Case, Tally, check
-from benchmarks.exactness import run_batch
-from benchmarks.forced import force
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, PeftReference, make_adapter
-from benchmarks.worker_counters import counters_of
 from kernels.handoff_triton import TritonKernels
 from node_agent.adapter_memory import device_copy
 from node_agent.adapter_memory.store import AdapterStore
@@ -42,6 +36,12 @@ from node_agent.types import PassLora, Plan, StepBatch
 from tests.node_agent.coldstart.held_event import HeldEvent
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.coldstart.pools import LONG, eventually
+from tests.support.drawn_batches import run_batch
+from tests.support.exact import Case, Tally, check
+from tests.support.forced import force
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
+from tests.support.worker_counters import counters_of
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")

@@ -18,8 +18,6 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.host_case import HostCase
-from benchmarks.worker_counters import Counters, counters_of
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.assist import Assist
 from node_agent.coldstart.shared import Layout
@@ -38,6 +36,8 @@ from tests.node_agent.coldstart.pools import (
     started,
     state,
 )
+from tests.support.host_case import HostCase
+from tests.support.worker_counters import Counters, counters_of
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="NOT RUN: two workers need two cores")

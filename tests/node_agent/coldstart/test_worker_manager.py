@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.local_engine import LocalEngine, MakeEngine
-from benchmarks.peft_reference import ALL_TARGETS, make_adapter
 from node_agent.coldstart import worker_manager
 from node_agent.coldstart.auto_workers import TYPICAL
 from node_agent.coldstart.calibration import ANSWER, Calibration, Interrupted, never
@@ -16,6 +14,8 @@ from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.ipc import ListAdapters
+from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.peft_reference import ALL_TARGETS, make_adapter
 
 LINK = LinkConfig(3e6)
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")

@@ -11,8 +11,6 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.host_case import HostCase
-from benchmarks.worker_counters import counters_of
 from node_agent.coldstart.product import LONG_SLICE, Product
 from node_agent.coldstart.shared import DTYPES, MAX_SEGMENTS, Layout
 from node_agent.coldstart.slices import Segment
@@ -31,6 +29,8 @@ from tests.node_agent.coldstart.pools import (
     poison,
     started,
 )
+from tests.support.host_case import HostCase
+from tests.support.worker_counters import counters_of
 
 World = tuple[HostCase, WorkerPool]
 WORLDS = [

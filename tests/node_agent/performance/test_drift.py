@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.local_engine import MakeEngine
 from cluster.messages import Sampling
 from cluster.performance_model import RANK_TERMS, DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from node_agent.engine.batch import Row
@@ -18,6 +17,7 @@ from node_agent.engine.stats import stats_of
 from node_agent.performance.drift import BOUND, EVERY, MEMORY, STEP, WORTH, Drift
 from node_agent.performance.terms import decode_sample, prefill_sample
 from node_agent.types import Lease
+from tests.support.local_engine import MakeEngine
 
 MEASURED = PerformanceModel(
     ModelKey("here", "fingerprint", "float32", "cpu", "0"),

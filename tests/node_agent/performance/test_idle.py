@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.local_engine import LocalEngine, MakeEngine
 from cluster.messages import GenerateRequest, Sampling
 from node_agent import engine_process
 from node_agent.engine_process import Channel, Loop, WakeUp, ready_message
@@ -22,6 +21,7 @@ from node_agent.performance import idle as idle_module
 from node_agent.performance.idle import IdleMeasurement
 from node_agent.types import Pass, PassLora, StepBatch
 from tests.node_agent.test_engine_process import received
+from tests.support.local_engine import LocalEngine, MakeEngine
 
 CALL = Submit(GenerateRequest("call", "", "v0", [1, 70, 80], 2, Sampling(temperature=0), timeout=60.0, ignore_eos=True))
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from benchmarks.local_engine import LocalEngine, MakeEngine
 from cluster.node_table import ASSUMED
 from cluster.performance_file import read_performance, write_performance
 from cluster.performance_model import DecodeModel, PrefillModel, Transfer
@@ -41,6 +40,7 @@ from node_agent.performance.terms import decode_sample, prefill_sample
 from node_agent.runner.products import Products
 from node_agent.types import StepOutput
 from tests.cluster.measured import PROFILE
+from tests.support.local_engine import LocalEngine, MakeEngine
 
 DECODE = DecodeModel(0.02, 2e-3, 1e-6, 2e-5, "adapter_ranks")
 COLD_KEY = ProfileKey("fingerprint", "float32", "cpu", 1, 0)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.local_engine import MakeEngine
 from cluster.performance_fit import DecodeSample
 from node_agent.performance.cases import (
     IDLE,
@@ -20,6 +19,7 @@ from node_agent.performance.cases import (
     row_contexts,
 )
 from node_agent.performance.sweep import SweepTooSlow, all_cases, bench
+from tests.support.local_engine import MakeEngine
 
 FEW = Effort((1, 3), (8, 16), 1, (8, 16), 2, 192)
 

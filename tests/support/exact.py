@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.local_engine import LocalEngine
-from benchmarks.peft_reference import TIE, PeftReference
 from cluster.messages import Adapter
+from tests.support.local_engine import LocalEngine
+from tests.support.peft_reference import TIE, PeftReference
 
 
 @dataclass

@@ -44,11 +44,12 @@ class LocalEngine:
         registry: Path | str,
         load: Callable[..., Any] | None = None,
         on_change: Callable[[], None] = lambda: None,
+        open_runner: OpenRunner | None = None,
         **settings: Any,
     ) -> None:
-        """`registry`: a directory, or an s3:// URL; `load`: loads the base model in the runner's place; `on_change` is
-        called by loads, after every layer. What is timed must not depend on what was asked before, so `prefix_cache` is
-        off unless `settings` say so."""
+        """`registry`: a directory, or an s3:// URL; `load`: loads the base model in the runner's place; `open_runner`:
+        opens another runner than the one that the settings name; `on_change` is called by loads, after every layer.
+        What is timed must not depend on what was asked before, so `prefix_cache` is off unless `settings` say so."""
         self.model_dir = model_dir
         self.idle = 0.0005
         """seconds that a step waits at most which finds nothing to do"""
@@ -61,7 +62,7 @@ class LocalEngine:
             self._changed.set()
             on_change()
 
-        self.engine, self.base = build_engine(self.config, change, _opener(self.config.runner, load))
+        self.engine, self.base = build_engine(self.config, change, open_runner or _opener(self.config.runner, load))
         self.outcomes: dict[str, Outcome] = {}
         self.answers: dict[str, Answer] = {}
         self._count = 0

@@ -31,7 +31,7 @@ class DrawnLink:
     def __init__(self, rng: random.Random, rates: Sequence[float] = (500, 200, 50)) -> None:
         self._rng, self._rates, self._lock = rng, rates, threading.Lock()
 
-    def carry(self, size: int) -> None:  # noqa: ARG002 - a Link's signature
+    def carry(self, size: int) -> None:
         with self._lock:
             delay = self._rng.choice((0.0, *map(self._rng.expovariate, self._rates)))
         time.sleep(delay)
@@ -47,7 +47,7 @@ class ForcedStarts(ColdStarts):
         self.plans = dict.fromkeys(PLANS, 0)
         self.kills = self.stops = self.joined = 0
 
-    def plan(self, lease: Lease, n_tokens: int, contention: Contention) -> Plan:  # noqa: ARG002 - a ColdStart's signature
+    def plan(self, lease: Lease, n_tokens: int, contention: Contention) -> Plan:
         layers = self.base.num_layers
         name = self.rng.choice(PLANS if self.assists else PLANS[:2])
         self.plans[name] += 1
@@ -57,7 +57,7 @@ class ForcedStarts(ColdStarts):
         slow = self.rng.choice((0.0, 1.0))  # whether a layer that comes late is worth waiting for
         return Plan(name, self.rng.randint(0, layers), 0.0, (slow,) * layers, (0.1,) * layers)
 
-    def joining(self, waiting: Iterable[tuple[Lease, int]], others: int) -> set[str]:  # noqa: ARG002 - as above
+    def joining(self, waiting: Iterable[tuple[Lease, int]], others: int) -> set[str]:
         chosen: set[str] = set()
         for lease, rows in waiting:
             if len(chosen) < MOST_JOINED and self.can_step(lease) and self.rng.random() > 0.3:

@@ -44,7 +44,7 @@ class _AbsentGpu:
     def get_current_device(self) -> int:
         return self._capability  # compiled kernels are kept per device
 
-    def get_current_stream(self, device: int) -> int:  # noqa: ARG002 - of the interface
+    def get_current_stream(self, device: int) -> int:
         return 0
 
     def get_current_target(self) -> GPUTarget:
