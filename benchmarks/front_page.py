@@ -46,7 +46,7 @@ def benefits(reports: Reports) -> str:
     mixed = peft_ratios(reports)
     gpu = spread(gpu_cold_ratios(reports["gpu_service"]), lower_is_better=True)
     bursts = spread(gpu_burst_ratios(reports["gpu_suite_cold"]), lower_is_better=True)
-    ties = f", {exact['ties']} a tie" if exact["ties"] else ""
+    ties = f", ties: {exact['ties']}" if exact["ties"] else ""
     return "\n".join([
         "- **[Deploy like a function](docs/guide/quickstart.md)**: versions, aliases, canaries, rollback",
         "- **[Any mix of ranks](docs/results/benchmarks.md#serving)** in one batch: "
@@ -186,7 +186,8 @@ def _exact(report: dict[str, Any]) -> str:
     of = report["figures"]
     text = (
         f"**The tokens of PEFT**: {of['tokens']:,} greedy tokens of {of['cases']:,} drawn cases in fp32 and fp16, "
-        f"{of['mismatches']} differ, {of['ties']} excused as a tie of PEFT's own logits. {report['settings']['model']}."
+        f"{of['mismatches']} differ, {of['ties']} excused as a tie of PEFT's own logits. {report['settings']['model']}, "
+        "in fp16 a drawn Llama."
     )
     return _source(text, "docs/results/benchmarks.md#the-same-tokens-as-peft", "exactness")
 

@@ -53,7 +53,7 @@ def test_workers_compute_a_whole_prompt(make_engine: MakeEngine, model_dir: Path
 def test_drawn_plans_and_faults(make_engine: MakeEngine, model_dir: Path, tmp_path: Path) -> None:
     rng, tally, seen = random.Random(3), Tally(tie=TIE), Counter[str]()
     engine = make_engine(
-        model_dir, dtype="float16", cpu_workers=1, adapter_memory=96 << 10, block_tokens=4, max_rows=16
+        model_dir, dtype="float16", cpu_workers=1, adapter_memory=256 << 10, block_tokens=4, max_rows=16
     )
     forced = force(engine.engine, random.Random(4), faults=0.03)
     kinds = [Case(None, None, [], 0)]
