@@ -184,10 +184,10 @@ def _many(found: list[dict[str, Any]]) -> str:
 
 def _exact(report: dict[str, Any]) -> str:
     of = report["figures"]
-    model = report["settings"]["model"]
     text = (
         f"**The tokens of PEFT**: {of['tokens']:,} greedy tokens of {of['cases']:,} drawn cases in fp32 and fp16, "
-        f"{of['mismatches']} differ, {of['ties']} excused as a tie of PEFT's own logits. {model}, in fp16 a drawn Llama."
+        f"{of['mismatches']} differ, {of['ties']} excused as a tie of PEFT's own logits. "
+        f"{report['settings']['model']}, in fp16 a drawn Llama."
     )
     return _source(text, "docs/results/benchmarks.md#the-same-tokens-as-peft", "exactness")
 
