@@ -24,17 +24,21 @@ from benchmarks.report import caption
 from benchmarks.rule import table, wrapped
 
 Row = dict[str, Any]
+STUDY = "coldstart_default"
 PARTS = {"b": "Single calls", "c": "Bursts"}
 BOUND = "full_over_cached_{name}"
 """Figure of link_bytes.json: what the bytes that cross the link leave possible, in TTFT."""
 
 
 def default_table(reports: Mapping[str, Row]) -> str:
-    """All parts. The bound of FULL over CACHED stands in the table if link_bytes.json is there."""
-    if "coldstart_default" not in reports:
-        return "Not measured yet."
-    document = reports["coldstart_default"]
+    """Renders all reports of the study, each with its commit. The bound of FULL over CACHED stands in the table if
+    link_bytes.json is there."""
     bounds = reports.get("link_bytes", {}).get("figures", {})
+    documents = [reports[name] for name in sorted(reports) if reports[name].get("study") == STUDY]
+    return "\n\n".join(_report(document, bounds) for document in documents) or "Not measured yet."
+
+
+def _report(document: Row, bounds: Mapping[str, float]) -> str:
     rows, settings = document["rows"], document["settings"]
     probes = settings["probes_ms"]
     sizes = settings["sizes"]
