@@ -74,7 +74,7 @@ class Part:
 PARTS = {
     "one worker": Part("float32", 0.5, TIE, 3 << 20, LARGE),
     "split weights": Part("float32", 0.25, TIE, 3 << 20, LARGE, crowded=True),
-    "fp16": Part("float16", 0.25, 2 * HALF_TOLERANCE, 160 << 10, ()),
+    "fp16": Part("float16", 0.25, 2 * HALF_TOLERANCE, 256 << 10, ()),
 }
 
 
