@@ -51,7 +51,7 @@ LARGE: tuple[dict[str, Any], ...] = (
 FAULTS = 0.03
 """Chance that a cold chunk's beginning meets a worker that is killed or stopped."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the adapters' files."""
+"""Dtypes of the adapters' files."""
 HALF_VOCABULARY = 97
 COUNTED = ("cold", "layers_cpu", "layers_device", "replays", "cached_tokens")
 
@@ -60,7 +60,7 @@ COUNTED = ("cold", "layers_cpu", "layers_device", "replays", "cached_tokens")
 class Part:
     dtype: str
     share: float
-    """Of all cases."""
+    """Share of all cases."""
     tie: float
     adapter_memory: int
     """Bytes: little more than the largest adapter takes, and far less than all, so that they are evicted all the
@@ -92,7 +92,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
 
 
 def run_part(part: Part, model: Path, folder: Path, cases: int, adapters: int, seed: int) -> dict[str, Any]:
-    """Returns what came of at least so many cases."""
+    """Runs at least `cases` cases. Returns the part's row without its name."""
     rng = random.Random(seed)
     with _splitting() if part.crowded else nullcontext():
         engine = LocalEngine(

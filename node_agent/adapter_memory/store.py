@@ -179,8 +179,12 @@ class AdapterStore:
 
     def crossing(self, lease: Lease) -> tuple[int, float]:
         """Returns the bytes that crossed to the device while the adapter did, its own and all others, and the seconds
-        that this took."""
-        copy = self.device[lease.digest].copy
+        that this took. Returns zeros for a load that began as a prefetch: the link may have been idle while that gave
+        way to loads whose bytes had not reached host memory."""
+        entry = self.device[lease.digest]
+        if entry.prefetched:
+            return 0, 0.0
+        copy = entry.copy
         return copy.bytes_after - copy.bytes_before, copy.arrived - copy.began
 
     def fetch_seconds(self, lease: Lease) -> float:

@@ -7,11 +7,11 @@ import os
 WANTED = "GARNISH_TEST_DRAWS"
 MANY, FEW = (os.environ.get(WANTED) == name for name in ("many", "few"))
 USUAL = 10
-"""Of a test that says nothing else, and the most that any test draws unless many are asked for."""
+"""Examples of a test that names no number, and the maximum of any test in `make test`."""
 TIMES = 20
-"""As many, when many are asked for."""
+"""Factor by which `make test-long` draws more."""
 PART = 5
-"""So many times fewer, where a few are enough: the same tests run elsewhere with all of theirs."""
+"""Divisor where few examples are enough, because the same tests run elsewhere with all of theirs."""
 
 
 def draws(few: int) -> int:

@@ -75,3 +75,20 @@ def test_bursts_of_loads_do_not_change_what_is_known_of_the_link(
         learnt.append(starts.link.cost.bandwidth)
     # A host that stalls makes loads seem slower, never faster.
     assert all(PROFILED / 3 < each < PROFILED * 1.4 for each in learnt), learnt
+
+
+def test_a_load_that_began_as_a_prefetch_says_nothing_of_the_link(
+    make_engine: MakeEngine, stories_dir: Path, tmp_path: Path
+) -> None:
+    path = make_adapter(stories_dir, tmp_path / "a", 0, r=16, lora_alpha=16, target_modules=ALL_TARGETS)
+    engine = make_engine(cpu_workers=0, load_link=LinkConfig(PROFILED))
+    adapter, store = engine.deploy(path), engine.engine.store
+    request = engine.submit([1, 403], 4, adapter, ignore_eos=True)
+    engine.run(until=lambda: store.on_device(adapter.digest) and len(engine.outcomes[request].tokens) > 1)
+    lease = engine.engine.running[request].lease
+    assert lease is not None
+    size, seconds = store.crossing(lease)
+    assert size >= sum(store.layout(lease).moved) and seconds > 0
+    store.device[adapter.digest].prefetched = True
+    assert store.crossing(lease) == (0, 0.0)
+    engine.run()
