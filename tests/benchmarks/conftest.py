@@ -15,7 +15,7 @@ IN_EVERY_RUN: dict[str, tuple[str, ...]] = {
     "test_batches_study.py": ("test_figures_compare_the_orders_by_medians",),
     "test_chaos_jobs.py": ("test_nothing_is_wrong_where_all_ended_as_it_should",),
     "test_chaos_policies.py": ("test_an_acknowledged_write_must_be_there_or_a_later_one",),
-    "test_coldstart_default.py": ("test_table",),
+    "test_coldstart_default.py": ("test_table", "test_all_services_get_the_same_calls"),
     "test_coldstart_gpu.py": ("test_every_part_runs_and_one_that_fails_is_named",),
     "test_coldstart_study.py": ("test_an_interrupted_study_goes_on",),
     "test_dlora.py": ALL,

@@ -1,4 +1,7 @@
-"""Each study runs in its quick form and writes a whole report."""
+"""Each study runs in its quick form and writes a whole report.
+
+The three that take a minute each are in `make test-long` alone.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,12 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
             {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"},
         ),
         ("serve", ["--base"], SERVE),
-        ("restored", ["--model"], {"all_s_6", "worst_s_6", "link_share_6", "leader_s", "worst_leader_s"}),
+        pytest.param(
+            "restored",
+            ["--model"],
+            {"all_s_6", "worst_s_6", "link_share_6", "leader_s", "worst_leader_s"},
+            marks=pytest.mark.slow,
+        ),
         ("random_keys", ["--model"], {"ttft_p99_ms_beside_nothing", "ttft_p99_ms_beside_flood", "flood_rps"}),
         (
             "control_plane",
@@ -90,7 +98,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
             {"r2_decode", "r2_prefill", "r2_paper_form", "heldout_median_error", "eval_us"},
         ),
         ("fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
-        (
+        pytest.param(
             "coldstart_default",
             ["--model"],
             {
@@ -99,8 +107,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
                 "cpu_workers_e",
                 "refused",
             },
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "coldstart",
             ["--model"],
             {
@@ -119,6 +128,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
                 "stream_gain",
                 *(f"stream_over_ideal_{ratio}" for ratio in ("0.25", "0.5", "1", "2", "7")),
             },
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from whole_service import MakeService, Service, service_file
 from tests.support.ports import free_port
 
 
-@pytest.fixture(scope="module")
-def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeService]:
-    """Makes services (not started yet); whatever still runs at the end of the module is stopped."""
+@contextmanager
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeService]:
+    """Makes services (not started yet); whatever still runs at the end is stopped."""
     made: list[Service] = []
 
     def make(
@@ -29,14 +30,26 @@ def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeServi
         made.append(service)
         return service
 
-    yield make
-    for service in made:
-        if service.process is not None:
-            service.stop()
+    try:
+        yield make
+    finally:
+        for service in made:
+            if service.process is not None:
+                service.stop()
 
 
 @pytest.fixture(scope="module")
-def service(make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]) -> Service:
-    """One running service with the function `dragon` of tenant acme, shared by a module's tests."""
-    declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
-    return make_service(stories_dir, declared).start()
+def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeService]:
+    with services(tmp_path_factory) as make:
+        yield make
+
+
+@pytest.fixture(scope="session")
+def service(
+    tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, stories_adapters: dict[str, Path]
+) -> Iterator[Service]:
+    """One running service with the function `dragon` of tenant acme, for the tests of all files that kill no part of it
+    and delete what they deploy. tests/lanes.py keeps these files in one process."""
+    with services(tmp_path_factory) as make:
+        declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
+        yield make(stories_dir, declared).start()

@@ -78,6 +78,7 @@ def test_names_of_a_state_dict_are_compared_too(
     done = service.run("deploy", "named", "named", "--state", "state", "--tenant", "acme")
     assert done.returncode == 0, done.stderr
     found = compared(service, "named", "--prompts", prompts, "--max-tokens", "40")
+    assert service.run("delete", "named", "--state", "state", "--tenant", "acme").returncode == 0
     assert found["tokens_equal"] + found["ties"] == found["tokens"] > 60
     assert [row["peft_text"] for row in found["rows"]] == [row["peft_text"] for row in plain["rows"]]
 

@@ -6,10 +6,12 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import torch
 from tokenizers import Tokenizer
-from whole_service import MakeService, Service, eventually
+from whole_service import Service, eventually
 
+from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
 from tests.support.peft_reference import TIE, PeftReference
 
 PROMPTS = ("Once upon a time", "One day, Tim and his dog")
@@ -24,22 +26,29 @@ def written(service: Service, function: str, prompt: str) -> tuple[list[int], st
     return [event["token_id"] for event in events[:-1] if event["token_id"] is not None], events[-1]["digest"]
 
 
-def test_all_functions_at_once(make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]) -> None:
+def deployed(http: httpx.Client, function: str, directory: Path) -> str:
+    """Deploys the adapter and returns its digest."""
+    files = {name: (directory / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    return str(http.post(f"/deploy/{function}", files=files).raise_for_status().json()["digest"])
+
+
+def test_all_functions_at_once(service: Service, stories_dir: Path, stories_adapters: dict[str, Path]) -> None:
     """All adapters and the base together, so that batches mix them; each token is PEFT's, but for ties."""
-    declared = {name: {"tenant": "acme", "adapter": str(path)} for name, path in stories_adapters.items()}
-    service = make_service(stories_dir, declared).start()
-    digests = {entry["function"]: entry["digest"] for entry in service.ready["functions"]} | {BASE: None}
-    jobs = [(function, prompt) for prompt in PROMPTS for function in digests]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        answers = list(pool.map(lambda job: written(service, *job), jobs))
-    assert eventually(service.nothing_held), service.node()
-    assert service.stop() == 0
+    functions = {f"exact-{name}": path for name, path in stories_adapters.items()}
+    jobs = [(function, prompt) for prompt in PROMPTS for function in (*functions, BASE)]
+    with service.client("acme") as http:
+        digests = {function: deployed(http, function, path) for function, path in functions.items()} | {BASE: None}
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            answers = list(pool.map(lambda job: written(service, *job), jobs))
+        assert eventually(service.nothing_held), service.node()
+        for function in functions:
+            http.delete(f"/functions/{function}").raise_for_status()
 
     reference = PeftReference(stories_dir)
     tokenizer = Tokenizer.from_file(str(stories_dir / "tokenizer.json"))
     for (function, prompt), (tokens, digest) in zip(jobs, answers, strict=True):
         assert digest == digests[function]
         ids = tokenizer.encode(prompt).ids
-        logits = reference.logits(stories_adapters.get(function), ids + tokens[:-1], last=len(tokens))
+        logits = reference.logits(functions.get(function), ids + tokens[:-1], last=len(tokens))
         chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert (logits.max(dim=1).values - chosen).max() < TIE, function

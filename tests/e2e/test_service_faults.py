@@ -20,6 +20,13 @@ LONG = {**GREEDY, "max_tokens": 450, "ignore_eos": True, "stream": True}
 ENGINE = "node_agent.engine_process"
 
 
+@pytest.fixture(scope="module")
+def service(make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]) -> Service:
+    """A running service whose parts these tests kill."""
+    declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
+    return make_service(stories_dir, declared).start()
+
+
 def deploy(service: Service, name: str, directory: Path) -> int:
     with service.client("acme") as http:
         files = {file: (directory / file).read_bytes() for file in (CONFIG_FILE, WEIGHTS_FILE)}

@@ -12,7 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("form", [(), ("--every", "4")], ids=["storm", "one part at a time"])
+@pytest.mark.parametrize(
+    "form",
+    [(), pytest.param(("--every", "4"), marks=pytest.mark.slow)],
+    ids=["storm", "one part at a time"],
+)
 def test_nothing_is_wrong_unanswered_lost_or_leaked(stories_dir: Path, tmp_path: Path, form: tuple[str, ...]) -> None:
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "benchmarks.chaos", "--quick", "--seed", "1", "--json", str(file), *form]

@@ -158,6 +158,7 @@ def text_of(reply: httpx.Response) -> str:
     return str(reply.json()["output"]["text"] if "output" in reply.json() else reply.json()["text"])
 
 
+@pytest.mark.slow
 def test_there_and_back(
     make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path], release_before: Path
 ) -> None:

@@ -153,8 +153,10 @@ def test_killed_processes_come_back(tmp_path: Path, stories_dir: Path) -> None:
     run_scenario(scenario())
 
 
-def test_a_stopped_engine_is_passed_over_until_it_goes_on(tmp_path: Path, stories_dir: Path) -> None:
-    """SIGSTOP: its connection stays, and nobody waits for it."""
+def test_a_stopped_engine_is_passed_over_until_it_goes_on_and_none_outlives_its_supervisor(
+    tmp_path: Path, stories_dir: Path
+) -> None:
+    """SIGSTOP to the engine: its connection stays, and nobody waits for it. Then SIGKILL to the supervisor."""
 
     async def scenario() -> None:
         async with supervised(tmp_path, stories_dir) as node:
@@ -174,14 +176,6 @@ def test_a_stopped_engine_is_passed_over_until_it_goes_on(tmp_path: Path, storie
             assert again.running == 0
             assert await node.greedy_text(again) == GREEDY.read_bytes()
 
-    run_scenario(scenario())
-
-
-def test_nothing_survives_a_killed_supervisor(tmp_path: Path, stories_dir: Path) -> None:
-    async def scenario() -> None:
-        async with supervised(tmp_path, stories_dir) as node:
-            await node.logged("child started", "engine")
-            await node.ready()
             node.process.kill()
             await node.process.wait()
             for pid in node.pids.values():
