@@ -16,9 +16,15 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.scheduler.loadscope import Producer
 
 TESTS = Path(__file__).parent
-SHARING = ("test_service_compare.py", "test_service_exactness.py", "test_service_function_life.py")
-"""Files whose tests share one service (the fixture `service` of tests/e2e)."""
-SERVICES = [*SHARING, *sorted({file.name for file in (TESTS / "e2e").glob("test_*.py")} - {*SHARING})]
+SHARING = {
+    "test_service_compare.py": 0,
+    "test_service_exactness.py": 0,
+    "test_service_function_life.py": 0,
+    "test_service_restored_copies.py": 1,
+    "test_service_resumed.py": 1,
+}
+"""The lane of each file whose tests share a service with other files' (tests/e2e/conftest.py has these services)."""
+SERVICES = sorted(file.name for file in (TESTS / "e2e").glob("test_*.py"))
 SERVICE_LANES = max(2, len(os.sched_getaffinity(0)) // 2)
 LANES = ("studies", *(f"services {number}" for number in range(SERVICE_LANES)))
 ALONE = "not slow and alone"
@@ -30,7 +36,7 @@ def lane(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
     folder, _, name = file.rpartition("/")
     if folder.endswith("e2e"):
-        return f"services {0 if name in SHARING else SERVICES.index(name) % SERVICE_LANES}"
+        return f"services {SHARING.get(name, SERVICES.index(name) % SERVICE_LANES)}"
     return "studies" if folder.endswith("benchmarks") else file
 
 

@@ -53,3 +53,14 @@ def service(
     with services(tmp_path_factory) as make:
         declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
         yield make(stories_dir, declared).start()
+
+
+@pytest.fixture(scope="session")
+def trio(
+    tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, stories_adapters: dict[str, Path]
+) -> Iterator[Service]:
+    """A running service of three nodes, with the function `dragon` of tenant acme, for tests that kill nodes and wait
+    until all are back."""
+    with services(tmp_path_factory) as make:
+        declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
+        yield make(stories_dir, declared).start("--nodes", "3")

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_service import MakeService, Service, descendants, eventually
+from whole_service import Service, descendants, eventually
 
 NODES = 3
+"""Of the fixture `trio`."""
 CALL = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -24,12 +25,6 @@ PARTS = ("api", "engine", "node")
 KILLS, MORE_KILLS = 3, 50
 TRIES = 20
 """A call may end before its node is killed."""
-
-
-@pytest.fixture(scope="module")
-def trio(make_service: MakeService, stories_dir: Path, stories_adapters: dict[str, Path]) -> Service:
-    declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
-    return make_service(stories_dir, declared).start("--nodes", str(NODES))
 
 
 def records(service: Service) -> list[dict[str, Any]]:
