@@ -56,9 +56,9 @@ test: install-dev demo-model
 	$(BIN)/python -m pytest -m "not slow and not alone" $(SHARED) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	$(BIN)/python -m pytest -m "not slow and alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
-# What starts no process and loads no torch: in less than 90 seconds.
+# Half of all tests, those that start no process and no server: in two minutes.
 test-quick: install-dev
-	$(BIN)/python -m pytest --quick -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --quick -m "not slow and not alone" -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Tests that measure time, all of whose processes are stopped for five seconds at three drawn times.
 test-stall: install-dev demo-model
