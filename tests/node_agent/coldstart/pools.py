@@ -17,6 +17,7 @@ from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.workers import WorkerPool
 from tests.support.crowded import CORES, CrowdedPool
 from tests.support.host_case import HostCase, Widths, draw_host
+from tests.support.worker_counters import Counters, counters_of
 
 WIDTHS: Widths = ((40, 33), (40, 20), (40, 20), (33, 40), (40, 70), (40, 70), (70, 40))
 """Odd ones, so that rows end inside a 64-byte unit."""
@@ -49,10 +50,10 @@ def started(
 
 
 @contextlib.contextmanager
-def crowded(case: HostCase, workers: int, slots: int = 3, takeover: float = LONG) -> Iterator[CrowdedPool]:
+def crowded(case: HostCase, workers: int, slots: int = 3) -> Iterator[CrowdedPool]:
     """Armed and warm."""
     layout = Layout(slots, workers, MAX_TOKENS, case.widths, DTYPES.index(case.host.torch_dtype))
-    pool = CrowdedPool(case.host, layout, range(workers), LONG, takeover)
+    pool = CrowdedPool(case.host, layout, range(workers), LONG, LONG)
     try:
         pool.start()
         assert pool.wait_ready(LONG) == workers
@@ -103,6 +104,12 @@ def is_right(handoff: Handoff, case: HostCase, x: torch.Tensor, slot: int, layer
         if not bool(want.any()) and bool(y.any()):
             return False
     return True
+
+
+def counted(pool: WorkerPool, before: Counters) -> Counters:
+    """What has come since."""
+    now = vars(counters_of(pool))
+    return Counters(**{name: now[name] - then for name, then in vars(before).items()})
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -17,15 +17,15 @@ from node_agent.coldstart.learning import Correction
 from node_agent.coldstart.messages import PassMessages
 from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample, kind_of
 from node_agent.coldstart.planner import PLANS, Contention
-from node_agent.coldstart.workers import WorkerPool
 from node_agent.cores import spare_cores
 from node_agent.ipc import Finished
 from node_agent.types import Lease, Plan
 from tests.node_agent.coldstart.held_link import HeldLink
+from tests.node_agent.coldstart.kept import pool_of
 from tests.support.drawn_batches import run_batch
 from tests.support.exact import Case, Tally, check
 from tests.support.forced import DrawnLink, force
-from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.local_engine import LocalEngine
 from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from tests.support.worker_counters import counters_of
 
@@ -43,18 +43,15 @@ def directories(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def engine(make_engine: MakeEngine) -> LocalEngine:
+def engine(worker_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
     """With one CPU worker, which computes all layers of prompts, and of decode steps wherever these can be."""
-    engine = make_engine(cpu_workers=1, max_rows=16)
-    layers, starts = engine.base.num_layers, engine.engine.cold_start
-    starts.plan = lambda lease, n_tokens, ahead: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)  # type: ignore[method-assign]
-    starts.joining = lambda waiting, others: {lease.digest for lease, _ in waiting if starts.can_step(lease)}  # type: ignore[method-assign]
-    return engine
-
-
-def workers_of(engine: LocalEngine) -> WorkerPool:
-    assert engine.engine.assist is not None
-    return engine.engine.assist.workers
+    layers, starts = worker_engine.base.num_layers, worker_engine.engine.cold_start
+    plan = Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)
+    monkeypatch.setattr(starts, "plan", lambda lease, n_tokens, ahead: plan)
+    monkeypatch.setattr(
+        starts, "joining", lambda waiting, others: {lease.digest for lease, _ in waiting if starts.can_step(lease)}
+    )
+    return worker_engine
 
 
 def ended(engine: LocalEngine, request: str) -> Finished:
@@ -93,9 +90,9 @@ def test_all_rows_of_a_step_share_a_handoff(engine: LocalEngine, directories: li
     link, adapters = HeldLink(engine), [engine.deploy(directory) for directory in directories]
     requests = [engine.submit(STORY, 40, adapters[i], ignore_eos=True) for i in (0, 0, 1)]
     engine.run(until=lambda: all(len(engine.outcomes[request].tokens) > 1 for request in requests))
-    before, tokens = counters_of(workers_of(engine)).handoffs, len(engine.outcomes[requests[0]].tokens)
+    before, tokens = counters_of(pool_of(engine)).handoffs, len(engine.outcomes[requests[0]].tokens)
     engine.run(until=lambda: len(engine.outcomes[requests[0]].tokens) == tokens + 2)
-    made = counters_of(workers_of(engine)).handoffs - before
+    made = counters_of(pool_of(engine)).handoffs - before
     assert made == 2 * 4 * engine.base.num_layers  # a layer has four groups
     link.open()
     engine.run()
@@ -106,7 +103,7 @@ def test_all_rows_of_a_step_share_a_handoff(engine: LocalEngine, directories: li
 def test_a_worker_that_fails_a_step_costs_its_rows_time_and_others_nothing(
     engine: LocalEngine, reference: PeftReference, directories: list[Path], number: signal.Signals
 ) -> None:
-    link, pool = HeldLink(engine), workers_of(engine)
+    link, pool, replays = HeldLink(engine), pool_of(engine), engine.engine.cold.replays
     other = engine.submit(STORY, 30, ignore_eos=True)
     request = engine.submit(STORY, 9, engine.deploy(directories[0]), ignore_eos=True)
     engine.run(until=lambda: len(engine.outcomes[request].tokens) == 3)
@@ -121,7 +118,7 @@ def test_a_worker_that_fails_a_step_costs_its_rows_time_and_others_nothing(
 
     pool.open = open_and_fail  # type: ignore[method-assign, assignment]
     before = len(engine.outcomes[other].tokens)
-    engine.run(until=lambda: engine.engine.cold.replays == 1)
+    engine.run(until=lambda: engine.engine.cold.replays == replays + 1)
     assert len(engine.outcomes[other].tokens) == before + 1
     if number == signal.SIGSTOP:
         os.kill(pid, signal.SIGCONT)
@@ -137,16 +134,15 @@ def test_a_worker_that_fails_a_step_costs_its_rows_time_and_others_nothing(
 
 
 def test_workers_that_are_gone_leave_rows_out_of_a_pass(
-    engine: LocalEngine, reference: PeftReference, directories: list[Path]
+    engine: LocalEngine, reference: PeftReference, directories: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go between the choice and the pass: it is computed for the others."""
     link = HeldLink(engine)
     other = engine.submit(STORY, 12, ignore_eos=True)
     request = engine.submit(STORY, 6, engine.deploy(directories[0]), ignore_eos=True)
     engine.run(until=lambda: len(engine.outcomes[request].tokens) == 2)
-    assist = engine.engine.assist
-    assert assist is not None
-    assist.join = lambda messages, lease, layout: None  # type: ignore[method-assign]
+    assert engine.engine.assist is not None
+    monkeypatch.setattr(engine.engine.assist, "join", lambda messages, lease, layout: None)
     engine.run(until=lambda: engine.outcomes[other].finished is not None)
     assert len(engine.outcomes[request].tokens) == 2
     link.open()
@@ -157,7 +153,7 @@ def test_workers_that_are_gone_leave_rows_out_of_a_pass(
 
 
 def test_a_pass_that_all_rows_are_left_out_of_holds_nothing(
-    engine: LocalEngine, reference: PeftReference, directories: list[Path]
+    engine: LocalEngine, reference: PeftReference, directories: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handoffs that were opened for it end: on a device with a stream each takes one of a few slots."""
     link = HeldLink(engine)
@@ -172,8 +168,8 @@ def test_a_pass_that_all_rows_are_left_out_of_holds_nothing(
         opened.extend([found] if found is not None else [])
         return found
 
-    assist.messages = messages  # type: ignore[method-assign]
-    assist.join = lambda messages, lease, layout: None  # type: ignore[method-assign]
+    monkeypatch.setattr(assist, "messages", messages)
+    monkeypatch.setattr(assist, "join", lambda messages, lease, layout: None)
     for _ in range(10):
         engine.step()
     assert opened and all(each.handoffs.quiet for each in opened)
@@ -203,10 +199,10 @@ def test_an_adapter_that_decodes_on_its_way_can_t_be_evicted_and_a_client_can_le
 
 
 def test_drawn_steps_arrivals_and_faults(
-    make_engine: MakeEngine, reference: PeftReference, drawn_adapters: list[Path]
+    worker_engine: LocalEngine, reference: PeftReference, drawn_adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4)
-    rng, tally, seen = random.Random(17), Tally(), Counter[str]()
+    engine, rng, tally, seen = worker_engine, random.Random(17), Tally(), Counter[str]()
+    monkeypatch.setattr(engine.engine.cold, "cold_start", engine.engine.cold_start)  # what is forced ends with the test
     forced = force(engine.engine, random.Random(18), faults=0.02)
     engine.engine.store.loader.device_link = DrawnLink(random.Random(19), rates=(50, 20, 5))  # type: ignore[assignment]
     kinds = [Case(path, engine.deploy(path), [], 0) for path in drawn_adapters]
@@ -214,7 +210,7 @@ def test_drawn_steps_arrivals_and_faults(
     # whether a row joins is a matter of time: a stalled host's loads end before their requests decode. All adapters
     # have room on the device, so each batch begins without them.
     while tally.cases < 60 or (not forced.joined and tally.cases < 600):
-        assert forced.joined or workers_of(engine).wait_ready(60)
+        assert forced.joined or pool_of(engine).wait_ready(60)
         for kind in kinds:
             assert kind.adapter is not None
             with suppress(InUse):  # the load of a cancelled request may go on
@@ -224,9 +220,9 @@ def test_drawn_steps_arrivals_and_faults(
     assert forced.joined
 
 
-def test_rows_join_where_that_costs_little(make_engine: MakeEngine, directories: list[Path]) -> None:
+def test_rows_join_where_that_costs_little(worker_engine: LocalEngine, directories: list[Path]) -> None:
     """By the profile: workers that take long, and a load that is about to end, are not worth it."""
-    engine = make_engine(cpu_workers=1)
+    engine = worker_engine
     link, starts = HeldLink(engine), engine.engine.cold_start
     request = engine.submit(STORY, 2, engine.deploy(directories[0]), ignore_eos=True)
     engine.run(until=lambda: bool(engine.engine.running) and starts.can_step(_lease(engine, request)))
@@ -249,10 +245,10 @@ def test_rows_join_where_that_costs_little(make_engine: MakeEngine, directories:
     engine.run()
 
 
-def test_a_prompt_asks_slow_workers_where_it_is_alone(make_engine: MakeEngine, directories: list[Path]) -> None:
+def test_a_prompt_asks_slow_workers_where_it_is_alone(worker_engine: LocalEngine, directories: list[Path]) -> None:
     """A layer on them takes twice a layer on the device; a load takes four of these. Beside others whose adapters load
     as well the pipeline is better for all, and beside others that decode that the prompt waits."""
-    engine = make_engine(cpu_workers=1)
+    engine = worker_engine
     link, starts = HeldLink(engine), engine.engine.cold_start
     request = engine.submit(STORY, 9, engine.deploy(directories[0]), ignore_eos=True)
     engine.run(until=lambda: bool(engine.engine.running) and starts.can_step(_lease(engine, request)))

@@ -31,14 +31,13 @@ def directory(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return make_adapter(stories_dir, out, 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
 
 
-def assisted(make_engine: MakeEngine) -> LocalEngine:
+@pytest.fixture
+def assisted(worker_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
     """All layers of every cold chunk are computed by the worker."""
-    engine = make_engine(cpu_workers=1)
-    layers = engine.base.num_layers
-    engine.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan(  # type: ignore[method-assign]
-        "assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers
-    )
-    return engine
+    layers = worker_engine.base.num_layers
+    plan = Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)
+    monkeypatch.setattr(worker_engine.engine.cold_start, "plan", lambda lease, n_tokens, ahead: plan)
+    return worker_engine
 
 
 def step_for(engine: LocalEngine, seconds: float) -> None:
@@ -100,8 +99,8 @@ def test_what_a_request_waits_for_others_is_queue_and_not_exposed(make_engine: M
 
 
 @needs_core
-def test_a_chunk_that_is_computed_again_waited_for_its_weights(make_engine: MakeEngine, directory: Path) -> None:
-    engine = assisted(make_engine)
+def test_a_chunk_that_is_computed_again_waited_for_its_weights(assisted: LocalEngine, directory: Path) -> None:
+    engine, replays = assisted, assisted.engine.cold.replays
     link, engine_assist = HeldLink(engine), engine.engine.assist
     assert engine_assist is not None
     pool = engine_assist.workers
@@ -116,7 +115,7 @@ def test_a_chunk_that_is_computed_again_waited_for_its_weights(make_engine: Make
 
     pool.open = open_and_kill  # type: ignore[method-assign, assignment]
     request = engine.submit(PROMPT, 2, engine.deploy(directory), ignore_eos=True)
-    engine.run(until=lambda: engine.engine.cold.replays == 1)
+    engine.run(until=lambda: engine.engine.cold.replays == replays + 1)
     step_for(engine, DELAY)
     link.open()
     engine.run()
@@ -127,9 +126,11 @@ def test_a_chunk_that_is_computed_again_waited_for_its_weights(make_engine: Make
 
 @needs_core
 @pytest.mark.parametrize("how", ["cancelled", "timeout"])
-def test_a_request_that_ends_while_its_second_token_waits(make_engine: MakeEngine, directory: Path, how: str) -> None:
-    engine = assisted(make_engine)
-    engine.engine.cold_start.joining = lambda waiting, others: set()  # type: ignore[method-assign]
+def test_a_request_that_ends_while_its_second_token_waits(
+    assisted: LocalEngine, directory: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = assisted
+    monkeypatch.setattr(engine.engine.cold_start, "joining", lambda waiting, others: set())
     link = HeldLink(engine)
     adapter = engine.deploy(directory)
     request = engine.submit(PROMPT, 4, adapter, ignore_eos=True)
