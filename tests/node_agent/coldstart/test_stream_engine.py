@@ -7,9 +7,11 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from node_agent.runner.lora import NoHandoffs
 from node_agent.types import PassLora, Plan, StepBatch
 from tests.node_agent.coldstart.held_event import HeldEvent
 from tests.node_agent.coldstart.held_link import HeldLink
+from tests.node_agent.coldstart.kept import as_started, pool_of
 from tests.node_agent.coldstart.pools import LONG, eventually
 from tests.support.drawn_batches import run_batch
 from tests.support.exact import Case, Tally, check
@@ -45,26 +48,30 @@ from tests.support.worker_counters import counters_of
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
-SMALL = {"max_rows": 4, "chunk_tokens": 64}
-"""Few buckets: plain torch takes long for the padded rows of a captured prompt."""
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
 
 
-@pytest.fixture
-def stream_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def stream_pools(soon_again: None) -> Iterator[None]:
     """Engines on the CPU hand over as on a GPU."""
 
     def make(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: list[int], _: int) -> WorkerPool:
         layout = setup.stream_layout(config, base, len(cores), DTYPES.index(store.pool.data.dtype))
         return StreamPool(store.host_map, layout, cores, CPU, TritonKernels(), wait_limit=2.0)
 
-    monkeypatch.setattr(worker_manager, "make_pool", make)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_manager, "make_pool", make)
+        yield
+
+
+Started = tuple[type, type]
+"""A pass's kind, and its adapter's"""
 
 
 class Noting(CudaRunner):
     """Notes the kinds of its passes, and whether they had an adapter."""
 
-    started: list[tuple[type, type]]
+    started: ClassVar[list[Started]] = []
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> CapturedPass | LayeredPass:
         run = super().start(batch, lora)
@@ -72,53 +79,98 @@ class Noting(CudaRunner):
         return run
 
 
+@pytest.fixture(scope="module")
+def noting() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_runner, "CudaRunner", Noting)
+        yield
+
+
+Kept = tuple[LocalEngine, list[Started]]
+"""An engine, and what its runner noted until it was there"""
+PLAIN = pytest.param(("transformers", 16), id="transformers")
+CUDA = pytest.param(("cuda", 4), id="cuda")
+"""Few buckets: plain torch takes long for the padded rows of a captured prompt."""
+MORE_ROWS = pytest.param(("cuda", 16), id="cuda", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def made_once(
+    stories_dir: Path, stream_pools: None, noting: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str, int], Kept]]:
+    """By runner and rows."""
+    with contextlib.ExitStack() as stack:
+
+        @cache
+        def make(runner: str, max_rows: int) -> Kept:
+            Noting.started.clear()
+            engine = LocalEngine(
+                stories_dir, tmp_path_factory.mktemp("kept") / "registry", runner=runner, prefix_cache="auto",
+                dtype="float32", threads=1, adapter_memory=2 << 20, host_memory=32 << 20, kv_memory=32 << 20,
+                cpu_workers=1, block_tokens=4, chunk_tokens=64, max_rows=max_rows,
+            )  # fmt: skip
+            stack.enter_context(contextlib.closing(engine))
+            return engine, [*Noting.started]
+
+        yield make
+
+
 @pytest.fixture
-def noting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_runner, "CudaRunner", Noting)
-    monkeypatch.setattr(Noting, "started", [], raising=False)
+def kept(request: pytest.FixtureRequest, made_once: Callable[[str, int], Kept]) -> Kept:
+    return made_once(*request.param)
 
 
-@pytest.fixture(params=["transformers", "cuda"])
-def engine(request: pytest.FixtureRequest, make_engine: MakeEngine, stream_pools: None, noting: None) -> LocalEngine:
-    """Every layer of a cold prompt is for the worker."""
-    made = make_engine(cpu_workers=1, runner=request.param, **SMALL)
-    layers = made.base.num_layers
-    made.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan(
-        "assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers
-    )  # type: ignore[method-assign]
-    return made
+@pytest.fixture
+def engine(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalEngine]:
+    Noting.started.clear()
+    with as_started(kept[0], monkeypatch) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def whole(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapts everything, in every layer."""
+    out = tmp_path_factory.mktemp("stream") / "whole"
+    return make_adapter(stories_dir, out, 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
 
 
 @needs_core
+@pytest.mark.parametrize("kept", [PLAIN, CUDA], indirect=True)
 @pytest.mark.parametrize("fault", [None, signal.SIGSTOP, signal.SIGKILL])
 def test_answers_are_exact(
-    engine: LocalEngine, reference: PeftReference, stories_dir: Path, tmp_path: Path, fault: signal.Signals | None
+    engine: LocalEngine,
+    reference: PeftReference,
+    whole: Path,
+    fault: signal.Signals | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where the worker fails in the midst of the pass: the chunk is computed again with the weights."""
-    path = make_adapter(stories_dir, tmp_path / "whole", 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
-    assert engine.engine.assist is not None
-    pool, layers = engine.engine.assist.workers, engine.base.num_layers
+    """Every layer of a cold prompt is for the worker. Also where that fails in the midst of the pass: the chunk is
+    computed again with the weights."""
+    pool, layers = pool_of(engine), engine.base.num_layers
+    plan = Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)
+    monkeypatch.setattr(engine.engine.cold_start, "plan", lambda lease, n_tokens, ahead: plan)
     assert isinstance(pool, StreamPool)
     (pid,) = pool.pids()
-    written, before = pool.command, counters_of(pool).handoffs
+    written, before, replays = pool.command, counters_of(pool).handoffs, engine.engine.cold.replays
 
     def fail(at: int, *given: int) -> object:
         if fault is not None and at % pool.layout.steps == 4:
             os.kill(pid, fault)
+            monkeypatch.setattr(pool, "wait_ns", 200_000_000)  # enough for nobody who is stopped
         return written(at, *given)
 
     pool.command = fail  # type: ignore[method-assign, assignment]
     link = HeldLink(engine)
     prompt = [1, *range(50, 90)]
-    request = engine.submit(prompt, 6, engine.deploy(path), ignore_eos=True)
+    request = engine.submit(prompt, 6, engine.deploy(whole), ignore_eos=True)
     outcome = engine.outcomes[request]
-    engine.run(until=lambda: bool(outcome.tokens) or engine.engine.cold.replays > 0)
+    engine.run(until=lambda: bool(outcome.tokens) or engine.engine.cold.replays > replays)
     pool.command = written  # type: ignore[method-assign]
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
     link.open()
     engine.run()
-    assert not check(engine, reference, Case(path, None, prompt, 6), outcome.tokens, Tally())
+    assert not check(engine, reference, Case(whole, None, prompt, 6), outcome.tokens, Tally())
     assert outcome.finished is not None
     cold = outcome.finished.cold_start
     assert cold.replays == (fault is not None)
@@ -135,24 +187,17 @@ def test_answers_are_exact(
 
 
 @needs_core
+@pytest.mark.parametrize("kept", [CUDA], indirect=True)
 @pytest.mark.parametrize("arrived", [3, 4])
 def test_layers_that_arrive_meanwhile(
-    make_engine: MakeEngine,
-    stream_pools: None,
-    noting: None,
-    reference: PeftReference,
-    stories_dir: Path,
-    tmp_path: Path,
-    arrived: int,
+    engine: LocalEngine, reference: PeftReference, whole: Path, arrived: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first layers of a captured prompt are on the device, and the worker has those that have not come: in one case
     the last of the first stretch of four, too. Another prompt is computed in between."""
-    path = make_adapter(stories_dir, tmp_path / "whole", 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
-    engine = make_engine(cpu_workers=1, runner="cuda", **SMALL)
     layers = engine.base.num_layers
     link, plan = HeldLink(engine), Plan("assist", 0, 0.0, (1.0,) * layers, (0.0,) * layers)
-    engine.engine.cold_start.plan = lambda *_: plan  # type: ignore[method-assign]
-    cases = [Case(path, engine.deploy(path), [1, *range(50, 70)], 6), Case(None, None, [1, *range(100, 120)], 3)]
+    monkeypatch.setattr(engine.engine.cold_start, "plan", lambda *_: plan)
+    cases = [Case(whole, engine.deploy(whole), [1, *range(50, 70)], 6), Case(None, None, [1, *range(100, 120)], 3)]
     requests = [engine.submit(cases[0].prompt, cases[0].max_tokens, cases[0].adapter, ignore_eos=True)]
     link.let(arrived)
     cold = engine.engine.cold
@@ -173,25 +218,27 @@ def test_layers_that_arrive_meanwhile(
 
 
 @needs_core
-def test_a_profile_is_of_passes_as_they_will_run(make_engine: MakeEngine, stream_pools: None, noting: None) -> None:
+@pytest.mark.parametrize("kept", [CUDA], indirect=True)
+def test_a_profile_is_of_passes_as_they_will_run(kept: Kept, make_engine: MakeEngine) -> None:
     """With workers on the stream a layer is measured in the pieces between handoffs, without them in stretches; for a
     prompt longer than a chunk, of which nothing is captured, kernel by kernel."""
-    for workers, kind in ((1, (HandedPass, NoHandoffs)), (0, (PromptPass, type(None)))):
-        Noting.started.clear()
-        profile = make_engine(cpu_workers=workers, runner="cuda", **SMALL).engine.cold_start.profile
+    Noting.started.clear()
+    without = make_engine(cpu_workers=0, runner="cuda", max_rows=4, chunk_tokens=64)
+    for (made, started), kind in (
+        (kept, (HandedPass, NoHandoffs)), ((without, Noting.started), (PromptPass, type(None)))
+    ):  # fmt: skip
+        profile = made.engine.cold_start.profile
         assert profile is not None and len(profile.layer) == 3
-        measured = Noting.started[-len(profile.layer) * (SHORT.rounds + 1) :]
+        measured = started[-len(profile.layer) * (SHORT.rounds + 1) :]
         assert measured == [kind] * 2 * (SHORT.rounds + 1) + [(LayeredPass, kind[1])] * (SHORT.rounds + 1)
 
 
 @needs_core
-@pytest.mark.parametrize("runner", ["transformers", pytest.param("cuda", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kept", [PLAIN, MORE_ROWS], indirect=True)
 def test_drawn_plans_arrivals_and_faults(
-    make_engine: MakeEngine, stream_pools: None, reference: PeftReference, drawn_adapters: list[Path], runner: str
+    engine: LocalEngine, reference: PeftReference, drawn_adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(
-        cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4, chunk_tokens=64, runner=runner
-    )
+    monkeypatch.setattr(engine.engine.cold, "cold_start", engine.engine.cold_start)  # what is forced ends with the test
     forced = force(engine.engine, random.Random(8), faults=0.05)
     rng, tally, seen = random.Random(7), Tally(), Counter[str]()
     kinds = [Case(None, None, [], 0), *(Case(path, engine.deploy(path), [], 0) for path in drawn_adapters)]
@@ -203,11 +250,7 @@ def test_drawn_plans_arrivals_and_faults(
 
 
 def test_layers_are_used_when_their_copies_are_enqueued(
-    make_engine: MakeEngine,
-    reference: PeftReference,
-    stories_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_engine: MakeEngine, reference: PeftReference, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stream waits for them, the host does not; the adapter is there when its last copy has ended."""
     awaited: list[int] = []
@@ -221,9 +264,8 @@ def test_layers_are_used_when_their_copies_are_enqueued(
         events.append(Awaited())
         return events[-1]
 
-    path = make_adapter(stories_dir, tmp_path / "whole", 3, r=7, lora_alpha=7, target_modules=ALL_TARGETS)
     engine = make_engine(cold_start="pipeline", cpu_workers=0)
-    adapter = engine.deploy(path)
+    adapter = engine.deploy(whole)
     engine.submit([1], 1, adapter)
     engine.run()
     while not engine.engine.store.discard(adapter.digest):  # from here on it lies in host memory, wholly
@@ -241,7 +283,7 @@ def test_layers_are_used_when_their_copies_are_enqueued(
     assert passes.open[0].run.layer == enqueued, "nothing else is enqueued yet"
     release_all(events, lambda: engine.outcomes[request].finished is not None, engine)
     assert not check(
-        engine, reference, Case(path, None, [1, *range(50, 90)], 6), engine.outcomes[request].tokens, Tally()
+        engine, reference, Case(whole, None, [1, *range(50, 90)], 6), engine.outcomes[request].tokens, Tally()
     )
     engine.assert_clean()
 
