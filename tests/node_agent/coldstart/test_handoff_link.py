@@ -1,21 +1,18 @@
-"""Handoffs pay the simulated link, both ways, and loads are slower by their results' bytes."""
+"""Handoffs pay the simulated link, both ways, and loads are slower by their results' bytes. That workers wait for it is
+tested in test_worker_products.py."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from node_agent.adapter_memory.link import Flow, Link
 from node_agent.coldstart.handoff_link import HandoffLink
-from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.worker import delay
 from node_agent.config import LinkConfig
-from node_agent.cores import spare_cores
-from tests.node_agent.coldstart.pools import LONG, WIDTHS, drawn_case, started
 
 
 class Clock:
@@ -58,22 +55,3 @@ def test_a_delay_takes_its_time(microseconds: int) -> None:
     begun = time.monotonic_ns()
     delay(microseconds)
     assert time.monotonic_ns() - begun >= microseconds * 1000
-
-
-@pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
-def test_workers_answer_no_sooner_than_the_link_allows() -> None:
-    """And with the same numbers."""
-    with started(drawn_case(torch.float32), workers=1) as pool:
-        x = torch.randn(8, WIDTHS[0][0])
-        answers, seconds = [], []
-        for link in (None, HandoffLink(Link(LinkConfig(1e4)), lambda size: None)):
-            pool.link = link
-            begun = time.monotonic()
-            handoff = pool.open(x, [Segment(0, 8, 8)], 0, "qkv")
-            assert handoff is not None and handoff.wait(LONG)
-            seconds.append(time.monotonic() - begun)
-            answers.append([y.clone() for y in handoff.outputs])
-            handoff.close()
-        results = sum(y.nbytes for y in answers[0])
-        assert seconds[1] >= (x.nbytes + results) / 1e4
-        assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -11,10 +12,14 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from node_agent.adapter_memory.link import Link
+from node_agent.coldstart.handoff_link import HandoffLink
 from node_agent.coldstart.product import LONG_SLICE, Product
 from node_agent.coldstart.shared import DTYPES, MAX_SEGMENTS, Layout
 from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.workers import WorkerPool
+from node_agent.config import LinkConfig
+from node_agent.cores import spare_cores
 from node_agent.types import GROUPS
 from tests.node_agent.coldstart.pools import (
     CORES,
@@ -45,8 +50,21 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     dtype, scattered = request.param
     case = drawn_case(dtype, seed=3, scattered=scattered)
     with started(case, workers=min(2, len(CORES))) as pool:
+        pool.disarm()
         yield case, pool
     case.close()
+
+
+@pytest.fixture(autouse=True)
+def _armed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers poll only while a test asks them."""
+    if "world" not in request.fixturenames:
+        yield
+        return
+    _, pool = request.getfixturevalue("world")
+    pool.arm()
+    yield
+    pool.disarm()
 
 
 @given(
@@ -104,6 +122,26 @@ def test_slowed_workers_answer_the_same(world: World) -> None:
         handoff.close()
     pool.memory.repeats = 1
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
+def test_workers_answer_no_sooner_than_the_link_allows(world: World) -> None:
+    """And with the same numbers."""
+    _, pool = world
+    x = draw_x(8, WIDTHS[0][0], pool.layout.torch_dtype)
+    answers, seconds = [], []
+    for link in (None, HandoffLink(Link(LinkConfig(2e4)), lambda size: None)):
+        pool.link = link
+        begun = time.monotonic()
+        handoff = pool.open(x, [Segment(0, 8, 8)], 0, "qkv")
+        assert handoff is not None and handoff.wait(LONG)
+        seconds.append(time.monotonic() - begun)
+        answers.append([y.clone() for y in handoff.outputs])
+        handoff.close()
+    pool.link = None
+    results = sum(y.nbytes for y in answers[0])
+    assert seconds[1] >= (x.nbytes + results) / 2e4
+    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
 def test_several_handoffs_at_once(world: World) -> None:
