@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,16 @@ from kernels.handoff_cuda import CudaKernels
 from kernels.handoff_device import Signal, StreamKernels, stream_kernels
 from kernels.handoff_triton import TritonKernels
 from node_agent.coldstart.shared import PAGE, Command, HandoffMemory, Layout, make_memory
+from node_agent.coldstart.workers import WorkerPool
 from tests.node_agent.coldstart.pools import CORES, WIDTHS, draw_x, drawn_case, poison, started
+from tests.support.host_case import HostCase
 
 UNSPLIT = (0, 0, 0, 1, 0)
 """Fields of a command without a simulated link, of a worker that has all weights."""
 ROOT = Path(__file__).parents[2]
 SECOND_NS = 1_000_000_000
+SEQUENCES = itertools.count(100)
+"""of the flags' values: none twice"""
 
 
 def words(*values: int) -> torch.Tensor:
@@ -151,36 +157,49 @@ def test_triton_is_taken_where_it_has_the_operations() -> None:
     assert isinstance(stream_kernels(torch.device("cpu")), TritonKernels)
 
 
-def test_with_real_workers(kernels: StreamKernels) -> None:
-    """The kernels in the engine's place: workers find the command, and the wait ends by their answer."""
+@pytest.fixture(scope="module")
+def kept() -> Iterator[tuple[HostCase, WorkerPool]]:
     case = drawn_case(torch.float32)
-    count = min(2, len(CORES))
     try:
-        with started(case, count) as pool:
-            poison(pool)
-            memory, layout = pool.memory, pool.layout
-            tokens, slot, x = 24, 1, draw_x(24, 40, torch.float32)
-            epochs = [worker.epoch for worker in pool._keeper.workers]
-            values = words(*[flag_value(epoch, 100) for epoch in epochs])
-            for worker in range(count):
-                begin, end = tokens * worker // count, tokens * (worker + 1) // count
-                command = Command(int(values[worker, 0]), 0, 0, begin, end, tokens, layout.dtype, 1, *UNSPLIT)
-                memory.write_command(slot, worker, command)
-            memory.write_segments(slot, [(2, tokens)])
-            flags, done = (memory.lines(offset(slot, 0)) for offset in (layout.command_flag, layout.done_flag))
-            poisoned, failed = word(), word()
-            kernels.wait(Signal(done, values, poisoned), 1000, failed)
-            assert int(failed) == 1  # nobody has signalled
-            poisoned.zero_()
-            failed.zero_()
-            kernels.copy_and_signal(x, memory.x(slot, tokens, 40), word(), Signal(flags, values, poisoned))
-            kernels.wait(Signal(done, values, poisoned), 100 * SECOND_NS, failed)
-            assert int(failed) == 0
-            ys = memory.y(slot, tokens, memory.group_widths[0][1])
-            for y, want in zip(ys, case.expected(x, 2, 0, "qkv"), strict=True):
-                assert float((y.double() - want).abs().max()) <= 1e-4
+        with started(case, min(2, len(CORES))) as pool:
+            pool.disarm()
+            yield case, pool
     finally:
         case.close()
+
+
+@pytest.fixture
+def workers(kept: tuple[HostCase, WorkerPool]) -> Iterator[tuple[HostCase, WorkerPool]]:
+    kept[1].arm()
+    yield kept
+    kept[1].disarm()
+
+
+def test_with_real_workers(kernels: StreamKernels, workers: tuple[HostCase, WorkerPool]) -> None:
+    """The kernels in the engine's place: workers find the command, and the wait ends by their answer."""
+    case, pool = workers
+    memory, layout, count = pool.memory, pool.layout, pool.layout.workers
+    poison(pool)
+    tokens, slot, x = 24, 1, draw_x(24, 40, torch.float32)
+    sequence = next(SEQUENCES)
+    values = words(*[flag_value(worker.epoch, sequence) for worker in pool._keeper.workers])
+    for worker in range(count):
+        begin, end = tokens * worker // count, tokens * (worker + 1) // count
+        command = Command(int(values[worker, 0]), 0, 0, begin, end, tokens, layout.dtype, 1, *UNSPLIT)
+        memory.write_command(slot, worker, command)
+    memory.write_segments(slot, [(2, tokens)])
+    flags, done = (memory.lines(offset(slot, 0)) for offset in (layout.command_flag, layout.done_flag))
+    poisoned, failed = word(), word()
+    kernels.wait(Signal(done, values, poisoned), 1000, failed)
+    assert int(failed) == 1  # nobody has signalled
+    poisoned.zero_()
+    failed.zero_()
+    kernels.copy_and_signal(x, memory.x(slot, tokens, 40), word(), Signal(flags, values, poisoned))
+    kernels.wait(Signal(done, values, poisoned), 100 * SECOND_NS, failed)
+    assert int(failed) == 0
+    ys = memory.y(slot, tokens, memory.group_widths[0][1])
+    for y, want in zip(ys, case.expected(x, 2, 0, "qkv"), strict=True):
+        assert float((y.double() - want).abs().max()) <= 1e-4
 
 
 COMPILE = """

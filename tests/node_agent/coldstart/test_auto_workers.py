@@ -24,7 +24,7 @@ from node_agent.coldstart.auto_workers import (
 )
 from node_agent.coldstart.calibration import Calibration
 from node_agent.coldstart.cold_starts import WorkersDecision
-from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes
+from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample, PassTimes
 from node_agent.coldstart.planner import NOT_WORTH
 from node_agent.coldstart.profile import LinkCost, Profile, ProfileKey
 from node_agent.config import LinkConfig
@@ -189,19 +189,21 @@ def test_workers_are_kept_if_measured_calls_gain(
 
 
 @needs_core
-def test_a_real_node_measures_real_calls(stories_dir: Path, tmp_path: Path) -> None:
+def test_a_real_node_measures_real_calls(stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a link so slow that workers must gain: the figures are those of the calls."""
+    monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
+    bandwidth = 5e6
     with closing(
         LocalEngine(
-            stories_dir, tmp_path / "registry", dtype="float32", threads=1, load_link=LinkConfig(1e6), **SIZES
+            stories_dir, tmp_path / "registry", dtype="float32", threads=1, load_link=LinkConfig(bandwidth), **SIZES
         )
     ) as engine:  # fmt: skip
         decision, times = engine.engine.cold_start.decision, engine.engine.cold_start.times
         figures = dict(decision.figures)
         assert figures["first_token_pipeline"] > figures["warm"]
-        load_s = engine.engine.store.pool.uniform_layout(engine.base, TYPICAL.rank, TYPICAL.projections).live / 1e6
+        layout = engine.engine.store.pool.uniform_layout(engine.base, TYPICAL.rank, TYPICAL.projections)
         for sample in times.of(TYPICAL, "pipeline"):
-            assert load_s <= sample.first <= sample.answer and sample.seconds <= sample.first
+            assert layout.live / bandwidth <= sample.first <= sample.answer and sample.seconds <= sample.first
         assert times.of(TYPICAL, "assist") or decision.count == 0
         assert not engine.engine.store.device and not list(engine.engine.store.hosts.all()), "what was lent is back"
         engine.assert_clean()

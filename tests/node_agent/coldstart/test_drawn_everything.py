@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,11 @@ from node_agent.config import DiskCacheConfig, LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.engine import prefetcher
 from node_agent.ipc import Evict, ListAdapters, Prefetch
+from node_agent.runner.transformers_runner import LoadModel
+from tests.node_agent.coldstart.kept import as_started
 from tests.support.exact import Case, Tally, check
 from tests.support.forced import DrawnLink, force
-from tests.support.local_engine import LocalEngine, MakeEngine
+from tests.support.local_engine import LocalEngine
 from tests.support.peft_reference import PeftReference
 
 CALLS = 40
@@ -65,21 +69,38 @@ class Chaos:
         return WantedResidency(wants, rng.choice([0.01, 1.0, 60.0]), limits)
 
 
+@pytest.fixture(scope="module")
+def kept(
+    stories_dir: Path, load_stories: LoadModel, soon_again: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalEngine]:
+    root = tmp_path_factory.mktemp("everything")
+    engine = LocalEngine(
+        stories_dir, root / "registry", load=load_stories, prefix_cache="auto", dtype="float32", threads=1,
+        kv_memory=32 << 20, cpu_workers=1, adapter_memory=1 << 20, host_memory=2 << 20, max_rows=8, block_tokens=4,
+        chunk_tokens=24, prefetch_waste=1.0, store_link=LinkConfig(4e7),
+        disk_cache=DiskCacheConfig(str(root / "cache"), 1 << 20),
+    )  # fmt: skip
+    with closing(engine):
+        yield engine
+
+
+@pytest.fixture
+def engine(kept: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalEngine]:
+    with as_started(kept, monkeypatch):
+        yield kept
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_all_at_once(
-    make_engine: MakeEngine,
+    engine: LocalEngine,
     reference: PeftReference,
     drawn_adapters: list[Path],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
     seed: int,
 ) -> None:
     monkeypatch.setattr(prefetcher, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(engine.engine.cold, "cold_start", engine.engine.cold_start)  # what is forced ends with the test
     rng, tally = random.Random(seed), Tally()
-    engine = make_engine(
-        cpu_workers=1, adapter_memory=1 << 20, host_memory=2 << 20, max_rows=8, block_tokens=4, chunk_tokens=24,
-        prefetch_waste=1.0, store_link=LinkConfig(4e7), disk_cache=DiskCacheConfig(str(tmp_path / "cache"), 1 << 20),
-    )  # fmt: skip
     force(engine.engine, random.Random(seed + 100), faults=0.02)
     engine.engine.store.loader.device_link = DrawnLink(random.Random(seed + 200))  # type: ignore[assignment]
     cases = [Case(path, engine.deploy(path), [], 0) for path in drawn_adapters]

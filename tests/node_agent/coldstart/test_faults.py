@@ -6,6 +6,7 @@ import resource
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -16,13 +17,15 @@ from adapters.s3_calls import S3Limits
 from adapters.s3_store import S3Store
 from adapters.s3_url import S3Place
 from cluster.messages import Adapter
-from node_agent.adapter_memory import ranges
+from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.fetch import TRIES
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.config import DiskCacheConfig
 from node_agent.ipc import Evict, Finished
+from node_agent.runner.transformers_runner import LoadModel
 from node_agent.types import Plan
 from tests.node_agent.adapter_world import Turnstile
+from tests.node_agent.coldstart.kept import as_started
 from tests.support.exact import Case, Tally, check
 from tests.support.local_engine import LocalEngine, MakeEngine
 from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
@@ -31,7 +34,7 @@ from tests.support.s3_proxy import Fault, Proxy
 STORY = [1, *range(50, 90)]
 LIMITS = S3Limits(connect=60.0, read=60.0, call=300.0, attempts=2, part=5 << 20)
 """No healthy answer is late for these, however busy the machine is."""
-HURRIED = msgspec.structs.replace(LIMITS, read=1.0, call=1.0)
+HURRIED = msgspec.structs.replace(LIMITS, read=0.5, call=0.5)
 """For an answer that never comes whole."""
 ALWAYS = 1000
 LAYER = 2
@@ -63,26 +66,38 @@ def faulty_stores(proxy: Proxy) -> tuple[S3Store, S3Store]:
         return S3Store(S3Place("garnish-tests"), LIMITS), S3Store(S3Place("garnish-tests"), HURRIED)
 
 
+@pytest.fixture(scope="module")
+def kept(s3_endpoint: str, stories_dir: Path, load_stories: LoadModel) -> Iterator[LocalEngine]:
+    """An engine whose registry is on S3. Tests get it by `far`."""
+    engine = LocalEngine(
+        stories_dir, f"s3://garnish-tests/{uuid.uuid4().hex}", load=load_stories, prefix_cache="auto", dtype="float32",
+        threads=1, adapter_memory=8 << 20, host_memory=32 << 20, kv_memory=32 << 20, cpu_workers=0,
+    )  # fmt: skip
+    with closing(engine):
+        yield engine
+
+
 @pytest.fixture
 def far(
     request: pytest.FixtureRequest,
-    make_engine: MakeEngine,
+    kept: LocalEngine,
     proxy: Proxy,
     faulty_stores: tuple[S3Store, S3Store],
     monkeypatch: pytest.MonkeyPatch,
-) -> LocalEngine:
+) -> Iterator[LocalEngine]:
     """An engine whose registry is on S3; it reads through the proxy, layer by layer, and computes as layers come."""
     monkeypatch.setattr(ranges, "FIRST_RANGE", 1)
     monkeypatch.setattr(ranges, "LARGEST_RANGE", 1 << 20)
+    monkeypatch.setattr(fetch, "BACK_OFF", 0.005)
     proxy.faults, proxy.requests = [], []
-    place = S3Place("garnish-tests", uuid.uuid4().hex)
-    engine = make_engine(registry=f"s3://{place.bucket}/{place.prefix}", cpu_workers=0)
-    kind = request.getfixturevalue("kind") if "kind" in request.fixturenames else None
-    store = faulty_stores[kind in ENDLESS]
-    store.place = place
-    engine.engine.store.loader.store = store
-    engine.engine.cold_start.plan = lambda lease, n_tokens, ahead: Plan("pipeline")  # type: ignore[method-assign]
-    return engine
+    with as_started(kept, monkeypatch) as engine:
+        kind = request.getfixturevalue("kind") if "kind" in request.fixturenames else None
+        store = faulty_stores[kind in ENDLESS]
+        assert isinstance(engine.registry.store, S3Store)
+        store.place = engine.registry.store.place
+        monkeypatch.setattr(engine.engine.store.loader, "store", store)
+        monkeypatch.setattr(engine.engine.cold_start, "plan", lambda lease, n_tokens, ahead: Plan("pipeline"))
+        yield engine
 
 
 def range_of(engine: LocalEngine, adapter: Adapter, layer: int) -> str:
@@ -227,13 +242,18 @@ def test_host_memory_for_one_adapter_at_a_time(
 @pytest.mark.parametrize("arrived", [1, 4])
 @pytest.mark.parametrize("someone_else", [False, True])
 def test_a_caller_that_leaves_during_a_load(
-    far: LocalEngine, reference: PeftReference, directories: list[Path], arrived: int, someone_else: bool
+    far: LocalEngine,
+    reference: PeftReference,
+    directories: list[Path],
+    arrived: int,
+    someone_else: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The load goes on for someone else, or when it is nearly done; otherwise it ends, and the next one begins anew."""
     adapter, store = far.deploy(directories[0]), far.engine.store
     offsets = [block.offset for block in read_header(far.registry.store, adapter.artifact).layers]
     turnstile = Turnstile(far.registry.store)  # patient: no read is made twice because the host is slow
-    store.loader.store = turnstile  # type: ignore[assignment]
+    monkeypatch.setattr(store.loader, "store", turnstile)
     try:
         request = far.submit(STORY, 4, adapter)
         other = far.submit(STORY, 4, adapter, ignore_eos=True) if someone_else else None
@@ -264,12 +284,12 @@ def test_a_caller_that_leaves_during_a_load(
 
 @pytest.mark.parametrize("change", ["delete", "redeploy"])
 def test_a_function_that_changes_during_its_cold_start(
-    far: LocalEngine, reference: PeftReference, directories: list[Path], change: str
+    far: LocalEngine, reference: PeftReference, directories: list[Path], change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer is that of the version which the name meant when the call came."""
     adapter, store = far.deploy(directories[0], "f"), far.engine.store
     turnstile = Turnstile(far.registry.store)  # patient: no read is made twice because the host is slow
-    store.loader.store = turnstile  # type: ignore[assignment]
+    monkeypatch.setattr(store.loader, "store", turnstile)
     try:
         request = far.submit(STORY, 4, adapter, ignore_eos=True)
         turnstile.let(read_header(far.registry.store, adapter.artifact).layers[0].offset)

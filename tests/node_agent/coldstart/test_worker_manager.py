@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from node_agent.coldstart import worker_manager
-from node_agent.coldstart.auto_workers import TYPICAL
+from node_agent.coldstart.auto_workers import JUDGED, TYPICAL
 from node_agent.coldstart.calibration import ANSWER, Calibration, Interrupted, never
 from node_agent.coldstart.pass_times import MAX_SAMPLES, ROUNDS, CallKind, PassSample, PassTimes, kind_of
 from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.ipc import ListAdapters
+from node_agent.runner.transformers_runner import LoadModel
+from tests.node_agent.coldstart.kept import as_started
 from tests.support.local_engine import LocalEngine, MakeEngine
 from tests.support.peft_reference import ALL_TARGETS, make_adapter
 
-LINK = LinkConfig(3e6)
+LINK = LinkConfig(1e7)
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worker needs a core beside the engine's")
 
 
@@ -27,9 +31,24 @@ def manager_of(engine: LocalEngine) -> WorkerManager:
     return manager
 
 
+@pytest.fixture(scope="module")
+def kept(stories_dir: Path, load_stories: LoadModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
+    engine = LocalEngine(
+        stories_dir, tmp_path_factory.mktemp("linked") / "registry", load=load_stories, prefix_cache="auto",
+        dtype="float32", threads=1, adapter_memory=4 << 20, host_memory=16 << 20, kv_memory=32 << 20, cpu_workers=1,
+        load_link=LINK,
+    )  # fmt: skip
+    with closing(engine):
+        assert set(engine.engine.cold_start.unmeasured) == set(JUDGED), "what is judged is measured first"
+        yield engine
+
+
 @pytest.fixture
-def linked(make_engine: MakeEngine) -> LocalEngine:
-    return make_engine(cpu_workers=1, load_link=LINK, adapter_memory=4 << 20, host_memory=16 << 20)
+def linked(kept: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalEngine]:
+    """An engine whose worker sits behind a link, and which has measured no call."""
+    with as_started(kept, monkeypatch):
+        yield kept
+    manager_of(kept)._retry_at = 0.0
 
 
 def idle(engine: LocalEngine, gives_way: object = never) -> int:
@@ -47,7 +66,6 @@ def test_workers_take_a_kind_of_call_once_it_was_measured(
 ) -> None:
     """Not on the call that came first, and not on one of another kind."""
     starts = linked.engine.cold_start
-    idle(linked)
     path = make_adapter(stories_dir, tmp_path / "a", 0, r=64, lora_alpha=16, target_modules=ALL_TARGETS)
     adapter, prompts = linked.deploy(path), iter(range(1, 9))  # none that begins as another one
 
@@ -186,15 +204,13 @@ def test_workers_are_judged_again_when_the_link_has_changed(
 
 
 @needs_core
-def test_every_measured_pass_has_all_of_its_tokens(make_engine: MakeEngine) -> None:
+def test_every_measured_pass_has_all_of_its_tokens(linked: LocalEngine) -> None:
     """The prefix cache knows no part of a prompt that another measurement drew."""
-    engine = make_engine(
-        cpu_workers=1, load_link=LINK, adapter_memory=4 << 20, host_memory=16 << 20, prefix_cache="auto"
-    )
+    assert linked.engine.limits.prefix_cache
     for _ in range(3):
-        Calibration(engine.engine, engine.base).run(TYPICAL, "pipeline")
-        assert engine.engine.cold_start.outcomes[-1].tokens == TYPICAL.tokens
-    engine.assert_clean()
+        Calibration(linked.engine, linked.base).run(TYPICAL, "pipeline")
+        assert linked.engine.cold_start.outcomes[-1].tokens == TYPICAL.tokens
+    linked.assert_clean()
 
 
 @needs_core
