@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernel_steps import ADAPTED, SHAPES, step_row
 from kernels.bgmv import bgmv
 from kernels.decoder import Heads, PagedCache
 from kernels.gpu_ops import Rotary, Rows, decode_scratch
@@ -21,6 +20,7 @@ from kernels.handoff_device import Signal
 from kernels.handoff_triton import TritonKernels
 from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
+from tests.support.decode_step import ADAPTED, SHAPES, step_row
 from tests.support.kernel_cases import draw_case
 from tests.support.kernel_recorder import recorded
 
