@@ -174,19 +174,23 @@ def test_a_client_that_leaves_during_a_handed_over_pass(
 
 
 @needs_core
+@pytest.mark.parametrize("wanted", [30, pytest.param(120, marks=pytest.mark.slow)])
 def test_drawn_plans_arrivals_and_faults(
-    worker_engine: LocalEngine, reference: PeftReference, drawn_adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+    worker_engine: LocalEngine,
+    reference: PeftReference,
+    drawn_adapters: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: int,
 ) -> None:
     engine, rng, tally, seen = worker_engine, random.Random(7), Tally(), Counter[str]()
     monkeypatch.setattr(engine.engine.cold, "cold_start", engine.engine.cold_start)  # what is forced ends with the test
     forced = force(engine.engine, random.Random(8), faults=0.1)
     kinds = [Case(None, None, [], 0), *(Case(path, engine.deploy(path), [], 0) for path in drawn_adapters)]
     problems: list[str] = []
-    while tally.cases < 60:
+    while tally.cases < wanted or not (all(forced.plans.values()) and seen["layers_cpu"] and seen["layers_device"]):
         problems += run_batch(rng, engine, reference, kinds, tally, seen)
+        assert tally.cases < 1000, f"plans {forced.plans}; of the layers, workers and the device computed {seen}"
     assert not problems, "\n".join(problems)
-    assert all(forced.plans.values())
-    assert seen["layers_cpu"] and seen["layers_device"]
 
 
 def wait_for_host(engine: LocalEngine, count: int) -> None:

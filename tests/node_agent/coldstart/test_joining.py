@@ -198,8 +198,13 @@ def test_an_adapter_that_decodes_on_its_way_can_t_be_evicted_and_a_client_can_le
     assert not any(host.holds for hosts in engine.engine.store.hosts.owned().values() for host in hosts)
 
 
+@pytest.mark.parametrize("wanted", [30, pytest.param(120, marks=pytest.mark.slow)])
 def test_drawn_steps_arrivals_and_faults(
-    worker_engine: LocalEngine, reference: PeftReference, drawn_adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+    worker_engine: LocalEngine,
+    reference: PeftReference,
+    drawn_adapters: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: int,
 ) -> None:
     engine, rng, tally, seen = worker_engine, random.Random(17), Tally(), Counter[str]()
     monkeypatch.setattr(engine.engine.cold, "cold_start", engine.engine.cold_start)  # what is forced ends with the test
@@ -209,7 +214,7 @@ def test_drawn_steps_arrivals_and_faults(
     problems: list[str] = []
     # whether a row joins is a matter of time: a stalled host's loads end before their requests decode. All adapters
     # have room on the device, so each batch begins without them.
-    while tally.cases < 60 or (not forced.joined and tally.cases < 600):
+    while tally.cases < wanted or (not forced.joined and tally.cases < 600):
         assert forced.joined or pool_of(engine).wait_ready(60)
         for kind in kinds:
             assert kind.adapter is not None

@@ -46,9 +46,19 @@ def test_forecasts_of_loads_come_to_what_they_take(make_engine: MakeEngine, stor
     assert starts.link.cost.bandwidth < real / 0.75
 
 
+@pytest.fixture(scope="module")
+def directories(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Adapters of everything in every layer, of several sizes."""
+    root = tmp_path_factory.mktemp("sizes")
+    return [
+        make_adapter(stories_dir, root / f"a{i}", i, r=rank, lora_alpha=rank, target_modules=ALL_TARGETS)
+        for i, rank in enumerate([4, 8, 8, 16, 16, 16, 32, 32])
+    ]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bursts_of_loads_do_not_change_what_is_known_of_the_link(
-    make_engine: MakeEngine, stories_dir: Path, tmp_path: Path, workers: int
+    make_engine: MakeEngine, directories: list[Path], workers: int
 ) -> None:
     """Loads join and leave the link while others cross, and workers' results cross it, too."""
     if workers and not spare_cores(1):
@@ -56,9 +66,7 @@ def test_bursts_of_loads_do_not_change_what_is_known_of_the_link(
     rng = random.Random(workers)
     engine = make_engine(cpu_workers=workers, load_link=LinkConfig(PROFILED))
     starts, functions = engine.engine.cold_start, []
-    for number, rank in enumerate([4, 8, 8, 16, 16, 16, 32, 32]):
-        path = tmp_path / f"a{number}"
-        make_adapter(stories_dir, path, number, r=rank, lora_alpha=rank, target_modules=ALL_TARGETS)
+    for path in directories:
         functions.append(engine.deploy(path))
         engine.submit([1, 403], 1, functions[-1])
         engine.run()

@@ -178,7 +178,9 @@ def test_workers_are_judged_again_when_the_link_has_changed(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A link that turns out eight times slower starts workers on a node that had none; one that recovers ends them."""
-    engine = make_engine(load_link=LinkConfig(1e9), adapter_memory=4 << 20, host_memory=16 << 20)
+    with monkeypatch.context() as patch:  # whatever a busy host measures at the start
+        patch.setattr(worker_manager, "judge_link", lambda *_: worker_manager.WorkersDecision(0, "little to gain"))
+        engine = make_engine(load_link=LinkConfig(1e9), adapter_memory=4 << 20, host_memory=16 << 20)
     starts, manager = engine.engine.cold_start, manager_of(engine)
     assert starts.decision.count == 0 and starts.link is not None and not idle(engine)
     judged = []
@@ -188,6 +190,7 @@ def test_workers_are_judged_again_when_the_link_has_changed(
         return worker_manager.WorkersDecision(count, "they gain")
 
     monkeypatch.setattr(worker_manager, "judge_calls", judge)
+    monkeypatch.setattr(worker_manager, "DECISION_ROUNDS", ROUNDS)
     for _ in range(12):
         starts.link.learn(1 << 24, 15 * (1 << 24) / starts.link.profile.bandwidth)
     assert manager.work(never)
