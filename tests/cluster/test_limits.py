@@ -188,7 +188,7 @@ class TestSharedByWorkers:
         async def main() -> None:
             world = World(shared_redis)
             async with two_workers(world, 1) as ((link, limits),):
-                for number in range(3000):
+                for number in range(500):
                     asked = call(f"t{number}", rps=1000, tokens=1, tokens_per_minute=1e6, owners={f"t{number}": 9})
                     assert await limits.take(asked) is None
                     await limits.settle(asked, 1)
@@ -343,7 +343,7 @@ def test_workers_of_other_gateways_have_their_share_while_redis_is_away(tmp_path
 def test_workers_that_have_ended_are_counted_no_longer(
     shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.redis_link.WORKER_SECONDS", 3.0)
+    monkeypatch.setattr("cluster.redis_link.WORKER_SECONDS", 2.0)
 
     async def main() -> None:
         world = World(shared_redis)

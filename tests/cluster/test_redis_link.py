@@ -109,19 +109,30 @@ async def _talks_nonsense(reader: Reader, writer: Writer) -> None:
 def test_who_does_not_speak_redis_is_away(
     serve: Callable[[Reader, Writer], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_link, "CALL_SECONDS", 0.2)
+    for bound in ("CALL_SECONDS", "CONNECT_SECONDS"):
+        monkeypatch.setattr(redis_link, bound, 0.2)
+    tries = 0
+
+    async def noted(reader: Reader, writer: Writer) -> None:
+        nonlocal tries
+        tries += 1
+        await serve(reader, writer)
 
     async def main() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(noted, "127.0.0.1", 0)
         url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
         link = RedisLink(url, "test:", "w", time.monotonic)
         async with link.running():
-            assert not await link.wait_until_up(1.0)
+            await until(lambda: tried(2))
+            assert not link.is_up
             with pytest.raises(RedisAway):
                 await link.run("heartbeat", [], [])
             with pytest.raises(RedisAway):
                 await link.send("nobody", b"here")
         server.close()
+
+    async def tried(times: int) -> bool:
+        return tries >= times
 
     asyncio.run(main())
 

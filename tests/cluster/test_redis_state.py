@@ -140,7 +140,9 @@ def test_a_call_too_many_ends_no_other(shared_redis: RedisServer, monkeypatch: p
     asyncio.run(main())
 
 
-def test_goes_on_without_redis_and_is_in_step_again(own_redis: RedisServer) -> None:
+def test_goes_on_without_redis_and_is_in_step_again(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_link, "WORKER_SECONDS", 60.0)  # no worker counts as held up when its clock is set forward
+
     async def main() -> None:
         world = World(own_redis)
         async with world.worker(expiry=2.0) as (first, one), world.worker(expiry=2.0) as (second, two):
@@ -152,7 +154,7 @@ def test_goes_on_without_redis_and_is_in_step_again(own_redis: RedisServer) -> N
             assert one.stale is not None
             await until(lambda: _true(two.stale is not None))
             assert await two.reserve("a", "r1", Demand(), 0) == 0, "each reserves for itself"
-            await asyncio.sleep(2.2)
+            world.workers_clock.seconds += 2.2
             assert set(await reserved(one)) == {"a", "b"}, "nobody could have told that they live"
             assert await one.silence("a", "1") < 2.0
             assert await one.publish(news(seq=2, running=7)) == "taken"
@@ -161,6 +163,7 @@ def test_goes_on_without_redis_and_is_in_step_again(own_redis: RedisServer) -> N
             assert await first.wait_until_up(20) and await second.wait_until_up(20)
             assert one.stale is None
             assert "a" in await reserved(two), "whoever knew it gave it back"
+            world.workers_clock.seconds += 2.0
             await agree([two], {})
             await agree([one], {})
             await two.publish(news(seq=3))
@@ -177,6 +180,10 @@ def test_stale_records_count_for_a_bounded_time(own_redis: RedisServer) -> None:
             await state.publish(news())
             await agree([state], {"a": 0})
             own_redis.kill()
+            await until(lambda: _true(state.stale is not None))
+            world.workers_clock.seconds += 4.0
+            assert await reserved(state) == {"a": 0}
+            world.workers_clock.seconds += 1.1
             await agree([state], {})
             assert state.stale is not None and state.stale >= 1.0
 
@@ -282,14 +289,14 @@ def test_places_are_taken_at_the_first_try_after_redis_was_emptied(own_redis: Re
 def test_places_are_taken_at_the_first_try_on_a_node_that_was_forgotten(shared_redis: RedisServer) -> None:
     async def main() -> None:
         world = World(shared_redis)
-        short = {"forget_seconds": 4.0, "reservation_seconds": 3.9}
+        short = {"forget_seconds": 2.0, "reservation_seconds": 1.9}
         async with world.worker(**short) as (_, one), world.worker(**short) as (_, two):
             await one.publish(news(queue_limit=100))
             await agree([one, two], {"a": 0})
             for number in range(5):
                 assert await at_first_try(one, f"before-{number}")
             await counted([one, two], 5)
-            await asyncio.sleep(4.1)
+            await asyncio.sleep(2.1)
             await one.publish(news(seq=2, queue_limit=100))
             await agree([one, two], {"a": 0})
             await counted([one, two], 0)
@@ -354,9 +361,9 @@ def test_the_clock_of_redis_is_set_back(shared_redis: RedisServer) -> None:
             client.zadd(link.key("ends", "a"), {"r1": later})
             client.hset(link.key("demands", "a"), "r1", b"0:" + msgspec.msgpack.encode(["held", "a", "r1", Demand()]))
             client.hset(link.key("node", "a"), "heard", later)
-            async with world.worker(expiry=3.0, reservation_seconds=3.0) as (_, late):
+            async with world.worker(expiry=1.5, reservation_seconds=1.5) as (_, late):
                 await agree([late], {"a": 1})
-                assert await late.silence("a", "1") < 3.0
+                assert await late.silence("a", "1") < 1.5
                 await agree([late], {})
             assert await state.reserve("a", "r2", Demand(), None)
             assert client.zrange(link.key("ends", "a"), 0, -1) == [b"r2"]

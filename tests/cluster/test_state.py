@@ -98,17 +98,17 @@ def test_what_a_dead_process_sent_comes_late(world: World) -> None:
 def test_an_old_record_does_not_keep_a_node_alive(world: World) -> None:
     async def main(state: ClusterState) -> None:
         await state.publish(news(seq=5))
-        await world.wait(3.0)
+        await world.wait(1.2)
         await state.publish(news(seq=4))
-        await world.wait(1.0)
+        await world.wait(0.5)
         assert await state.nodes() == []
         assert not await state.reserve("a", "r", Demand(), None)
-        assert await state.silence("a", "1") >= 4.0
+        assert await state.silence("a", "1") >= 1.6
         assert await state.silence("a", "2") == await state.silence("z", "1") == math.inf
         await state.publish(news(seq=6))
-        assert [node.age < 4.0 for node in await state.nodes()] == [True]
+        assert [node.age < 1.6 for node in await state.nodes()] == [True]
 
-    world.run(main, expiry=4.0)
+    world.run(main, expiry=1.6)
 
 
 def test_reservations_count_and_end(world: World) -> None:
@@ -181,11 +181,11 @@ def test_nodes_are_bounded_and_forgotten(world: World) -> None:
             await state.publish(news(id=node_id))
         with pytest.raises(TooManyNodes):
             await state.publish(news(id="d"))
-        await world.wait(5.0)
+        await world.wait(2.0)
         assert await state.publish(news(id="d")) == "taken"
         assert [node.record.id for node in await state.nodes()] == ["d"]
 
-    world.run(main, max_nodes=3, forget_seconds=5.0)
+    world.run(main, max_nodes=3, forget_seconds=2.0)
 
 
 def test_other_protocol_versions_are_refused(world: World) -> None:
