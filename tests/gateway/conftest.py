@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running_gateway import Running, plain_client, start_gateway, upload
+from command_line import CommandLine, running_command_line
+from running_gateway import Running, as_new, plain_client, start_gateway, upload
 
 
 @pytest.fixture
@@ -38,11 +39,31 @@ def deployed(shared_gateway: Running, pirate: dict[str, Any]) -> Running:
 
 
 @pytest.fixture
+def reused(shared_gateway: Running) -> Iterator[Running]:
+    """The module's gateway as a new one, but for the counts of its metrics and the names of its tenants."""
+    with as_new(shared_gateway) as running:
+        yield running
+
+
+@pytest.fixture
+def bare(shared_gateway: Running) -> Iterator[Running]:
+    """The same without nodes that may serve."""
+    with as_new(shared_gateway, with_node=False) as running:
+        yield running
+
+
+@pytest.fixture
 def gateway(start: Callable[..., Running]) -> Running:
     """A gateway with one echoing node."""
     running = start()
     running.node()
     return running
+
+
+@pytest.fixture(scope="session")
+def command_line() -> Iterator[CommandLine]:
+    with running_command_line() as made:
+        yield made
 
 
 @pytest.fixture

@@ -86,9 +86,25 @@ async def node_client(
         yield NodeClient(session, "hush", watches, connect=connect, breakers=Breakers(time.monotonic))
 
 
-async def recorded(*nodes: tuple[str, str]) -> MemoryClusterState:
+class Watched(MemoryClusterState):
+    """Notes how often the watch of a node has looked."""
+
+    looks = 0
+
+    async def silence(self, node_id: str, epoch: str) -> float:
+        self.looks += 1
+        return await super().silence(node_id, epoch)
+
+    async def looked(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Returns when it has looked from now on, and ended what is to end. Whoever `ended` last takes it along."""
+        before = self.looks
+        while self.looks < before + 2 and not ended():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def recorded(*nodes: tuple[str, str], clock: Callable[[], float] = time.monotonic) -> Watched:
     """A state in which these nodes (id, epoch) have sent one record, now."""
-    state = MemoryClusterState(time.monotonic)
+    state = Watched(clock)
     for node_id, epoch in nodes:
         assert await state.publish(record(node_id, epoch)) == "taken"
     return state

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ class Running:
     stack: ExitStack
     url: str = ""
     nodes: list[StubNode] = field(default_factory=list)
+    tenants: dict[str, str] = field(default_factory=lambda: {"acme": "acme", "other": "other"})
+    """The names of the tenants that the keys `acme` and `other` belong to."""
+    nodes_before: int = 0
+    """That other tests have named already."""
 
     def client(self, key: str | None = "acme", **headers: str) -> httpx.Client:
         """An HTTP client with the key of `key` (a tenant or `admin`); None: without one."""
@@ -48,7 +53,11 @@ class Running:
 
     def node(self, script: Script = echo, node_id: str | None = None, publish: bool = True, **record: Any) -> StubNode:
         node = StubNode(
-            node_id or f"node-{len(self.nodes)}", self.base.fingerprint, self.secret, self.base.max_context, script
+            node_id or f"node-{self.nodes_before + len(self.nodes)}",
+            self.base.fingerprint,
+            self.secret,
+            self.base.max_context,
+            script,
         )
         self.stack.enter_context(stub_node(node))
         self.nodes.append(node)
@@ -80,6 +89,36 @@ def start_gateway(stack: ExitStack, model: Path, folder: Path, **changed: Any) -
     running = Running(config, load_base_model(model, "stories260K"), secret, keys, stack)
     running.url = stack.enter_context(served(create_app(config)))
     return running
+
+
+_tenants = count()
+
+
+@contextmanager
+def as_new(shared: Running, *, with_node: bool = True) -> Iterator[Running]:
+    """Yields a gateway that other tests have used, almost as a new one would be: with tenants of its own, which have
+    nothing yet, and with its first node as it was made, or without nodes. Nodes that are added end with the context;
+    earlier ones are still listed, as draining."""
+    node, tenants = shared.nodes[0], {role: f"{role}-{next(_tenants)}" for role in ("acme", "other")}
+    keys = dict(shared.keys)
+    with plain_client(shared.url, {"authorization": f"Bearer {keys['admin']}"}) as admin:
+        for role, name in tenants.items():
+            admin.put(f"/tenants/{name}", json={}).raise_for_status()
+            keys[role] = admin.post(f"/tenants/{name}/keys").raise_for_status().json()["key"]
+    node.script = echo
+    node.received.clear()
+    for event in (node.disconnected, node.began, node.go_on):
+        event.clear()
+    node.publish(shared.url, "ready" if with_node else "draining").raise_for_status()
+    with ExitStack() as stack:
+        made = replace(shared, keys=keys, tenants=tenants, stack=stack, nodes=[node])
+        if not with_node:
+            made.nodes, made.nodes_before = [], 1
+        yield made
+        for each in made.nodes:
+            each.go_on.set()
+            if each is not node:
+                each.publish(shared.url, "draining").raise_for_status()
 
 
 def upload(folder: Path) -> dict[str, Any]:

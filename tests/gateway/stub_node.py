@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import httpx
 import msgspec
@@ -42,6 +43,9 @@ Script = Callable[["StubNode", GenerateRequest], AsyncIterator[Event | bytes]]
 """What the node answers: events, or raw bytes; raising Cut ends the connection abruptly."""
 
 
+_epochs = count()
+
+
 class Cut(Exception):
     """Ends the connection abruptly."""
 
@@ -54,6 +58,8 @@ class StubNode:
     max_context: int
     script: Script
     url: str = ""
+    epoch: str = field(default_factory=lambda: f"e{next(_epochs)}")
+    """Another one for each: a node that has the name of an earlier one is a process that was started anew."""
     seq: int = 0
     received: list[GenerateRequest] = field(default_factory=list)
     disconnected: threading.Event = field(default_factory=threading.Event)
@@ -88,7 +94,7 @@ class StubNode:
         self.seq += 1
         record = NodeRecord(
             id=self.node_id,
-            epoch="1",
+            epoch=self.epoch,
             seq=self.seq,
             url=self.url,
             state=state,
@@ -118,6 +124,7 @@ class StubNode:
             content=msgspec.msgpack.encode(whole(self.record(state, **changed), held)),
             headers=authorization(self.secret),
             timeout=60,
+            verify=False,  # there is no TLS: to read the certificates of all authorities takes longer
         )
 
     async def until(self, event: threading.Event) -> None:

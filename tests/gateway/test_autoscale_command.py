@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 from running_gateway import Running, until
 
 from garnish import autoscaling
@@ -73,15 +75,23 @@ def test_a_gateway_that_is_away_is_no_idle_one() -> None:
         picture_of(client, {})
 
 
-def once(state: Path, *options: str) -> subprocess.CompletedProcess[str]:
+Once = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def once(command_line: CommandLine) -> Once:
+    return partial(run_once, command_line)
+
+
+def run_once(command_line: CommandLine, state: Path, *options: str) -> subprocess.CompletedProcess[str]:
     pools = {"here": {"backend": "local", "desired": 0, "max": 2}}
     (state / "serverless.yml").write_text(json.dumps({"service": "demo", "base_model": "./model", "node_pools": pools}))
-    command = [sys.executable, "-m", "garnish.cli.main", "autoscale", "--once", "--state", str(state), *options]
     environment = {name: value for name, value in os.environ.items() if name not in ("GARNISH_URL", "GARNISH_API_KEY")}
-    return subprocess.run(command, cwd=state, env=environment, capture_output=True, text=True, timeout=120)
+    command = ["autoscale", "--once", "--state", str(state), *options]
+    return command_line.run(*command, folder=state, environment=environment)
 
 
-def test_one_round_says_what_it_could_not_do(state: Path) -> None:
+def test_one_round_says_what_it_could_not_do(state: Path, once: Once) -> None:
     """One node is wanted, and the pool was never applied."""
     done = once(state)
     assert done.returncode == 1
@@ -91,7 +101,7 @@ def test_one_round_says_what_it_could_not_do(state: Path) -> None:
     assert told["load"]["open_requests"] == 0 and told["at"] > 0
 
 
-def test_without_a_gateway_it_holds(tmp_path: Path) -> None:
+def test_without_a_gateway_it_holds(tmp_path: Path, once: Once) -> None:
     write_credentials(
         tmp_path / FILE_NAME,
         Credentials(url="http://127.0.0.1:9", admin_key="k", tenant="acme", api_key="k", keys={}),
@@ -101,7 +111,7 @@ def test_without_a_gateway_it_holds(tmp_path: Path) -> None:
     assert done.stdout.startswith("here: held: the lease can't be had: unreachable")
 
 
-def test_a_file_without_pools_is_refused(state: Path) -> None:
+def test_a_file_without_pools_is_refused(state: Path, once: Once) -> None:
     (state / "other.yml").write_text('{"service": "demo", "base_model": "./model"}')
     done = once(state, "-f", "other.yml")
     assert done.returncode == 1

@@ -13,6 +13,7 @@ import httpx
 import httpx_sse
 import msgspec
 import pytest
+from running_gateway import until
 from stub_node import StubNode, hang_after_first, stub_node
 from test_gateway_server import config, node_of, process, wait_for, worker_of  # noqa: F401  (config is a fixture)
 
@@ -52,7 +53,7 @@ def open_stream(url: str) -> Iterator[Iterator[httpx_sse.ServerSentEvent]]:
     """A stream whose first token has come."""
     body = {"prompt": "x", "stream": True}
     with (
-        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=60, verify=False) as client,
         httpx_sse.connect_sse(client, "POST", "/invoke/stories260K", json=body) as source,
     ):
         events = source.iter_sse()
@@ -66,8 +67,8 @@ def test_term_lets_running_streams_end(patient: GatewayConfig, tmp_path: Path) -
         wait_for(url, "/healthz", child)
         with publishing(node, url), open_stream(url) as events:
             child.send_signal(signal.SIGTERM)
-            while listens(patient.port):
-                assert child.poll() is None
+            until(lambda: child.poll() is not None or not listens(patient.port))
+            assert child.poll() is None
             node.go_on.set()
             assert [event.event for event in events] == ["token", "done"]
         assert child.wait(30) == 0
@@ -84,16 +85,16 @@ def test_a_reload_turns_nobody_away(patient: GatewayConfig, tmp_path: Path) -> N
             threads = [threading.Thread(target=lambda: answers.append(_call(url))) for _ in range(4)]
             for thread in threads:
                 thread.start()
-            while len(node.received) < 5:  # all four have reached the node, through whichever worker
-                assert child.poll() is None
+            # All four have reached the node, through whichever worker.
+            until(lambda: child.poll() is not None or len(node.received) == 5)
             node.go_on.set()
             for thread in threads:
                 thread.join(60)
             assert [event.event for event in events] == ["token", "done"], "the old worker ends it"
             answers.append(_call(url))
         assert answers == [200] * 5
-        while Path(f"/proc/{before}").exists():
-            assert child.poll() is None
+        until(lambda: child.poll() is not None or not Path(f"/proc/{before}").exists())
+        assert child.poll() is None
         assert worker_of(child.pid) != before
         child.send_signal(signal.SIGTERM)
         assert child.wait(30) == 0
@@ -105,4 +106,4 @@ def listens(port: int) -> bool:
 
 
 def _call(url: str) -> int:
-    return httpx.post(f"{url}/invoke/stories260K", json={"prompt": "x"}, timeout=60).status_code
+    return httpx.post(f"{url}/invoke/stories260K", json={"prompt": "x"}, timeout=60, verify=False).status_code

@@ -81,7 +81,7 @@ def _gateway(stack: ExitStack, common: GatewayConfig, folder: Path, redis: Redis
     node = stack.enter_context(stub_node(node_of(own, script)))
     wait_for(url, "/healthz", child)
     assert node.publish(url).status_code == 204
-    client = stack.enter_context(httpx.Client(base_url=url, timeout=60))
+    client = stack.enter_context(httpx.Client(base_url=url, timeout=60, verify=False))
     soon(lambda: client.get("/readyz").status_code == 200)
     return client
 

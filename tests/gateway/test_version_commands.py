@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 from running_gateway import Running, upload
 
 import garnish
@@ -70,19 +70,9 @@ def test_the_async_client_moves_versions(deployed: Running) -> None:
     asyncio.run(talk())
 
 
-def test_commands(deployed: Running, tmp_path: Path) -> None:
+def test_commands(deployed: Running, command_line: CommandLine, tmp_path: Path) -> None:
     environment = {**os.environ, "GARNISH_URL": deployed.url, "GARNISH_API_KEY": deployed.keys["acme"]}
-    root = Path(__file__).parents[2]
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "garnish.cli.main", *arguments],
-            cwd=tmp_path,
-            env=environment | {"PYTHONPATH": str(root)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+    run = partial(command_line.run, folder=tmp_path, environment=environment)
 
     assert run("alias", "f", "prod", "2").stdout == "f:prod -> 2\n"
     assert run("alias", "f", "prod", "2=90%", "3=10%").stdout == "f:prod -> 2:0.9+3:0.1\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import ExitStack, aclosing
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ from raw_node import (
 
 from cluster.errors import ServiceError
 from cluster.messages import Done, Event, Started, Token, encode_event
+from gateway.calls import node_watch
 from gateway.calls.node_watch import NodeFailure, NodeWatches
 from gateway.scheduling.placement import Placed
 
@@ -34,75 +36,109 @@ SILENCE = 1.0
 STREAMS = 5000
 
 
-def test_a_stream_whose_bytes_flow_outlives_the_records() -> None:
+class Clock:
+    """Stands still but for the test."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of the watch, which looks again and again meanwhile."""
+    made = Clock()
+    monkeypatch.setattr(node_watch, "time", SimpleNamespace(monotonic=made))
+    monkeypatch.setattr(node_watch, "TICK", 0.001)
+    return made
+
+
+async def serve_one_token(reader: Reader, writer: Writer) -> None:
+    await request_of(reader)
+    writer.write(HEAD + chunk(encode_event(Started("n", "none"))) + chunk(encode_event(Token("one", [1], 0))))
+    await reader.read()
+
+
+async def until_one_token(*told: list[Event]) -> None:
+    while any(len(events) < 2 for events in told):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def test_a_stream_whose_bytes_flow_outlives_the_records(clock: Clock) -> None:
     """They come slower than its own tokens alone would have to: another stream's bytes of that node count, too."""
     told: list[Event] = [Token(f" {index}", [index], index) for index in range(20)]
 
-    async def serve(reader: Reader, writer: Writer) -> None:
-        _, body = await request_of(reader)
-        quick = b"quick" in body
-        writer.write(HEAD + chunk(encode_event(Started("n", "none"))) + chunk(encode_event(told[0])))
-        for event in told[1:]:
-            await asyncio.sleep(0.15)
-            if quick:
-                writer.write(chunk(encode_event(event)))
-        writer.write(chunk(encode_event(Done("length", 2, 20, 0, TIMING))) + END)
-
     async def main() -> None:
-        state = await recorded(("n", "1"))
-        began = time.monotonic()
+        state, both = await recorded(("n", "1"), clock=clock), asyncio.Barrier(2)
+
+        async def serve(reader: Reader, writer: Writer) -> None:
+            _, body = await request_of(reader)
+            quick = b"quick" in body
+            writer.write(HEAD + chunk(encode_event(Started("n", "none"))) + chunk(encode_event(told[0])))
+            await both.wait()
+            for event in told[1:]:
+                if quick:
+                    clock.now += 0.15 * SILENCE
+                    await state.looked()
+                    writer.write(chunk(encode_event(event)))
+                    await state.looked()
+            await both.wait()
+            writer.write(chunk(encode_event(Done("length", 2, 20, 0, TIMING))) + END)
+
+        began = clock.now
         async with node(serve) as (url, _), node_client(state, silence=SILENCE) as client:
             quick = msgspec.structs.replace(REQUEST, id="quick")
             found, other = await asyncio.gather(ask(client, url, quick), ask(client, url))
         assert found[1:-1] == told and [type(event) for event in other] == [Started, Token, Done]
-        assert time.monotonic() - began > 2 * SILENCE
+        assert clock.now - began > 2 * SILENCE
 
     run(main)
 
 
-def test_all_streams_end_when_records_and_bytes_stop() -> None:
-    async def serve(reader: Reader, writer: Writer) -> None:
-        await request_of(reader)
-        writer.write(HEAD + chunk(encode_event(Started("n", "none"))) + chunk(encode_event(Token("one", [1], 0))))
-        await reader.read()
+def test_all_streams_end_when_records_and_bytes_stop(clock: Clock) -> None:
+    """And end together."""
 
     async def main() -> None:
-        state = await recorded(("n", "1"))
-        ended: list[float] = []
+        state = await recorded(("n", "1"), clock=clock)
+        told: list[list[Event]] = [[] for _ in range(50)]
 
-        async def fail(url: str) -> None:
+        async def fail(url: str, events: list[Event]) -> None:
             with pytest.raises(NodeFailure, match="silent") as failure:
-                await ask(client, url)
+                await ask(client, url, into=events)
             assert failure.value.retryable
-            ended.append(time.monotonic())
 
-        async with node(serve) as (url, made), node_client(state, silence=SILENCE) as client:
-            await asyncio.gather(*(fail(url) for _ in range(50)))
+        async with node(serve_one_token) as (url, made), node_client(state, silence=SILENCE) as client:
+            failing = [asyncio.create_task(fail(url, events)) for events in told]
+            await until_one_token(*told)
+            clock.now += 0.99 * SILENCE
+            await state.looked()
+            assert not any(each.done() for each in failing)
+            clock.now += 0.02 * SILENCE
+            await asyncio.gather(*failing)
             assert len(made) == 50
-        assert max(ended) - min(ended) < SILENCE, "they end together"
 
     run(main)
 
 
-def test_records_alone_are_life() -> None:
+def test_records_alone_are_life(clock: Clock) -> None:
     """As of a node that takes long over a token. So are those of another process no life: they have another epoch."""
 
-    async def serve(reader: Reader, writer: Writer) -> None:
-        await request_of(reader)
-        writer.write(HEAD + chunk(encode_event(Started("n", "none"))) + chunk(encode_event(Token("one", [1], 0))))
-        await reader.read()
-
     async def main() -> None:
-        state = await recorded(("n", "1"))
-        async with node(serve) as (url, _), node_client(state, silence=SILENCE) as client:
-            asking = asyncio.create_task(ask(client, url))
+        state, told = await recorded(("n", "1"), clock=clock), list[Event]()
+        async with node(serve_one_token) as (url, _), node_client(state, silence=SILENCE) as client:
+            asking = asyncio.create_task(ask(client, url, into=told))
+            await until_one_token(told)
             for seq in range(2, 22):
                 await state.publish(record("n", "1", seq))
-                await asyncio.sleep(0.1)
+                clock.now += 0.1 * SILENCE
+                await state.looked(asking.done)
                 assert not asking.done()
             for seq in range(1, 100):
                 await state.publish(record("n", "2", seq))
-                await asyncio.sleep(0.1)
+                clock.now += 0.1 * SILENCE
+                await state.looked(asking.done)
                 if asking.done():
                     break
             with pytest.raises(NodeFailure, match="silent"):
@@ -133,6 +169,7 @@ def test_thousands_of_streams_cost_a_task_and_a_timer_per_node() -> None:
 
 def test_a_deadline_that_the_node_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.calls.node_client.DEADLINE_SLACK", -59.9)
+    monkeypatch.setattr(node_watch, "TICK", 0.01)
 
     async def serve(reader: Reader, writer: Writer) -> None:
         await request_of(reader)

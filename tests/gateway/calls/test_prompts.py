@@ -20,6 +20,11 @@ from gateway.http.errors import ClientGone
 LONG = Prompts(["once upon a time " * (1 + INLINE_CHARACTERS // 17)])
 
 
+@pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
+
+
 async def stays() -> Message:
     await asyncio.Event().wait()
     raise AssertionError

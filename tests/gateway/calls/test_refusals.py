@@ -30,6 +30,11 @@ EXPECTED = {
 FIELDS = dict.fromkeys(ROUTES, UNSERVED) | {"/v1/chat/completions": UNSERVED | CHAT_UNSERVED}
 
 
+@pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
+
+
 @pytest.fixture(scope="module")
 def anchor() -> str:
     page, _, section = DOCS.partition("#")

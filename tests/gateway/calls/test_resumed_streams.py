@@ -73,8 +73,8 @@ def test_a_whole_reply_goes_on_where_it_was_cut(start: Callable[..., Running]) -
     assert generated(*nodes) == [[[]], [[100]], [[100, 101]]]
 
 
-def test_undisturbed_calls_are_not_resumed(gateway: Running) -> None:
-    assert gateway.client().post(PATH, json=CALL).json()["timing"]["resumed"] == 0
+def test_undisturbed_calls_are_not_resumed(reused: Running) -> None:
+    assert reused.client().post(PATH, json=CALL).json()["timing"]["resumed"] == 0
 
 
 def test_the_third_cut_is_an_error(start: Callable[..., Running]) -> None:
@@ -199,7 +199,7 @@ def test_limits_are_charged_once(start: Callable[..., Running]) -> None:
     running = start()
     admin = running.client("admin")
     limits = {"concurrent": 1, "rps": 100.0, "tokens_per_minute": 4000}
-    admin.put("/tenants/acme", json={"limits": limits}).raise_for_status()
+    admin.put(f"/tenants/{running.tenants['acme']}", json={"limits": limits}).raise_for_status()
     running.node(die_behind, "a-dies")
     running.node(echo, "b-other")
     for _ in range(3):

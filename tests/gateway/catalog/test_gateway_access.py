@@ -17,6 +17,11 @@ from gateway.config import ConfigError, GatewayConfig, check_config
 KEYED = ["/functions", "/functions/f", "/v1/models", "/v1/models/f", "/metrics", "/nodes", "/functions/f/versions"]
 
 
+@pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
+
+
 @pytest.mark.parametrize("path", KEYED)
 def test_no_key_and_wrong_keys(gateway: Running, path: str) -> None:
     client = gateway.client(None)
@@ -78,7 +83,7 @@ def test_an_admin_acts_for_a_tenant(gateway: Running, pirate: dict) -> None:
     admin = gateway.client("admin")
     reply = admin.get("/functions")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-garnish-tenant")
-    for_acme = {"x-garnish-tenant": "acme"}
+    for_acme = {"x-garnish-tenant": gateway.tenants["acme"]}
     assert admin.post("/deploy/f", files=pirate, headers=for_acme).status_code == 201
     assert gateway.client("acme").get("/functions/f").status_code == 200
     assert admin.get("/functions", headers={"x-garnish-tenant": "nobody"}).status_code == 404

@@ -17,6 +17,11 @@ from gateway.catalog.suggestions import KEPT_FACTOR, PER_SECOND, Suggestions
 from gateway.catalog.threads import StoreThreads
 
 
+@pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
+
+
 def message(reply: httpx.Response) -> str:
     assert reply.status_code == 404, reply.text
     text: str = reply.json()["error"]["message"]

@@ -6,12 +6,14 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+import pytest
 from event_world import World, all_ended, leftovers, make_worker, new_event, open_events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
+from gateway.events import poller, transitions
 from gateway.events.records import event_key
 from tests.support.draws import draws
 
@@ -19,6 +21,13 @@ EVENTS = 12
 WAIT_S = 60.0
 WRITES = 10
 """About so many an event takes."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed is soon tried again."""
+    monkeypatch.setattr(transitions, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(poller, "LOOK_S", 0.01)
 
 
 @settings(max_examples=draws(8), deadline=None)

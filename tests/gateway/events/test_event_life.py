@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from adapters.errors import NotFound
 from cluster.errors import ServiceError
 from gateway.catalog.threads import StoreThreads
+from gateway.events import poller, transitions
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events, make_channel
 from gateway.events.jobs import COUNTED, DEAD_KEPT_S, KEPT_S, count_events, remove_old
@@ -74,8 +75,9 @@ def test_old_events_are_removed(world: World) -> None:
     run(work())
 
 
-def test_metrics_tell_what_became_of_events(world: World) -> None:
+def test_metrics_tell_what_became_of_events(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of those that another process has lost, cancelled or queued again."""
+    monkeypatch.setattr(transitions, "FIRST_PAUSE_S", 0.05)
     registry = CollectorRegistry()
     store = EventStore(world.store(), EventMetrics(registry))
 
@@ -113,7 +115,11 @@ def test_metrics_tell_what_became_of_events(world: World) -> None:
     assert told("events_ended_total", state="failed") == 3
 
 
-def test_no_attempt_is_used_up_by_a_node_that_goes_between_claim_and_call(world: World) -> None:
+def test_no_attempt_is_used_up_by_a_node_that_goes_between_claim_and_call(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transitions, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(poller, "AWAY_S", 0.05)
     serves, tries = True, 0
 
     async def can_run() -> bool:

@@ -8,7 +8,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import NoReturn
@@ -17,13 +18,21 @@ import httpx
 import httpx_sse
 import pytest
 import requests
+from held_timers import HeldTimers
 from raw_http import send
-from running_gateway import Running
+from running_gateway import Running, as_new, start_gateway, until
+from served_app import served
 from stub_node import Script, flood, hang_after_first, hang_before_first
 
 from cluster.http_protocol import HEAD_BYTES
+from gateway.http.protocol import PROBE_SECONDS, GatewayHttp
 
 START = b"POST /invoke/stories260K HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
 
 
 @contextmanager
@@ -122,29 +131,39 @@ def test_who_does_not_go_on_is_closed(gateway: Running, monkeypatch: pytest.Monk
     assert got == b"" or got.startswith(b"HTTP/1.1 405")
 
 
-def test_a_slow_reply_outlives_the_deadline_of_heads(
-    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def held(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, HeldTimers]]:
+    """A gateway with a node, whose connections' timers go off when the test says so."""
+    timers = HeldTimers()
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("running_gateway.served", partial(served, http=timers.of(GatewayHttp)))
+        running = start_gateway(stack, stories_dir, tmp_path_factory.mktemp("held"))
+        patch.undo()
+        running.node()
+        yield running, timers
+
+
+def test_a_slow_reply_outlives_the_deadline_of_heads(held: tuple[Running, HeldTimers]) -> None:
     """Also that of a second request on the same connection."""
-    monkeypatch.setattr("cluster.http_protocol.HEAD_SECONDS", 1.5)
-    running = start()
-    node, client = running.node(hang_before_first), running.client()
-    for _ in range(2):
-        node.began.clear()
-        node.go_on.clear()
-        with ThreadPoolExecutor(1) as pool:
+    shared, timers = held
+    with as_new(shared) as running, ThreadPoolExecutor(1) as pool:
+        (node,), client = running.nodes, running.client()
+        node.script = hang_before_first
+        for _ in range(2):
+            node.began.clear()
+            node.go_on.clear()
             call = pool.submit(client.post, "/invoke/stories260K", json={"prompt": "x"})
             assert node.began.wait(30)
-            time.sleep(1.6)
+            timers.pass_time()
             node.go_on.set()
             assert call.result(60).status_code == 200
 
 
-def test_who_does_not_read_is_cut_off(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_read_is_cut_off(reused: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request ends on the node, too."""
     monkeypatch.setattr("gateway.http.protocol.WRITE_SECONDS", 0.2)
-    running = start()
-    node = running.node(flood)
+    running, node = reused, reused.nodes[0]
+    node.script = flood
     body = b'{"prompt": "x", "stream": true}'
     with connected(running) as raw:
         key = f"x-api-key: {running.keys['acme']}\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -153,9 +172,9 @@ def test_who_does_not_read_is_cut_off(start: Callable[..., Running], monkeypatch
     assert running.client().get("/healthz").status_code == 200
 
 
-def test_garbage_behind_a_request_does_not_show_inside_its_answer(start: Callable[..., Running]) -> None:
-    running = start()
-    running.node(hang_after_first)
+def test_garbage_behind_a_request_does_not_show_inside_its_answer(reused: Running) -> None:
+    running, node = reused, reused.nodes[0]
+    node.script = hang_after_first
     body = b'{"prompt": "x", "stream": true}'
     with connected(running) as raw:
         key = f"x-api-key: {running.keys['acme']}\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -167,9 +186,13 @@ def test_garbage_behind_a_request_does_not_show_inside_its_answer(start: Callabl
         got += answer(raw)
     assert got.count(b"HTTP/1.1") == 1
     assert b"invalid_request" not in got
+    assert node.disconnected.wait(30)
 
 
-def test_broken_requests_are_counted_and_not_logged(gateway: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_requests_are_counted_and_not_logged(
+    start: Callable[..., Running], caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = start()
     caplog.set_level("WARNING")
     for _ in range(5):
         with connected(gateway) as raw:
@@ -191,22 +214,25 @@ def call_head(running: Running, body: bytes, version: bytes = b"1.1") -> bytes:
 @pytest.mark.parametrize("stream", [b"false", b"true"])
 @pytest.mark.parametrize("script", [hang_before_first, hang_after_first])
 def test_who_sends_no_more_still_gets_the_whole_answer(
-    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, stream: bytes, script: Script, version: bytes
+    held: tuple[Running, HeldTimers], stream: bytes, script: Script, version: bytes
 ) -> None:
     """Probed meanwhile whether it still reads, which a parser of HTTP and of event streams does not notice."""
-    monkeypatch.setattr("gateway.http.protocol.PROBE_SECONDS", (0.1, 0.1, 0.1))
-    running = start()
-    node = running.node(script)
+    shared, timers = held
     body = b'{"prompt": "x", "stream": %s}' % stream
-    with connected(running) as raw:
-        raw.sendall(call_head(running, body, version) + body)
-        raw.shutdown(socket.SHUT_WR)
-        assert node.began.wait(30)
-        time.sleep(0.6)
-        node.go_on.set()
-        reply = HTTPResponse(raw)
-        reply.begin()
-        got = reply.read()
+    with as_new(shared) as running:
+        (node,) = running.nodes
+        node.script = script
+        until(lambda: not timers.running)  # of connections before
+        with connected(running) as raw:
+            raw.sendall(call_head(running, body, version) + body)
+            raw.shutdown(socket.SHUT_WR)
+            assert node.began.wait(30)
+            for _ in PROBE_SECONDS:
+                timers.pass_next()
+            node.go_on.set()
+            reply = HTTPResponse(raw)
+            reply.begin()
+            got = reply.read()
     assert reply.status == 200
     if stream == b"true":
         assert [event.event for event in httpx_sse.EventSource(as_httpx(reply, got)).iter_sse()][-1] == "done"
@@ -261,7 +287,7 @@ def test_refused_uploads_end_in_their_status(gateway: Running, chunked: bool) ->
         length = "transfer-encoding: chunked" if chunked else f"content-length: {BIG}"
         content = b"%x\r\n%s\r\n0\r\n\r\n" % (BIG, body) if chunked else body
         assert send(gateway.url, raw_head + length, content)[0] == status
-        again = httpx.post(gateway.url + path, content=body, headers=headers, timeout=60)
+        again = httpx.post(gateway.url + path, content=body, headers=headers, timeout=60, verify=False)
         assert again.status_code == status
     assert gateway.client().get("/functions").status_code == 200
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from command_line import CommandLine
 from running_gateway import Running, until, upload
 from wanting_node import WantingNode, wanting_node
 
@@ -66,7 +65,9 @@ def digest_of(client: httpx.Client, version: int) -> str:
     return str(client.get(f"/functions/f/versions/{version}").json()["digest"])
 
 
-def test_a_called_function_is_wanted_where_its_calls_go(running: Running, stories_adapters: dict) -> None:
+def test_a_called_function_is_wanted_where_its_calls_go(
+    running: Running, command_line: CommandLine, stories_adapters: dict
+) -> None:
     node, old = wanting_node(running, "n"), wanting_node(running, "old", knows_wanted=False)
     client, first = running.client(), digest_of(running.client(), 1)
     before = client.get("/functions/f/forecast").json()
@@ -95,11 +96,8 @@ def test_a_called_function_is_wanted_where_its_calls_go(running: Running, storie
     metrics = running.client("admin").get("/metrics").text
     assert 'garnish_forecast_error{score="brier_within_30_s"} 0.125' in metrics
     assert 'garnish_wanted_adapters{cause="forecast"} 1.0' in metrics
-    shown = subprocess.run(
-        [sys.executable, "-m", "garnish.cli.main", "describe", "f", "--url", running.url],
-        env=os.environ | {"GARNISH_API_KEY": running.keys["acme"]}, capture_output=True, check=True, text=True,
-        cwd=Path(running.config.registry),
-    ).stdout  # fmt: skip
+    environment, folder = os.environ | {"GARNISH_API_KEY": running.keys["acme"]}, Path(running.config.registry)
+    shown = command_line.run("describe", "f", "--url", running.url, folder=folder, environment=environment).stdout
     assert "calls expected: 60% within 30 s, 90% within 5 min; wanted on " in shown
 
     # Deleted: nothing is wanted any more, though calls are still forecast.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import CommandLine
 from running_gateway import Running, until, upload
 from wanting_node import wanting_node
 
 import garnish
-from gateway.residency import before_traffic, warming
+from gateway.residency import before_traffic, residency, standing, warming
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked again and again whether what was ordered is there."""
+    monkeypatch.setattr(warming, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(warming, "MAX_LOOK_SECONDS", 0.1)
+
+
+@pytest.fixture
+def soon_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in ("SECOND", "PLAN_SECONDS", "NODES_SECONDS"):
+        monkeypatch.setattr(residency, seconds, 0.05)
+    monkeypatch.setattr(standing, "LOOK_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -178,6 +191,7 @@ def test_deploys_that_wait_to_be_warm_hold_up_nobody(running: Running, stories_a
         assert [each.result().status_code for each in warm] == [201, 201]
 
 
+@pytest.mark.usefixtures("soon_planned")
 def test_what_is_ordered_of_a_deleted_function_is_wanted_no_more(running: Running) -> None:
     node = wanting_node(running, "n")
     client = running.client()
@@ -225,15 +239,14 @@ def test_what_can_never_get_warm_is_not_waited_for(running: Running, stories_ada
     assert time.monotonic() - began < before_traffic.WARM_SECONDS
 
 
-def test_the_client_and_the_command_line(running: Running) -> None:
+def test_the_client_and_the_command_line(running: Running, command_line: CommandLine) -> None:
     wanting_node(running, "n")
     key = running.keys["acme"]
     with garnish.Client(running.url, key) as client:
         reply = client.warm("f", "latest", copies=2)
         assert (reply.ready, [place.node for place in reply.places]) == (True, ["n"])
         assert client.set_alias("f", "prod", 1, warm=True).warnings == []
-    told = subprocess.run(
-        [sys.executable, "-m", "garnish.cli.main", "warm", "f:prod", "--tier", "host", "--json", "--url", running.url],
-        env=os.environ | {"GARNISH_API_KEY": key}, capture_output=True, check=True, cwd=Path(running.config.registry),
-    )  # fmt: skip
+    command = ["warm", "f:prod", "--tier", "host", "--json", "--url", running.url]
+    environment, folder = os.environ | {"GARNISH_API_KEY": key}, Path(running.config.registry)
+    told = command_line.run(*command, folder=folder, environment=environment)
     assert json.loads(told.stdout)["places"] == [{"version": 1, "node": "n", "tier": "device", "error": None}]

@@ -20,6 +20,11 @@ ADAPTERS = ("pirate", "dragon", "space", "ocean")
 
 
 @pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
+
+
+@pytest.fixture
 def client(gateway: Running, stories_adapters: dict[str, Path]) -> httpx.Client:
     """Function `f` has the versions 1 to 4, and `latest` has pointed to each of them."""
     client = gateway.client()

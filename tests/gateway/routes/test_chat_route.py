@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import openai
 import pytest
-from running_gateway import Running
+from running_gateway import Running, start_gateway
 
 from cluster.text import BaseText
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ raise_exception('no') if fail }}"
 
 
-@pytest.fixture
-def chatty(start: Callable[..., Running], stories_dir: Path, tmp_path: Path) -> Running:
-    model = tmp_path / "chatty"
+@pytest.fixture(scope="module")
+def shared_gateway(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("chatty")
+    model = folder / "model"
     shutil.copytree(stories_dir, model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    running = start(model_dir=str(model))
-    running.node()
-    return running
+    with ExitStack() as stack:
+        running = start_gateway(stack, model, folder)
+        running.node()
+        yield running
+
+
+@pytest.fixture
+def chatty(reused: Running) -> Running:
+    return reused
 
 
 @pytest.fixture

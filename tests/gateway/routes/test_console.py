@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-import httpx
-from running_gateway import Running
+from running_gateway import Running, plain_client
 
 from gateway.routes import console
 
@@ -14,8 +13,8 @@ MARKUP = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eva
 STORED = re.compile(r"localStorage|sessionStorage|indexedDB|document\.cookie")
 
 
-def test_the_page_is_made_of_the_gateways_own_files_alone(gateway: Running) -> None:
-    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+def test_the_page_is_made_of_the_gateways_own_files_alone(shared_gateway: Running) -> None:
+    with plain_client(shared_gateway.url) as client:
         page = client.get("/console")
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
         policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
@@ -38,8 +37,8 @@ def test_the_page_is_made_of_the_gateways_own_files_alone(gateway: Running) -> N
         assert seen == set(console.FILES), "every file is used"
 
 
-def test_a_file_that_did_not_change_is_not_sent_again(gateway: Running) -> None:
-    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+def test_a_file_that_did_not_change_is_not_sent_again(shared_gateway: Running) -> None:
+    with plain_client(shared_gateway.url) as client:
         first = client.get("/console/app.js")
         assert first.headers["cache-control"] == "no-cache"
         again = client.get("/console/app.js", headers={"if-none-match": first.headers["etag"]})
@@ -48,15 +47,15 @@ def test_a_file_that_did_not_change_is_not_sent_again(gateway: Running) -> None:
         assert client.get("/console/dom.js").headers["etag"] != first.headers["etag"]
 
 
-def test_nothing_else_of_the_disk_is_served(gateway: Running) -> None:
-    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+def test_nothing_else_of_the_disk_is_served(shared_gateway: Running) -> None:
+    with plain_client(shared_gateway.url) as client:
         for path in ("index.html", "../app.py", "%2e%2e/app.py", "..%2fapp.py", "app.js/", "app.js%00", ""):
             assert client.get(f"/console/{path}").status_code == 404, path
         assert client.get("/console?x=1").status_code == 422
 
 
-def test_a_browser_that_asks_for_the_front_is_sent_there(gateway: Running) -> None:
-    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+def test_a_browser_that_asks_for_the_front_is_sent_there(shared_gateway: Running) -> None:
+    with plain_client(shared_gateway.url) as client:
         reply = client.get("/", headers={"accept": "text/html,*/*"})
         assert (reply.status_code, reply.headers["location"]) == (303, "console")
         assert client.get("/").json()["error"]["type"] == "not_found"

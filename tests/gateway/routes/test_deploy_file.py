@@ -7,12 +7,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import CommandLine
 from running_gateway import Running
 from served_app import served
 from starlette.applications import Starlette
@@ -28,8 +28,8 @@ from tests.garnish.hub_server import running_hub
 class Folder:
     """A service file whose functions a running gateway is to hold."""
 
-    def __init__(self, root: Path, url: str, key: str) -> None:
-        self.root = root
+    def __init__(self, command_line: CommandLine, root: Path, url: str, key: str) -> None:
+        self.root, self._command_line = root, command_line
         self.environment = {**os.environ, "GARNISH_URL": url, "GARNISH_API_KEY": key, "XDG_CONFIG_HOME": str(root)}
 
     def write(self, **functions: dict[str, Any]) -> None:
@@ -40,10 +40,7 @@ class Folder:
         return self.command("deploy", "-f", "serverless.yml", *arguments, answer=answer)
 
     def command(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "garnish.cli.main", *arguments]
-        return subprocess.run(
-            command, cwd=self.root, env=self.environment, input=answer, capture_output=True, text=True, timeout=60
-        )
+        return self._command_line.run(*arguments, folder=self.root, environment=self.environment, answer=answer)
 
     def deploy(self) -> dict[str, Any]:
         done = self.run("--yes", "--json")
@@ -53,10 +50,10 @@ class Folder:
 
 
 @pytest.fixture
-def folder(gateway: Running, tmp_path: Path, stories_adapters: dict[str, Path]) -> Folder:
+def folder(command_line: CommandLine, gateway: Running, tmp_path: Path, stories_adapters: dict[str, Path]) -> Folder:
     for name in ("pirate", "dragon"):
         shutil.copytree(stories_adapters[name], tmp_path / "files" / name)
-    return Folder(tmp_path / "files", gateway.url, gateway.keys["acme"])
+    return Folder(command_line, tmp_path / "files", gateway.url, gateway.keys["acme"])
 
 
 def actions(done: dict[str, Any]) -> dict[str, str]:
@@ -172,9 +169,11 @@ def tenants() -> Iterator[tuple[str, dict[str, Any]]]:
         yield url, known
 
 
-def test_an_administrator_makes_and_changes_tenants(tenants: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_an_administrator_makes_and_changes_tenants(
+    command_line: CommandLine, tenants: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
     url, known = tenants
-    folder = Folder(tmp_path, url, f"gak_{'0' * 12}_{'0' * 64}")
+    folder = Folder(command_line, tmp_path, url, f"gak_{'0' * 12}_{'0' * 64}")
     file = tmp_path / "serverless.yml"
     file.write_text("service: s\nbase_model: b\ntenants: {acme: {}, globex: {weight: 2}, initech: {weight: 3}}\n")
     later = "tenant initech: is taken from the gateway's own serverless.yml at its next start\n"

@@ -18,6 +18,11 @@ from running_gateway import Running, upload
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
+@pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
+
+
 def leftovers(running: Running) -> list[Path]:
     return list(Path(running.config.tmp_dir).iterdir())
 
@@ -261,7 +266,8 @@ def test_too_large(start: Callable[..., Running], pirate: dict) -> None:
     assert client.post("/deploy/f", files=config).status_code == 413
 
 
-def test_vanishing_uploader_leaves_nothing(gateway: Running, pirate: dict) -> None:
+def test_vanishing_uploader_leaves_nothing(start: Callable[..., Running], pirate: dict) -> None:
+    gateway = start()
     whole = httpx.Request("POST", gateway.url, files=pirate)
     data = whole.read()
 
@@ -309,8 +315,10 @@ def test_a_tenants_open_uploads_hold_up_only_that_tenant(start: Callable[..., Ru
     assert running.client().post("/deploy/g", files=pirate).status_code == 201
 
 
-def test_uploads_that_no_disk_takes(gateway: Running, pirate: dict) -> None:
+def test_uploads_that_no_disk_takes(start: Callable[..., Running], pirate: dict) -> None:
     """An outage that passes, not an error of ours; the registry is untouched and serves on."""
+    gateway = start()
+    gateway.node()
     client, folder = gateway.client(), Path(gateway.config.tmp_dir)
     assert client.post("/deploy/f", files=pirate).status_code == 201
     folder.rmdir()

@@ -6,9 +6,8 @@ import hashlib
 import re
 from pathlib import Path
 
-import httpx
 import pytest
-from running_gateway import Running
+from running_gateway import Running, plain_client
 from served_app import served
 from starlette.applications import Starlette
 
@@ -19,9 +18,9 @@ from tests.support.browser import CHROMIUM, browser
 LINK = re.compile(r'(?:src|href|spec-url)="([^"]*)"')
 
 
-def test_everything_comes_from_the_gateway_itself(gateway: Running) -> None:
+def test_everything_comes_from_the_gateway_itself(shared_gateway: Running) -> None:
     """The page, what it links to, and their headers; no key is sent."""
-    with httpx.Client(base_url=gateway.url, timeout=60) as client:
+    with plain_client(shared_gateway.url) as client:
         page = client.get("/docs")
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
         policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from command_line import CommandLine
 from msgspec.structs import replace
 from running_gateway import Running
 from stub_node import echo, refuse
@@ -37,18 +37,19 @@ def performance(running: Running) -> PerformanceModel:
     return replace(PROFILE.model, key=replace(PROFILE.key, base=node.record("ready").base))
 
 
-def test_every_name_of_a_call_explains_it(gateway: Running, pirate: dict[str, Any]) -> None:
-    client = gateway.client()
+def test_every_name_of_a_call_explains_it(reused: Running, pirate: dict[str, Any]) -> None:
+    client = reused.client()
     digest = client.post("/deploy/pirate", files=pirate).json()["digest"]
-    (node,) = gateway.nodes
-    node.publish(gateway.url, performance=performance(gateway), running=1, max_rank=8, request_ranks=8, adapter_ranks=8,
+    (node,) = reused.nodes
+    node.publish(reused.url, performance=performance(reused), running=1, max_rank=8, request_ranks=8, adapter_ranks=8,
                  residents=[Resident(digest, "host", 1, 0)])  # fmt: skip
     reply = client.post("/invoke/pirate", json=CALL, headers={"x-request-id": "mine.1"})
     made = reply.json()["id"]
-    told = [explained(gateway, name) for name in (made, f"{made}-0", "mine.1")]
-    told += [explained(gateway, made, "admin"), explained(gateway, "mine.1", "admin", **{"x-garnish-tenant": "acme"})]
+    told = [explained(reused, name) for name in (made, f"{made}-0", "mine.1")]
+    acme = reused.tenants["acme"]
+    told += [explained(reused, made, "admin"), explained(reused, "mine.1", "admin", **{"x-garnish-tenant": acme})]
     assert all(one == told[0] for one in told)
-    assert (told[0].id, told[0].request_id, told[0].tenant, told[0].function) == (made, "mine.1", "acme", "pirate")
+    assert (told[0].id, told[0].request_id, told[0].tenant, told[0].function) == (made, "mine.1", acme, "pirate")
     (placement,) = told[0].placements
     decision = placement.decision
     assert (placement.request, decision.node, decision.outcome, decision.policy) == (
@@ -62,20 +63,21 @@ def test_every_name_of_a_call_explains_it(gateway: Running, pirate: dict[str, An
     assert candidate.exposed_load is not None and candidate.exposed_load > 0
 
 
-def test_what_belongs_to_others_is_what_there_is_not(gateway: Running, pirate: dict[str, Any]) -> None:
-    client = gateway.client()
+def test_what_belongs_to_others_is_what_there_is_not(reused: Running, pirate: dict[str, Any]) -> None:
+    client = reused.client()
     client.post("/deploy/pirate", files=pirate)
     made = client.post("/invoke/pirate", json=CALL).json()["id"]
     unknown = made[:-4] + ("aaaa" if made[-4:] != "aaaa" else "bbbb")
     answers = []
     for name in (made, unknown):
-        for key, headers in (("other", {}), ("admin", {"x-garnish-tenant": "other"})):
-            reply = gateway.client(key).get(f"/explain/{name}", headers={"x-request-id": "same", **headers})
+        for key, headers in (("other", {}), ("admin", {"x-garnish-tenant": reused.tenants["other"]})):
+            reply = reused.client(key).get(f"/explain/{name}", headers={"x-request-id": "same", **headers})
             answers.append((reply.status_code, reply.text.replace(name, "NAME")))
     assert len(set(answers)) == 1 and answers[0][0] == 404
-    assert gateway.client(None).get(f"/explain/{made}").status_code == 401
-    assert gateway.client().get(f"/explain/{made}", params={"odd": "1"}).status_code == 422
-    assert gateway.client("other").get(f"/explain/{made}", headers={"x-garnish-tenant": "acme"}).status_code == 403
+    assert reused.client(None).get(f"/explain/{made}").status_code == 401
+    assert reused.client().get(f"/explain/{made}", params={"odd": "1"}).status_code == 422
+    as_acme = {"x-garnish-tenant": reused.tenants["acme"]}
+    assert reused.client("other").get(f"/explain/{made}", headers=as_acme).status_code == 403
 
 
 def test_a_second_placement_and_a_refusal_are_told(start: Callable[..., Running]) -> None:
@@ -132,15 +134,14 @@ def test_nothing_is_forecast_until_the_node_has_a_model_of_its_own(gateway: Runn
     assert sum(float(line.split()[-1]) for line in counts) == 1, "of the call that was forecast"
 
 
-def test_the_command_shows_it(gateway: Running, tmp_path: Path) -> None:
+def test_the_command_shows_it(gateway: Running, command_line: CommandLine, tmp_path: Path) -> None:
     client = gateway.client()
     body = {**CALL, "model": "stories260K"}
     client.post("/v1/completions", json=body, headers={"x-request-id": "mine"}).raise_for_status()
 
     def garnish(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "GARNISH_URL": gateway.url, "GARNISH_API_KEY": gateway.keys["acme"]}
-        command = [sys.executable, "-m", "garnish.cli.main", "explain", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        return command_line.run("explain", *arguments, folder=tmp_path, environment=environment)
 
     told = msgspec.json.decode(garnish("mine", "--json").stdout, type=ExplainReply)
     assert told.request_id == "mine" and json.loads(garnish("mine", "--json").stdout)["placements"]

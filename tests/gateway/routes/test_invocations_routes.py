@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +19,8 @@ from stub_node import Script, die_at_once, hang_before_first, refuse_for_good
 import garnish
 from adapters.local_store import LocalStore
 from garnish.cli.main import main
+from gateway.calls.holding import Hold
+from gateway.events import poller, transitions
 from gateway.events.event_store import EventStore
 from gateway.events.messages import EventReply
 from gateway.events.records import EventRecord, new_nonce
@@ -151,7 +153,8 @@ def test_a_failure_is_a_dead_letter_until_it_is_redriven(client: httpx.Client, d
     assert ended(client, event.id).state == "succeeded"
 
 
-def test_a_lost_node_is_tried_again(client: httpx.Client, deployed: Running) -> None:
+def test_a_lost_node_is_tried_again(client: httpx.Client, deployed: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transitions, "FIRST_PAUSE_S", 0.05)
     client.patch("/functions/pirate", json={"retries": 1}).raise_for_status()
     with scripted(deployed, die_at_once):
         event = ended(client, submit(client).json()["id"])
@@ -229,11 +232,22 @@ def test_others_of_the_tenant_find_a_place_beside_asynchronous_calls(deployed: R
     node.go_on.clear()
 
 
-def test_no_attempt_is_used_up_while_no_node_serves(start: Callable[..., Running]) -> None:
+def test_no_attempt_is_used_up_while_no_node_serves(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(poller, "AWAY_S", 0.05)
+    applies, asked = Hold.applies, 0
+
+    async def noted(hold: Hold, *without: Collection[str]) -> bool:
+        nonlocal asked
+        asked += 1
+        return await applies(hold, *without)
+
+    monkeypatch.setattr(Hold, "applies", noted)  # which workers ask before they begin a call
     empty = start()
     client = empty.client()
     reply = client.post("/invoke/stories260K", json={"prompt": "x", "max_tokens": 1, "background": True})
-    time.sleep(1.0)
+    until(lambda: asked >= 3)
     waits = event_of(client, reply.json()["id"])
     assert (waits.state, waits.attempts) == ("queued", [])
     empty.node()

@@ -13,13 +13,18 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from running_gateway import Running
+from running_gateway import Running, plain_client
 from stub_node import hang_after_first, hang_before_first
 
 from cluster.limits import Call, MemoryLimits
 from gateway.api import schema
 
 SETTLE_SECONDS = 0.2
+
+
+@pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
 
 
 @pytest.fixture
@@ -185,7 +190,7 @@ FIELDS = [field for field in schema.InvokeRequest.__struct_fields__ if field not
 @given(body=st.dictionaries(st.sampled_from([*FIELDS, "bogus"]), VALUES, max_size=4), prompt=st.text(max_size=8))
 def test_any_body_is_served_or_refused_by_name(gateway: Running, body: dict, prompt: str) -> None:
     """What is served reaches the node in bounds; what is not names a field."""
-    with httpx.Client(base_url=gateway.url, headers={"x-api-key": gateway.keys["acme"]}, timeout=60) as client:
+    with plain_client(gateway.url, {"x-api-key": gateway.keys["acme"]}) as client:
         reply = client.post("/invoke/stories260K", content=msgspec.json.encode({"prompt": prompt, **body}))
     assert reply.status_code in (200, 400, 422)
     if reply.status_code == 422:

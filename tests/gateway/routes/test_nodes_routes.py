@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
+from command_line import CommandLine
 from running_gateway import Running
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -83,8 +84,8 @@ def operated(running: Running, node_id: str = "n1", **fields: object) -> Operate
 
 
 @pytest.fixture
-def running(start: Callable[..., Running]) -> Running:
-    return start()
+def running(bare: Running) -> Running:
+    return bare
 
 
 def error_of(reply: httpx.Response) -> tuple[int, str]:
@@ -107,7 +108,7 @@ def test_a_function_is_prefetched_by_the_version_that_it_names(
     running: Running, pirate: dict, stories_adapters: dict
 ) -> None:
     node = operated(running)
-    client, admin = running.client(), running.client("admin", **{"x-garnish-tenant": "acme"})
+    client, admin = running.client(), running.client("admin", **{"x-garnish-tenant": running.tenants["acme"]})
     deployed = client.post("/deploy/f", files=pirate).json()
     node.answer("/adapters/prefetch", Moved(deployed["digest"], "device"))
     for ref in ({"function": "f"}, {"function": "f:1"}, {"function": "f:latest"}, {"digest": deployed["digest"]}):
@@ -124,7 +125,10 @@ def test_a_function_is_prefetched_by_the_version_that_it_names(
     assert (reply.status_code, reply.json()["tier"]) == (202, None)
 
 
-def test_the_command_line_means_the_first_tenants_function(running: Running, pirate: dict, tmp_path: Path) -> None:
+def test_the_command_line_means_the_first_tenants_function(
+    start: Callable[..., Running], command_line: CommandLine, pirate: dict, tmp_path: Path
+) -> None:
+    running = start()
     node = operated(running)
     deployed = running.client().post("/deploy/f", files=pirate).json()
     node.answer("/adapters/prefetch", Moved(deployed["digest"], "device"))
@@ -134,12 +138,15 @@ def test_the_command_line_means_the_first_tenants_function(running: Running, pir
     )
     write_credentials(tmp_path / FILE_NAME, known)
     for arguments, code in (([], 0), (["--tenant", "acme"], 0), (["--tenant", "other"], 1)):
-        command = [sys.executable, "-m", "garnish.cli.main", "nodes", "prefetch", "n1", "f", "--state", str(tmp_path)]
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        command = ["nodes", "prefetch", "n1", "f", "--state", str(tmp_path), *arguments]
+        done = command_line.run(*command, folder=Path.cwd(), environment=os.environ)
         assert done.returncode == code, done.stderr
 
 
-def test_the_command_line_says_below_the_table_why_a_node_has_its_workers(running: Running, tmp_path: Path) -> None:
+def test_the_command_line_says_below_the_table_why_a_node_has_its_workers(
+    start: Callable[..., Running], command_line: CommandLine, tmp_path: Path
+) -> None:
+    running = start()
     node, reason = operated(running), "they gain; measured rank 64 on q, k, v, 64 tokens"
     node.publish(running.url, cpu_workers=2, cpu_workers_reason=reason, cpu_workers_ms={"warm": 8.5})
     acme = running.keys["acme"]
@@ -147,10 +154,11 @@ def test_the_command_line_says_below_the_table_why_a_node_has_its_workers(runnin
         url=running.url, admin_key=running.keys["admin"], tenant="acme", api_key=acme, keys={"acme": acme}
     )
     write_credentials(tmp_path / FILE_NAME, known)
-    command = [sys.executable, "-m", "garnish.cli.main", "nodes", "--state", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    run = partial(command_line.run, "nodes", "--state", str(tmp_path), folder=Path.cwd(), environment=os.environ)
+    done = run()
+    assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [f"n1: 2 CPU workers: {reason}"]
-    whole_record = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    whole_record = run("--json")
     record = msgspec.json.decode(whole_record.stdout)["nodes"][0]["record"]
     assert (record["cpu_workers_reason"], record["cpu_workers_ms"]) == (reason, {"warm": 8.5})
     assert not whole_record.stderr
@@ -158,7 +166,7 @@ def test_the_command_line_says_below_the_table_why_a_node_has_its_workers(runnin
 
 def test_an_adapter_in_use_is_not_evicted(running: Running, pirate: dict) -> None:
     node = operated(running)
-    admin = running.client("admin", **{"x-garnish-tenant": "acme"})
+    admin = running.client("admin", **{"x-garnish-tenant": running.tenants["acme"]})
     digest = running.client().post("/deploy/f", files=pirate).json()["digest"]
     refusal = {"error": {"type": "conflict", "message": "adapter dddd is in use: 1 requests hold it"}}
     node.answers["/adapters/evict"] = 409, msgspec.json.encode(refusal)
@@ -174,14 +182,14 @@ def test_an_adapter_in_use_is_not_evicted(running: Running, pirate: dict) -> Non
 
 def test_what_is_not_there_is_404(running: Running, pirate: dict) -> None:
     node = operated(running)
-    admin = running.client("admin", **{"x-garnish-tenant": "acme"})
+    admin = running.client("admin", **{"x-garnish-tenant": running.tenants["acme"]})
     for method, path in (("GET", "adapters"), ("POST", "drain"), ("POST", "undrain")):
         assert error_of(admin.request(method, f"/nodes/n2/{path}")) == (404, "not_found")
     refs = [{"function": "nobody"}, {"function": "f:9"}, {"function": "f:"}, {"function": "../x"}, {"digest": DIGEST}]
     running.client().post("/deploy/f", files=pirate)
     for ref in refs:
         assert error_of(admin.post("/nodes/n1/prefetch", json=ref)) == (404, "not_found")
-    other = running.client("admin", **{"x-garnish-tenant": "other"})
+    other = running.client("admin", **{"x-garnish-tenant": running.tenants["other"]})
     assert error_of(other.post("/nodes/n1/prefetch", json={"function": "f"})) == (404, "not_found")
     assert error_of(admin.post("/nodes/n2/prefetch", json={"function": "f"})) == (404, "not_found")
     assert node.told == []
@@ -201,7 +209,7 @@ def test_what_is_not_there_is_404(running: Running, pirate: dict) -> None:
 )
 def test_references_that_are_none(running: Running, ref: dict, param: str) -> None:
     node = operated(running)
-    admin = running.client("admin", **{"x-garnish-tenant": "acme"})
+    admin = running.client("admin", **{"x-garnish-tenant": running.tenants["acme"]})
     for order in ("prefetch", "evict"):
         reply = admin.post(f"/nodes/n1/{order}", json=ref)
         assert (*error_of(reply), reply.json()["error"]["param"]) == (422, "validation_failed", param)
@@ -217,8 +225,9 @@ def test_only_admins_operate(running: Running) -> None:
     assert node.told == []
 
 
-def test_a_draining_node_gets_nothing_new_and_ends_what_runs(running: Running) -> None:
+def test_a_draining_node_gets_nothing_new_and_ends_what_runs(start: Callable[..., Running]) -> None:
     """From the moment that the order is answered; the one that runs goes on."""
+    running = start()
     node = operated(running, script=hang_after_first)
     client, admin = running.client(), running.client("admin")
     call = {**CALL, "stream": True}

@@ -16,15 +16,20 @@ from gateway.calls.openai_reply import Head, whole
 
 
 @pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
+
+
+@pytest.fixture
 def client(gateway: Running, pirate: dict) -> Iterator[openai.OpenAI]:
     assert gateway.client().post("/deploy/pirate", files=pirate).status_code == 201
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.keys["acme"], max_retries=0) as made:
         yield made
 
 
-def test_lists_and_gets_models(client: openai.OpenAI) -> None:
+def test_lists_and_gets_models(client: openai.OpenAI, gateway: Running) -> None:
     assert [model.id for model in client.models.list()] == ["stories260K", "pirate"]
-    assert client.models.retrieve("pirate").owned_by == "acme"
+    assert client.models.retrieve("pirate").owned_by == gateway.tenants["acme"]
     base, pirate = (model.model_dump() for model in client.models.list())
     assert (base["root"], base["parent"], base["max_model_len"]) == ("stories260K", None, 512)
     assert (pirate["root"], pirate["parent"], pirate["max_model_len"]) == ("pirate", "stories260K", 512)

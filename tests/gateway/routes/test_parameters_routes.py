@@ -28,6 +28,11 @@ from cluster.messages import (
 ROUTES = ("/invoke/stories260K", "/v1/completions")
 
 
+@pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
+
+
 def post(gateway: Running, route: str, **fields: Any) -> httpx.Response:
     model = {} if route.startswith("/invoke") else {"model": "stories260K"}
     return gateway.client().post(route, json={"prompt": "Once", **model, **fields})

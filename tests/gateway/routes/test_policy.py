@@ -13,6 +13,11 @@ CALL = {"prompt": "x", "max_tokens": 1}
 
 
 @pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
+
+
+@pytest.fixture
 def client(gateway: Running, pirate: dict) -> httpx.Client:
     client = gateway.client()
     assert client.post("/deploy/f", files=pirate).status_code == 201
@@ -93,7 +98,7 @@ def test_a_function_runs_no_more_at_once_than_its_policy_says(gateway: Running, 
 def test_a_flood_leaves_another_function_its_places(gateway: Running, client: httpx.Client, pirate: dict) -> None:
     assert client.post("/deploy/g", files=pirate).status_code == 201
     limits = {"limits": {"concurrent": 3}}
-    assert gateway.client("admin").put("/tenants/acme", json=limits).status_code == 200
+    assert gateway.client("admin").put(f"/tenants/{gateway.tenants['acme']}", json=limits).status_code == 200
     assert client.patch("/functions/f", json={"reserved_concurrency": 1}).status_code == 200
     (node,) = gateway.nodes
     node.script = hang_before_first

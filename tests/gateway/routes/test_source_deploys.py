@@ -94,8 +94,8 @@ def test_sources_outside_the_allowed_prefixes_are_refused(start: Callable[..., R
 
 
 @pytest.mark.parametrize("body", [{"source": ""}, {"source": 1}, {}, {"source": "s3://a/b", "odd": 1}, []])
-def test_bodies_that_name_no_source(start: Callable[..., Running], body: object) -> None:
-    assert start().client().post("/deploy/f", json=body).status_code == 422
+def test_bodies_that_name_no_source(reused: Running, body: object) -> None:
+    assert reused.client().post("/deploy/f", json=body).status_code == 422
 
 
 def test_what_lies_there_is_checked_like_an_upload(start: Callable[..., Running], prefix: str) -> None:
@@ -215,8 +215,8 @@ def test_a_gateway_starts_with_sources_that_are_addresses_only(start: Callable[.
         start(allowed_sources=("file:///etc",))
 
 
-def test_the_reply_of_a_wrong_type_tells_both_ways(start: Callable[..., Running]) -> None:
-    reply: httpx.Response = start().client().post("/deploy/f", content=b"x", headers={"content-type": "text/plain"})
+def test_the_reply_of_a_wrong_type_tells_both_ways(reused: Running) -> None:
+    reply: httpx.Response = reused.client().post("/deploy/f", content=b"x", headers={"content-type": "text/plain"})
     assert reply.status_code == 415
     assert "multipart/form-data" in reply.json()["error"]["message"]
     assert "application/json" in reply.json()["error"]["message"]

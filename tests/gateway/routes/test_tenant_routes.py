@@ -75,12 +75,12 @@ def test_a_tenants_life(gateway: Running, pirate: dict) -> None:
         *(("POST", "/tenants/acme/keys"), ("DELETE", "/tenants/acme/keys/000000000000")),
     ],
 )
-def test_only_for_administrators(gateway: Running, method: str, path: str) -> None:
-    assert gateway.client(None).request(method, path, json={}).status_code == 401
+def test_only_for_administrators(shared_gateway: Running, method: str, path: str) -> None:
+    assert shared_gateway.client(None).request(method, path, json={}).status_code == 401
     for other in (path, path.replace("acme", "nobody")):
-        reply = gateway.client("acme").request(method, other, json={})
+        reply = shared_gateway.client("acme").request(method, other, json={})
         assert (reply.status_code, reply.json()["error"]["type"]) == (403, "forbidden")
-    assert gateway.client("acme").get("/functions").status_code == 200
+    assert shared_gateway.client("acme").get("/functions").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_only_for_administrators(gateway: Running, method: str, path: str) -> No
         ([], None),
     ],
 )
-def test_what_is_not_enforced_is_not_accepted(gateway: Running, body: Any, param: str | None) -> None:
-    reply = gateway.client("admin").put("/tenants/acme", json=body)
+def test_what_is_not_enforced_is_not_accepted(shared_gateway: Running, body: Any, param: str | None) -> None:
+    reply = shared_gateway.client("admin").put("/tenants/acme", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (422, param)
-    assert gateway.client("admin").get("/tenants/acme").json()["limits"] == {}
+    assert shared_gateway.client("admin").get("/tenants/acme").json()["limits"] == {}
 
 
 def test_declared_tenants(gateway: Running) -> None:
@@ -235,7 +235,10 @@ def test_a_revoked_key_ends_on_every_gateway(
     one, two = start(), start(tmp_dir=str(tmp_path / "second" / "uploads"))
     admin = one.client("admin")
     key = admin.post("/tenants/acme/keys").json()
-    calls = [httpx.Client(base_url=running.url, headers=bearer(key["key"]), timeout=60) for running in (one, two)]
+    calls = [
+        httpx.Client(base_url=running.url, headers=bearer(key["key"]), timeout=60, verify=False)
+        for running in (one, two)
+    ]
     assert [call.get("/functions").status_code for call in calls] == [200, 200]
     assert admin.delete(f"/tenants/acme/keys/{key['key_id']}").status_code == 204
     assert calls[0].get("/functions").status_code == 401, "at once where it was revoked"
@@ -279,7 +282,7 @@ def test_ids_that_name_nothing(gateway: Running, name: str, method: str, key_id:
     before = {info.key for info in store.list("")}
     path = f"/tenants/{name}" if key_id is None else f"/tenants/{name}/keys/{key_id}"
     target = httpx.URL(gateway.url).copy_with(raw_path=_quoted(path))
-    with httpx.Client(headers=bearer(gateway.keys["admin"]), timeout=60) as client:
+    with httpx.Client(headers=bearer(gateway.keys["admin"]), timeout=60, verify=False) as client:
         reply = client.request("DELETE" if key_id else method, target, json={})
     assert reply.status_code in (200, 201, 204, 307, 404, 405), reply.text
     made = {info.key for info in store.list("")} - before

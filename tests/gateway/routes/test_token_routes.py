@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from running_gateway import Running
+from running_gateway import Running, start_gateway
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from gateway.calls.prompts import INLINE_CHARACTERS
 
-FIXTURE_IS_STATELESS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 WORDS = st.sampled_from(["Once", " upon", "\n", "<|im_start|>", "user", "<|im_end|>", "é", "日本", "🏴‍☠️", "  ", "0"])
 TEXTS = st.text(max_size=30) | st.lists(WORDS, max_size=12).map("".join)
 ROLES = st.sampled_from(["system", "user", "assistant"])
@@ -26,13 +26,18 @@ def reference(smollm_dir: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(smollm_dir)
 
 
-@pytest.fixture
-def client(start: Callable[..., Running], smollm_dir: Path, pirate: dict[str, Any]) -> httpx.Client:
+@pytest.fixture(scope="module")
+def client(smollm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """Of a gateway over SmolLM2, which no node serves."""
-    return start(model_dir=str(smollm_dir), base_id="SmolLM2").client()
+    with ExitStack() as stack:
+        yield start_gateway(stack, smollm_dir, tmp_path_factory.mktemp("smollm"), base_id="SmolLM2").client()
 
 
-@FIXTURE_IS_STATELESS
+@pytest.fixture
+def gateway(reused: Running) -> Running:
+    return reused
+
+
 @given(text=TEXTS.filter(bool), special=st.sampled_from([None, True, False]))
 def test_a_prompt_has_the_tokens_of_transformers(
     client: httpx.Client, reference: PreTrainedTokenizerBase, text: str, special: bool | None
@@ -49,7 +54,6 @@ def test_a_prompt_has_the_tokens_of_transformers(
     }
 
 
-@FIXTURE_IS_STATELESS
 @given(turns=st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=4), answer=st.sampled_from([None, True, False]))
 def test_a_conversation_has_the_tokens_of_transformers(
     client: httpx.Client, reference: PreTrainedTokenizerBase, turns: list[tuple[str, str]], answer: bool | None
@@ -62,7 +66,6 @@ def test_a_conversation_has_the_tokens_of_transformers(
     assert reply.json()["token_strs"] is None
 
 
-@FIXTURE_IS_STATELESS
 @given(tokens=st.lists(st.integers(0, 49151), max_size=40))
 def test_tokens_have_the_text_of_transformers(
     client: httpx.Client, reference: PreTrainedTokenizerBase, tokens: list[int]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 
 import pytest
@@ -247,17 +246,27 @@ def test_a_second_compactor_that_dies_half_way_while_the_first_one_works() -> No
         shutil.rmtree(store.root.parent)
 
 
-KILLED = """
-import sys
+FORKS = """
+import os, signal, sys
 from pathlib import Path
-from usage_worlds import compact, age
+from usage_worlds import compact
 from adapters.local_store import LocalStore
+
 store = LocalStore(Path(sys.argv[1]))
-print("ready", flush=True)
-while compact(store):
-    pass
-print("done", flush=True)
+while sys.stdin.readline():
+    child = os.fork()
+    if not child:
+        os.write(1, b"ready\\n")
+        while compact(store):
+            pass
+        os.write(1, b"done\\n")
+        os._exit(0)
+    sys.stdin.readline()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.write(1, b"killed\\n")
 """
+"""Begins a process that compacts at each odd line, and kills it at each even one."""
 
 
 def test_kill_9_again_and_again(tmp_path: Path) -> None:
@@ -267,16 +276,19 @@ def test_kill_9_again_and_again(tmp_path: Path) -> None:
     writer.write(made)
     age(store)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), str(Path(__file__).parent)])}
-    for number in range(40):
-        command = [sys.executable, "-c", KILLED, str(store.root)]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    command, pipe = [sys.executable, "-c", FORKS, str(store.root)], subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1) as forks:
+        assert forks.stdin is not None and forks.stdout is not None
+        for number in range(40):
+            forks.stdin.write("begin\n")
+            assert forks.stdout.readline() == "ready\n"
             time.sleep(0.02 * number)
-            child.send_signal(signal.SIGKILL)
-            ended = child.stdout.read()
-        assert told(store) == writer.sums
-        if "done" in ended:
-            break
+            forks.stdin.write("kill\n")
+            has_ended = "done\n" in takewhile(lambda line: line != "killed\n", forks.stdout)
+            assert told(store) == writer.sums
+            if has_ended:
+                break
+        forks.stdin.close()
     compact(store)
     assert levels(store) == {"months": 2}
     assert told(store) == writer.sums
