@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from running_gateway import Running
+from running_gateway import Running, until
 from stub_node import echo
 
 from cluster.news import NodeRecord
@@ -115,6 +115,9 @@ def test_there_is_one_probe_at_a_time(data: st.DataObject) -> None:
         assert held is None or breakers.blocked(table) == {"n"}
 
 
+CALLERS = 8
+
+
 class Mute:
     """Takes connections and says nothing."""
 
@@ -129,17 +132,29 @@ class Mute:
             while True:
                 self.taken.append(self.listener.accept()[0])
 
+    def hang_up(self) -> None:
+        self.listener.close()
+        for connection in self.taken:
+            connection.close()
+
 
 def test_one_of_many_callers_probes(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are told at once to try again, while it waits for the node. To place a call takes its time, as with
     Redis: all have chosen the node before the first one begins."""
+    ahead, chosen, all_have_chosen = 0.0, 0, asyncio.Event()
 
     async def slow_place(*args: Any) -> Placed:
+        nonlocal chosen
         placed = await place(*args)
-        await asyncio.sleep(0.5)
+        chosen += 1
+        if chosen == THRESHOLD + CALLERS:
+            all_have_chosen.set()
+        if chosen > THRESHOLD:
+            await all_have_chosen.wait()
         return placed
 
     monkeypatch.setattr("gateway.calls.placing.place", slow_place)
+    monkeypatch.setattr("gateway.services.monotonic", lambda: time.monotonic() + ahead)
     running = start()
     node, client = running.node(), running.client()
     assert node.publish(running.url, url="http://127.0.0.1:9").status_code == 204
@@ -147,12 +162,13 @@ def test_one_of_many_callers_probes(start: Callable[..., Running], monkeypatch: 
         assert client.post("/invoke/stories260K", json={"prompt": "x"}).status_code == 502
     mute = Mute()
     assert node.publish(running.url, url=mute.url).status_code == 204
-    time.sleep(FIRST_PAUSE + 0.1)
-    with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(client.post, "/invoke/stories260K", json={"prompt": "x"}) for _ in range(8)]
+    ahead = FIRST_PAUSE
+    with ThreadPoolExecutor(CALLERS) as pool:
+        calls = [pool.submit(client.post, "/invoke/stories260K", json={"prompt": "x"}) for _ in range(CALLERS)]
+        until(lambda: bool(mute.taken) and sum(call.done() for call in calls) >= CALLERS - 1)
+        mute.hang_up()
         statuses = sorted(call.result(60).status_code for call in calls)
-    assert (statuses, len(mute.taken)) == ([502] + 7 * [503], 1)
-    mute.listener.close()
+    assert (statuses, len(mute.taken)) == ([502] + (CALLERS - 1) * [503], 1)
 
 
 def test_pauses_are_bounded_and_an_answer_in_between_begins_anew() -> None:

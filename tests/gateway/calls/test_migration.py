@@ -6,16 +6,24 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 from running_gateway import Running, until, until_received
 from stub_node import StubNode, done, echo, token
 
 from cluster.messages import Event, GenerateRequest, Started
+from gateway.scheduling.dlora import Dlora
 
 CALL = {"prompt": "x", "max_tokens": 5, "seed": 7}
 PATH = "/invoke/stories260K"
 TEXT = " t0 t1 t2 t3 t4"
 CROWDED = {"running": 8}
 """What a node says of itself that has far more to do than the other."""
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked again and again whether calls are to move."""
+    monkeypatch.setattr(Dlora, "period", 0.05)
 
 
 async def held_after_one(node: StubNode, asked: GenerateRequest) -> AsyncIterator[Event | bytes]:

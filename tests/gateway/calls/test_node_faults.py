@@ -34,6 +34,19 @@ def error_of(reply: httpx.Response) -> tuple[int, str]:
     return reply.status_code, reply.json()["error"]["type"]
 
 
+@pytest.fixture
+def nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that has just begun waits for nodes to report but for a moment."""
+    monkeypatch.setattr("gateway.calls.dispatch.RECORD_EXPIRY", 0.05)
+
+
+@pytest.fixture
+def quickly_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers that send no more, and may be gone."""
+    monkeypatch.setattr("gateway.http.protocol.PROBE_SECONDS", (0.05, 0.05, 0.1))
+
+
+@pytest.mark.usefixtures("nobody_else_comes")
 def test_no_node(start: Callable[..., Running]) -> None:
     client = start().client()
     reply = client.post(PATH, json=CALL)
@@ -64,14 +77,15 @@ def test_calls_may_be_tried_again_while_a_node_warms(start: Callable[..., Runnin
     assert client.post(path, json=call).status_code == 200
 
 
-def test_all_queues_full(start: Callable[..., Running]) -> None:
-    running = start()
+def test_all_queues_full(bare: Running) -> None:
+    running = bare
     running.node(queued=64)
     reply = running.client().post(PATH, json=CALL)
     assert error_of(reply) == (429, "overloaded")
     assert int(reply.headers["retry-after"]) >= 1
 
 
+@pytest.mark.usefixtures("nobody_else_comes")
 def test_expired_nodes_get_nothing(start: Callable[..., Running]) -> None:
     running = start(record_expiry=0.0)
     running.node()
@@ -79,8 +93,8 @@ def test_expired_nodes_get_nothing(start: Callable[..., Running]) -> None:
 
 
 @pytest.mark.parametrize("script", [refuse, die_at_once, garbage])
-def test_a_second_node_takes_over_with_the_same_seed(start: Callable[..., Running], script: object) -> None:
-    running = start()
+def test_a_second_node_takes_over_with_the_same_seed(bare: Running, script: object) -> None:
+    running = bare
     bad = running.node(script, "a-bad")  # the less id is chosen first
     good = running.node(echo, "b-good")
     reply = running.client().post(PATH, json=CALL)
@@ -99,8 +113,8 @@ def test_a_node_that_is_gone_is_passed_over(start: Callable[..., Running]) -> No
     assert running.client().post(PATH, json=CALL).headers["x-garnish-node"] == "b-good"
 
 
-def test_only_one_retry(start: Callable[..., Running]) -> None:
-    running = start()
+def test_only_one_retry(bare: Running) -> None:
+    running = bare
     nodes = [running.node(refuse, f"n{index}") for index in range(3)]
     assert error_of(running.client().post(PATH, json=CALL)) == (503, "unavailable")
     assert sum(len(node.received) for node in nodes) == 2
@@ -115,16 +129,16 @@ def test_only_one_retry(start: Callable[..., Running]) -> None:
         (garbage, (502, "node_failed")),
     ],
 )
-def test_the_only_node_fails(start: Callable[..., Running], script: object, expected: tuple[int, str]) -> None:
-    running = start()
+def test_the_only_node_fails(bare: Running, script: object, expected: tuple[int, str]) -> None:
+    running = bare
     running.node(script)
     client = running.client()
     assert error_of(client.post(PATH, json=CALL)) == expected
     assert error_of(client.post(PATH, json={**CALL, "stream": True})) == expected
 
 
-def test_node_dies_mid_stream(start: Callable[..., Running]) -> None:
-    running = start()
+def test_node_dies_mid_stream(bare: Running) -> None:
+    running = bare
     node = running.node(die_after_first, "a-dies")
     other = running.node(echo, "b-other", accepts=PARAMETERS_VERSION)
     with httpx_sse.connect_sse(running.client(), "POST", PATH, json={**CALL, "stream": True}) as source:
@@ -139,14 +153,14 @@ def test_node_dies_mid_stream(start: Callable[..., Running]) -> None:
     assert running.client().post("/invoke/stories260K", json=CALL).status_code in (200, 502)
 
 
-def test_node_dies_before_a_whole_reply_is_there(start: Callable[..., Running]) -> None:
-    running = start()
+def test_node_dies_before_a_whole_reply_is_there(bare: Running) -> None:
+    running = bare
     running.node(die_after_first).go_on.set()
     assert error_of(running.client().post(PATH, json=CALL)) == (502, "node_failed")
 
 
-def test_openai_stream_ends_with_an_error_event(start: Callable[..., Running]) -> None:
-    running = start()
+def test_openai_stream_ends_with_an_error_event(bare: Running) -> None:
+    running = bare
     node = running.node(die_after_first)
     body = {"model": "stories260K", "prompt": "x", "stream": True}
     with httpx_sse.connect_sse(running.client(), "POST", "/v1/completions", json=body) as source:
@@ -162,8 +176,9 @@ def test_silent_node_fails_its_requests(start: Callable[..., Running]) -> None:
     assert error_of(running.client().post(PATH, json=CALL)) == (502, "node_failed")
 
 
-def test_vanishing_client_cancels_on_the_node(start: Callable[..., Running]) -> None:
-    running = start()
+@pytest.mark.usefixtures("quickly_probed")
+def test_vanishing_client_cancels_on_the_node(bare: Running) -> None:
+    running = bare
     node = running.node(hang_after_first)
     with httpx_sse.connect_sse(running.client(), "POST", PATH, json={**CALL, "stream": True}) as source:
         assert next(source.iter_sse()).json()["text"] == "first"
@@ -172,9 +187,10 @@ def test_vanishing_client_cancels_on_the_node(start: Callable[..., Running]) -> 
     assert running.client().post(PATH, json=CALL).status_code == 200
 
 
+@pytest.mark.usefixtures("quickly_probed")
 @pytest.mark.parametrize("stream", [False, True])
-def test_vanishing_client_before_the_first_token(start: Callable[..., Running], stream: bool) -> None:
-    running = start()
+def test_vanishing_client_before_the_first_token(bare: Running, stream: bool) -> None:
+    running = bare
     node = running.node(hang_before_first)
     body = b'{"prompt": "x", "stream": %s}' % (b"true" if stream else b"false")
     host, port = running.url.removeprefix("http://").split(":")
@@ -186,16 +202,16 @@ def test_vanishing_client_before_the_first_token(start: Callable[..., Running], 
     assert node.disconnected.wait(30)
 
 
-def test_timeout_before_the_first_token(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_before_the_first_token(bare: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that does not keep to the deadline is given up a little later."""
     monkeypatch.setattr("gateway.calls.node_client.DEADLINE_SLACK", 0.1)
-    running = start()
+    running = bare
     running.node(hang_before_first)
     assert error_of(running.client().post(PATH, json={**CALL, "timeout": 0.1})) == (504, "timeout")
 
 
-def test_force_delete_cancels(start: Callable[..., Running], pirate: dict) -> None:
-    running = start()
+def test_force_delete_cancels(bare: Running, pirate: dict) -> None:
+    running = bare
     node = running.node(hang_after_first)
     client = running.client()
     client.post("/deploy/pirate", files=pirate)
@@ -207,8 +223,8 @@ def test_force_delete_cancels(start: Callable[..., Running], pirate: dict) -> No
     assert node.disconnected.wait(30)
 
 
-def test_plain_delete_lets_running_ones_finish(start: Callable[..., Running], pirate: dict) -> None:
-    running = start()
+def test_plain_delete_lets_running_ones_finish(bare: Running, pirate: dict) -> None:
+    running = bare
     node = running.node(hang_after_first)
     client = running.client()
     client.post("/deploy/pirate", files=pirate)

@@ -127,7 +127,7 @@ def mark_as_before(store: Store, key: str) -> None:
     store.put(EPOCH_KEY, msgspec.json.encode({"id": epoch.id, "marks": marks}))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))])
 def test_an_answer_is_never_older_than_a_second(world: World, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn writers, some of an earlier release, between whose mark and commit up to 100 s pass; drawn readings of the
     epoch that are late or fail, drawn starts, and drawn calls. In every second world marks are soon no longer named."""

@@ -183,9 +183,10 @@ def test_a_store_that_takes_no_changes_is_not_asked_again_and_again(
 ) -> None:
     """It may answer each look all the same, and at each the event is due."""
     monkeypatch.setattr(poller, "AWAY_S", 3600.0)
+    monkeypatch.setattr(poller, "LOOK_S", 0.0)
 
     async def work() -> None:
-        events, looks = open_events(world.store()), 0
+        events, looks, rounds = open_events(world.store()), 0, 0
 
         async def handle(_: Stored) -> None:
             raise StoreUnavailable("it can be read alone")
@@ -196,12 +197,20 @@ def test_a_store_that_takes_no_changes_is_not_asked_again_and_again(
                 looks += 1
                 await super()._look()
 
+            async def _round(self) -> float:
+                nonlocal rounds
+                rounds += 1
+                return await super()._round()
+
         await add_some(events, 40)
         counting = Counting(events, "queued", handle, at_once=4)
         task = asyncio.create_task(counting.run())
-        await asyncio.sleep(0.5)
+        while counting.active or counting._away_until < 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        before = rounds
         await add_some(events, 1, first=40)
-        await asyncio.sleep(0.3)
+        while rounds == before:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         task.cancel()
         assert looks == 1
         monkeypatch.setattr(poller, "AWAY_S", 0.0)
@@ -231,6 +240,7 @@ def test_a_worker_whose_word_is_too_old_claims_nothing(world: World) -> None:
 
 def test_a_store_that_is_slow_to_list_reaches_all_tenants(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller, "LONGEST_LOOK_S", 0.0)  # each look reaches one tenant
+    monkeypatch.setattr(poller, "IDLE_S", 0.1)
 
     async def work() -> None:
         events = open_events(world.store())

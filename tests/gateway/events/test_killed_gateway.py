@@ -11,12 +11,13 @@ from typing import Any
 import httpx
 import msgspec
 from stub_node import echo, hang_before_first, stub_node
-from test_gateway_server import config, node_of, process, wait_for, worker_of  # noqa: F401  (config: a fixture)
+from test_gateway_server import PROGRAM, config, node_of, process, wait_for, worker_of  # noqa: F401  (a fixture)
 
 from gateway.config import GatewayConfig
 from gateway.events.messages import EventReply
 
 EVENTS = 12
+HASTY = "from gateway.events import jobs\njobs.LOST_PAUSE_S = 0.5\n"
 
 
 def test_events_of_a_killed_gateway_are_run_again(config: GatewayConfig, tmp_path: Path) -> None:  # noqa: F811
@@ -35,7 +36,7 @@ def test_events_of_a_killed_gateway_are_run_again(config: GatewayConfig, tmp_pat
         node.script = echo
         node.go_on.set()
         a_minute_passes(Path(config.registry))
-        with process(config, tmp_path / "log2") as child:
+        with process(config, tmp_path / "log2", HASTY + PROGRAM) as child:
             wait_for(url, "/healthz", child)
             node.publish(url).raise_for_status()
             wait_until(lambda: all(event(client, event_id).ended for event_id in ids))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from held_timers import HeldTimers
 from running_gateway import Running
 from served_app import served
 from starlette.applications import Starlette
@@ -48,10 +49,10 @@ def call(running: Running, stream: bytes = b"true") -> bytes:
     return head % (key, len(body)) + body
 
 
-def test_requests_without_end_do_not_pile_up_behind_a_slow_one(start: Callable[..., Running]) -> None:
+def test_requests_without_end_do_not_pile_up_behind_a_slow_one(reused: Running) -> None:
     """Each of them would take some kilobytes, from a caller without a key."""
-    running = start()
-    node = running.node(hang_before_first)
+    running, node = reused, reused.nodes[0]
+    node.script = hang_before_first
     with connected(running.url) as raw:
         raw.sendall(call(running))
         assert node.began.wait(30)
@@ -61,9 +62,9 @@ def test_requests_without_end_do_not_pile_up_behind_a_slow_one(start: Callable[.
     assert running.client().get("/healthz").status_code == 200
 
 
-def test_so_many_requests_may_wait_on_one_connection(start: Callable[..., Running]) -> None:
-    running = start()
-    node = running.node(hang_before_first)
+def test_so_many_requests_may_wait_on_one_connection(reused: Running) -> None:
+    running, node = reused, reused.nodes[0]
+    node.script = hang_before_first
     with connected(running.url) as raw:
         raw.sendall(call(running, b"false"))
         assert node.began.wait(30)
@@ -75,10 +76,10 @@ def test_so_many_requests_may_wait_on_one_connection(start: Callable[..., Runnin
 
 
 @contextmanager
-def hung_call(start: Callable[..., Running], script: Script) -> Iterator[tuple[socket.socket, StubNode]]:
+def hung_call(running: Running, script: Script) -> Iterator[tuple[socket.socket, StubNode]]:
     """A connection whose call the node has begun."""
-    running = start()
-    node = running.node(script)
+    (node,) = running.nodes
+    node.script = script
     with connected(running.url) as raw:
         raw.sendall(call(running))
         assert node.began.wait(30)
@@ -89,7 +90,10 @@ def hung_call(start: Callable[..., Running], script: Script) -> Iterator[tuple[s
 def test_a_caller_that_leaves_ends_its_request_although_another_one_waits(
     start: Callable[..., Running], script: Script
 ) -> None:
-    with hung_call(start, script) as (raw, node):
+    """Which is seen when something is sent to it: headers and signs of life."""
+    running = start(header_seconds=0.1, keepalive_seconds=0.1)
+    running.node(script)
+    with hung_call(running, script) as (raw, node):
         raw.sendall(HEALTH)
         time.sleep(0.2)
     assert node.disconnected.wait(30)
@@ -98,9 +102,9 @@ def test_a_caller_that_leaves_ends_its_request_although_another_one_waits(
 @pytest.mark.parametrize("script", [hang_before_first, hang_after_first])
 @pytest.mark.parametrize("behind", [GARBAGE, HEALTH + GARBAGE], ids=["at once", "behind another one"])
 def test_what_is_no_request_is_not_answered_in_the_place_of_another(
-    start: Callable[..., Running], script: Script, behind: bytes
+    reused: Running, script: Script, behind: bytes
 ) -> None:
-    with hung_call(start, script) as (raw, node):
+    with hung_call(reused, script) as (raw, node):
         got = b""
         while script is hang_after_first and b"first" not in got:
             got += raw.recv(65536)
@@ -150,57 +154,63 @@ def test_a_trailer_does_not_become_a_header() -> None:
     assert got.endswith(b"ok") and b"late" not in got
 
 
-def test_offers_of_another_protocol_have_the_bounds_of_all_heads(gateway: Running) -> None:
+def test_offers_of_another_protocol_have_the_bounds_of_all_heads(reused: Running) -> None:
     start = b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + OFFER
-    with connected(gateway.url) as raw:
+    with connected(reused.url) as raw:
         raw.sendall(start + b"connection: close\r\n\r\n")
         assert answer(raw).startswith(b"HTTP/1.1 200")
-    with connected(gateway.url) as raw:
+    with connected(reused.url) as raw:
         raw.sendall(start + b"x: " + b"y" * (64 << 10) + b"\r\n\r\n")
         assert answer(raw).startswith(b"HTTP/1.1 431")
-    with connected(gateway.url) as raw:
+    with connected(reused.url) as raw:
         raw.sendall((start + b"\r\n") * 4000)
         raw.shutdown(socket.SHUT_WR)
         assert answer(raw).count(b"HTTP/1.1 200") <= 1 + MOST_WAITING
-    with connected(gateway.url) as raw:
+    with connected(reused.url) as raw:
         raw.sendall(b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n")
         assert answer(raw).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize("over", [0, 1])
-def test_short_lines_are_counted(gateway: Running, over: int) -> None:
+def test_short_lines_are_counted(reused: Running, over: int) -> None:
     """Each takes a hundred bytes and more, also in a head that never ends."""
-    with connected(gateway.url) as raw:
+    with connected(reused.url) as raw:
         raw.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * (HEAD_LINES - 2 + over))
         raw.sendall(b"connection: close\r\nz" if over else b"connection: close\r\n\r\n")
         assert answer(raw).startswith(b"HTTP/1.1 431" if over else b"HTTP/1.1 200")
 
 
-BIG = 32 << 20
+BIG, LOOKS = 32 << 20, 4
+"""Bytes, and into how many parts time divides them: each is more than the buffers of both sockets hold."""
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_slow_reader_gets_all_and_one_that_stopped_is_cut_off(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
-    """For much longer than a connection without a request is kept."""
-    monkeypatch.setattr("gateway.http.protocol.WRITE_SECONDS", 2.0)
+def test_a_slow_reader_gets_all_and_one_that_stopped_is_cut_off(reads: bool) -> None:
+    """Also when it takes much longer than a connection without a request is kept."""
+    timers = HeldTimers()
 
     async def big(_: Request) -> Response:
         return Response(b"x" * BIG)
 
-    with served(Starlette(routes=[Route("/big", big)]), keep_alive=2) as url, connected(url) as raw:
+    app = Starlette(routes=[Route("/big", big)])
+    with served(app, http=timers.of(GatewayHttp)) as url, connected(url) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
         raw.sendall(b"GET /big HTTP/1.1\r\nhost: x\r\n\r\n")
-        got, begin = 0, time.monotonic()
-        if not reads:
-            time.sleep(8.0)
-        while chunk := receive(raw):
+        got = len(receive(raw, 1))
+        for look in range(1, LOOKS if reads else 2):
+            while reads and got < look * BIG // LOOKS:
+                got += len(receive(raw))
+            timers.pass_next()
+        while got <= BIG and (chunk := receive(raw)):
             got += len(chunk)
-            if got < BIG:
-                time.sleep(max(0.0, begin + got / BIG * 8.0 - time.monotonic()))
         assert (got > BIG) == reads
+        timers.pass_time()
+        while receive(raw):  # until it is closed
+            pass
 
 
-def receive(raw: socket.socket) -> bytes:
+def receive(raw: socket.socket, most: int = 1 << 18) -> bytes:
     try:
-        return raw.recv(1 << 18)
+        return raw.recv(most)
     except ConnectionResetError:
         return b""

@@ -58,7 +58,7 @@ def until_busy(before: set[int], calls: list[Future]) -> set[int]:
 def test_expressions_without_end(
     gateway: Running, pirate: dict, own_children: set[int], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspector, "MATCH_SECONDS", 2.0)
+    monkeypatch.setattr(inspector, "MATCH_SECONDS", 1.0)
     endless = r"(([a-z0-9._]+)+)+X"
     files = with_config(pirate, **{field: endless if field == "target_modules" else {endless: 4}})
     with ThreadPoolExecutor(2) as pool:
@@ -72,16 +72,16 @@ def test_expressions_without_end(
             assert reply.status_code == 422
             detail = reply.json()["error"]["details"][0]
             assert detail["tensor"] == "adapter_config.json#target_modules"
-            assert (detail["problem"], detail["expected"]) == ("its regular expressions take too long to match", "2 s")
+            assert (detail["problem"], detail["expected"]) == ("its regular expressions take too long to match", "1 s")
     assert gateway.client().post("/deploy/f", files=pirate).status_code == 201
 
 
-def test_a_header_of_a_million_tensors(gateway: Running, pirate: dict) -> None:
-    header = b"{" + b",".join(b'"%x":1' % number for number in range(1_200_000)) + b"}"
+def test_a_header_of_too_many_tensors(gateway: Running, pirate: dict) -> None:
+    header = b"{" + b",".join(b'"%x":1' % number for number in range(400_000)) + b"}"
     weights = len(header).to_bytes(8, "little") + header
     for path in PATHS:
         reply = gateway.client().post(path, files=pirate | {WEIGHTS: (WEIGHTS, weights)})
         assert reply.status_code == 422
         (detail,) = reply.json()["error"]["details"]
-        assert (detail["problem"], detail["found"]) == ("its header lists too many tensors", "1200000")
+        assert (detail["problem"], detail["found"]) == ("its header lists too many tensors", "400000")
         assert detail["expected"] == f"at most {gateway.base.num_layers * 14 + 4096}"
