@@ -97,7 +97,8 @@ class ChatTemplates:
     def _ask(self, job: Job) -> str:
         """Blocks."""
         try:
-            answer: Rendered | Refused = _decoder.decode(self._helper.ask(job, ANSWER_SECONDS))
+            limited = msgspec.structs.replace(job, seconds=RENDER_SECONDS)
+            answer: Rendered | Refused = _decoder.decode(self._helper.ask(limited, ANSWER_SECONDS))
         except TimeoutError:
             why = f"this host is too busy to render a chat template within {ANSWER_SECONDS:g} s"
             raise ServiceError("unavailable", why, retry_after=RETRY_AFTER) from None

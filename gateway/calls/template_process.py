@@ -33,6 +33,8 @@ class Job(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     special: dict[str, str]
     answer: bool = True
+    seconds: float = RENDER_SECONDS
+    """Of processor time."""
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
@@ -47,9 +49,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 def outcome_of(job: Job) -> Rendered | Refused:
-    """Ends the process by SIGPROF when RENDER_SECONDS are over."""
+    """Ends the process by SIGPROF when the job's seconds are over."""
     try:
-        with limited(signal.ITIMER_PROF, RENDER_SECONDS):
+        with limited(signal.ITIMER_PROF, job.seconds):
             text = render(_compiled(job.template), job.messages, job.special, answer=job.answer)
             text.encode()  # a lone surrogate is no text
     except MemoryError:

@@ -264,6 +264,7 @@ def test_a_call_with_fields_of_a_newer_release_waits_for_its_workers(client: htt
         due=now, deadline=now + 3600, nonce=new_nonce(),
     )  # fmt: skip
     assert EventStore(store).add(event) is not None
+    submit(client).raise_for_status()  # for which this worker looks at what is queued
     until(lambda: event_of(client, event.id).error is not None)
     waits = event_of(client, event.id)
     assert (waits.state, waits.attempts, waits.error.type) == ("queued", [], "unavailable")

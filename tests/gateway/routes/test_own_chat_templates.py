@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from adapters.functions import MAX_TEMPLATE
 from gateway.calls import chat_templates
-from gateway.calls.template_process import RENDER_SECONDS
 
 OWN = (
     "{{ bos_token }}{% for m in messages %}\n"
@@ -41,6 +40,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy host gives a process of low priority next to nothing."""
     monkeypatch.setattr(chat_templates, "ANSWER_SECONDS", 200.0)
     monkeypatch.setattr(chat_templates, "CHECK_SECONDS", 200.0)
+    monkeypatch.setattr(chat_templates, "RENDER_SECONDS", 0.4)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_template_that_takes_too_much_harms_nobody_else(
 def test_a_call_waits_no_longer_than_it_says(client: httpx.Client) -> None:
     assert set_template(client, ENDLESS).status_code == 200
     begin = time.monotonic()
-    late = client.post("/invoke/f", json={"messages": MESSAGES, "timeout": RENDER_SECONDS / 10})
+    late = client.post("/invoke/f", json={"messages": MESSAGES, "timeout": chat_templates.RENDER_SECONDS / 10})
     assert late.status_code == 504
     assert client.post("/invoke/f", json={"messages": MESSAGES}).status_code == 422
     assert time.monotonic() - begin < 60

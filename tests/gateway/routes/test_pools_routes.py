@@ -14,6 +14,7 @@ from running_gateway import Running, until
 from stub_node import echo, hang_before_first, refuse
 
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
+from gateway.calls import dispatch
 from gateway.calls.holding import UNLED_SECONDS
 
 PATH = "/invoke/stories260K"
@@ -25,6 +26,13 @@ MODEL = PerformanceModel(
     to_device=Transfer(latency=0.0, bandwidth=1e9),
     from_store=Transfer(latency=0.0, bandwidth=1e9),
 )
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that has just begun waits for nodes to report but for a moment, and a refused call tries again soon."""
+    monkeypatch.setattr(dispatch, "RECORD_EXPIRY", 0.05)
+    monkeypatch.setattr(dispatch, "AGAIN_SECONDS", 0.1)
 
 
 def loads(admin: httpx.Client) -> tuple[dict[str | None, dict[str, Any]], dict[str, Any]]:

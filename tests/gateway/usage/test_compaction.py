@@ -92,7 +92,8 @@ def test_a_crash_before_or_after_any_operation_changes_no_sum(made: list[Call]) 
     shutil.rmtree(world.root.parent)
 
 
-def test_a_crash_on_s3(new_s3_store: Callable[[], ObjectStore]) -> None:
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_crash_on_s3(new_s3_store: Callable[[], ObjectStore], step: int) -> None:
     now, number, ended = time.time() + HOUR, 0, False
     while not ended:
         store = new_s3_store()
@@ -107,7 +108,7 @@ def test_a_crash_on_s3(new_s3_store: Callable[[], ObjectStore]) -> None:
         compact(store, now)
         assert told(store) == writer.sums
         assert levels(store) == {"months": 2}
-        number += 1
+        number += step
     assert number > 20
 
 
