@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import uuid
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from adapters.base_model import BaseModel, load_base_model
 from adapters.local_store import LocalStore
 from adapters.open_store import open_store
 from adapters.registry import Registry
+from adapters.s3_store import S3Store
+from adapters.s3_url import S3Place, parse_s3_url
 from adapters.store import ObjectStore
 
 
@@ -49,15 +53,30 @@ def new_store(request: pytest.FixtureRequest, new_url: Callable[[], str]) -> Cal
     return lambda: open_store(new_url())
 
 
+@pytest.fixture(scope="session")
+def open_again(new_url: Callable[[], str]) -> Callable[[str], ObjectStore]:
+    """Opens the store at an address; those on S3 take turns with two clients, which take long to make."""
+    if not new_url().startswith("s3:"):
+        return open_store
+    clients = cycle([S3Store(S3Place("garnish-tests")) for _ in range(2)])
+
+    def opened(url: str) -> ObjectStore:
+        store = copy.copy(next(clients))
+        store.place = parse_s3_url(url)
+        return store
+
+    return opened
+
+
 @pytest.fixture
 def url(new_url: Callable[[], str]) -> str:
     return new_url()
 
 
 @pytest.fixture
-def make_store(url: str) -> Callable[[], ObjectStore]:
+def make_store(url: str, open_again: Callable[[str], ObjectStore]) -> Callable[[], ObjectStore]:
     """Makes further clients of one and the same empty store."""
-    return lambda: open_store(url)
+    return lambda: open_again(url)
 
 
 @pytest.fixture

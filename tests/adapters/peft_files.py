@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,14 @@ Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def tiny_model() -> PreTrainedModel:
+@cache
+def made_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+
+
+def tiny_model() -> PreTrainedModel:
+    """A copy of one and the same model, for it takes longer to make."""
+    return copy.deepcopy(made_model())
 
 
 def peft_model(model: PreTrainedModel | None = None, **fields: Any) -> PeftModel:
@@ -56,8 +64,9 @@ def save(model: PeftModel, folder: Path) -> tuple[bytes, Path]:
 
 def adapter(folder: Path, **fields: Any) -> tuple[bytes, Path]:
     """A saved adapter of the tiny model."""
+    model = tiny_model()
     torch.manual_seed(0)
-    return save(peft_model(**fields), folder)
+    return save(peft_model(model, **fields), folder)
 
 
 def changed(config: bytes, **fields: Any) -> bytes:

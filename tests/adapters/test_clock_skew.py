@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +11,10 @@ import msgspec
 import pytest
 
 from adapters.base_model import BaseModel
-from adapters.collect import ORPHAN_SECONDS
+from adapters.collect import ORPHAN_SECONDS, Collected, collect
 from adapters.contents import REWRITE_SECONDS
 from adapters.errors import Conflict, StoreUnavailable
 from adapters.local_store import LocalStore
-from adapters.open_store import open_store
 from adapters.quota import HOLD_SECONDS, Quota
 from adapters.registry import Registry
 from adapters.s3_calls import S3Limits
@@ -27,35 +24,19 @@ from adapters.store import ObjectStore
 from adapters.tenants import Limits, Tenants
 from tests.support.s3_proxy import Fault, Proxy
 
-SKEWED = """
-import sys, time
-real = time.time
-time.time = lambda: real() + float(sys.argv[2])
-from adapters.collect import collect
-from adapters.open_store import open_store
-from adapters.quota import Quota
-store = open_store(sys.argv[1])
-"""
-COLLECT = "done = collect(store); print(done.blobs + done.artifacts + done.manifests)"
-HOLD = "print(Quota(store).take('acme', 10))"
 KEY = "blobs/sha256/" + "ab" * 32
 
 
 @pytest.fixture
 def skewed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """skewed(seconds): from now on this process's clock is so much ahead of the others'."""
+    """skewed(seconds): from now on this process's clock is so much ahead of the others'; the store's files and server
+    keep their own."""
     real = time.time
 
     def set_ahead(seconds: float) -> None:
         monkeypatch.setattr(time, "time", lambda: real() + seconds)
 
     return set_ahead
-
-
-def elsewhere(code: str, url: str, ahead: float) -> str:
-    """What the code prints on a host whose clock is so many seconds ahead."""
-    command = [sys.executable, "-c", SKEWED + code, url, str(ahead)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize("ahead", [-2 * ORPHAN_SECONDS, 2 * ORPHAN_SECONDS])
@@ -70,11 +51,14 @@ def test_the_stores_clock_is_its_own(
     assert abs(store.now() - before) < 60 and abs(store.now() - info.modified) < 60
 
 
-def test_collecting_on_a_host_that_is_days_ahead_removes_nothing_young(new_url: Callable[[], str]) -> None:
-    url = new_url()
-    open_store(url).put(KEY, b"of a deploy under way")
-    assert elsewhere(COLLECT, url, 2 * ORPHAN_SECONDS) == "0"
-    assert open_store(url).head(KEY) is not None
+def test_collecting_on_a_host_that_is_days_ahead_removes_nothing_young(
+    new_store: Callable[[], ObjectStore], skewed: Callable[[float], None]
+) -> None:
+    store = new_store()
+    store.put(KEY, b"of a deploy under way")
+    skewed(2 * ORPHAN_SECONDS)
+    assert collect(store) == Collected(dry_run=False, kept=1)
+    assert store.head(KEY) is not None
 
 
 def test_a_gateway_that_is_hours_behind_writes_old_content_anew(
@@ -96,10 +80,15 @@ def test_a_gateway_that_is_hours_behind_writes_old_content_anew(
 
 
 @pytest.mark.parametrize("ahead", [-2 * HOLD_SECONDS, 2 * HOLD_SECONDS])
-def test_room_that_a_deploy_holds_is_not_taken_by_one_with_another_clock(tmp_path: Path, ahead: float) -> None:
+def test_room_that_a_deploy_holds_is_not_taken_by_one_with_another_clock(
+    tmp_path: Path, skewed: Callable[[float], None], ahead: float
+) -> None:
     store = LocalStore(tmp_path)
     Tenants(store).put("acme", limits=Limits(adapters=1))
-    hold = elsewhere(HOLD, str(tmp_path), ahead)
+    skewed(ahead)
+    hold = Quota(store).take("acme", 10)
+    assert hold is not None
+    skewed(0.0)
     with pytest.raises(Conflict):
         Quota(store).take("acme", 10)
     Quota(store).settle("acme", hold, None)

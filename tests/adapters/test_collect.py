@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -218,16 +218,17 @@ def test_a_listed_version_without_manifest_stops_it(store: ObjectStore, base: Ba
 
 
 def test_memory_does_not_grow_with_the_functions(tmp_path: Path) -> None:
+    """Measured up to three times: Python's table of interned names, which is not ours, grows now and then, by
+    megabytes."""
     store = LocalStore(tmp_path)
 
-    def peak(functions: range) -> int:
-        """The least of three: Python's table of interned names, which is not ours, grows now and then, by megabytes."""
+    def peaks(functions: range) -> Iterator[int]:
         for number in functions:
             _write_function(tmp_path, number)
-        return min(_traced(lambda: collect(store, now=time.time() + 2 * ORPHAN_SECONDS)) for _ in range(3))
+        return (_traced(lambda: collect(store, now=time.time() + 2 * ORPHAN_SECONDS)) for _ in range(3))
 
-    few, many = peak(range(500)), peak(range(500, 2000))
-    assert many < 1.5 * few
+    few = min(peaks(range(500)))
+    assert any(many < 1.5 * few for many in peaks(range(500, 2000)))
 
 
 def _traced(run: Callable[[], Collected]) -> int:

@@ -16,18 +16,18 @@ from adapters.base_model import BaseModel
 from adapters.collect import ORPHAN_SECONDS, collect
 from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
-from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.s3_store import S3Store
-from adapters.store import ObjectStore
+from adapters.store import ObjectStore, all_objects
 from adapters.verify import verify
 
 Good = tuple[bytes, Path]
+Open = Callable[[str], ObjectStore]
 KINDS = ["blobs/", "artifacts/", "tenants/acme/functions/f/versions/"]
 STORES = len(KINDS) + 2
 """One for each test."""
-S3_PAUSE_S, DISK_PAUSE_S = 1.2, 0.1
-"""After which a store tells another time: S3 tells it to the second, and disks by the kernel's ticks."""
+S3_TICK, DISK_TICK = 1.0, 0.001
+"""By which a store's times differ: S3 tells them in whole seconds, and disks by the kernel's ticks."""
 
 
 class Orphans(NamedTuple):
@@ -39,16 +39,16 @@ class Orphans(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def orphans(new_url: Callable[[], str], base: BaseModel, good: Good) -> Orphans:
+def orphans(new_url: Callable[[], str], open_again: Open, base: BaseModel, good: Good) -> Orphans:
     urls = [new_url() for _ in range(STORES)]
-    stores = [open_store(url) for url in urls]
+    stores = [open_again(url) for url in urls]
     for store in stores:
         Registry(store, base).deploy("acme", "f", *good)
         store.delete("tenants/acme/functions/f/function.json")  # as a deploy leaves it that died before its end
-    pause = S3_PAUSE_S if isinstance(stores[0], S3Store) else DISK_PAUSE_S
-    time.sleep(pause)
-    now = stores[-1].now()
-    time.sleep(pause)
+    last = max(info.modified for store in stores for info in all_objects(store, ""))
+    now = last + (S3_TICK if isinstance(stores[0], S3Store) else DISK_TICK)
+    while stores[-1].now() < now:
+        stores[-1].list("", limit=1)  # the answer says what time it is
     return Orphans(urls, now + ORPHAN_SECONDS)
 
 
@@ -93,19 +93,42 @@ class Stop:
             assert self.go_on.wait(60)
 
 
+class Deploying:
+    """A deploy of `f` in a thread of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, registry: Registry, good: Good) -> None:
+        self._halted, sleep = threading.Event(), time.sleep
+        pool = ThreadPoolExecutor(1, "deploying")
+
+        def noted(seconds: float) -> None:
+            if threading.current_thread().name.startswith("deploying"):
+                self._halted.set()
+            sleep(seconds)
+
+        monkeypatch.setattr(time, "sleep", noted)
+        self.future = pool.submit(registry.deploy, "acme", "f", *good)
+        self.future.add_done_callback(lambda _: self._halted.set())
+        pool.shutdown(wait=False)
+
+    def await_halt(self) -> None:
+        """Until it has ended, or waits for someone else: for a lock, or for a removal that is under way."""
+        assert self._halted.wait(60)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_deploy_writes_meanwhile_is_there_in_the_end(
-    url: str, now: float, base: BaseModel, good: Good, kind: str, monkeypatch: pytest.MonkeyPatch
+    url: str, open_again: Open, now: float, base: BaseModel, good: Good, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swept = open_store(url)
+    swept = open_again(url)
     stop = Stop(monkeypatch, swept, kind)
-    registry = Registry(open_store(url), base)
-    with ThreadPoolExecutor(2) as pool:
+    registry = Registry(open_again(url), base)
+    with ThreadPoolExecutor(1) as pool:
         sweep = pool.submit(collect, swept, now=now)
         assert stop.reached.wait(60)
-        deploy = pool.submit(registry.deploy, "acme", "f", *good)
-        time.sleep(1.0)  # it gets as far as it can
+        deploying = Deploying(monkeypatch, registry, good)
+        deploying.await_halt()
         stop.go_on.set()
+        deploy = deploying.future
         assert deploy.result().created
         sweep.result()
     assert verify(registry.store).damaged == 0
@@ -114,29 +137,29 @@ def test_what_a_deploy_writes_meanwhile_is_there_in_the_end(
 
 
 def test_two_collections_and_a_deploy(
-    url: str, now: float, base: BaseModel, good: Good, monkeypatch: pytest.MonkeyPatch
+    url: str, open_again: Open, now: float, base: BaseModel, good: Good, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The object is gone by the second when the deploy makes it new, and the first still has to remove it."""
-    first = open_store(url)
+    first = open_again(url)
     stop = Stop(monkeypatch, first, "blobs/")
-    registry = Registry(open_store(url), base)
-    with ThreadPoolExecutor(2) as pool:
+    registry = Registry(open_again(url), base)
+    with ThreadPoolExecutor(1) as pool:
         sweep = pool.submit(collect, first, now=now)
         assert stop.reached.wait(60)
         if isinstance(registry.store, S3Store):
             collect(registry.store, now=now)
-        deploy = pool.submit(registry.deploy, "acme", "f", *good)
-        time.sleep(1.0)
+        deploying = Deploying(monkeypatch, registry, good)
+        deploying.await_halt()
         stop.go_on.set()
-        deploy.result()
+        deploying.future.result()
         sweep.result()
     assert verify(registry.store).damaged == 0
 
 
 def test_a_collection_that_died_holds_up_a_deploy_for_a_while(
-    url: str, now: float, base: BaseModel, good: Good, monkeypatch: pytest.MonkeyPatch
+    url: str, open_again: Open, now: float, base: BaseModel, good: Good, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = open_store(url)
+    store = open_again(url)
     if not isinstance(store, S3Store):
         pytest.skip("a directory's locks end with their process")
     remove = store.delete
@@ -150,8 +173,11 @@ def test_a_collection_that_died_holds_up_a_deploy_for_a_while(
     with pytest.raises(StoreUnavailable):
         collect(store, now=now)
     assert len(store.list(s3_removal.FOLDER)) == 1, "the removal may still take effect"
-    monkeypatch.setattr(s3_removal, "MARK_SECONDS", 4.0)
-    registry = Registry(open_store(url), base)
+    registry, waited = Registry(open_again(url), base), list[float]()
+    time_of_s3 = registry.store.now
+    monkeypatch.setattr(registry.store, "now", lambda: time_of_s3() + sum(waited))
+    monkeypatch.setattr(time, "sleep", lambda _: waited.append(s3_removal.MARK_SECONDS / 3))
     registry.deploy("acme", "f", *good)
+    assert waited, "what is there when the deploy begins may still be removed"
     assert verify(registry.store).damaged == 0
     assert not registry.store.list(s3_removal.FOLDER)

@@ -14,41 +14,61 @@ from adapters.local_store import LocalStore
 from adapters.registry import Registry
 
 DEPLOY = """
-import resource, sys
+import os, resource, sys
 from pathlib import Path
 from adapters.base_model import load_base_model
 from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
-store, base, folder, writes = sys.argv[1:]
 
 class Filling(LocalStore):
-    left = int(writes)
     def put_if_absent(self, key, data):
         if self.left == 0:  # no file takes a byte from now on
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         self.left -= 1
         return super().put_if_absent(key, data)
 
-registry = Registry(Filling(Path(store)), load_base_model(Path(base)))
-try:
-    registry.deploy(
-        "acme", "f", Path(folder, "adapter_config.json").read_bytes(), Path(folder, "adapter_model.safetensors")
-    )
-except StoreUnavailable as error:
-    print(error)
+stores, base, folder, most = sys.argv[1:]
+base = load_base_model(Path(base))
+config, weights = Path(folder, "adapter_config.json"), Path(folder, "adapter_model.safetensors")
+for writes in range(int(most) + 1):
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    try:
+        store = Filling(Path(stores, str(writes)))
+        store.left = writes
+        Registry(store, base).deploy("acme", "f", config.read_bytes(), weights)
+    except StoreUnavailable as error:
+        print(error, flush=True)
+    finally:
+        os._exit(0)
 """
+MOST_WRITES = 4
+"""Of a deploy, before its record's."""
 
 
-@pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])
-def test_a_deploy_onto_a_disk_that_fills_up(
-    tmp_path: Path, base: BaseModel, base_dir: Path, good: tuple[bytes, Path], writes: int
-) -> None:
-    store = LocalStore(tmp_path)
-    command = [sys.executable, "-c", DEPLOY, str(tmp_path), str(base_dir), str(good[1].parent), str(writes)]
+@pytest.fixture(scope="module")
+def full(
+    tmp_path_factory: pytest.TempPathFactory, good: tuple[bytes, Path], base_dir: Path
+) -> list[tuple[LocalStore, str]]:
+    """Stores on disks that were full after no write of a deploy, after one, and so on; and what the deploy told."""
+    folder = tmp_path_factory.mktemp("full")
+    command = [sys.executable, "-c", DEPLOY, str(folder), str(base_dir), str(good[1].parent), str(MOST_WRITES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "File too large" in done.stdout and str(tmp_path) not in done.stdout
-    assert list((tmp_path / ".tmp").iterdir()) == []
+    assert str(folder) not in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) == MOST_WRITES + 1, done.stderr
+    return [(LocalStore(folder / str(writes)), line) for writes, line in enumerate(lines)]
+
+
+@pytest.mark.parametrize("writes", range(MOST_WRITES + 1))
+def test_a_deploy_onto_a_disk_that_fills_up(
+    full: list[tuple[LocalStore, str]], base: BaseModel, good: tuple[bytes, Path], writes: int
+) -> None:
+    store, told = full[writes]
+    assert "File too large" in told
+    assert list((store.root / ".tmp").iterdir()) == []
     registry = Registry(store, base)
     assert registry.functions("acme") == ([], None)
     with pytest.raises(NotFound):

@@ -103,28 +103,30 @@ def test_a_vanished_store_is_not_an_empty_one(tmp_path: Path) -> None:
 
 
 NEIGHBOURS = """
-import sys
+import multiprocessing, sys
 from pathlib import Path
 from adapters.local_store import LocalStore
-store, mine = LocalStore(Path(sys.argv[1])), f"a/b/{sys.argv[2]}"
-for number in range(150):
-    data = str(number).encode()
-    if number % 2:
-        store.put(mine, data)
-    else:
-        store.put_if_absent(mine, data)
-    assert store.get(mine).data == data
-    if number < 149:
-        store.delete(mine)
+
+def write(mine):
+    store = LocalStore(Path(sys.argv[1]))
+    for number in range(150):
+        data = str(number).encode()
+        if number % 2:
+            store.put(mine, data)
+        else:
+            store.put_if_absent(mine, data)
+        assert store.get(mine).data == data
+        if number < 149:
+            store.delete(mine)
+
+with multiprocessing.get_context("fork").Pool(4) as pool:
+    pool.map(write, [f"a/b/{number}" for number in range(4)], 1)
 """
 
 
 def test_folders_that_get_empty_are_removed_and_no_writer_stumbles_over_that(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "registry")
-    children = [
-        subprocess.Popen([sys.executable, "-c", NEIGHBOURS, str(store.root), str(number)]) for number in range(4)
-    ]
-    assert [child.wait(240) for child in children] == [0] * 4
+    subprocess.run([sys.executable, "-c", NEIGHBOURS, str(store.root)], timeout=240, check=True)
     assert [info.key for info in store.list("")] == [f"a/b/{number}" for number in range(4)]
     for number in range(4):
         store.delete(f"a/b/{number}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from functools import cache
 from hashlib import sha1
 
 import pytest
@@ -13,7 +14,11 @@ from adapters.nearest import NameIndex, did_you_mean, nearest
 
 NAMES = st.text(alphabet="abcde-0123", min_size=1, max_size=20)
 MANY = [f"tune-{sha1(b'%d' % number).hexdigest()[:8]}-summarize" for number in range(10_000)]
-INDEX = NameIndex(MANY)
+
+
+@cache
+def index() -> NameIndex:
+    return NameIndex(MANY)
 
 
 @given(typed=NAMES, known=st.lists(NAMES, max_size=8, unique=True))
@@ -29,7 +34,7 @@ def test_few_names_are_compared_as_difflib_does(typed: str, known: list[str]) ->
 def test_one_mistake_in_one_of_many_names(name: str, place: int, letter: str, lost: int) -> None:
     typed = name[:place] + letter + name[place + lost :]
     if typed != name:
-        assert INDEX.nearest(typed) == [name]
+        assert index().nearest(typed) == [name]
 
 
 @pytest.mark.parametrize(

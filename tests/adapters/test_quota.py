@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from peft_files import adapter
+from peft_files import changed
 
 from adapters.base_model import BaseModel
 from adapters.errors import Conflict, NotFound, StoreUnavailable
@@ -27,9 +27,9 @@ from tests.support.draws import draws
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[bytes, Path]]:
+def adapters(good: tuple[bytes, Path]) -> list[tuple[bytes, Path]]:
     """Adapters of one size with different contents: (config, weights)."""
-    return [adapter(tmp_path_factory.mktemp("adapter"), r=4, lora_alpha=8 + number) for number in range(8)]
+    return [(changed(good[0], lora_alpha=8 + number), good[1]) for number in range(8)]
 
 
 def held_by(store: ObjectStore, tenant: str = "acme") -> tuple[int, int, int]:

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from peft_files import adapter
+from peft_files import changed
 from test_registry import deploy
 
+from adapters.base_model import BaseModel
 from adapters.errors import NotFound
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 
 DEPLOY = """
-import sys
+import json, multiprocessing, sys
 from pathlib import Path
 from adapters.base_model import load_base_model
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
-store, base, tenant, name, *folders = sys.argv[1:]
-registry = Registry(LocalStore(Path(store)), load_base_model(Path(base)))
-print("ready", flush=True)
-sys.stdin.readline()
-for folder in folders:
-    done = registry.deploy(
-        tenant, name, Path(folder, "adapter_config.json").read_bytes(), Path(folder, "adapter_model.safetensors")
-    )
-    print(done.version, flush=True)
+
+store, base, weights, *configs = sys.argv[1:]
+fork = multiprocessing.get_context("fork")
+start = fork.Barrier(3)
+
+def deploy(first):
+    registry = Registry(LocalStore(Path(store)), load_base_model(Path(base)))
+    start.wait(60)
+    return [registry.deploy("acme", "f", config.encode(), Path(weights)).version for config in configs[first::3]]
+
+with fork.Pool(3) as pool:  # a process for each
+    print(json.dumps(pool.map(deploy, range(3), 1)))
 """
 
 KILLED = """
@@ -38,43 +43,41 @@ from pathlib import Path
 from adapters.base_model import load_base_model
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
-store, base, folder, writes = sys.argv[1:]
 
 class Mortal(LocalStore):
-    left = int(writes)
     def put_if_absent(self, key, data):
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         self.left -= 1
         return super().put_if_absent(key, data)
 
-registry = Registry(Mortal(Path(store)), load_base_model(Path(base)))
+stores, base, folder, most = sys.argv[1:]
+base = load_base_model(Path(base))
 config, weights = Path(folder, "adapter_config.json"), Path(folder, "adapter_model.safetensors")
-registry.deploy("acme", "f", config.read_bytes(), weights)
+for writes in range(int(most) + 1):
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        continue
+    try:
+        store = Mortal(Path(stores, str(writes)))
+        store.left = writes
+        Registry(store, base).deploy("acme", "f", config.read_bytes(), weights)
+    finally:
+        os._exit(1)
 """
+MOST_WRITES = 4
+"""Of a deploy, before its record's."""
 
 
 def test_deploys_of_one_name_from_several_processes_all_succeed(
-    registry: Registry, base_dir: Path, tmp_path: Path
+    registry: Registry, good: tuple[bytes, Path], base_dir: Path
 ) -> None:
     store = registry.store
     assert isinstance(store, LocalStore)
-    folders = [tmp_path / f"adapter-{index}" for index in range(6)]
-    for index, folder in enumerate(folders):
-        adapter(folder, r=4, lora_alpha=10 + index)
-    start = [sys.executable, "-c", DEPLOY, str(store.root), str(base_dir), "acme", "f"]
-    workers = [
-        subprocess.Popen(
-            [*start, *map(str, folders[index::3])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for index in range(3)
-    ]
-    for worker in workers:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n"
-    outputs = [worker.communicate("go\n", timeout=120)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0, 0]
-    numbers = [int(line) for output in outputs for line in output.split()]
+    configs = [changed(good[0], lora_alpha=10 + number).decode() for number in range(6)]
+    command = [sys.executable, "-c", DEPLOY, str(store.root), str(base_dir), str(good[1]), *configs]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    numbers = [number for each in json.loads(done.stdout) for number in each]
     record = registry.function("acme", "f")
     assert len(set(numbers)) == 6
     assert sorted(numbers) == [entry.version for entry in record.versions]
@@ -84,15 +87,22 @@ def test_deploys_of_one_name_from_several_processes_all_succeed(
     }
 
 
-@pytest.mark.parametrize("writes", [0, 1, 2, 3, 4])
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, good: tuple[bytes, Path], base_dir: Path) -> list[LocalStore]:
+    """Stores as a deploy left them that was killed after no write, after one, and so on."""
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, "-c", KILLED, str(folder), str(base_dir), str(good[1].parent), str(MOST_WRITES)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    assert [int(line) for line in done.stdout.split()] == [-signal.SIGKILL] * (MOST_WRITES + 1)
+    return [LocalStore(folder / str(writes)) for writes in range(MOST_WRITES + 1)]
+
+
+@pytest.mark.parametrize("writes", range(MOST_WRITES + 1))
 def test_a_deploy_killed_at_any_write_leaves_nothing_visible(
-    registry: Registry, good: tuple[bytes, Path], base_dir: Path, writes: int
+    killed: list[LocalStore], base: BaseModel, good: tuple[bytes, Path], writes: int
 ) -> None:
-    store = registry.store
-    assert isinstance(store, LocalStore)
-    arguments = [str(store.root), str(base_dir), str(good[1].parent), str(writes)]
-    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL
+    store = killed[writes]
+    registry = Registry(store, base)
     assert len(store.list("")) == writes
     assert registry.functions("acme") == ([], None)
     with pytest.raises(NotFound):

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+from adapters import s3_calls
 from adapters.errors import AdapterError, Conflict, InvalidRequest, NotFound, PreconditionFailed, StoreUnavailable
-from adapters.open_store import open_checked_store, open_store
+from adapters.open_store import open_checked_store
 from adapters.s3_calls import S3Limits
 from adapters.s3_store import S3Store
 from adapters.s3_url import S3Place
@@ -25,10 +26,8 @@ from tests.support.s3_proxy import Fault, Proxy
 
 LIMITS = S3Limits(connect=60.0, read=60.0, call=300.0, attempts=4, part=5 << 20)
 """No healthy answer is late for these, however busy the machine is."""
-HURRIED = msgspec.structs.replace(LIMITS, read=3.0, call=10.0)
-"""For an answer that does not come."""
-HASTY = msgspec.structs.replace(LIMITS, read=0.5, call=2.0)
-"""Where no answer ever comes."""
+HURRIED = msgspec.structs.replace(LIMITS, read=0.5, attempts=8)
+"""For an answer that does not come; one that comes later than usual is asked for again."""
 ALWAYS = 1000
 
 
@@ -38,18 +37,17 @@ class Clients(NamedTuple):
     """Behind the proxy."""
     hurried: S3Store
     """Behind the proxy."""
-    hasty: S3Store
-    """Behind the proxy."""
     direct: S3Store
 
 
 @pytest.fixture(scope="module")
-def clients(s3_endpoint: str) -> Iterator[Clients]:
+def clients(s3_endpoint: str, new_s3_store: Callable[[], S3Store]) -> Iterator[Clients]:
+    """The second attempt of a call is made at once."""
     place = S3Place("garnish-tests")
     with Proxy(s3_endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
-        direct = S3Store(place)
+        patch.setattr(s3_calls, "FIRST_PAUSE", 0.001)
         patch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
-        yield Clients(proxy, *(S3Store(place, limits) for limits in (LIMITS, HURRIED, HASTY)), direct)
+        yield Clients(proxy, S3Store(place, LIMITS), S3Store(place, HURRIED), new_s3_store())
 
 
 @pytest.fixture
@@ -75,11 +73,6 @@ def hurried(clients: Clients, place: S3Place) -> S3Store:
 
 
 @pytest.fixture
-def hasty(clients: Clients, place: S3Place) -> S3Store:
-    return at(clients.hasty, place)
-
-
-@pytest.fixture
 def direct(clients: Clients, place: S3Place) -> S3Store:
     """The same objects, without the proxy."""
     return at(clients.direct, place)
@@ -89,6 +82,14 @@ def at(store: S3Store, place: S3Place) -> S3Store:
     """The same client at another place: to make one takes longer than most tests."""
     other = copy.copy(store)
     other.place = place
+    return other
+
+
+def limited(store: S3Store, **limits: float) -> S3Store:
+    """The same client with other limits of the store's own; those of a connection stay."""
+    other = copy.copy(store)
+    other.calls = copy.copy(store.calls)
+    other.calls.limits = msgspec.structs.replace(store.calls.limits, **limits)
     return other
 
 
@@ -159,8 +160,8 @@ LASTING = [
 
 
 @pytest.mark.parametrize("fault", LASTING, ids=lambda fault: f"{fault.kind}-{fault.status}")
-def test_what_lasts_ends_after_a_few_attempts(proxy: Proxy, store: S3Store, hasty: S3Store, fault: Fault) -> None:
-    store = hasty if fault.kind == "stall" else store
+def test_what_lasts_ends_after_a_few_attempts(proxy: Proxy, store: S3Store, hurried: S3Store, fault: Fault) -> None:
+    store = limited(hurried, attempts=2) if fault.kind == "stall" else store
     for name, call in CALLS.items():
         proxy.faults = [replace(fault)]
         if not name.startswith(fault.match.lower()):
@@ -168,7 +169,7 @@ def test_what_lasts_ends_after_a_few_attempts(proxy: Proxy, store: S3Store, hast
         proxy.requests.clear()
         with pytest.raises(StoreUnavailable, match="did not answer as it should"):
             call(store)
-        assert 1 <= len(proxy.requests) <= LIMITS.attempts, name
+        assert 1 <= len(proxy.requests) <= store.calls.limits.attempts, name
 
 
 @pytest.mark.parametrize(
@@ -248,12 +249,16 @@ def test_a_body_that_ends_early_is_read_again(proxy: Proxy, store: S3Store, dire
         store.get_range("key", 10, 990)
 
 
-def test_a_body_that_drips_is_given_up(proxy: Proxy, hurried: S3Store, direct: S3Store) -> None:
+def test_a_body_that_drips_is_given_up(proxy: Proxy, store: S3Store, direct: S3Store) -> None:
+    """Once the call's time is over, and then no attempt follows."""
     direct.put("key", bytes(100_000))
     proxy.faults = [Fault("drip", "GET", times=ALWAYS)]
-    for call in (lambda: hurried.get("key"), lambda: hurried.get_range("key", 0, 100_000)):
+    short = limited(store, call=0.3)
+    for call in (lambda: short.get("key"), lambda: short.get_range("key", 0, 100_000)):
+        proxy.requests.clear()
         with pytest.raises(StoreUnavailable, match="came in time"):
             call()
+        assert len(proxy.requests) == 1
 
 
 def test_a_server_that_ignores_ranges_is_noticed(proxy: Proxy, store: S3Store, direct: S3Store) -> None:
@@ -265,11 +270,11 @@ def test_a_server_that_ignores_ranges_is_noticed(proxy: Proxy, store: S3Store, d
         store.get_range("key", 5, 10)
 
 
-def test_a_bucket_that_is_gone_is_no_empty_store(s3_endpoint: str) -> None:
-    store = open_store("s3://garnish-no-such-bucket/x")
+def test_a_bucket_that_is_gone_is_no_empty_store(direct: S3Store) -> None:
+    store = at(direct, S3Place("garnish-no-such-bucket", "x"))
     for call in CALLS.values():
         with pytest.raises(StoreUnavailable):
-            call(store)  # type: ignore[arg-type]
+            call(store)
 
 
 def test_a_large_object_survives_faults_in_every_step(
@@ -342,18 +347,19 @@ def test_who_comes_second_with_a_large_object_is_refused(proxy: Proxy, store: S3
 
 def test_a_large_range_is_of_one_content(proxy: Proxy, store: S3Store, direct: S3Store) -> None:
     """Written anew between two pieces, it is read again; written anew each time, it is given up."""
-    size = 11 << 20
+    size, reader = 250_000, limited(store, part=100_000)
     direct.put("big", b"1" * size)
     match = f"GET /garnish-tests/{store.place.prefix}/big"
     proxy.faults = [Fault("none", match, meanwhile=lambda: direct.put("big", b"2" * size))]
-    assert store.get_range("big", 0, size) == b"2" * size
+    assert reader.get_range("big", 0, size) == b"2" * size
     assert proxy.faults[0].times == 0
+    assert len(proxy.requests) >= 1 + 3, "in pieces"
     proxy.faults = [Fault("none", match, ALWAYS, meanwhile=lambda: direct.put("big", os.urandom(size)))]
     with pytest.raises(StoreUnavailable, match="anew too often"):
-        store.get_range("big", 0, size)
+        reader.get_range("big", 0, size)
     proxy.faults = [Fault("none", match, meanwhile=lambda: direct.delete("big"))]
     with pytest.raises(NotFound):
-        store.get_range("big", 0, size)
+        reader.get_range("big", 0, size)
 
 
 @pytest.mark.parametrize(
@@ -361,9 +367,13 @@ def test_a_large_range_is_of_one_content(proxy: Proxy, store: S3Store, direct: S
     [(("if-none-match",), "ignores If-None-Match"), (("if-match",), "ignores If-Match"), ((), None)],
 )
 def test_a_store_that_ignores_conditions_is_refused_at_start(
-    s3_endpoint: str, place: S3Place, monkeypatch: pytest.MonkeyPatch, ignored: tuple[str, ...], told: str | None
+    s3_endpoint: str,
+    place: S3Place,
+    direct: S3Store,
+    monkeypatch: pytest.MonkeyPatch,
+    ignored: tuple[str, ...],
+    told: str | None,
 ) -> None:
-    direct = S3Store(place)
     with Proxy(s3_endpoint, ignored) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
         url = f"s3://{place.bucket}/{place.prefix}"

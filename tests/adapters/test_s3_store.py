@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,8 +65,8 @@ def test_a_directory_costs_no_boto3(tmp_path: Path) -> None:
     assert done.stdout == "False\n", done.stderr
 
 
-def test_what_others_put_into_the_bucket_is_not_listed(s3_endpoint: str) -> None:
-    store = S3Store(S3Place("garnish-tests", uuid.uuid4().hex))
+def test_what_others_put_into_the_bucket_is_not_listed(new_s3_store: Callable[[], S3Store]) -> None:
+    store = new_s3_store()
     store.put("a/b", b"")
     for name in ("", "a/", "a/ b", "a/.hidden", "ä/b", "../x"):
         store.calls.client.put_object(Bucket="garnish-tests", Key=f"{store.place.prefix}/{name}", Body=b"")
@@ -75,17 +75,17 @@ def test_what_others_put_into_the_bucket_is_not_listed(s3_endpoint: str) -> None
     assert list(store.folders("")) == ["a"]
 
 
-def test_stores_of_one_bucket_do_not_meet(s3_endpoint: str) -> None:
-    prefix = uuid.uuid4().hex
-    one, two = (S3Store(S3Place("garnish-tests", prefix + end)) for end in ("", "0"))
+def test_stores_of_one_bucket_do_not_meet(new_s3_store: Callable[[], S3Store]) -> None:
+    one, two = new_s3_store(), new_s3_store()
+    two.place = S3Place(one.place.bucket, f"{one.place.prefix}0")
     two.put("key", b"")
     assert (one.list(""), one.folders(""), one.head("key")) == ((), (), None)
     with pytest.raises(InvalidRequest, match="too long"):
         one.put("/".join(["x" * 200] * 5), b"")
 
 
-def test_an_etag_that_none_can_be(s3_endpoint: str) -> None:
-    store = S3Store(S3Place("garnish-tests", uuid.uuid4().hex))
+def test_an_etag_that_none_can_be(new_s3_store: Callable[[], S3Store]) -> None:
+    store = new_s3_store()
     store.put("key", b"1")
     for etag in ("", "*", "a b", 'x"', "x\r\nX-Other: 1", "x" * 300, "ä"):
         with pytest.raises(PreconditionFailed):

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters import local_store, s3_store
 from adapters.errors import Conflict, InvalidRequest, NotFound, PreconditionFailed
 from adapters.local_store import LocalStore
 from adapters.open_store import open_store
@@ -124,16 +125,18 @@ def test_a_reader_ends_its_read(store: ObjectStore) -> None:
     assert store.get("a/b").data == data
 
 
-def test_more_keys_than_one_page_holds(store: ObjectStore) -> None:
-    keys = [f"f/{number:04}/{part}" for number in range(520) for part in "ab"]
+def test_more_keys_than_one_page_holds(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (local_store, s3_store):
+        monkeypatch.setattr(module, "MAX_LIST", 100)
+    keys = [f"f/{number:04}/{part}" for number in range(52) for part in "ab"]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda key: store.put(key, b""), keys))
     first = store.list("f/")
-    assert [info.key for info in first] == keys[:1000]
-    assert [info.key for info in store.list("f/", after=keys[999])] == keys[1000:]
-    assert [info.key for info in store.list("f/", limit=5000)] == keys[:1000]
-    assert list(store.folders("f/")) == [f"{number:04}" for number in range(520)]
-    assert list(store.folders("f/", after="0497", limit=3)) == ["0498", "0499", "0500"]
+    assert [info.key for info in first] == keys[:100]
+    assert [info.key for info in store.list("f/", after=keys[99])] == keys[100:]
+    assert [info.key for info in store.list("f/", limit=5000)] == keys[:100]
+    assert list(store.folders("f/")) == [f"{number:04}" for number in range(52)]
+    assert list(store.folders("f/", after="0047", limit=3)) == ["0048", "0049", "0050"]
 
 
 def test_a_file_is_stored_like_bytes(store: ObjectStore, tmp_path: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from adapters.errors import Conflict, PreconditionFailed
-from adapters.open_store import open_store
 from adapters.store import ObjectStore
 
 MakeStore = Callable[[], ObjectStore]
@@ -51,74 +52,63 @@ def test_no_increment_is_lost_between_threads(make_store: MakeStore) -> None:
     assert make_store().get("count").data == b"40"
 
 
-CREATE = """
-import sys
-from adapters.errors import Conflict
+RACE = """
+import json, multiprocessing, sys
+from adapters.errors import Conflict, PreconditionFailed
 from adapters.open_store import open_store
-store = open_store(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.readline()
-for number in range(20):
-    try:
-        store.put_if_absent(f"key/{number}", sys.argv[2].encode())
-    except Conflict:
-        continue
-    print(number, flush=True)
-"""
 
-COUNT = """
-import sys
-from adapters.errors import PreconditionFailed
-from adapters.open_store import open_store
-store = open_store(sys.argv[1])
-print("ready", flush=True)
-sys.stdin.readline()
-done = 0
-while done < 25:
-    found = store.get("count")
-    try:
-        store.put_if_match("count", str(int(found.data) + 1).encode(), found.etag)
-        done += 1
-    except PreconditionFailed:
-        pass
-"""
+url, work, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if url.startswith("s3:"):
+    import adapters.s3_store  # once, for all of them
+fork = multiprocessing.get_context("fork")
+start = fork.Barrier(count)
 
+def create(store, mine):
+    won = []
+    for number in range(20):
+        try:
+            store.put_if_absent(f"key/{number}", str(mine).encode())
+        except Conflict:
+            continue
+        won.append(number)
+    return won
 
-def _race(code: str, url: str, count: int) -> list[str]:
-    """Run the code in so many processes that start to work together; returns what each printed."""
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, url, str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for number in range(count)
-    ]
-    try:
-        for worker in workers:
-            assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
-        outputs = []
-        for worker in workers:
-            assert worker.stdin is not None
-            worker.stdin.write("go\n")
-            worker.stdin.flush()
-        for worker in workers:
-            outputs.append(worker.communicate(timeout=120)[0])
-            assert worker.returncode == 0
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    return outputs
+def increase(store, mine):
+    done = 0
+    while done < 25:
+        found = store.get("count")
+        try:
+            store.put_if_match("count", str(int(found.data) + 1).encode(), found.etag)
+            done += 1
+        except PreconditionFailed:
+            pass
 
-
-def test_one_of_many_processes_creates_each_object(url: str) -> None:
-    won = [[int(line) for line in output.split()] for output in _race(CREATE, url, 4)]
-    assert sorted(number for numbers in won for number in numbers) == list(range(20))
+def begin(mine):
     store = open_store(url)
+    start.wait(60)
+    return {"create": create, "increase": increase}[work](store, mine)
+
+with fork.Pool(count) as pool:  # a process for each
+    print(json.dumps(pool.map(begin, range(count), 1)))
+"""
+
+
+def race(url: str, work: str, count: int) -> list[Any]:
+    """What so many processes that begin together return."""
+    command = [sys.executable, "-c", RACE, url, work, str(count)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    return list(json.loads(done.stdout))
+
+
+def test_one_of_many_processes_creates_each_object(url: str, make_store: MakeStore) -> None:
+    won = race(url, "create", 4)
+    assert sorted(number for numbers in won for number in numbers) == list(range(20))
+    store = make_store()
     for worker, numbers in enumerate(won):
         assert all(store.get(f"key/{number}").data == str(worker).encode() for number in numbers)
 
 
-def test_no_increment_is_lost_between_processes(url: str) -> None:
-    open_store(url).put_if_absent("count", b"0")
-    _race(COUNT, url, 3)
-    assert open_store(url).get("count").data == b"75"
+def test_no_increment_is_lost_between_processes(url: str, make_store: MakeStore) -> None:
+    make_store().put_if_absent("count", b"0")
+    race(url, "increase", 3)
+    assert make_store().get("count").data == b"75"
