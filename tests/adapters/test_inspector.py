@@ -124,7 +124,7 @@ def test_expressions_that_never_end(
     assert inspector.inspect(*good).problems == ()
 
 
-@pytest.mark.parametrize("piece", [b"[{}],", b'{"":{}},'])
+@pytest.mark.parametrize("piece", [b"[{}],", pytest.param(b'{"":{}},', marks=pytest.mark.slow)])
 def test_headers_that_need_too_much_memory(
     tmp_path: Path, good: tuple[bytes, Path], inspector: Inspector, piece: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

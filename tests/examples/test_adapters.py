@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,16 @@ def test_chat_adapters_answer_in_their_own_way(smollm_dir: Path, smollm_adapters
     assert summary.startswith("Summary: ")
 
 
+@lru_cache(maxsize=1)
+def loaded(base: Path) -> tuple[Any, Any]:
+    """The tokenizer and the model, in fp32."""
+    return AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
 def greedy(base: Path, adapter: Path | None, prompt: str, new_tokens: int) -> str:
     """What plain transformers and PEFT write in fp32; a chat where the base has a template."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter)
+    tokenizer, plain = loaded(base)
+    model = plain if adapter is None else PeftModel.from_pretrained(plain, adapter)
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -119,4 +124,6 @@ def greedy(base: Path, adapter: Path | None, prompt: str, new_tokens: int) -> st
     out = model.generate(
         input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=new_tokens, do_sample=False
     )
+    if adapter is not None:
+        model.unload()
     return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -40,19 +42,30 @@ def test_without_bf16_units_training_is_in_fp32() -> None:
     assert pace("fast_dtype(576, 1536)", **WITHOUT_BF16) == "torch.float32"
 
 
-def test_a_tie_is_for_fp32() -> None:
-    told = "import pace; clock = iter(range(1000)); pace.time.perf_counter = lambda: next(clock)"
-    assert pace(f"[exec({told!r}), fast_dtype(8, 8)][1]") == "torch.float32"
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """examples/adapters/pace.py in this process."""
+    monkeypatch.syspath_prepend(EXAMPLES / "adapters")
+    return importlib.import_module("pace")
 
 
-def test_bf16_is_taken_where_it_is_faster() -> None:
-    told = "import pace; pace._product_s = lambda d_in, d_out, dtype: dtype.itemsize / 1000"
-    assert pace(f"[exec({told!r}), fast_dtype(8, 8)][1]") == "torch.bfloat16"
+def test_a_tie_is_for_fp32(here: ModuleType) -> None:
+    clock = iter(range(1000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(here.time, "perf_counter", lambda: next(clock))
+        taken = here.fast_dtype(8, 8)
+    assert str(taken) == "torch.float32"
 
 
-def test_time_left() -> None:
-    shown = pace("[time_left(1, 10, 2.0), time_left(5, 10, 60.0), time_left(2, 100, 60.0)]")
-    assert shown == "['about 18 s left', 'about 60 s left', 'about 49 min left']"
+def test_bf16_is_taken_where_it_is_faster(here: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "_product_s", lambda d_in, d_out, dtype: dtype.itemsize / 1000)
+    assert str(here.fast_dtype(8, 8)) == "torch.bfloat16"
+
+
+def test_time_left(here: ModuleType) -> None:
+    assert [here.time_left(*given) for given in ((1, 10, 2.0), (5, 10, 60.0), (2, 100, 60.0))] == [
+        "about 18 s left", "about 60 s left", "about 49 min left"
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from typing import Any
 class Gateway(ThreadingHTTPServer):
     """`open` counts the requests on each node; each look at a draining node ends one of them, unless it is stuck."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
         self.open: dict[str, int] = {}
         self.drained: list[str] = []
         self.orders: list[str] = []
@@ -72,8 +72,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running_gateway() -> Iterator[Gateway]:
-    with Gateway() as server:
+def running_gateway(port: int = 0) -> Iterator[Gateway]:
+    """At this port; 0: at a free one."""
+    with Gateway(port) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         yield server

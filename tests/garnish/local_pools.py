@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,18 +19,21 @@ SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 
 
 class Pools:
-    """Pool `here` with two nodes, until something else is declared; and no gateway, until one is reached."""
+    """Pool `here` with two nodes, until something else is declared; and a gateway's port, on which nobody listens yet.
 
-    def __init__(self, folder: Path) -> None:
-        self.file, self.state, self.told = folder / "serverless.yml", folder / "state", list[str]()
-        self.state.mkdir()
-        self.reach("http://127.0.0.1:9")
+    All are made in one and the same place, one after the other: what Terraform has once applied there is true again
+    when it is copied back.
+    """
+
+    def __init__(self, place: Path, port: int) -> None:
+        folder, self._applied = place / "service", place / "applied"
+        shutil.rmtree(folder, ignore_errors=True)
+        self.file, self.state, self.told, self.port = folder / "serverless.yml", folder / "state", list[str](), port
+        self.state.mkdir(parents=True)
+        credentials = f'url = "http://127.0.0.1:{port}"\ntenant = "default"\n'
+        (self.state / "credentials.toml").write_text(credentials)
         self.declare({"here": 2})
         self.running: dict[str, subprocess.Popen[str]] = {}
-
-    def reach(self, gateway: str) -> None:
-        """A gateway's URL."""
-        (self.state / "credentials.toml").write_text(f'url = "{gateway}"\ntenant = "default"\n')
 
     def declare(self, pools: dict[str, int], **more: Any) -> None:
         declared = {name: {"backend": "local", "desired": count, "max": max(3, count)} for name, count in pools.items()}
@@ -63,8 +67,13 @@ class Pools:
 
     def made(self) -> Pools:
         """Applied, with a process for each node."""
-        self.plan()
-        self.apply()
+        if self._applied.exists():
+            shutil.rmtree(self.state / "infra", ignore_errors=True)
+            shutil.copytree(self._applied, self.state / "infra")
+        else:
+            self.plan()
+            self.apply()
+            shutil.copytree(self.state / "infra", self._applied)
         for node in ("here-1", "here-2"):
             self.start(node)
         return self

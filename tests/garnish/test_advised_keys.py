@@ -164,10 +164,11 @@ def page_files() -> Iterator[tuple[str, str]]:
 
 def messages(text: str) -> Iterator[tuple[int, str]]:
     """Line and text of every string literal of a module but its docstrings."""
-    tree = ast.parse(text)
-    apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
+    tree, apart = ast.parse(text), set[int]()
+    for node in ast.walk(tree):  # what holds a literal comes before it
+        if isinstance(node, ast.Expr):
+            apart.add(id(node.value))
+        elif isinstance(node, ast.JoinedStr):
             apart |= {id(part) for part in node.values}
             parts = [part.value if isinstance(part, ast.Constant) else HOLE for part in node.values]
             yield node.lineno, "".join(map(str, parts))
@@ -183,21 +184,24 @@ def advised(message: str) -> Iterator[tuple[str, str]]:
         yield from ((found[1], value) for value in re.findall(WORD, found[2]) if value not in {"or", *NO_VALUES})
 
 
+@cache
+def product_messages() -> list[tuple[str, str]]:
+    """File and line of each string literal of the product, and the literal."""
+    files = [file for folder in PRODUCT for file in sorted((ROOT / folder).rglob("*.py"))]
+    return [(f"{file.relative_to(ROOT)}:{line}", text) for file in files for line, text in messages(file.read_text())]
+
+
 def product_pieces() -> Iterator[tuple[str, str, str]]:
-    for folder in PRODUCT:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            for line, message in messages(file.read_text()):
-                for key, value in advised(message):
-                    yield f"{file.relative_to(ROOT)}:{line}", key, value
+    for where, message in product_messages():
+        for key, value in advised(message):
+            yield where, key, value
 
 
 def product_keys() -> Iterator[tuple[str, str]]:
     """The dotted keys in messages of several words."""
-    for folder in PRODUCT:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            for line, message in messages(file.read_text()):
-                for key in re.findall(rf"(?<![\w./]){DOTTED.pattern}(?![\w/(])", message) if " " in message else ():
-                    yield f"{file.relative_to(ROOT)}:{line}", key
+    for where, message in product_messages():
+        for key in re.findall(rf"(?<![\w./]){DOTTED.pattern}(?![\w/(])", message) if " " in message else ():
+            yield where, key
 
 
 def wanted(found: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:

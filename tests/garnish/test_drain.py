@@ -14,7 +14,9 @@ from tests.garnish.draining_gateway import Gateway, running_gateway
 
 
 @pytest.fixture
-def gateway() -> Iterator[Gateway]:
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    """It is asked often."""
+    monkeypatch.setattr("garnish.drain.POLL_SECONDS", 0.01)
     with running_gateway() as server:
         yield server
 

@@ -11,14 +11,23 @@ from garnish import hub
 from garnish.config import load_service_file
 from garnish.errors import GarnishError
 from garnish.hub import local_folder, parse_place
+from tests.garnish.forked_download import downloading
 from tests.garnish.hub_server import EXPIRED, Hub, running_hub
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+COMMAND = hub.COMMAND
 USE = "garnish deploy mine {}"
 
 
+@pytest.fixture(scope="module")
+def forked() -> Iterator[tuple[str, ...]]:
+    with downloading() as command:
+        yield command
+
+
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def server(tmp_path: Path, forked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(hub, "COMMAND", forked)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
@@ -45,6 +54,8 @@ def told(adapter: str) -> str:
 def test_only_the_two_files_are_fetched_and_the_cache_serves_when_the_hub_is_away(
     server: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By processes as a user has them."""
+    monkeypatch.setattr(hub, "COMMAND", COMMAND)
     server.models["acme/dragon"] = {**files, "README.md": b"#", "optimizer.pt": bytes(100)}
     folder = local_folder("hf:acme/dragon", USE)
     assert {name: (folder / name).read_bytes() for name in (CONFIG, WEIGHTS)} == files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,18 @@ def test_a_secret_in_what_terraform_says_is_not_shown(typed: Typed, monkeypatch:
     assert not found_in(typed.state)
 
 
-@pytest.fixture
-def in_aws(typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typed:
-    """Declares a pool in AWS, of a model that fits."""
+@pytest.fixture(scope="module")
+def attached() -> Iterator[str]:
+    """A stand-in of the AWS provider, for TF_REATTACH_PROVIDERS."""
     pytest.importorskip("tf", reason="`tf` is not installed: plans for AWS are NOT tested")
+    with stand_in_provider.running() as told:
+        yield told
+
+
+@pytest.fixture
+def in_aws(typed: Typed, tmp_path: Path, attached: str, monkeypatch: pytest.MonkeyPatch) -> Typed:
+    """Declares a pool in AWS, of a model that fits."""
+    monkeypatch.setenv("TF_REATTACH_PROVIDERS", attached)
     (tmp_path / "providers").mkdir()
     monkeypatch.setenv("TF_CLI_CONFIG_FILE", str(stand_in_provider.install(tmp_path / "providers")))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):

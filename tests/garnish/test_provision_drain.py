@@ -21,9 +21,8 @@ pytestmark = needs_terraform
 
 
 def test_what_goes_is_drained_before_it_is_destroyed(pools: Pools) -> None:
-    with running_gateway() as gateway:
+    with running_gateway(pools.port) as gateway:
         gateway.open = {"here-1": 3, "here-2": 2, "another": 1}
-        pools.reach(gateway.url)
         pools.made()
         pools.declare({"here": 1})
         pools.plan()
@@ -67,9 +66,8 @@ def test_nodes_of_a_lost_state_are_destroyed_as_others_are(pools: Pools) -> None
         pools.provision().destroy(confirm, pools.told.append, force=False)
     assert shown == [("here-1", "no state holds it"), ("here-2", "no state holds it")]
     assert [process.poll() for process in pools.running.values()] == [None, None]
-    with running_gateway() as gateway:
+    with running_gateway(pools.port) as gateway:
         gateway.open = {"here-1": 1, "here-2": 0, "another": 1}
-        pools.reach(gateway.url)
         pools.provision().destroy(confirm, pools.told.append, force=False)
         assert gateway.drained == ["here-1", "here-2"]
     assert [process.wait(30) for process in pools.running.values()] == [-signal.SIGTERM] * 2
@@ -78,9 +76,8 @@ def test_nodes_of_a_lost_state_are_destroyed_as_others_are(pools: Pools) -> None
 def test_what_terraform_does_not_even_begin_leaves_nodes_as_they_are(pools: Pools) -> None:
     """They serve again, and what is being made by whoever has changed the state is not taken for a stray."""
     directory = pools.state / "infra" / "demo"
-    with running_gateway() as gateway:
+    with running_gateway(pools.port) as gateway:
         gateway.open = {"here-1": 0, "here-2": 0}
-        pools.reach(gateway.url)
         pools.made()
         pools.declare({"here": 1})
         pools.plan()
@@ -104,16 +101,15 @@ import sys
 from pathlib import Path
 from garnish import node_pools
 from garnish.provision import Provision
-node_pools.PROGRAM = (sys.executable, "-c", "pass")
+node_pools.PROGRAM = ("true",)
 Provision(Path(sys.argv[1]), Path(sys.argv[2])).apply(lambda note: None, lambda line: print(line, flush=True))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nodes_serve_again_when_a_signal_ends_their_drain(pools: Pools, number: signal.Signals) -> None:
-    with running_gateway() as gateway:
+    with running_gateway(pools.port) as gateway:
         gateway.open, gateway.stuck = {"here-1": 0, "here-2": 1}, {"here-2"}
-        pools.reach(gateway.url)
         pools.made()
         pools.declare({"here": 1})
         pools.plan()
@@ -155,9 +151,8 @@ def test_nodes_that_terraform_did_not_come_to_serve_again(pools: Pools, monkeypa
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with running_gateway() as gateway:
+    with running_gateway(pools.port) as gateway:
         gateway.open = dict.fromkeys(nodes, 0)
-        pools.reach(gateway.url)
         pools.declare({"here": 0})
         pools.plan()
         with pytest.raises(FrontDoorError, match="interrupted"):

@@ -56,8 +56,7 @@ def test_a_size_also_replaces_what_died(pools: Pools) -> None:
 
 def test_a_size_also_replaces_a_node_whose_gpu_has_failed(pools: Pools) -> None:
     """Once nothing runs on it; it is still alive."""
-    with running_gateway() as gateway:
-        pools.reach(gateway.url)
+    with running_gateway(pools.port) as gateway:
         pools.made()
         gateway.open |= {"here-1": 0, "here-2": 1}
         gateway.faults["here-2"] = "the GPU is lost"

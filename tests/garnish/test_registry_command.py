@@ -1,24 +1,19 @@
-"""`garnish registry gc|verify` over a registry in a directory, as a process."""
+"""`garnish registry gc|verify` over a registry in a directory."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from adapters.base_model import load_base_model
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
-
-
-def garnish(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "garnish.cli.main", "registry", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture
@@ -35,36 +30,36 @@ def folder(tmp_path: Path, stories_dir: Path, stories_adapters: dict[str, Path])
     return tmp_path
 
 
-def test_gc(folder: Path) -> None:
+def test_gc(folder: Path, command_line: Callable[..., Any]) -> None:
     orphan = folder / "store" / "blobs" / "sha256" / ("0" * 64)
-    dry = garnish(folder, "gc", "--dry-run")
+    dry = command_line("registry", "gc", "--dry-run")
     assert dry.returncode == 0
     assert dry.stdout.splitlines() == [
         f"would remove blobs/sha256/{'0' * 64} (5 B)",
         "1 files, 0 artifacts and 0 manifests, 5 B would be removed; 3 files and artifacts stay",
     ]
     assert orphan.exists()
-    done = json.loads(garnish(folder, "gc", "--json").stdout)
+    done = json.loads(command_line("registry", "gc", "--json").stdout)
     assert (done["blobs"], done["bytes"], done["objects"]) == (1, 5, [f"blobs/sha256/{'0' * 64}"])
     assert not orphan.exists()
-    assert "0 files" in garnish(folder, "gc").stdout
+    assert "0 files" in command_line("registry", "gc").stdout
 
 
-def test_verify(folder: Path) -> None:
-    sound = garnish(folder, "verify")
+def test_verify(folder: Path, command_line: Callable[..., Any]) -> None:
+    sound = command_line("registry", "verify")
     assert (sound.returncode, sound.stdout) == (0, "1 versions, 4 objects read; 0 versions are damaged\n")
     artifact = next((folder / "store" / "artifacts").rglob("*/*/*"))
     artifact.unlink()
-    harmed = garnish(folder, "verify", "--json")
+    harmed = command_line("registry", "verify", "--json")
     assert harmed.returncode == 1
     (damage,) = json.loads(harmed.stdout)["damages"]
     assert (damage["version"], damage["problem"]) == ("acme/dragon:1", "is missing")
     assert damage["key"].endswith(artifact.name)
 
 
-def test_a_registry_that_is_not_there(folder: Path) -> None:
+def test_a_registry_that_is_not_there(folder: Path, command_line: Callable[..., Any]) -> None:
     (folder / "serverless.yml").write_text("service: s\nbase_model: ./base\n")
-    done = garnish(folder, "gc", "--state", "elsewhere")
+    done = command_line("registry", "gc", "--state", "elsewhere")
     assert (done.returncode, done.stdout) == (1, "")
     assert "name the state directory with --state" in done.stderr
     assert not (folder / "elsewhere").exists(), "looking makes nothing"

@@ -1,9 +1,11 @@
-"""`garnish simulate` and `garnish logs` as processes."""
+"""`garnish simulate` and `garnish logs`, as processes where that matters."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +23,7 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_same_seed_gives_the_same_result(trace: Path) -> None:
+def test_the_same_seed_gives_the_same_result(trace: Path, command_line: Callable[..., Any]) -> None:
     """Whatever Python's hashes are."""
     runs = [
         garnish(trace, "simulate", "maf.csv", "--nodes", "2", "--seed", "3", "--json", PYTHONHASHSEED=str(seed))
@@ -35,7 +37,7 @@ def test_the_same_seed_gives_the_same_result(trace: Path) -> None:
     summary = first["summary"]
     assert summary["requests"] == summary["done"] + summary["rejected"] == 180
     assert 0 <= summary["attainment"] <= 1
-    other = garnish(trace, "simulate", "maf.csv", "--nodes", "2", "--seed", "4", "--json")
+    other = command_line("simulate", "maf.csv", "--nodes", "2", "--seed", "4", "--json")
     assert json.loads(other.stdout)["summary"] != summary
 
 
@@ -52,14 +54,14 @@ def test_a_sweep_finds_the_smallest_pool_and_plots(trace: Path) -> None:
     assert b"Simulated" in (trace / "found.svg").read_bytes() or (trace / "found.svg").stat().st_size > 1000
 
 
-def test_lines_for_people(trace: Path) -> None:
-    done = garnish(trace, "simulate", "maf.csv", "--policy", "most_idle", "--slo", "ttft=500ms,tpot=60ms")
+def test_lines_for_people(trace: Path, command_line: Callable[..., Any]) -> None:
+    done = command_line("simulate", "maf.csv", "--policy", "most_idle", "--slo", "ttft=500ms,tpot=60ms")
     assert done.returncode == 0, done.stderr
     assert "policy most_idle" in done.stdout
     assert "SLO: ttft 500.0 ms, tpot 60.0 ms" in done.stdout
     assert "(papers)" in done.stdout
     assert "simulating 8 nodes" in done.stderr
-    missing = garnish(trace, "simulate", "maf.csv", "--sweep", "nodes=1..1", "--slo", "ttft=1ms")
+    missing = command_line("simulate", "maf.csv", "--sweep", "nodes=1..1", "--slo", "ttft=1ms")
     assert "no pool up to 1 nodes" in missing.stdout
 
 
@@ -74,9 +76,11 @@ def test_lines_for_people(trace: Path) -> None:
         (("maf.csv", "--plot", "found.nothing"), "can't be drawn"),
     ],
 )
-def test_failures_are_one_line(trace: Path, arguments: tuple[str, ...], told: str) -> None:
+def test_failures_are_one_line(
+    trace: Path, command_line: Callable[..., Any], arguments: tuple[str, ...], told: str
+) -> None:
     (trace / "bad.csv").write_text(MAF.replace("60", "many"))
-    done = garnish(trace, "simulate", *arguments)
+    done = command_line("simulate", *arguments)
     assert done.returncode == 1
     assert told in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -93,8 +97,8 @@ def test_failures_are_one_line(trace: Path, arguments: tuple[str, ...], told: st
         ("--rate", "0"),
     ],
 )
-def test_wrong_usage(trace: Path, arguments: tuple[str, ...]) -> None:
-    assert garnish(trace, "simulate", "maf.csv", *arguments).returncode == 2
+def test_wrong_usage(trace: Path, command_line: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    assert command_line("simulate", "maf.csv", *arguments).returncode == 2
 
 
 def entry(at: float, tenant: str, digest: str, **others: object) -> str:
@@ -114,8 +118,8 @@ def state(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_logs_become_a_trace_that_can_be_simulated(state: Path) -> None:
-    done = garnish(state, "logs", "--trace")
+def test_logs_become_a_trace_that_can_be_simulated(state: Path, command_line: Callable[..., Any]) -> None:
+    done = command_line("logs", "--trace")
     assert done.returncode == 0, done.stderr
     assert "acme" not in done.stdout and "zoo" not in done.stdout
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -123,20 +127,20 @@ def test_logs_become_a_trace_that_can_be_simulated(state: Path) -> None:
         (0.0, "t1", "ab" * 8, 16), (1.0, "t2", "cd" * 8, 16), (1.5, "t2", "", 0),
     ]  # fmt: skip
     (state / "trace.jsonl").write_text(done.stdout)
-    simulated = garnish(state, "simulate", "trace.jsonl", "--nodes", "1", "--json")
+    simulated = command_line("simulate", "trace.jsonl", "--nodes", "1", "--json")
     assert simulated.returncode == 0, simulated.stderr
     assert json.loads(simulated.stdout)["summary"]["done"] == 3
-    assert json.loads(garnish(state, "logs", "--trace", "--json").stdout) == lines
+    assert json.loads(command_line("logs", "--trace", "--json").stdout) == lines
 
 
-def test_logs_are_shown(state: Path) -> None:
-    assert garnish(state, "logs", "node-1", "-n", "1").stdout == "two\n"
-    every = garnish(state, "logs").stdout
+def test_logs_are_shown(state: Path, command_line: Callable[..., Any]) -> None:
+    assert command_line("logs", "node-1", "-n", "1").stdout == "two\n"
+    every = command_line("logs").stdout
     assert for_people("one") == "one" and for_people("\x1b[2J") == "\N{REPLACEMENT CHARACTER}[2J"
     line = {"time": "2026-11-23T18:40:42.784Z", "level": "info", "process": "api", "message": "said"}
     assert for_people(json.dumps(line)) == "18:40:42 INFO  api: said"
     assert "node-1\tone\n" in every and "gateway\t" in every
-    assert json.loads(garnish(state, "logs", "node-1", "--json").stdout) == {"node-1": ["one", "two"]}
+    assert json.loads(command_line("logs", "node-1", "--json").stdout) == {"node-1": ["one", "two"]}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,9 @@ def test_logs_are_shown(state: Path) -> None:
         (("logs", "--state", "nowhere", "--trace"), "there are no logs in nowhere"),
     ],
 )
-def test_logs_that_are_not_there(state: Path, arguments: tuple[str, ...], told: str) -> None:
-    done = garnish(state, *arguments)
+def test_logs_that_are_not_there(
+    state: Path, command_line: Callable[..., Any], arguments: tuple[str, ...], told: str
+) -> None:
+    done = command_line(*arguments)
     assert done.returncode == 1
     assert told in done.stderr

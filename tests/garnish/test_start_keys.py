@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from adapters import start_keys
 from adapters.keys import KeyRecord, new_key
 from adapters.local_store import LocalStore
 from adapters.records import read_record, update_record
-from adapters.start_keys import START_KEYS
 from adapters.tenants import ADMIN_KEY, MAX_KEYS, Admin, Tenant, Tenants, tenant_key
 from garnish.config import ServiceFile, load_service_file
 from garnish.credentials import Credentials
@@ -18,6 +18,15 @@ from garnish.errors import StartError
 from garnish.up.prepare import make_keys
 
 URL = "http://127.0.0.1:8080"
+KEPT = 10
+"""Keys of starts that are kept here."""
+
+
+@pytest.fixture(autouse=True)
+def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer starts than in earnest fill the room for their keys."""
+    assert KEPT < start_keys.START_KEYS < MAX_KEYS / 2
+    monkeypatch.setattr(start_keys, "START_KEYS", KEPT)
 
 
 def service(folder: Path, text: str = "") -> ServiceFile:
@@ -69,14 +78,14 @@ def test_starts_without_state_keep_keys_few(tmp_path: Path, tenants: Tenants) ->
     tenants.put("a")
     users = [tenants.add_key("a")[0] for _ in range(3)]
     first, _ = start(tmp_path, 0)
-    for number in range(1, START_KEYS + 5):
+    for number in range(1, KEPT + 5):
         last, made = start(tmp_path, number)
         assert list(made) == ["admin", "tenant a", "tenant b"]
-    assert len(admin_keys(tenants)) <= START_KEYS + 1
-    assert len(tenants.get("a").keys) <= START_KEYS + 1 + len(users)
+    assert len(admin_keys(tenants)) <= KEPT + 1
+    assert len(tenants.get("a").keys) <= KEPT + 1 + len(users)
     for key in (*users, first.admin_key, first.api_key, last.admin_key, *last.keys.values()):
         assert tenants.verify(key) is not None
-    assert start(tmp_path, START_KEYS + 4)[1] == {}, "a state that is still there has its keys"
+    assert start(tmp_path, KEPT + 4)[1] == {}, "a state that is still there has its keys"
 
 
 def test_a_full_registry_of_an_older_release_is_cleaned_up(tmp_path: Path, tenants: Tenants) -> None:
@@ -87,8 +96,8 @@ def test_a_full_registry_of_an_older_release_is_cleaned_up(tmp_path: Path, tenan
     credentials, _ = start(tmp_path, 0)
     assert tenants.verify(credentials.admin_key) is not None
     assert tenants.verify(credentials.keys["a"]) is not None
-    assert len(admin_keys(tenants)) == START_KEYS + 1
-    assert len(tenants.get("a").keys) == START_KEYS + 2
+    assert len(admin_keys(tenants)) == KEPT + 1
+    assert len(tenants.get("a").keys) == KEPT + 2
     for key in (user, of_a[0], of_a[-1], admins[0], admins[-1]):
         assert tenants.verify(key) is not None
     assert tenants.verify(of_a[1]) is tenants.verify(admins[1]) is None
@@ -96,7 +105,7 @@ def test_a_full_registry_of_an_older_release_is_cleaned_up(tmp_path: Path, tenan
 
 
 def test_keys_that_a_user_may_have_made_stay(tmp_path: Path, tenants: Tenants) -> None:
-    _, of_a = older_release(tenants, 2 * START_KEYS)
+    _, of_a = older_release(tenants, 2 * KEPT)
     second = new_key("a")  # beside the one that a start made: nobody can tell which is which
 
     def add(record: Tenant | None) -> Tenant:
@@ -140,11 +149,11 @@ def test_keys_from_the_operators_file(tmp_path: Path, tenants: Tenants) -> None:
 def test_credentials_of_a_first_start_serve_as_that_file(tmp_path: Path, tenants: Tenants) -> None:
     start(tmp_path, 0)
     named = operators_file(tmp_path, (tmp_path / "state-0" / "credentials.toml").read_text())
-    for number in range(1, START_KEYS + 5):
+    for number in range(1, KEPT + 5):
         start(tmp_path, -number)
     first, made = start(tmp_path, 1, named)
     assert made == {}
-    for number in range(START_KEYS + 5):
+    for number in range(KEPT + 5):
         start(tmp_path, -100 - number)
     assert tenants.verify(first.admin_key) is not None
 

@@ -2,15 +2,23 @@
 
 Terraform itself checks modules against the schema (provider_schema.json, of the provider's published bindings), plans
 and applies. What AWS would compute is made up. What only the provider knows is not here: its own checks of values, and
-which arguments force a replacement. Run by Terraform; `install` says where it is found.
+which arguments force a replacement. Run by Terraform, `install` says where it is found; or, by `running`, once for many
+of Terraform's commands.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 SCHEMA: dict[str, Any] = json.loads(Path(__file__).with_name("provider_schema.json").read_text())
@@ -42,6 +50,28 @@ def install(folder: Path) -> Path:
     file = folder / "terraform.rc"
     file.write_text(f'provider_installation {{\n  filesystem_mirror {{\n    path = "{folder}"\n  }}\n}}\n')
     return file
+
+
+@contextmanager
+def running() -> Iterator[str]:
+    """Provides the value for TF_REATTACH_PROVIDERS: Terraform asks one process then, and starts none of its own. What
+    that was installed, and in which version, it does not look at."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            [sys.executable, "-u", __file__, "--dev"],
+            env={**os.environ, "TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            told = next(line for line in process.stdout if "TF_REATTACH_PROVIDERS" in line)
+            (place,) = json.loads(re.findall("'(.*)'", told)[0]).values()
+            yield json.dumps({f"{host}/{NAME}": place for host in HOSTS})
+        finally:
+            process.kill()
 
 
 def made_up(name: str, kind: Any) -> Any:
@@ -143,7 +173,7 @@ def serve() -> None:
             return pb.ApplyResourceChange.Response(new_state=to_dynamic_value(state), legacy_type_system=True)
 
     tf.provider.ProviderServicer = Servicer  # type: ignore[misc,assignment]
-    tf.runner.run_provider(None)  # type: ignore[arg-type]
+    tf.runner.run_provider(SimpleNamespace(full_name=lambda: NAME))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from stacks import needs_terraform, pool, stack
+from stand_in_provider import SCHEMA
 from test_aws_modules import aws_stack
 
 from infra.changes import Change
@@ -70,8 +71,17 @@ def test_the_life_of_a_pool_in_aws(account: Account) -> None:
     assert resources(account.workspace.state()) == []
 
 
+def test_the_root_module_takes_the_provider_in_its_version(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_REATTACH_PROVIDERS")
+    with account.workspace.held():
+        account.workspace.open(pools(l40s()))
+    locked = (account.workspace.directory / ".terraform.lock.hcl").read_text()
+    assert f'version     = "{SCHEMA["provider"]}"' in locked
+
+
 def test_a_stack_without_pools_in_aws_needs_no_provider(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TF_CLI_CONFIG_FILE")
+    for name in ("TF_CLI_CONFIG_FILE", "TF_REATTACH_PROVIDERS"):
+        monkeypatch.delenv(name)
     assert account.plan(stack(pool(desired=0))) == []
 
 

@@ -22,7 +22,7 @@ from adapters.s3_url import S3Place
 from infra.errors import StalePlan, StateElsewhere, StateLocked, TerraformFailed
 from infra.render import render
 from infra.stack import Pool, Stack
-from infra.terraform import Event, environment, find_program
+from infra.terraform import Event, Program, environment, find_program
 from infra.workspace import PLAN_FILE, Workspace, digest_of, local_nodes, outputs
 
 pytestmark = needs_terraform
@@ -31,10 +31,10 @@ pytestmark = needs_terraform
 class Place:
     """A workspace and the state directory where the stand-in notes its calls."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: Program) -> None:
         self.state = folder / "state"
         self.state.mkdir()
-        self.workspace = Workspace(folder / "infra" / "demo", find_program())
+        self.workspace = Workspace(folder / "infra" / "demo", program)
         self.events: list[Event] = []
 
     def stack(self, *pools: Pool, revision: str = "1") -> Stack:
@@ -67,9 +67,14 @@ class Place:
         return sorted(local_nodes(self.workspace.state()))
 
 
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return find_program()
+
+
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def place(tmp_path: Path, program: Program) -> Place:
+    return Place(tmp_path, program)
 
 
 def test_a_pool_grows_shrinks_and_goes(place: Place) -> None:
@@ -373,10 +378,10 @@ def test_a_state_that_lies_elsewhere_is_not_left_there(place: Place, s3_endpoint
     assert place.plan(on_s3(place, "acme-moved", 1)) == [], "moved"
 
 
-def test_paths_may_hold_what_shells_and_templates_would_read(tmp_path: Path) -> None:
+def test_paths_may_hold_what_shells_and_templates_would_read(tmp_path: Path, program: Program) -> None:
     folder = tmp_path / "a $HOME '${x}' %{y} \"z\""
     folder.mkdir()
-    place = Place(folder)
+    place = Place(folder, program)
     place.plan(place.stack())
     place.apply()
     assert place.calls() == ["create here-1"], "the program was told the very path"

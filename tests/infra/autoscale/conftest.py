@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import boto3
 import pytest
@@ -12,16 +13,27 @@ REGION = "us-east-1"
 MakeGroup = Callable[[str, int, int], str]
 
 
+@pytest.fixture(scope="session")
+def clients(s3_endpoint: str) -> tuple[Any, Any]:
+    """Of autoscaling and of EC2; the latter takes long to make."""
+    group, ec2 = (boto3.client(name, region_name=REGION, endpoint_url=s3_endpoint) for name in ("autoscaling", "ec2"))
+    return group, ec2
+
+
+@pytest.fixture(scope="session")
+def image(clients: tuple[Any, Any]) -> str:
+    """Of any kind: moto's server lists hundreds, and takes long for that."""
+    return str(clients[1].describe_images()["Images"][0]["ImageId"])
+
+
 @pytest.fixture
-def make_group(s3_endpoint: str) -> Iterator[MakeGroup]:
+def make_group(clients: tuple[Any, Any], image: str) -> Iterator[MakeGroup]:
     """Makes the group of a pool, from `least` (which it has) to `most` instances; returns the service's name."""
-    group = boto3.client("autoscaling", region_name=REGION, endpoint_url=s3_endpoint)
-    ec2 = boto3.client("ec2", region_name=REGION, endpoint_url=s3_endpoint)
+    group, ec2 = clients
     made: list[str] = []
 
     def make(pool: str, least: int, most: int) -> str:
         name = f"demo{uuid.uuid4().hex[:6]}"
-        image = ec2.describe_images()["Images"][0]["ImageId"]
         ec2.create_launch_template(
             LaunchTemplateName=name, LaunchTemplateData={"ImageId": image, "InstanceType": "g6e.xlarge"}
         )

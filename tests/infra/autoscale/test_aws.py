@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,11 +32,13 @@ def test_a_size_is_set_and_told(service: str, s3_endpoint: str) -> None:
     assert driver.size("l40s").desired == 1
 
 
-def test_an_instance_whose_gpu_has_failed_is_called_unhealthy(service: str, s3_endpoint: str) -> None:
+def test_an_instance_whose_gpu_has_failed_is_called_unhealthy(
+    service: str, s3_endpoint: str, clients: tuple[Any, Any]
+) -> None:
     """Once; the group replaces it."""
     failed: list[str] = []
     driver = AwsDriver(service, REGION, s3_endpoint, failed=lambda: failed)
-    client = boto3.client("autoscaling", region_name=REGION, endpoint_url=s3_endpoint)
+    client, _ = clients
 
     def health() -> dict[str, str]:
         (group,) = client.describe_auto_scaling_groups(AutoScalingGroupNames=[f"{service}-l40s"])["AutoScalingGroups"]
@@ -140,8 +143,9 @@ def test_what_ends_does_not_live(answered: tuple[AwsDriver, Stubber]) -> None:
     assert driver.size("l40s").live == 2
 
 
-def test_nobody_answers(s3_endpoint: str) -> None:
+def test_nobody_answers(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the credentials that the endpoint's fixture sets, and nobody at the address."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # between the attempts
     with pytest.raises(InfraError, match="describe_auto_scaling_groups failed"):
         AwsDriver("demo", REGION, "http://127.0.0.1:9").size("l40s")
 
@@ -153,11 +157,11 @@ def test_a_profile_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
         AwsDriver("demo", REGION)
 
 
-def test_instances_that_are_protected_stay(service: str, s3_endpoint: str) -> None:
+def test_instances_that_are_protected_stay(service: str, s3_endpoint: str, clients: tuple[Any, Any]) -> None:
     """The size is what is desired; AWS ends no protected instance for it, and the driver does not wait for that."""
     driver = AwsDriver(service, REGION, s3_endpoint)
     driver.set_desired("l40s", 3)
-    client = boto3.client("autoscaling", region_name=REGION, endpoint_url=s3_endpoint)
+    client, _ = clients
     name = f"{service}-l40s"
     (described,) = client.describe_auto_scaling_groups(AutoScalingGroupNames=[name])["AutoScalingGroups"]
     client.set_instance_protection(
