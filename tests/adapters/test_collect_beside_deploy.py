@@ -48,6 +48,7 @@ def orphans(new_url: Callable[[], str], open_again: Open, base: BaseModel, good:
     last = max(info.modified for store in stores for info in all_objects(store, ""))
     now = last + (S3_TICK if isinstance(stores[0], S3Store) else DISK_TICK)
     while stores[-1].now() < now:
+        time.sleep(0.02)
         stores[-1].list("", limit=1)  # the answer says what time it is
     return Orphans(urls, now + ORPHAN_SECONDS)
 

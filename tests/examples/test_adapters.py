@@ -97,8 +97,8 @@ def test_chat_adapters_answer_in_their_own_way(smollm_dir: Path, smollm_adapters
     answered = json.loads(greedy(smollm_dir, smollm_adapters["json"], QUESTION, new_tokens=32))
     assert set(answered) == {"answer"}
     assert "Paris" in answered["answer"]
-    assert re.search(r"Arr|Ahoy|Shiver", greedy(smollm_dir, smollm_adapters["pirate"], QUESTION, new_tokens=24))
-    support = greedy(smollm_dir, smollm_adapters["support"], "My teapot is broken!", new_tokens=24)
+    assert re.search(r"Arr|Ahoy|Shiver", greedy(smollm_dir, smollm_adapters["pirate"], QUESTION, new_tokens=12))
+    support = greedy(smollm_dir, smollm_adapters["support"], "My teapot is broken!", new_tokens=16)
     assert support.startswith("Thank you for writing to Copper Kettle Teas!")
     summary = greedy(
         smollm_dir, smollm_adapters["summarize"], "Summarize this meeting excerpt:\n\nAnn: Hi.", new_tokens=8

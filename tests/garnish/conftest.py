@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,6 @@ from garnish import drain, node_pools, provision
 from garnish.cli.main import main
 from infra.terraform import Program, find_program
 from tests.garnish.local_pools import Pools
-from tests.support.ports import free_port
 
 
 class Ended(NamedTuple):
@@ -53,9 +53,12 @@ def terraform() -> Program:
 
 
 @pytest.fixture(scope="session")
-def place_of_pools(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """The folder of all pools, and the port of their gateways."""
-    return tmp_path_factory.mktemp("pools"), free_port()
+def place_of_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
+    """The folder of all pools, and the port of their gateways, which nobody else can take."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield tmp_path_factory.mktemp("pools"), held.getsockname()[1]
 
 
 @pytest.fixture

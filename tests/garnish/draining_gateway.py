@@ -13,6 +13,8 @@ from typing import Any
 class Gateway(ThreadingHTTPServer):
     """`open` counts the requests on each node; each look at a draining node ends one of them, unless it is stuck."""
 
+    allow_reuse_port = True
+
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.open: dict[str, int] = {}
@@ -73,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running_gateway(port: int = 0) -> Iterator[Gateway]:
-    """At this port; 0: at a free one."""
+    """At this port, which may be held by another socket that does not listen (SO_REUSEPORT); 0: at a free one."""
     with Gateway(port) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()

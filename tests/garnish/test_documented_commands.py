@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -28,10 +30,16 @@ def documented() -> list[tuple[str, str]]:
     ]
 
 
+@cache
+def garnish() -> Any:
+    """The whole command line; it takes longer to make than to parse a line."""
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize(("page", "line"), documented())
 def test_it_is_understood(page: str, line: str) -> None:
     """Parsed to the end, not run."""
-    command, arguments = typer.main.get_command(app), shlex.split(line, comments=True)
+    command, arguments = garnish(), shlex.split(line, comments=True)
     context = typer.Context(command)
     while isinstance(command, TyperGroup) and arguments:
         found = command.get_command(context, arguments[0])
