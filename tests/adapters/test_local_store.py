@@ -107,8 +107,12 @@ import multiprocessing, sys
 from pathlib import Path
 from adapters.local_store import LocalStore
 
+fork = multiprocessing.get_context("fork")
+start = fork.Barrier(4)
+
 def write(mine):
     store = LocalStore(Path(sys.argv[1]))
+    start.wait(60)
     for number in range(150):
         data = str(number).encode()
         if number % 2:
@@ -119,7 +123,7 @@ def write(mine):
         if number < 149:
             store.delete(mine)
 
-with multiprocessing.get_context("fork").Pool(4) as pool:
+with fork.Pool(4) as pool:  # a process for each
     pool.map(write, [f"a/b/{number}" for number in range(4)], 1)
 """
 

@@ -79,6 +79,8 @@ def running_gateway(port: int = 0) -> Iterator[Gateway]:
     with Gateway(port) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
