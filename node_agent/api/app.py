@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.errors import ServiceError
 from cluster.http_protocol import BoundedHttp
 from cluster.logs import set_up_logging
+from cluster.news import RECORD_INTERVAL
 from cluster.secret import is_authorized, read_secret
 from cluster.text import BaseText
 from node_agent.api.adapters import adapter_routes
@@ -45,9 +46,11 @@ KEEP_ALIVE = 90
 just being closed here."""
 
 
-def create_app(config: NodeConfig, engine_socket: Path, registry: RequestRegistry, secret: str) -> ASGIApp:
-    """Returns the service of one node. Its lifespan listens for the engine and publishes records from
-    `registry.url`."""
+def create_app(
+    config: NodeConfig, engine_socket: Path, registry: RequestRegistry, secret: str, interval: float = RECORD_INTERVAL
+) -> ASGIApp:
+    """Returns the service of one node. Its lifespan listens for the engine and publishes records from `registry.url`,
+    `interval` seconds apart."""
     text = BaseText(Path(config.engine.model_dir))
     generate = Generate(registry, TokenText(text), config.node_id)
 
@@ -56,7 +59,7 @@ def create_app(config: NodeConfig, engine_socket: Path, registry: RequestRegistr
         link = EngineLink(engine_socket, registry)
         registry.attach(link)
         await link.start()
-        publishing = asyncio.create_task(Publisher(registry, config.gateway_url, secret).run())
+        publishing = asyncio.create_task(Publisher(registry, config.gateway_url, secret, interval).run())
         watching = asyncio.create_task(watch_engine(registry, engine_socket.with_name(NAME)))
         try:
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from tests.node_agent.scripted_engine import READY, ScriptedEngine
 
 SECONDS = 200.0
 """Bound of one scenario."""
+INTERVAL_S = 0.02
+"""Between two records: scenarios wait for many."""
 
 
 class Gateway:
@@ -60,9 +63,9 @@ class Gateway:
 class Node:
     """A served node and the means to talk to it from both sides."""
 
-    def __init__(self, url: str, socket: Path, secret: str, registry: RequestRegistry, gateway: Gateway) -> None:
+    def __init__(self, url: str, engine_socket: Path, secret: str, registry: RequestRegistry, gateway: Gateway) -> None:
         self.url = url
-        self.socket = socket
+        self.socket = engine_socket
         self.secret = secret
         self.registry = registry
         self.gateway = gateway
@@ -144,13 +147,11 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
         registry = RequestRegistry(config, read_limits(model_dir), backstop)
         listener = listen(config.host, config.port)
         registry.url = url_of(listener, gateway_url)
-        socket = Path(config.run_dir) / "engine.sock"
-        app = create_app(config, socket, registry, secret)
-        server = uvicorn.Server(
-            uvicorn.Config(app, http=BoundedHttp, log_config=None, lifespan="on", timeout_graceful_shutdown=1)
-        )
+        engine_socket = Path(config.run_dir) / "engine.sock"
+        app = create_app(config, engine_socket, registry, secret, INTERVAL_S)
+        server = Server(uvicorn.Config(app, http=BoundedHttp, log_config=None, lifespan="on"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        node = Node(registry.url, socket, secret, registry, gateway)
+        node = Node(registry.url, engine_socket, secret, registry, gateway)
         try:
             await gateway.records.get()
             yield node
@@ -158,8 +159,31 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
             for engine in node.engines:
                 await engine.close()
             await node.session.close()
-            server.should_exit = True
+            server.told.set()
             await serving
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that ends when it is told to. uvicorn looks ten times a second, and pauses as it ends."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.told = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.told.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in [*self.servers, *(sockets or [])]:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if self.server_state.tasks:  # of callers that are gone
+            _, left = await asyncio.wait(self.server_state.tasks, timeout=1.0)
+            for task in left:
+                task.cancel()
+        await self.lifespan.shutdown()
 
 
 @contextlib.asynccontextmanager

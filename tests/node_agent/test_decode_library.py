@@ -95,7 +95,7 @@ class SlowOperations(TorchOperations):
 
     def decode_attention(self, *given: Any, **named: Any) -> None:
         super().decode_attention(*given, **named)
-        time.sleep(0.2)
+        time.sleep(0.1)
 
 
 Install = Callable[[Any], Any]
@@ -155,7 +155,7 @@ def test_a_library_that_is_slower_or_wrong_is_not_used(
     install: Install, kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    slow = install(kind(seconds=0.3))
+    slow = install(kind(seconds=0.1))
     assert choose_decode_attention(TorchOperations(), layers(), Stream()) is None and slow.calls
     install(kind(off=3 * TOLERANCE[torch.bfloat16] * 5))
     assert choose_decode_attention(SlowOperations(), layers(), Stream()) is None

@@ -249,22 +249,22 @@ def test_waits_for_an_adapter_are_told_of_one_that_was_preempted_meanwhile(
     begun = time.monotonic()
     cheap = engine.submit(STORY, 5, adapter, ignore_eos=True, tenant="cheap", slo_class="best_effort")
     engine.run(until=lambda: cheap in engine.engine.running and engine.engine.running[cheap].wants_whole)
-    time.sleep(0.2)
+    time.sleep(0.05)
     call = strict(engine, 100)
     engine.step()
     assert engine.outcomes[call].admitted
     if arrives == "while it waits for a row":
         gate.open()
-        time.sleep(0.5)
+        time.sleep(0.2)
     else:
         engine.run(until=lambda: engine.outcomes[call].finished is not None)
         gate.open()
     engine.run()
     took, finished = time.monotonic() - begun, ended(engine, cheap)
     assert finished.preemptions == 1
-    assert 0.2 <= finished.cold_start.exposed <= finished.cold_start.load
+    assert 0.05 <= finished.cold_start.exposed <= finished.cold_start.load
     if arrives == "while it waits for a row":
-        assert finished.cold_start.exposed <= took - 0.5, "in which it waited for a row"
+        assert finished.cold_start.exposed <= took - 0.2, "in which it waited for a row"
 
 
 @pytest.mark.parametrize(("standard", "waits"), [(0, False), (3, False), (3, True), (8, True)])

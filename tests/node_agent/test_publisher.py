@@ -100,7 +100,7 @@ def test_a_gateway_that_is_away_is_tried_until_it_is_back(
 
     async def scenario() -> None:
         registry = WatchedRegistry(node_config(tmp_path, stories_dir, "unused"))
-        publishing = asyncio.create_task(Publisher(registry, f"http://127.0.0.1:{port}", "secret").run())
+        publishing = asyncio.create_task(Publisher(registry, f"http://127.0.0.1:{port}", "secret", 0.02).run())
         for _ in range(4):
             await registry.made.get()
         app = web.Application()
@@ -137,13 +137,13 @@ def test_news_come_at_their_interval_whatever_happens(tmp_path: Path, stories_di
     async def scenario() -> None:
         registry = RequestRegistry(node_config(tmp_path, stories_dir, "unused"), LIMITS)
         async with gateway_server(gateway) as url:
-            publishing = asyncio.create_task(Publisher(registry, url, "secret", interval=1.0).run())
+            publishing = asyncio.create_task(Publisher(registry, url, "secret", interval=0.2).run())
             begin = asyncio.get_running_loop().time()
             for index in range(3):
                 for _ in range(50):
                     registry.draining = not registry.draining
                 await gateway.records.get()
-                assert asyncio.get_running_loop().time() - begin >= 0.99 * index
+                assert asyncio.get_running_loop().time() - begin >= 0.2 * 0.99 * index
             publishing.cancel()
             await asyncio.wait({publishing})
 
@@ -153,7 +153,7 @@ def test_news_come_at_their_interval_whatever_happens(tmp_path: Path, stories_di
 def test_all_that_there_is_is_told_once_to_a_gateway_that_takes_long(
     tmp_path: Path, stories_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "POST_SECONDS", 0.2)
+    monkeypatch.setattr(publisher, "POST_SECONDS", 0.05)
     monkeypatch.setattr(publisher, "WHOLE_SECONDS", 60.0)
     told: list[News] = []
     go_on, third = asyncio.Event(), asyncio.Event()
@@ -173,8 +173,8 @@ def test_all_that_there_is_is_told_once_to_a_gateway_that_takes_long(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]
         registry = WatchedRegistry(node_config(tmp_path, stories_dir, "unused"))
-        publishing = asyncio.create_task(Publisher(registry, f"http://127.0.0.1:{port}", "secret").run())
-        await asyncio.sleep(1.0)  # five times what other news wait
+        publishing = asyncio.create_task(Publisher(registry, f"http://127.0.0.1:{port}", "secret", 0.02).run())
+        await asyncio.sleep(0.25)  # five times what other news wait
         assert [news.changes.since for news in told] == [WHOLE]
         go_on.set()
         await third.wait()

@@ -58,12 +58,13 @@ def values(fake: FakeNvml) -> FakeNvml:
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts samplers, which end with the test."""
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts samplers, which hardly pause and end with the test."""
+    monkeypatch.setattr(sampler_module, "LEAST_PAUSE_S", 0.002)
     started: list[Sampler] = []
 
     def begin(clock: Callable[[], float] = time.monotonic) -> Sampler:
-        sampler = Sampler("GPU-2", interval=0.02, clock=clock)
+        sampler = Sampler("GPU-2", interval=0.01, clock=clock)
         started.append(sampler)
         sampler.start()
         return sampler
