@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from cluster.messages import Done, Event, Failed, GenerateRequest, Sampling, Started, Token
 from cluster.news import NodeRecord
@@ -19,27 +21,35 @@ from tests.node_agent.served_node import Node, node_config, request_of, run_scen
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ("", "Once upon a time", "Lily and Ben went to the park", "The dog", "One day, a cat")
+SETTINGS = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_memory": 1 << 24}
+
+
+@pytest.fixture(scope="module")
+def place(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of a node whose engine process serves one API process after another: each test's own."""
+    directory = tmp_path_factory.mktemp("node")
+    (directory / "registry").mkdir()
+    node = node_config(directory, stories_dir, "unused", **SETTINGS)
+    socket = Path(node.run_dir) / "engine.sock"
+    config = EngineProcessConfig(socket=str(socket), parent=os.getpid(), engine=node.engine)
+    socket.parent.mkdir(mode=0o700)
+    command = [sys.executable, "-m", "node_agent.engine_process"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(config))
+        process.stdin.close()
+        try:
+            yield directory
+        finally:
+            process.terminate()
+        assert process.wait(60) == 0
 
 
 @contextlib.asynccontextmanager
 async def node_with_engine(directory: Path, model_dir: Path) -> AsyncIterator[tuple[Node, NodeRecord]]:
     """A served node whose engine is ready, and the record of it at rest."""
-    (directory / "registry").mkdir()
-    settings = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_memory": 1 << 24}
-    async with served_node(directory, model_dir, **settings) as node:
-        engine = node_config(directory, model_dir, "unused", **settings).engine
-        config = EngineProcessConfig(socket=str(node.socket), parent=os.getpid(), engine=engine)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "node_agent.engine_process"), cwd=ROOT, stdin=asyncio.subprocess.PIPE
-        )
-        try:
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(config))
-            process.stdin.close()
-            yield node, await node.record_where(lambda r: r.state == "ready" and r.kv_blocks_free > 0)
-        finally:
-            process.terminate()
-            await process.wait()
+    async with served_node(directory, model_dir, **SETTINGS) as node:
+        yield node, await node.record_where(lambda r: r.state == "ready" and r.kv_blocks_free > 0)
 
 
 def text_of(events: list[Event]) -> str:
@@ -58,11 +68,11 @@ async def leave_early(node: Node, request: GenerateRequest, after: int) -> None:
         stream.response.close()
 
 
-def test_callers_in_a_crowd_get_what_they_get_alone(tmp_path: Path, stories_dir: Path) -> None:
+def test_callers_in_a_crowd_get_what_they_get_alone(place: Path, stories_dir: Path) -> None:
     text = BaseText(stories_dir)
 
     async def scenario() -> None:
-        async with node_with_engine(tmp_path, stories_dir) as (node, rest):
+        async with node_with_engine(place, stories_dir) as (node, rest):
             requests = [
                 request_of(f"r{index}", base=rest.base, token_ids=text.encode_prompt(prompt), max_tokens=40 + index)
                 for index, prompt in enumerate(PROMPTS)
@@ -90,9 +100,9 @@ def test_callers_in_a_crowd_get_what_they_get_alone(tmp_path: Path, stories_dir:
     run_scenario(scenario())
 
 
-def test_a_stop_string_frees_the_engine(tmp_path: Path, stories_dir: Path) -> None:
+def test_a_stop_string_frees_the_engine(place: Path, stories_dir: Path) -> None:
     async def scenario() -> None:
-        async with node_with_engine(tmp_path, stories_dir) as (node, rest):
+        async with node_with_engine(place, stories_dir) as (node, rest):
             whole = text_of(await answer(node, request_of("whole", base=rest.base)))
             stop = whole[20:26]
             events = await answer(node, request_of("stopped", base=rest.base, stop=[stop]))
@@ -106,9 +116,9 @@ def test_a_stop_string_frees_the_engine(tmp_path: Path, stories_dir: Path) -> No
     run_scenario(scenario())
 
 
-def test_a_timeout_ends_with_the_text_so_far(tmp_path: Path, stories_dir: Path) -> None:
+def test_a_timeout_ends_with_the_text_so_far(place: Path, stories_dir: Path) -> None:
     async def scenario() -> None:
-        async with node_with_engine(tmp_path, stories_dir) as (node, rest):
+        async with node_with_engine(place, stories_dir) as (node, rest):
             request = request_of("late", base=rest.base, max_tokens=500, ignore_eos=True, timeout=0.25)
             events = await answer(node, request)
             sent, last = sum(isinstance(event, Token) for event in events), events[-1]

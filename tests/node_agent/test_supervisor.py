@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,99 +118,102 @@ def wait_for_end(pid: int) -> None:
         os.close(fd)
 
 
-def test_killed_processes_come_back(tmp_path: Path, stories_dir: Path) -> None:
-    async def scenario() -> None:
-        async with supervised(tmp_path, stories_dir) as node:
-            await node.logged("child started", "engine")
-            record = await node.ready()
-            assert await node.greedy_text(record) == GREEDY.read_bytes()
-
-            async with node.generate(record, max_tokens=400, ignore_eos=True, id="cut") as stream:
-                assert isinstance(await stream.next(), Started)
-                assert isinstance(await stream.next(), Token)
-                os.kill(node.pids["engine"], signal.SIGKILL)
-                failed = (await stream.rest())[-1]
-            assert isinstance(failed, Failed)
-            assert (failed.type, failed.retryable) == ("node_failed", False)
-            assert (await node.logged("child ended", "engine"))["code"] == -signal.SIGKILL
-            assert (await node.gateway.record_where(lambda r: r.state == "warming")).error
-            record = await node.ready()
-            assert await node.greedy_text(record) == GREEDY.read_bytes()
-
-            os.kill(node.pids["api"], signal.SIGKILL)
-            await node.logged("child started", "api")
-            again = await node.ready(not_epoch=record.epoch)
-            assert await node.greedy_text(again) == GREEDY.read_bytes(), "the engine connected again and is still warm"
-
-            async with node.generate(again, max_tokens=50, ignore_eos=True) as stream:
-                assert isinstance(await stream.next(), Started)
-                node.process.send_signal(signal.SIGTERM)
-                assert isinstance((await stream.rest())[-1], Done), "an open stream may end"
-            assert await node.problems() == [], "what is told to stop, and does, is no problem"
-            assert await node.process.wait() == 0
-            for pid in node.pids.values():
-                wait_for_end(pid)
-
-    run_scenario(scenario())
-
-
-def test_a_stopped_engine_is_passed_over_until_it_goes_on_and_none_outlives_its_supervisor(
-    tmp_path: Path, stories_dir: Path
-) -> None:
-    """SIGSTOP to the engine: its connection stays, and nobody waits for it. Then SIGKILL to the supervisor."""
-
-    async def scenario() -> None:
-        async with supervised(tmp_path, stories_dir) as node:
-            await node.logged("child started", "engine")
-            record = await node.ready()
-            async with node.generate(record, max_tokens=400, ignore_eos=True, id="cut") as stream:
-                assert isinstance(await stream.next(), Started)
-                assert isinstance(await stream.next(), Token)
-                os.kill(node.pids["engine"], signal.SIGSTOP)
-                stopped = await node.gateway.record_where(lambda r: r.state != "ready")
-                assert "stood still" in stopped.error
-                failed = (await stream.rest())[-1]
-            assert isinstance(failed, Failed)
-            assert (failed.type, failed.retryable) == ("node_failed", False)
-            os.kill(node.pids["engine"], signal.SIGCONT)
-            again = await node.gateway.record_where(lambda r: r.state == "ready" and r.seq > stopped.seq)
-            assert again.running == 0
-            assert await node.greedy_text(again) == GREEDY.read_bytes()
-
-            node.process.kill()
-            await node.process.wait()
-            for pid in node.pids.values():
-                await asyncio.to_thread(wait_for_end, pid)
-
-    run_scenario(scenario())
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_node_stops_while_it_warms(tmp_path: Path, stories_dir: Path, number: signal.Signals) -> None:
-    async def scenario() -> None:
-        async with supervised(tmp_path, stories_dir) as node:
-            await node.logged("child started", "engine")
-            node.process.send_signal(number)
-            assert await node.process.wait() == 0
-            for pid in node.pids.values():
-                await asyncio.to_thread(wait_for_end, pid)
-
-    run_scenario(scenario())
-
-
-def test_an_engine_that_can_t_start_is_tried_again_and_reported(tmp_path: Path, stories_dir: Path) -> None:
+async def reports_an_engine_that_can_not_start(node: Supervised) -> None:
     """The API process lives on meanwhile and says that it warms."""
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):  # no weights
-        (broken / name).write_bytes((stories_dir / name).read_bytes())
+    assert (await node.logged("child ended", "engine"))["code"] == 1
+    record = await node.gateway.record_where(lambda r: "exit code 1" in r.error)
+    assert (record.state, record.base) == ("warming", "")
+
+
+async def passes_over_a_stopped_engine(node: Supervised, record: NodeRecord) -> NodeRecord:
+    """SIGSTOP to the engine: its connection stays, and nobody waits for it until it goes on."""
+    async with node.generate(record, max_tokens=400, ignore_eos=True, id="cut") as stream:
+        assert isinstance(await stream.next(), Started)
+        assert isinstance(await stream.next(), Token)
+        os.kill(node.pids["engine"], signal.SIGSTOP)
+        stopped = await node.gateway.record_where(lambda r: r.state != "ready")
+        assert "stood still" in stopped.error
+        failed = (await stream.rest())[-1]
+    assert isinstance(failed, Failed)
+    assert (failed.type, failed.retryable) == ("node_failed", False)
+    os.kill(node.pids["engine"], signal.SIGCONT)
+    again = await node.gateway.record_where(lambda r: r.state == "ready" and r.seq > stopped.seq)
+    assert again.running == 0
+    assert await node.greedy_text(again) == GREEDY.read_bytes()
+    return again
+
+
+async def starts_a_killed_engine_again(node: Supervised, record: NodeRecord) -> NodeRecord:
+    async with node.generate(record, max_tokens=400, ignore_eos=True, id="cut again") as stream:
+        assert isinstance(await stream.next(), Started)
+        assert isinstance(await stream.next(), Token)
+        os.kill(node.pids["engine"], signal.SIGKILL)
+        failed = (await stream.rest())[-1]
+    assert isinstance(failed, Failed)
+    assert (failed.type, failed.retryable) == ("node_failed", False)
+    assert (await node.logged("child ended", "engine"))["code"] == -signal.SIGKILL
+    assert (await node.gateway.record_where(lambda r: r.state == "warming")).error
+    record = await node.ready()
+    assert await node.greedy_text(record) == GREEDY.read_bytes()
+    return record
+
+
+async def starts_a_killed_api_process_again(node: Supervised, record: NodeRecord) -> NodeRecord:
+    os.kill(node.pids["api"], signal.SIGKILL)
+    await node.logged("child started", "api")
+    again = await node.ready(not_epoch=record.epoch)
+    assert await node.greedy_text(again) == GREEDY.read_bytes(), "the engine connected again and is still warm"
+    return again
+
+
+async def stops_in_order(node: Supervised, record: NodeRecord) -> None:
+    async with node.generate(record, max_tokens=50, ignore_eos=True) as stream:
+        assert isinstance(await stream.next(), Started)
+        node.process.send_signal(signal.SIGINT)
+        assert isinstance((await stream.rest())[-1], Done), "an open stream may end"
+    assert await node.problems() == [], "what is told to stop, and does, is no problem"
+    assert await node.process.wait() == 0
+    for pid in node.pids.values():
+        wait_for_end(pid)
+
+
+def test_processes_come_back_whatever_ends_them(tmp_path: Path, stories_dir: Path) -> None:
+    """One node: an engine that lacks its weights at first, one that is stopped, both processes killed, and the end."""
+    model_dir = tmp_path / "model"
+    shutil.copytree(stories_dir, model_dir)
+    weights = model_dir / "model.safetensors"
+    weights.rename(tmp_path / "kept")
 
     async def scenario() -> None:
-        async with supervised(tmp_path, broken) as node:
-            for _ in range(2):
-                assert (await node.logged("child ended", "engine"))["code"] == 1
-            record = await node.gateway.record_where(lambda r: "exit code 1" in r.error)
-            assert (record.state, record.base) == ("warming", "")
+        async with supervised(tmp_path, model_dir) as node:
+            await reports_an_engine_that_can_not_start(node)
+            (tmp_path / "kept").rename(weights)
+            record = await node.ready()
+            await node.logged("child started", "engine")
+            assert await node.greedy_text(record) == GREEDY.read_bytes()
+            record = await passes_over_a_stopped_engine(node, record)
+            record = await starts_a_killed_engine_again(node, record)
+            record = await starts_a_killed_api_process_again(node, record)
+            await stops_in_order(node, record)
+
+    run_scenario(scenario())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_node_ends_while_it_warms_and_no_process_outlives_it(
+    tmp_path: Path, stories_dir: Path, number: signal.Signals
+) -> None:
+    """By SIGKILL the API process has begun to serve, and the engine, most often, has not begun."""
+
+    async def scenario() -> None:
+        async with supervised(tmp_path, stories_dir) as node:
+            await node.logged("child started", "engine")
+            if number == signal.SIGKILL:
+                await node.gateway.records.get()
+            node.process.send_signal(number)
+            assert await node.process.wait() == (0 if number == signal.SIGTERM else -number)
+            for pid in node.pids.values():
+                await asyncio.to_thread(wait_for_end, pid)
 
     run_scenario(scenario())
 
@@ -302,7 +306,14 @@ def test_a_child_whose_parent_is_gone_does_not_start(tmp_path: Path, stories_dir
     assert b"is gone" in done.stderr
 
 
-@pytest.mark.parametrize("module", ["node_agent.api.app", "node_agent.supervisor"])
-def test_only_the_engine_pays_for_torch(module: str) -> None:
-    probe = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, timeout=60).returncode == 0
+def test_only_the_engine_pays_for_torch() -> None:
+    """Neither the supervisor nor, in the same process, the API process's modules load it."""
+    probe = """
+import sys
+for name in ("node_agent.supervisor", "node_agent.api.app"):
+    __import__(name)
+    if {"torch", "transformers"} & {*sys.modules}:
+        sys.exit(name)
+"""
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
