@@ -46,7 +46,7 @@ def make_engine(stories_dir: Path, load_stories: LoadModel, tmp_path: Path) -> I
     engines: list[LocalEngine] = []
 
     def make(model_dir: Path | None = None, registry: Path | str | None = None, **settings: Any) -> LocalEngine:
-        if settings.get("runner", "auto") == "auto":
+        if settings.get("runner", "auto") in ("auto", "transformers", "cuda"):
             settings.setdefault("load", load_stories)
         settings.setdefault("prefix_cache", "auto")
         settings.setdefault("dtype", "float32")
@@ -81,8 +81,9 @@ def drawn_adapters(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
     return [make_adapter(stories_dir, root / f"drawn{i}", i, dtypes[i % 3], **draw_adapter(rng, 5)) for i in range(12)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def world(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Its adapters take seconds to make. Tests leave its objects as they were."""
     return World(stories_dir, tmp_path_factory.mktemp("world"))
 
 

@@ -4,6 +4,7 @@ are short for the next one, and adapter memory is theirs."""
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from node_agent.engine.admission import STARVED_AFTER
 from node_agent.engine.promises import LEAST_BESIDE_FLOOD, UNKNOWN_SHARE
 from node_agent.engine.reserves import AWAITED_SECONDS
 from node_agent.performance.drift import Drift
+from node_agent.runner.transformers_runner import LoadModel
 from tests.node_agent.test_chunks_within_promises import MODEL
 from tests.node_agent.test_floods import watch
 from tests.support.exact import Case, Tally, check
@@ -152,17 +154,26 @@ def test_best_effort_does_not_evict_what_others_call(make_engine: MakeEngine, dr
     assert not engine.engine.store.on_device(wanted.digest)
 
 
+@pytest.fixture(scope="module")
+def largest(
+    stories_dir: Path, load_stories: LoadModel, drawn_adapters: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> int:
+    """Bytes on the device of the largest of the first three adapters."""
+    sizes = {"dtype": "float32", "threads": 1, "kv_memory": 1 << 20, "adapter_memory": 8 << 20, "host_memory": 8 << 20}
+    made = LocalEngine(stories_dir, tmp_path_factory.mktemp("registry"), load=load_stories, **sizes)
+    with closing(made) as engine:
+        for path in drawn_adapters[:3]:
+            batch(engine, 1, STORY, adapter=engine.deploy(path), length=1)
+        engine.run()
+        return max(resident.bytes for resident in engine.engine.store.residents())
+
+
 @pytest.mark.parametrize("slots", [1, 2, 8])
 @pytest.mark.parametrize("times", [1.0, 1.4, 2.0, 3.0])
 def test_what_others_call_all_the_time_keeps_no_best_effort_out_for_ever(
-    make_engine: MakeEngine, drawn_adapters: list[Path], times: float, slots: int
+    make_engine: MakeEngine, drawn_adapters: list[Path], largest: int, times: float, slots: int
 ) -> None:
     """However large its adapter is, and however little memory there is beside it."""
-    sizes = make_engine(max_rows=4)
-    for path in drawn_adapters[:3]:
-        batch(sizes, 1, STORY, adapter=sizes.deploy(path), length=1)
-    sizes.run()
-    largest = max(resident.bytes for resident in sizes.engine.store.residents())
     engine = make_engine(max_rows=4, adapter_slots=slots, adapter_memory=int(times * largest))
     adapters = [engine.deploy(path) for path in drawn_adapters[:3]]
     for theirs in adapters:

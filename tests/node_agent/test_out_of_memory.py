@@ -35,6 +35,8 @@ def allocate_by_cuda() -> None:
 
 
 ALLOCATIONS = [allocate_by_torch, allocate_by_python, allocate_by_cuda]
+PLACES = {"start": -1, "amid": 2, "end": 5}
+"""Layers, as Short has them."""
 
 
 class Short:
@@ -83,8 +85,14 @@ def test_what_counts_as_too_little_memory() -> None:
     assert unless_out_of_memory(lambda: 3) == 3
 
 
-@pytest.mark.parametrize("layer", [-1, 2, 5], ids=["start", "amid", "end"])
-@pytest.mark.parametrize("allocate", ALLOCATIONS)
+@pytest.mark.parametrize(
+    ("allocate", "layer"),
+    [
+        pytest.param(allocate, layer, marks=[] if number == place else pytest.mark.slow)
+        for number, allocate in enumerate(ALLOCATIONS)
+        for place, layer in enumerate(PLACES.values())
+    ],
+)
 def test_requests_are_answered_in_smaller_passes(
     make_engine: MakeEngine, drawn_adapters: list[Path], reference: PeftReference,
     allocate: Callable[[], None], layer: int,
@@ -109,7 +117,7 @@ def test_requests_are_answered_in_smaller_passes(
     assert not engine.engine.cold.replays, "no worker failed"
 
 
-@pytest.mark.parametrize("layer", [-1, 2, 5], ids=["start", "amid", "end"])
+@pytest.mark.parametrize("layer", PLACES.values(), ids=PLACES)
 def test_a_request_that_is_too_much_alone_fails_alone(make_engine: MakeEngine, layer: int) -> None:
     engine = make_engine(max_rows=8)
     alone = [engine.submit(STORY, 20, sampling=SEEDED, ignore_eos=True) for _ in range(3)]
