@@ -159,7 +159,7 @@ async def served_node(directory: Path, model_dir: Path, backstop: float = 5.0, *
             for engine in node.engines:
                 await engine.close()
             await node.session.close()
-            server.told.set()
+            server.ending.set()
             await serving
 
 
@@ -168,11 +168,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.told = asyncio.Event()
+        self.ending = asyncio.Event()
 
     async def main_loop(self) -> None:
         await self.on_tick(0)
-        await self.told.wait()
+        await self.ending.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in [*self.servers, *(sockets or [])]:

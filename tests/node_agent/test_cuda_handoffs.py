@@ -251,7 +251,7 @@ def test_buckets_of_an_engine(make_engine: MakeEngine) -> None:
 def test_pieces_that_fail_are_not_used(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
-    runner = make_engine(runner="cuda", max_rows=4).engine.runner
+    runner = make_engine(runner="cuda", max_rows=4, chunk_tokens=64).engine.runner
     assert isinstance(runner, CudaRunner)
     captured: Counter[str] = Counter()
 

@@ -175,7 +175,7 @@ def engine(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> LocalEng
     monkeypatch.setattr(cuda_runner, "open_stream", lambda _: stream)
     monkeypatch.setattr(cuda_runner, "CudaRunner", Noting)
     Noting.stands = []
-    made = make_engine(runner="cuda", max_rows=4, block_tokens=4)
+    made = make_engine(runner="cuda", max_rows=4, block_tokens=4, chunk_tokens=64)
     stream.late = True
     return made
 
@@ -243,7 +243,7 @@ def test_prompts_that_differ_are_not_captured(
             self.walk.residual += 0.5
 
     monkeypatch.setattr(PromptBucket, "enqueue", wrong)
-    engine = make_engine(runner="cuda", max_rows=4)
+    engine = make_engine(runner="cuda", max_rows=4, chunk_tokens=64)
     (record,) = [record for record in caplog.records if "prompts are not captured" in record.message]
     assert "a prompt in a bucket of 64 tokens and 4 rows: logits" in record.reason
     runner = engine.engine.runner

@@ -220,7 +220,7 @@ def test_captured_steps_that_differ_are_not_used(
             return lambda: None
 
     monkeypatch.setattr(cuda_runner, "open_stream", lambda _: Broken())
-    engine = make_engine(runner="cuda", max_rows=4)
+    engine = make_engine(runner="cuda", max_rows=4, chunk_tokens=64)
     assert any("decode steps are not captured" in record.message for record in caplog.records)
     done = engine.submit([1, 20, 21], 4)
     engine.run()
@@ -243,9 +243,9 @@ class SmallDevice(Stream):
 def test_a_device_too_small_for_captured_steps_serves_without(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = make_engine(runner="cuda", max_rows=4)
+    wanted = make_engine(runner="cuda", max_rows=4, chunk_tokens=64)
     monkeypatch.setattr(cuda_runner, "open_stream", lambda _: SmallDevice("CUDA error: out of memory"))
-    engine = make_engine(runner="cuda", max_rows=4)
+    engine = make_engine(runner="cuda", max_rows=4, chunk_tokens=64)
     (record,) = [record for record in caplog.records if "decode steps are not captured" in record.message]
     assert "fewer node.max_rows" in record.reason
     runner = engine.engine.runner
@@ -256,7 +256,7 @@ def test_a_device_too_small_for_captured_steps_serves_without(
     assert engine.results([done[0]]) == wanted.results([done[1]])
     monkeypatch.setattr(cuda_runner, "open_stream", lambda _: SmallDevice("operation not permitted when capturing"))
     with pytest.raises(RuntimeError, match="can't capture decode steps of 4 rows: operation not permitted"):
-        make_engine(runner="cuda", max_rows=4)
+        make_engine(runner="cuda", max_rows=4, chunk_tokens=64)
 
 
 def test_another_activation_is_refused(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_rows_whose_adapter_is_on_its_way(
 ) -> None:
     """A CPU worker computes a prompt and decode steps, beside rows of the base, which are captured when they are
     alone; then the adapter arrives."""
-    engine = make_engine(runner="cuda", cpu_workers=1, max_rows=4)
+    engine = make_engine(runner="cuda", cpu_workers=1, max_rows=4, chunk_tokens=64)
     layers, starts = engine.base.num_layers, engine.engine.cold_start
     starts.plan = lambda lease, n_tokens, ahead: Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)
     starts.joining = lambda waiting, others: {lease.digest for lease, _ in waiting if starts.can_step(lease)}

@@ -40,7 +40,9 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> LateStream:
 @pytest.fixture
 def pair(make_engine: MakeEngine, stream: LateStream, drawn_adapters: list[Path]) -> dict[str, LocalEngine]:
     """Engines with either runner, and two adapters on their devices."""
-    engines = {name: make_engine(runner=name, max_rows=4, block_tokens=4) for name in ("transformers", "cuda")}
+    engines = {
+        name: make_engine(runner=name, max_rows=4, block_tokens=4, chunk_tokens=64) for name in ("transformers", "cuda")
+    }
     for engine in engines.values():
         for path in drawn_adapters[:2]:
             engine.submit([1, 30, 31], 1, engine.deploy(path))
@@ -124,7 +126,7 @@ def test_rows_may_share_blocks(make_engine: MakeEngine, stream: LateStream) -> N
     """Together they have more than there are."""
     prompt, made = [1, *range(60, 120)], {}
     for name in ("transformers", "cuda"):
-        engine = make_engine(runner=name, max_rows=4, block_tokens=4, kv_memory=40 * BLOCK_BYTES)
+        engine = make_engine(runner=name, max_rows=4, block_tokens=4, chunk_tokens=64, kv_memory=40 * BLOCK_BYTES)
         first = engine.submit(prompt, TOKENS, ignore_eos=True)
         engine.run(until=lambda engine=engine, first=first: bool(engine.outcomes[first].tokens))
         others = [engine.submit([*prompt[:57], end], TOKENS, ignore_eos=True) for end in (5, 6)]
@@ -138,7 +140,7 @@ def test_rows_may_share_blocks(make_engine: MakeEngine, stream: LateStream) -> N
 
 def test_blocks_of_a_step_that_runs_are_waited_for(make_engine: MakeEngine, stream: LateStream) -> None:
     """A strict request that takes them from others enters when the step has ended; the others go on later, unharmed."""
-    engine = make_engine(runner="cuda", max_rows=8, block_tokens=4, kv_memory=41 * BLOCK_BYTES)
+    engine = make_engine(runner="cuda", max_rows=8, block_tokens=4, chunk_tokens=16, kv_memory=41 * BLOCK_BYTES)
     flood = [engine.submit([1, 50 + i], 44, tenant="cheap", slo_class="best_effort", ignore_eos=True) for i in range(3)]
     to_decoding(engine)
     with stream.running_late():
@@ -156,7 +158,7 @@ def test_blocks_of_a_step_that_runs_are_waited_for(make_engine: MakeEngine, stre
 
 def test_a_step_of_which_nothing_counts_is_waited_for(make_engine: MakeEngine, stream: LateStream) -> None:
     """Nobody else would say when the blocks of all its rows are free."""
-    engine = make_engine(runner="cuda", max_rows=8, block_tokens=4, kv_memory=41 * BLOCK_BYTES)
+    engine = make_engine(runner="cuda", max_rows=8, block_tokens=4, chunk_tokens=16, kv_memory=41 * BLOCK_BYTES)
     gives = engine.submit([1, 50], 120, tenant="cheap", slo_class="best_effort", ignore_eos=True)
     to_decoding(engine)
     with stream.running_late():
@@ -227,7 +229,7 @@ def test_what_comes_between_two_steps(
 
 
 def test_a_promise_between_tokens_is_looked_at_before_every_step(make_engine: MakeEngine) -> None:
-    engine = make_engine(runner="cuda", max_rows=1)
+    engine = make_engine(runner="cuda", max_rows=1, chunk_tokens=64)
     engine.submit([1, 60, 61], 6, slo_class="strict", tpot=5.0, ignore_eos=True)
     to_decoding(engine)
     while engine.engine.busy:

@@ -13,7 +13,7 @@ from tests.support.local_engine import LocalEngine, MakeEngine
 from tests.support.peft_reference import PeftReference
 
 FEW_PASSES = 3
-LONG = 300
+LONG = 100
 
 
 def passes_until_first_token(engine: LocalEngine, request: str) -> int:
@@ -35,7 +35,7 @@ def flooded(engine: LocalEngine, count: int = 60, length: int = LONG, tenant: st
 
 @pytest.mark.parametrize("full", ["rows", "blocks"])
 def test_the_first_call_does_not_wait(make_engine: MakeEngine, reference: PeftReference, full: str) -> None:
-    rows, blocks = (8, 1000) if full == "rows" else (64, 8 * 76 + 5)
+    rows, blocks = (8, 1000) if full == "rows" else (64, 8 * (len(STORY) + LONG) // 4 + 5)
     engine = make_engine(max_rows=rows, block_tokens=4, kv_memory=BLOCK_BYTES * (blocks + 1))
     flood = flooded(engine)
     assert len(engine.engine.running) == 8, "nothing more fits"
