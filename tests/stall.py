@@ -34,7 +34,7 @@ TESTS = (
 )
 """Limits, deadlines, leases, records that expire, and a store that hangs."""
 STOPS, SECONDS = 3, 5.0
-FIRST, LAST = 15.0, 75.0
+FIRST, LAST = 8.0, 40.0
 """Seconds after the start, the stops not counted, among which the stops are drawn: the tests take longer."""
 POLL_SECONDS = 0.1
 PR_SET_CHILD_SUBREAPER = 36

@@ -21,6 +21,8 @@ READY_SECONDS = 600.0
 POLL_SECONDS = 0.1
 MAX_CRASHES = 3
 """A node whose processes ended that often before it ever was ready won't get ready."""
+REFUSED = "engine can't start: "
+"""Beginning of the reason of an engine that ended by its own decision. A further start would end likewise."""
 DEPLOY_TRIES = 3
 NODES_SECONDS = 60.0
 """For which a policy that does not fit is tried again: the nodes that it needs may not have reported yet."""
@@ -65,8 +67,9 @@ class Opening(threading.Thread):
 
     def _check_nodes(self) -> None:
         for log in self._logs:
-            if times_ended(log) >= MAX_CRASHES:
-                raise StartError(f"{log.stem} can't start: {end_reason(log) or 'no reason was logged'} (log: {log})")
+            reason = end_reason(log) or "no reason was logged"
+            if reason.startswith(REFUSED) or times_ended(log) >= MAX_CRASHES:
+                raise StartError(f"{log.stem} can't start: {reason} (log: {log})")
 
     def _deploy(self, deployment: Deployment) -> DeployReply:
         self._tell(f"deploying {deployment.name}")

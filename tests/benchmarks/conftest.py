@@ -45,7 +45,7 @@ IN_EVERY_RUN: dict[str, tuple[str, ...]] = {
         "test_the_committed_report_is_within_the_bounds",
     ),
     "test_prefetch_study.py": ("test_a_report_has_a_table",),
-    "test_prefix_study.py": ("test_study",),
+    "test_prefix_study.py": ("test_ratios_are_of_the_same_round_model_and_length",),
     "test_remote_store.py": ("test_figures",),
     "test_rounding.py": ("test_quick_run",),
     "test_rule.py": ALL,

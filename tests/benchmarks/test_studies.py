@@ -1,6 +1,6 @@
 """Each study runs in its quick form and writes a whole report.
 
-The three that take a minute each are in `make test-long` alone.
+The four that take longest are in `make test-long` alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
             ["--dtype", "float32", "--model"],
             {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"},
         ),
-        ("serve", ["--base"], SERVE),
+        pytest.param("serve", ["--base"], SERVE, marks=pytest.mark.slow),
         pytest.param(
             "restored",
             ["--model"],

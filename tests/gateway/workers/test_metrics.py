@@ -23,6 +23,7 @@ metrics.change_open(1)
 for _ in range(int(sys.argv[1])):
     metrics.count_invocation("acme", "f", "ok")
 metrics.observe_speed("acme", "f", 0.02, None)
+print("counted", flush=True)
 sys.stdin.readline()
 """
 ASKED = """
@@ -114,15 +115,18 @@ def test_cpu_workers_and_what_decided_on_them() -> None:
 def test_workers_count_as_one(tmp_path: Path) -> None:
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, str(count)], env=environment, stdin=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(count)],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         for count in (3, 4)
     ]
     try:
-        while True:
-            found = ask(environment)
-            if found.get(("garnish_ttft_seconds_count", OWNER)) == 2:
-                break
-            assert all(worker.poll() is None for worker in workers)
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "counted\n"
+        found = ask(environment)
+        assert found["garnish_ttft_seconds_count", OWNER] == 2
         assert found["garnish_invocations_total", OWNER | {("outcome", "ok")}] == 7
         assert found["garnish_open_invocations", frozenset()] == 2
     finally:
