@@ -1,5 +1,5 @@
-"""What `make test-quick` leaves out: tests that start processes or servers, seen by what they import and by the fixtures
-that they use. What is left is half of all tests."""
+"""Selects the tests of `make test-quick`: half of all tests, those that start no process and no server. Which ones do is
+seen by what they import and by the fixtures that they use."""
 
 from __future__ import annotations
 

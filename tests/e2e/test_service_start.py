@@ -10,6 +10,8 @@ from pathlib import Path
 
 from whole_service import MakeService, Service, service_file
 
+from garnish.up.logs import times_ended
+
 
 def refused(service: Service, *arguments: str) -> str:
     """What a start that must fail says; everything it started has ended by then."""
@@ -106,10 +108,11 @@ def test_adapter_that_is_refused_ends_the_start(
 
 
 def test_engine_that_cannot_start_ends_the_start(make_service: MakeService, stories_dir: Path) -> None:
-    """Not after minutes of waiting, and with the engine's own reason."""
+    """Ends at the first refusal, with the engine's own reason."""
     service = make_service(stories_dir)
     file = service.folder / "serverless.yml"
     file.write_text(json.dumps({**json.loads(file.read_text()), "node": {"device": "cpu", "kv_memory": "1B"}}))
     told = refused(service).splitlines()[-1]
     assert told.startswith("garnish: node-1 can't start: engine can't start: ")
     assert "kv_memory" in told
+    assert times_ended(service.state / "logs" / "node-1.log") == 1

@@ -114,12 +114,10 @@ def test_cpu_workers_and_what_decided_on_them() -> None:
 
 def test_workers_count_as_one(tmp_path: Path) -> None:
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(count)],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        for count in (3, 4)
+        subprocess.Popen([sys.executable, "-c", WORKER, count], env=environment, text=True, **pipes)
+        for count in ("3", "4")
     ]
     try:
         for worker in workers:
