@@ -1,5 +1,5 @@
-"""Selects the tests of `make test-quick`: half of all tests, those that start no process and no server. Which ones do is
-seen by what they import and by the fixtures that they use."""
+"""Selects the tests of `make test-quick`: half of all tests, those that start no process and no server.
+Their imports and their fixtures show it."""
 
 from __future__ import annotations
 
