@@ -4,7 +4,7 @@
 # PyTorch's CPU build, from PyTorch's own index; where that can't be reached it is the one that pip finds, which may
 # bring 4 GB of CUDA libraries. GPU=yes, or GPU=no, makes a new .venv for a host of the other kind; one that is there
 # stays as it is.
-# Two processes more than there are cores share the tests, for some of their time is spent in waiting; 16 at most.
+# One process more than there are cores shares the tests, for some of their time is spent in waiting; 16 at most.
 # tests/lanes.py has the order.
 # What needs a core of its own comes behind them. (pytest's 5: PYTEST_ARGS chose none of these.)
 
@@ -15,7 +15,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 GPU ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes || echo no)
 BIN := .venv/bin
-TEST_PROCESSES := $(shell n=$$(nproc); [ $$n -lt 14 ] && echo $$((n + 2)) || echo 16)
+TEST_PROCESSES := $(shell n=$$(nproc); [ $$n -lt 16 ] && echo $$((n + 1)) || echo 16)
 SHARED := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev

@@ -48,6 +48,9 @@ START_LIMIT_S = 60.0
 """Seconds for the workers to be warm."""
 LINK_MOVED = 4 / 3
 """Factor by which the link's learnt rate must move for the workers to be judged again."""
+JUDGE_PAUSE_S = 60.0
+"""Seconds after which the workers may be judged by the link again. On a busy host each judgement's own loads can move
+the learnt rate."""
 RETRY_S = 30.0
 """Seconds between two tries to measure while idle, of which the first was interrupted."""
 ABOUT_AS_FAST = 1.05
@@ -68,7 +71,7 @@ class WorkerManager:
         self.starts = engine.cold_start
         self._file = Path(config.profile) if config.profile else None
         self._key = profile_key(engine, config, base)
-        self._judged_rate = 0.0
+        self._judged_rate, self._judge_at = 0.0, 0.0
         self._starting: WorkerPool | None = None
         """Workers that were started, or are judged again, while the node serves."""
         self._warm_by = 0.0
@@ -205,10 +208,11 @@ class WorkerManager:
     # --- while idle
 
     def _link_has_moved(self) -> bool:
-        """Returns whether loads were lately faster or slower by LINK_MOVED than when the workers were judged."""
+        """Returns whether loads were lately faster or slower by LINK_MOVED than when the workers were judged, which was
+        JUDGE_PAUSE_S ago at least if it was for the same reason."""
         if self.config.cpu_workers is not None or self.starts.link is None or not self._judged_rate:
             return False
-        if refusal(self.config):
+        if refusal(self.config) or time.monotonic() < self._judge_at:
             return False
         rate = self.starts.link.cost.bandwidth / self._judged_rate
         return not 1 / LINK_MOVED < rate < LINK_MOVED
@@ -221,6 +225,7 @@ class WorkerManager:
         cost, workers = starts.link.cost, starts.workers
         log.info("the link to the device has changed", extra={"bytes_per_second": round(cost.bandwidth)})
         starts.use(replace(starts.profile, link=cost, passes=()), workers)
+        self._judge_at = time.monotonic() + JUDGE_PAUSE_S
         found = self._decide("")
         there = 0 if workers is None else workers.limit
         starts.decision = WorkersDecision(min(there, found.count), found.reason, found.figures)

@@ -202,6 +202,8 @@ def test_workers_are_judged_again_when_the_link_has_changed(
     for _ in range(16):
         starts.link.learn(1 << 24, (1 << 24) / (3 * starts.link.profile.bandwidth))
     monkeypatch.setattr(worker_manager, "judge_link", lambda *_: worker_manager.WorkersDecision(0, "little to gain"))
+    assert not manager.work(never), "a judgement's own loads can move the learnt rate"
+    manager._judge_at = 0.0
     assert manager.work(never)
     assert engine.engine.assist is None and starts.decision.reason == "little to gain"
 
