@@ -208,8 +208,8 @@ class WorkerManager:
     # --- while idle
 
     def _link_has_moved(self) -> bool:
-        """Returns whether loads were lately faster or slower by LINK_MOVED than when the workers were judged, which was
-        JUDGE_PAUSE_S ago at least if it was for the same reason."""
+        """Returns whether loads were lately faster or slower by LINK_MOVED than when the workers were judged. Within
+        JUDGE_PAUSE_S of a judgement for this reason it returns False."""
         if self.config.cpu_workers is not None or self.starts.link is None or not self._judged_rate:
             return False
         if refusal(self.config) or time.monotonic() < self._judge_at:
