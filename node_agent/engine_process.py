@@ -313,7 +313,8 @@ def main() -> int:
         has_model = use_performance(engine, config.engine, base)
     except Exception as error:  # whatever it is: who starts a node reads the log's last error as the reason
         trace = not isinstance(error, (ValueError, OSError))
-        log.error("engine can't start", extra={"reason": str(error) or type(error).__name__}, exc_info=trace)
+        extra = {"reason": str(error) or type(error).__name__, "permanent": isinstance(error, ValueError)}
+        log.error("engine can't start", extra=extra, exc_info=trace)
         return 1
     ready = ready_message(engine, base)
     log.info("engine is warm", extra=msgspec.to_builtins(ready))

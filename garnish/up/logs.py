@@ -73,6 +73,12 @@ def times_ended(log: Path) -> int:
     return sum(entry.get("message") == "child ended" for entry in _entries(log))
 
 
+def refuses_to_start(log: Path) -> bool:
+    """Returns whether a node's engine logged that it can't start, for a reason that a further start does not change:
+    a setting, for instance."""
+    return any(entry.get("message") == "engine can't start" and entry.get("permanent") for entry in _entries(log))
+
+
 def last_problem(log: Path, start: int = 0) -> str | None:
     """Returns the last error that a process logged, in one line: a record's message or the end of a stack trace. None
     without one.

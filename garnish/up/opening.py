@@ -12,7 +12,7 @@ import msgspec
 
 from garnish.client import Client
 from garnish.errors import FrontDoorError, GarnishError, StartError
-from garnish.up.logs import end_reason, times_ended
+from garnish.up.logs import end_reason, refuses_to_start, times_ended
 from garnish.up.prepare import Deployment, Prepared
 from gateway.routes.deploy import DeployReply
 
@@ -21,11 +21,17 @@ READY_SECONDS = 600.0
 POLL_SECONDS = 0.1
 MAX_CRASHES = 3
 """A node whose processes ended that often before it ever was ready won't get ready."""
-REFUSED = "engine can't start: "
-"""Beginning of the reason of an engine that ended by its own decision. A further start would end likewise."""
 DEPLOY_TRIES = 3
 NODES_SECONDS = 60.0
 """For which a policy that does not fit is tried again: the nodes that it needs may not have reported yet."""
+
+
+def check_nodes(logs: list[Path]) -> None:
+    """Raises StartError if the log of a node says that it won't get ready: its engine refuses to start, or processes of
+    it ended MAX_CRASHES times."""
+    for log in logs:
+        if refuses_to_start(log) or times_ended(log) >= MAX_CRASHES:
+            raise StartError(f"{log.stem} can't start: {end_reason(log) or 'no reason was logged'} (log: {log})")
 
 
 class Opening(threading.Thread):
@@ -60,16 +66,10 @@ class Opening(threading.Thread):
                 if problem is None:
                     return
                 self._tell(problem)
-                self._check_nodes()
+                check_nodes(self._logs)
                 if time.monotonic() > deadline:
                     raise StartError(f"not ready after {READY_SECONDS:.0f} s: {problem}")
         raise StartError("stopped before the service was ready")
-
-    def _check_nodes(self) -> None:
-        for log in self._logs:
-            reason = end_reason(log) or "no reason was logged"
-            if reason.startswith(REFUSED) or times_ended(log) >= MAX_CRASHES:
-                raise StartError(f"{log.stem} can't start: {reason} (log: {log})")
 
     def _deploy(self, deployment: Deployment) -> DeployReply:
         self._tell(f"deploying {deployment.name}")

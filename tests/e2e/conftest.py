@@ -52,15 +52,20 @@ def service(
     and delete what they deploy. tests/lanes.py keeps these files in one process."""
     with services(tmp_path_factory) as make:
         declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
-        yield make(stories_dir, declared).start()
+        running = make(stories_dir, declared).start()
+        yield running
+        assert running.stop() == 0
 
 
 @pytest.fixture(scope="session")
 def trio(
     tmp_path_factory: pytest.TempPathFactory, stories_dir: Path, stories_adapters: dict[str, Path]
 ) -> Iterator[Service]:
-    """A running service of three nodes, with the function `dragon` of tenant acme, for tests that kill nodes and wait
-    until all are back."""
+    """A running service of three nodes, for tests that kill nodes and wait until all are back. Tenant acme has the
+    function `dragon`, and `copied`, of which one copy is on a device always."""
+    declared = {name: {"tenant": "acme", "adapter": str(stories_adapters["dragon"])} for name in ("dragon", "copied")}
+    declared["copied"] |= {"adapter": str(stories_adapters["ocean"]), "provisioned": {"device": 1}}
     with services(tmp_path_factory) as make:
-        declared = {"dragon": {"tenant": "acme", "adapter": str(stories_adapters["dragon"])}}
-        yield make(stories_dir, declared).start("--nodes", "3")
+        running = make(stories_dir, declared).start("--nodes", "3")
+        yield running
+        assert running.stop() == 0

@@ -5,33 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
-import pytest
 from whole_service import FIRST_POLL_S, LONGEST_POLL_S, Service, eventually
 
-from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
-
+FUNCTION = "copied"
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}
 PROMISED_SECONDS = 5.0
 SLACK_SECONDS = 5.0
 """For a host that other tests share. `benchmarks/restored.py` has the figure of one at rest."""
 LONGEST_LOOK = LONGEST_POLL_S
 """A look that took longer counts as this: the host stood still."""
-
-
-@pytest.fixture
-def provisioned(trio: Service, stories_adapters: dict[str, Path]) -> Iterator[str]:
-    """A function of `trio` with one copy on a device, always."""
-    adapter = stories_adapters["ocean"]
-    with trio.client("acme") as http:
-        files = {name: (adapter / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
-        http.post("/deploy/provisioned", files=files).raise_for_status()
-        http.patch("/functions/provisioned", json={"provisioned": {"device": 1}}).raise_for_status()
-        yield "provisioned"
-        http.delete("/functions/provisioned").raise_for_status()
 
 
 def holders(http: httpx.Client, function: str) -> set[str]:
@@ -47,18 +31,18 @@ def supervisor_of(service: Service, node: str) -> int:
     return pid
 
 
-def test_a_copy_is_back_within_five_seconds(trio: Service, provisioned: str) -> None:
+def test_a_copy_is_back_within_five_seconds(trio: Service) -> None:
     with trio.client("acme") as http, trio.client() as admin:
-        assert eventually(lambda: bool(holders(http, provisioned)), 60)
-        (lost,) = holders(http, provisioned)
+        assert eventually(lambda: bool(holders(http, FUNCTION)), 60)
+        (lost,) = holders(http, FUNCTION)
         os.kill(supervisor_of(trio, lost), signal.SIGKILL)
         spent, last = 0.0, time.monotonic()
-        while not (back := holders(http, provisioned) - {lost}):
+        while not (back := holders(http, FUNCTION) - {lost}):
             time.sleep(FIRST_POLL_S)
             spent, last = spent + min(LONGEST_LOOK, time.monotonic() - last), time.monotonic()
             assert spent < PROMISED_SECONDS + SLACK_SECONDS
         (holder,) = back
-        reply = http.post(f"/invoke/{provisioned}", json=GREEDY)
+        reply = http.post(f"/invoke/{FUNCTION}", json=GREEDY)
         assert (reply.status_code, reply.headers["x-garnish-node"], reply.headers["x-garnish-cold-start"]) == (
             200, holder, "none",
         )  # fmt: skip
@@ -68,4 +52,4 @@ def test_a_copy_is_back_within_five_seconds(trio: Service, provisioned: str) -> 
                     if each["record"]["state"] == "ready"}  # fmt: skip
 
         assert eventually(lambda: ready() == {"node-1", "node-2", "node-3"}, 90)
-        assert holders(http, provisioned) == {holder}, "it stays where it came to"
+        assert holders(http, FUNCTION) == {holder}, "it stays where it came to"

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 
 from cluster.logs import JsonLines
+from garnish.errors import StartError
 from garnish.screen import Screen
 from garnish.up.greeting import capacity_lines
 from garnish.up.logs import bound_log, capacity, end_reason, fresh_log, last_problem, times_ended
+from garnish.up.opening import MAX_CRASHES, check_nodes
 from garnish.up.run import NO_REASON, Ends
 
 
@@ -61,6 +63,27 @@ def test_each_process_of_a_node_has_its_own_reason(log: Path) -> None:
     assert last_problem(log) == "engine did not end a request"
     say(log, "supervisor", "child ended", child="engine")
     assert (end_reason(log), times_ended(log)) == (None, 2)
+
+
+@pytest.mark.parametrize("permanent", [True, False])
+def test_a_start_ends_at_a_refusal_or_after_three_crashes(log: Path, permanent: bool) -> None:
+    say(log, "engine", "engine can't start", error=True, reason="out of memory", permanent=permanent)
+    for number in range(1, MAX_CRASHES + 1):
+        say(log, "supervisor", "child ended", child="engine")
+        if permanent or number == MAX_CRASHES:
+            with pytest.raises(StartError, match=r"can't start: engine can't start: out of memory \(log: "):
+                check_nodes([log])
+        else:
+            check_nodes([log])
+
+
+def test_a_node_that_crashes_without_a_reason_ends_a_start(log: Path) -> None:
+    for _ in range(MAX_CRASHES):
+        check_nodes([log])
+        say(log, "supervisor", "child started", child="engine")
+        say(log, "supervisor", "child ended", child="engine")
+    with pytest.raises(StartError, match="no reason was logged"):
+        check_nodes([log])
 
 
 def test_a_second_end_is_not_blamed_on_the_first_ones_error(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,10 +156,11 @@ def test_all_that_there_is_is_told_once_to_a_gateway_that_takes_long(
     monkeypatch.setattr(publisher, "POST_SECONDS", 0.05)
     monkeypatch.setattr(publisher, "WHOLE_SECONDS", 60.0)
     told: list[News] = []
-    go_on, third = asyncio.Event(), asyncio.Event()
+    first, go_on, third = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def receive(request: web.Request) -> web.Response:
         told.append(msgspec.msgpack.decode(await request.read(), type=News))
+        first.set()
         await go_on.wait()
         if len(told) > 2:
             third.set()
@@ -174,6 +175,7 @@ def test_all_that_there_is_is_told_once_to_a_gateway_that_takes_long(
         port = runner.addresses[0][1]
         registry = WatchedRegistry(node_config(tmp_path, stories_dir, "unused"))
         publishing = asyncio.create_task(Publisher(registry, f"http://127.0.0.1:{port}", "secret", 0.02).run())
+        await first.wait()
         await asyncio.sleep(0.25)  # five times what other news wait
         assert [news.changes.since for news in told] == [WHOLE]
         go_on.set()

@@ -169,7 +169,7 @@ async def starts_a_killed_api_process_again(node: Supervised, record: NodeRecord
 async def stops_in_order(node: Supervised, record: NodeRecord) -> None:
     async with node.generate(record, max_tokens=50, ignore_eos=True) as stream:
         assert isinstance(await stream.next(), Started)
-        node.process.send_signal(signal.SIGINT)
+        node.process.send_signal(signal.SIGTERM)
         assert isinstance((await stream.rest())[-1], Done), "an open stream may end"
     assert await node.problems() == [], "what is told to stop, and does, is no problem"
     assert await node.process.wait() == 0
@@ -199,19 +199,17 @@ def test_processes_come_back_whatever_ends_them(tmp_path: Path, stories_dir: Pat
     run_scenario(scenario())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_node_ends_while_it_warms_and_no_process_outlives_it(
-    tmp_path: Path, stories_dir: Path, number: signal.Signals
-) -> None:
-    """By SIGKILL the API process has begun to serve, and the engine, most often, has not begun."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_a_node(tmp_path: Path, stories_dir: Path, number: signal.Signals) -> None:
+    """SIGINT ends a node that still warms, SIGKILL the supervisor of one that is ready."""
 
     async def scenario() -> None:
         async with supervised(tmp_path, stories_dir) as node:
             await node.logged("child started", "engine")
             if number == signal.SIGKILL:
-                await node.gateway.records.get()
+                await node.ready()
             node.process.send_signal(number)
-            assert await node.process.wait() == (0 if number == signal.SIGTERM else -number)
+            assert await node.process.wait() == (0 if number == signal.SIGINT else -number)
             for pid in node.pids.values():
                 await asyncio.to_thread(wait_for_end, pid)
 

@@ -33,7 +33,7 @@ def served_by_the_other(running: Running, hung: StubNode, good: StubNode) -> Non
 
 def test_a_node_that_accepts_and_says_nothing(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its records still come."""
-    monkeypatch.setattr("gateway.calls.node_client.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("gateway.calls.node_client.ANSWER_SECONDS", 2.0)
     running = start()
     with socket.create_server(("127.0.0.1", 0)) as mute:
         hung = running.node(echo, "a-hung", publish=False)

@@ -72,7 +72,7 @@ asyncio.run(main())
 """
 
 
-SECONDS = 1.2
+SECONDS = 2.5
 """Of the lease."""
 
 
