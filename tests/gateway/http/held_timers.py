@@ -28,6 +28,11 @@ class HeldTimers:
 
         return Held
 
+    @property
+    def seconds(self) -> set[float]:
+        """How long the timers that run now were started for."""
+        return {handle.seconds for handle in list(self.running)}
+
     def pass_time(self) -> None:
         """The time of all that run now has passed; returns when what they call has been called."""
         for handle in list(self.running):
@@ -47,16 +52,22 @@ class _Loop:
     def __init__(self, loop: asyncio.AbstractEventLoop, running: set[_Handle]) -> None:
         self._loop, self._running = loop, running
 
-    def call_later(self, _seconds: float, callback: Callable[..., object], *args: Any) -> _Handle:
-        return _Handle(self._loop, self._running, lambda: callback(*args))
+    def call_later(self, seconds: float, callback: Callable[..., object], *args: Any) -> _Handle:
+        return _Handle(self._loop, self._running, seconds, lambda: callback(*args))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
 
 
 class _Handle:
-    def __init__(self, loop: asyncio.AbstractEventLoop, running: set[_Handle], callback: Callable[[], object]) -> None:
-        self.loop, self._running, self._callback = loop, running, callback
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        running: set[_Handle],
+        seconds: float,
+        callback: Callable[[], object],
+    ) -> None:
+        self.loop, self._running, self.seconds, self._callback = loop, running, seconds, callback
         running.add(self)
 
     def cancel(self) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from held_timers import HeldTimers
-from running_gateway import Running
+from running_gateway import Running, until
 from served_app import served
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from starlette.routing import Route
 from stub_node import Script, StubNode, hang_after_first, hang_before_first
 
 from cluster.http_protocol import HEAD_LINES, MOST_WAITING, BoundedHttp
-from gateway.http.protocol import GatewayHttp
+from gateway.http.protocol import WRITE_SECONDS, GatewayHttp
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 GARBAGE = b"\x16\x03\x01 garbage\r\n\r\n"
@@ -197,6 +197,7 @@ def test_a_slow_reader_gets_all_and_one_that_stopped_is_cut_off(reads: bool) -> 
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
         raw.sendall(b"GET /big HTTP/1.1\r\nhost: x\r\n\r\n")
         got = len(receive(raw, 1))
+        until(lambda: WRITE_SECONDS in timers.seconds)
         for look in range(1, LOOKS if reads else 2):
             while reads and got < look * BIG // LOOKS:
                 got += len(receive(raw))
