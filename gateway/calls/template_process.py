@@ -27,14 +27,14 @@ MAX_COMPILED = 256
 
 
 class Job(msgspec.Struct, frozen=True):
-    """As cluster.chat_template.render has it."""
+    """Arguments of cluster.chat_template.render, and a limit."""
 
     template: str
     messages: list[dict[str, Any]]
     special: dict[str, str]
     answer: bool = True
     seconds: float = RENDER_SECONDS
-    """Of processor time."""
+    """Limit of processor time."""
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
