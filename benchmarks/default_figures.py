@@ -100,7 +100,11 @@ def _decode(rows: Sequence[Row], seed: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     for callers in CALLERS:
         found = decode_ratio(rows, callers, seed)
-        figures |= _interval(f"decode_over_none_{callers}", found) if found is not None else {}
+        if found is not None:
+            name = f"decode_over_none_{callers}"
+            figures |= _interval(name, found)
+            figures |= {f"{name}_median": found.median, f"{name}_median_lower": found.median_lower}
+            figures |= {f"{name}_median_upper": found.median_upper}
     return figures
 
 

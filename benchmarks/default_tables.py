@@ -92,8 +92,10 @@ def _decode(rows: Sequence[Row], seed: int) -> list[str]:
         found = decode_ratio(rows, callers, seed)
         if found is not None:
             rates = (np.median([row["tok_s"] for row in of if row["way"] == way]) for way in ("workers", "none"))
-            cells.append((str(callers), *(f"{rate:.1f}" for rate in rates), interval(found), str(found.pairs)))
-    head = ("callers, decoding alone", "tokens/s, workers", "tokens/s, none", "workers over none", "pairs")
+            middle = f"{found.median:.2f} ({found.median_lower:.2f} to {found.median_upper:.2f})"
+            pairs = f"{callers}; {found.pairs} pairs"
+            cells.append((pairs, *(f"{rate:.1f}" for rate in rates), interval(found), middle))
+    head = ("callers, decoding alone", "tokens/s, workers", "tokens/s, none", "workers over none: mean", "median")
     return [*table(head, cells), ""] if cells else []
 
 

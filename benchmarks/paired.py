@@ -14,12 +14,15 @@ SHARES = (2.5, 97.5)
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """A geometric mean of ratios, and its 95 % interval by a bootstrap over the pairs."""
+    """A geometric mean of ratios and their median, each with a 95 % interval by a bootstrap over the pairs."""
 
     mean: float
     lower: float
     upper: float
     pairs: int
+    median: float
+    median_lower: float
+    median_upper: float
 
 
 def paired_ratio(ours: Mapping[Hashable, float], theirs: Mapping[Hashable, float], seed: int) -> PairedRatio | None:
@@ -32,5 +35,11 @@ def paired_ratio(ours: Mapping[Hashable, float], theirs: Mapping[Hashable, float
         return None
     logs = np.log([ours[key] / theirs[key] for key in keys])
     drawn = np.random.default_rng(seed).integers(len(logs), size=(RESAMPLES, len(logs)))
-    lower, upper = np.percentile(logs[drawn].mean(axis=1), SHARES)
-    return PairedRatio(float(np.exp(logs.mean())), float(np.exp(lower)), float(np.exp(upper)), len(logs))
+    mean = (float(np.exp(logs.mean())), *_interval(logs[drawn].mean(axis=1)))
+    middle = (float(np.exp(np.median(logs))), *_interval(np.median(logs[drawn], axis=1)))
+    return PairedRatio(*mean, len(logs), *middle)
+
+
+def _interval(logs: np.ndarray) -> tuple[float, float]:
+    lower, upper = np.exp(np.percentile(logs, SHARES))
+    return float(lower), float(upper)
