@@ -44,7 +44,7 @@ from typing import Any
 from benchmarks.default_calls import CACHED, KEPT, Column, Draw, rounds
 from benchmarks.default_decode import decode_rows
 from benchmarks.default_figures import figures_of
-from benchmarks.default_service import FILE_ITEM_BYTES, Adapters, node_of, running
+from benchmarks.default_service import FILE_ITEM_BYTES, Adapters, node_of, running, until_idle
 from benchmarks.http_service import COSTS, HttpService
 from benchmarks.load import Planned, open_session
 from benchmarks.many_cells import check
@@ -161,6 +161,8 @@ class Study:
             if "d" in parts:
                 other = stack.enter_context(self._service("no-workers", functions[:1], **link, **NO_WORKERS))
                 services = {"workers": service, "none": other}
+                if not self._sizes.quick:
+                    asyncio.run(until_idle(services.values()))
                 rows = decode_rows(
                     services, functions[0], self._adapters.vocabulary, self._sizes.alternations,
                     self._sizes.decode_tokens, self._seed,
@@ -177,21 +179,23 @@ class Study:
         singles = [(column, 1) for column in sizes.columns]
         bursts = [(sizes.burst_column, count) for count in sizes.bursts]
         with ExitStack() as stack:
-            services = {
-                way: stack.enter_context(self._service(f"{way}-{ratio}", every, **node, **WAYS[way]))
-                for way in sizes.ways
-            }
+            services: dict[str, HttpService] = {}
+            for way in sizes.ways:
+                services[way] = stack.enter_context(self._service(f"{way}-{ratio}", every, **node, **WAYS[way]))
+                if not sizes.quick:
+                    asyncio.run(until_idle(services.values()))
             nodes = {way: node_of(service) for way, service in services.items()}
             for way, found in nodes.items():
                 say(f"ratio {ratio}, {way}: {found.cpu_workers} workers: {found.reason}")
             for part, columns, count in (("b", singles, sizes.rounds), ("c", bursts, sizes.burst_rounds)):
                 if part in parts:
                     cells = asyncio.run(self._called(services, columns, count))
+                    later = {way: node_of(service).cpu_workers for way, service in services.items()}
                     self.done[part, ratio] = [
                         {
                             "part": part, "ratio": ratio, "way": way, **asdict(column), "at_once": at_once,
                             "link_bytes_s": rate, "cpu_workers": nodes[way].cpu_workers, "reason": nodes[way].reason,
-                            "columns": KEPT, "calls": calls,
+                            "cpu_workers_after": later[way], "columns": KEPT, "calls": calls,
                         }
                         for (way, column, at_once), calls in cells.items()
                     ]  # fmt: skip

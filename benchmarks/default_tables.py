@@ -65,13 +65,19 @@ def _prefill(settings: Row) -> str:
 
 def _workers(rows: Sequence[Row]) -> list[str]:
     """Renders the number of CPU workers of each service with its reason, and the calls of part a."""
-    cells = dict.fromkeys((_service(row), str(row["cpu_workers"]), row["reason"]) for row in rows if "reason" in row)
+    cells = dict.fromkeys((_service(row), _count(row), row["reason"]) for row in rows if "reason" in row)
     lines = [*table(("service", "CPU workers", "reason"), cells), ""] if cells else []
     for row in rows:
         if row["part"] == "a":
             calls = [call for burst in calls_of(row) for call in burst]
             lines += [wrapped(f"Cold calls at 20 MB/s and no other key: {_layers(calls)}{_left_out(row)}."), ""]
     return lines
+
+
+def _count(row: Row) -> str:
+    """Renders the number of CPU workers, and the one after the calls if it is another."""
+    before, after = row["cpu_workers"], row.get("cpu_workers_after", row["cpu_workers"])
+    return str(before) if before == after else f"{before}, then {after}"
 
 
 def _service(row: Row) -> str:

@@ -68,7 +68,8 @@ def call(number: int, ttft: float, e2e: float, state: str = "host", layers_cpu: 
 def row(way: str, calls: list[str], part: str = "b", at_once: int = 1, ratio: float = 0.68) -> dict[str, Any]:
     return {
         "part": part, "ratio": ratio, "way": way, "setting": "S3", "rank": 64, "tokens": 64, "at_once": at_once,
-        "link_bytes_s": 3e7, "cpu_workers": 1, "reason": "it gains", "columns": KEPT, "calls": calls,
+        "link_bytes_s": 3e7, "cpu_workers": 1, "reason": "it gains", "cpu_workers_after": 0,
+        "columns": KEPT, "calls": calls,
     }  # fmt: skip
 
 
@@ -161,6 +162,7 @@ def test_table() -> None:
         assert all(f"| {title}: over {way} |" in text for way in WAYS[1:])
     assert "| 8; 2 pairs | 76.0 | 80.0 | 0.95 (0.90 to 1.00) | 0.95 (0.90 to 1.00) |" in lines
     assert "| no simulation | 0 | little to gain |" in lines
+    assert "| 0.68, full | 1, then 0 | it gains |" in lines
     assert "layers computed by CPU workers 4 (assist), 6 (pipeline)." in text
     assert default_table({}) == "Not measured yet."
     alone = default_table({"coldstart_default": document()})
