@@ -16,15 +16,17 @@ Parts:
 - `b`: single calls at a load : prefill ratio of 0.68 and 0.17: a rank-64 adapter on q, k, v reaches the device in this
   share of a warm prefill of 256 tokens, which is the time to the first token on a service without simulation.
 - `c`: bursts of 1, 4 and 8 calls at once, each with another adapter, at the same ratios.
-- `d`: decoding alone, adapter on the device: the service of `a` against one with `cpu_workers: 0`, tokens/s of one
-  caller and of eight.
+- `d`: decoding alone, adapter on the device, with the link of `a`: a service that says no more, and two alike with
+  `cpu_workers: 0`; tokens/s of one caller and of eight. All have the same single function, and start twice. The second
+  of the two that are alike shows by how much processes differ.
 - `e`: no simulation: the CPU workers, and why so many. This part is in every run.
 
 A call counts if its adapter was in host memory (`cached`: on the device) when it arrived; a burst if all its calls do.
 `refused` is the number of calls that do not count. Intervals are 95 %, by a bootstrap over pairs. A figure that names
-no column is the median over columns, and its `_upper` the highest upper end of any column. With `--json FILE` the
-report is written after each part of a ratio. A later run with the same FILE keeps the parts that it does not run again,
-if commit, machine, seed and sizes are the same.
+a part and a ratio, but no column, is of the pairs of all columns. One that names neither is the median over columns,
+and its `_upper` the highest upper end of any column. With `--json FILE` the report is written after each part of a
+ratio. A later run with the same FILE keeps the parts that it does not run again, if commit, machine, seed and sizes are
+the same.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.default_calls import CACHED, KEPT, Column, Draw, rounds
-from benchmarks.default_decode import decode_rows
-from benchmarks.default_figures import figures_of
+from benchmarks.default_decode import DECODE_WAYS, WORKERS, decode_rows
+from benchmarks.default_figures import FULL, figures_of
 from benchmarks.default_service import FILE_ITEM_BYTES, Adapters, node_of, running, until_idle
 from benchmarks.http_service import COSTS, HttpService
 from benchmarks.load import Planned, open_session
@@ -52,7 +54,7 @@ from benchmarks.many_load import Caller
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report, save
 
 WAYS = {
-    "full": {},
+    FULL: {},
     "pipeline": {"cold_start": "pipeline"},
     "overlap": {"cold_start": "wait"},
     "assist": {"cold_start": "assist"},
@@ -62,6 +64,7 @@ LINK_RANK, LINK_TOKENS = 64, 256
 """Rank and prompt length of the call by which a load : prefill ratio is defined."""
 PREFILLS = 9
 SLOW_LINK = "20MB/s"
+SLOW = {"simulate": f"{{link: {SLOW_LINK}}}"}
 NO_WORKERS = {"cpu_workers": "0"}
 S3 = Column("S3", 64, 64)
 PARTS = "abcde"
@@ -77,7 +80,10 @@ class Sizes:
     """Rounds before the timed ones, from which nodes learn which kinds of calls to measure while they are idle."""
     rounds: int = 50
     burst_rounds: int = 25
-    alternations: int = 20
+    starts: int = 2
+    """Starts of the services of part d."""
+    alternations: int = 10
+    """Of one start."""
     columns: tuple[Column, ...] = (Column("S1", 32, 64), Column("S3", 64, 16), S3, Column("S3", 64, 256))
     burst_column: Column = S3
     bursts: tuple[int, ...] = (1, 4, 8)
@@ -94,7 +100,21 @@ class Sizes:
 
 
 QUICK = Sizes(
-    0, 2, 1, 2, (Column("S3", 64, 16),), Column("S3", 64, 16), (2,), ("full", "pipeline"), ((64, 8),), 2, 4, 2, 8, True
+    0,
+    2,
+    1,
+    1,
+    2,
+    (Column("S3", 64, 16),),
+    Column("S3", 64, 16),
+    (2,),
+    ("full", "pipeline"),
+    ((64, 8),),
+    2,
+    4,
+    2,
+    8,
+    True,
 )
 
 
@@ -114,8 +134,10 @@ class Study:
         """Yields after each part of a ratio."""
         self._plain()
         yield
-        if {*parts} & {"a", "d"}:
-            yield from self._slow(parts)
+        for part, measure in (("a", self._slow), ("d", self._decoding)):
+            if part in parts:
+                measure()
+                yield
         for ratio in ratios:
             if {*parts} & {"b", "c"}:
                 yield from self._ratio(parts, ratio)
@@ -143,32 +165,38 @@ class Study:
                 ttfts.append(answer.ttft)
         return median(ttfts[1:])
 
-    def _slow(self, parts: Sequence[str]) -> Iterator[None]:
-        """Parts a and d: more adapters than the device has room for by default, for the file says nothing of it."""
-        functions = self._adapters.of_rank[LINK_RANK]
-        link = {"simulate": f"{{link: {SLOW_LINK}}}"}
-        with ExitStack() as stack:
-            service = stack.enter_context(self._service("workers", functions, **link))
+    def _slow(self) -> None:
+        """Part a: more adapters than the device has room for by default, for the file says nothing of it."""
+        with self._service("slow", self._adapters.of_rank[LINK_RANK], **SLOW) as service:
             node = node_of(service)
             say(f"at {SLOW_LINK} {node.cpu_workers} workers: {node.reason}")
-            if "a" in parts:
-                row = {"part": "a", "cpu_workers": node.cpu_workers, "reason": node.reason}
-                column = replace(self._sizes.burst_column, rank=LINK_RANK)
-                cells = asyncio.run(self._called({"full": service}, [(column, 1)], self._sizes.slow_calls))
-                (calls,) = cells.values()
-                self.done["a", None] = [{**row, "columns": KEPT, "calls": calls}]
-                yield
-            if "d" in parts:
-                other = stack.enter_context(self._service("no-workers", functions[:1], **link, **NO_WORKERS))
-                services = {"workers": service, "none": other}
-                if not self._sizes.quick:
-                    asyncio.run(until_idle(services.values()))
-                rows = decode_rows(
-                    services, functions[0], self._adapters.vocabulary, self._sizes.alternations,
-                    self._sizes.decode_tokens, self._seed,
-                )  # fmt: skip
-                self.done["d", None] = asyncio.run(rows)
-                yield
+            column = replace(self._sizes.burst_column, rank=LINK_RANK)
+            cells = asyncio.run(self._called({FULL: service}, [(column, 1)], self._sizes.slow_calls))
+            (calls,) = cells.values()
+            row = {"part": "a", "cpu_workers": node.cpu_workers, "reason": node.reason}
+            self.done["a", None] = [{**row, "columns": KEPT, "calls": calls}]
+
+    def _decoding(self) -> None:
+        """Part d: each start begins in the reverse order of the one before."""
+        sizes, rows = self._sizes, list[dict[str, Any]]()
+        (function,) = functions = self._adapters.of_rank[LINK_RANK][:1]
+        for start in range(sizes.starts):
+            with ExitStack() as stack:
+                services: dict[str, HttpService] = {}
+                for way in DECODE_WAYS[:: -1 if start % 2 else 1]:
+                    node = SLOW if way == WORKERS else SLOW | NO_WORKERS
+                    services[way] = stack.enter_context(self._service(f"{way}-{start}", functions, **node))
+                    if not sizes.quick:
+                        asyncio.run(until_idle(services.values()))
+                workers = {way: node_of(service).cpu_workers for way, service in services.items()}
+                say(f"decoding alone, start {start}, CPU workers: {workers}")
+                rounds_of_start = range(start * sizes.alternations, (start + 1) * sizes.alternations)
+                rows += asyncio.run(
+                    decode_rows(
+                        services, function, self._adapters.vocabulary, rounds_of_start, sizes.decode_tokens, self._seed
+                    )
+                )
+        self.done["d", None] = rows
 
     def _ratio(self, parts: Sequence[str], ratio: float) -> Iterator[None]:
         """Parts b and c, on the same services."""
@@ -291,7 +319,9 @@ def main() -> None:
     parser.add_argument("--ratios", nargs="+", type=float, default=None, help="load : prefill; 0.68 and 0.17")
     parser.add_argument("--rounds", type=int, default=Sizes.rounds, help="single calls of a way and column")
     parser.add_argument("--burst-rounds", type=int, default=Sizes.burst_rounds)
-    parser.add_argument("--alternations", type=int, default=Sizes.alternations, help="of decoding alone")
+    parser.add_argument(
+        "--alternations", type=int, default=Sizes.alternations, help="of decoding alone, for each start"
+    )
     options = parser.parse_args()
     options.parts = options.parts or (["b"] if options.quick else list(PARTS))
     options.ratios = options.ratios or ([RATIOS[0]] if options.quick else list(RATIOS))

@@ -14,28 +14,31 @@ from benchmarks.many_cells import check
 from benchmarks.many_load import Caller
 
 CALLERS = (1, 8)
+WORKERS, NONE, AGAIN = "workers", "none", "again"
+"""Services with CPU workers and without them; AGAIN is another one like NONE."""
+DECODE_WAYS = (WORKERS, NONE, AGAIN)
 PROMPT_TOKENS = 8
 
 
 async def decode_rows(
-    services: Mapping[str, HttpService], function: int, vocabulary: int, alternations: int, tokens: int, seed: int
+    services: Mapping[str, HttpService], function: int, vocabulary: int, numbers: range, tokens: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Returns a row per alternation, service and number of callers, all of whom call one function with a prompt of
-    their own. The first alternation, which brings the adapter to the device, has no rows."""
+    """Returns a row per alternation in `numbers`, service and number of callers, all of whom call one function with a
+    prompt of their own. One alternation precedes them, which brings the adapter to the device and has no rows."""
     draw, rows = Draw({}, vocabulary, seed), list[dict[str, Any]]()
     async with AsyncExitStack() as stack:
         calls = {
             way: Caller(await stack.enter_async_context(open_session(service.key)), service.url, [], max_tokens=tokens)
             for way, service in services.items()
         }
-        for number in range(-1, alternations):
+        for number in (None, *numbers):
             for callers in CALLERS:
                 planned = [Planned(f"a{function}", draw.prompt(PROMPT_TOKENS)) for _ in range(callers)]
                 for way in draw.shuffled(list(calls)):
                     samples = await closed_loop(calls[way], planned, callers)
                     check(samples)
                     row = {"part": "d", "round": number, "way": way, "callers": callers}
-                    rows += [row | {"tok_s": round(decoded(samples), 3)}] if number >= 0 else []
+                    rows += [row | {"tok_s": round(decoded(samples), 3)}] if number is not None else []
     return rows
 
 

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.default_calls import CACHED, Kept, kept
-from benchmarks.default_decode import CALLERS
+from benchmarks.default_decode import AGAIN, CALLERS, NONE, WORKERS
 from benchmarks.paired import PairedRatio, paired_ratio
 
 Row = dict[str, Any]
@@ -34,13 +34,32 @@ def time_of(call: Kept, kind: str, tokens: int) -> float:
     return {"ttft": call.ttft, "e2e": call.e2e, "tpt": call.e2e / tokens}[kind]
 
 
+def burst_means(row: Row, kind: str) -> dict[Hashable, float]:
+    """Returns the mean of each burst, by column and round."""
+    return {(cell_of(row), burst[0].round): fmean(time_of(call, kind, 1) for call in burst) for burst in calls_of(row)}
+
+
 def ratio_of(ours: Row, theirs: Row, kind: str, seed: int) -> PairedRatio | None:
     """Returns the ratio of the means of paired bursts; None if there is no pair."""
+    return paired_ratio(burst_means(ours, kind), burst_means(theirs, kind), seed)
 
-    def means(row: Row) -> dict[Hashable, float]:
-        return {burst[0].round: fmean(time_of(call, kind, 1) for call in burst) for burst in calls_of(row)}
 
-    return paired_ratio(means(ours), means(theirs), seed)
+def pooled_ratio(rows: Sequence[Row], way: str, kind: str, seed: int) -> PairedRatio | None:
+    """Returns FULL over `way` from the pairs of all columns in `rows`; None if there is no pair."""
+
+    def all_means(name: str) -> dict[Hashable, float]:
+        return {pair: mean for row in rows if row["way"] == name for pair, mean in burst_means(row, kind).items()}
+
+    return paired_ratio(all_means(FULL), all_means(way), seed)
+
+
+def columns_by_ratio(rows: Sequence[Row]) -> dict[tuple[str, float], list[Row]]:
+    """Returns the rows of parts b and c, by part and load : prefill ratio."""
+    groups: dict[tuple[str, float], list[Row]] = {}
+    for row in rows:
+        if row["part"] in ("b", "c"):
+            groups.setdefault((row["part"], row["ratio"]), []).append(row)
+    return groups
 
 
 def cell_of(row: Row) -> tuple[Any, ...]:
@@ -72,6 +91,11 @@ def figures_of(rows: Sequence[Row], seed: int) -> dict[str, float]:
         name = f"full_over_{way}_{kind}"
         of_all.setdefault(name, []).append(found)
         figures |= _interval(f"{name}_{cell_name(row)}", found) | {f"pairs_{way}_{cell_name(row)}": found.pairs}
+    for (part, ratio), columns in columns_by_ratio(rows).items():
+        for way in sorted({row["way"] for row in columns} - {FULL}):
+            for kind in KINDS:
+                if (pooled := pooled_ratio(columns, way, kind, seed)) is not None:
+                    figures |= _interval(f"full_over_{way}_{kind}_{part}_{ratio}", pooled)
     for name, all_found in of_all.items():
         upper = max(each.upper for each in all_found)
         figures |= {name: median(each.mean for each in all_found), f"{name}_upper": upper}
@@ -98,20 +122,21 @@ def _slow(rows: Sequence[Row]) -> dict[str, float]:
 
 def _decode(rows: Sequence[Row], seed: int) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for callers in CALLERS:
-        found = decode_ratio(rows, callers, seed)
-        if found is not None:
-            name = f"decode_over_none_{callers}"
-            figures |= _interval(name, found)
-            figures |= {f"{name}_median": found.median, f"{name}_median_lower": found.median_lower}
-            figures |= {f"{name}_median_upper": found.median_upper}
+    for way in (WORKERS, AGAIN):
+        for callers in CALLERS:
+            found = decode_ratio(rows, way, callers, seed)
+            if found is not None:
+                name = f"decode_{way}_over_none_{callers}"
+                figures |= _interval(name, found)
+                figures |= {f"{name}_median": found.median, f"{name}_median_lower": found.median_lower}
+                figures |= {f"{name}_median_upper": found.median_upper}
     return figures
 
 
-def decode_ratio(rows: Sequence[Row], callers: int, seed: int) -> PairedRatio | None:
-    """Returns tokens/s with workers over those without."""
-    rates: dict[str, dict[Hashable, float]] = {"workers": {}, "none": {}}
+def decode_ratio(rows: Sequence[Row], way: str, callers: int, seed: int) -> PairedRatio | None:
+    """Returns the tokens/s of a service over those of NONE; None if there is no pair."""
+    rates: dict[str, dict[Hashable, float]] = {way: {}, NONE: {}}
     for row in rows:
-        if row["part"] == "d" and row["callers"] == callers:
+        if row["part"] == "d" and row["callers"] == callers and row["way"] in rates:
             rates[row["way"]][row["round"]] = row["tok_s"]
-    return paired_ratio(rates["workers"], rates["none"], seed)
+    return paired_ratio(rates[way], rates[NONE], seed)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.default_calls import CACHED, Kept
-from benchmarks.default_decode import CALLERS
+from benchmarks.default_decode import AGAIN, CALLERS, NONE, WORKERS
 from benchmarks.default_figures import (
     FULL,
     KINDS,
@@ -16,6 +16,7 @@ from benchmarks.default_figures import (
     cell_name,
     comparisons,
     decode_ratio,
+    pooled_ratio,
     refused,
     time_of,
 )
@@ -93,16 +94,20 @@ def _layers(calls: Sequence[Kept]) -> str:
 
 def _decode(rows: Sequence[Row], seed: int) -> list[str]:
     cells = []
-    for callers in CALLERS:
-        of = [row for row in rows if row["part"] == "d" and row["callers"] == callers]
-        found = decode_ratio(rows, callers, seed)
-        if found is not None:
-            rates = (np.median([row["tok_s"] for row in of if row["way"] == way]) for way in ("workers", "none"))
-            middle = f"{found.median:.2f} ({found.median_lower:.2f} to {found.median_upper:.2f})"
-            pairs = f"{callers}; {found.pairs} pairs"
-            cells.append((pairs, *(f"{rate:.1f}" for rate in rates), interval(found), middle))
-    head = ("callers, decoding alone", "tokens/s, workers", "tokens/s, none", "workers over none: mean", "median")
+    for way, title in ((WORKERS, "with workers"), (AGAIN, "another without")):
+        for callers in CALLERS:
+            found = decode_ratio(rows, way, callers, seed)
+            if found is not None:
+                middle = f"{found.median:.2f} ({found.median_lower:.2f} to {found.median_upper:.2f})"
+                rates = (_tokens_per_second(rows, each, callers) for each in (way, NONE))
+                cells.append((f"{title}, {callers}; {found.pairs} pairs", *rates, interval(found), middle))
+    head = ("decoding alone: service, callers", "tokens/s", "tokens/s without workers", "ratio: mean", "median")
     return [*table(head, cells), ""] if cells else []
+
+
+def _tokens_per_second(rows: Sequence[Row], way: str, callers: int) -> str:
+    rates = [row["tok_s"] for row in rows if row["part"] == "d" and (row["way"], row["callers"]) == (way, callers)]
+    return f"{np.median(rates):.1f}"
 
 
 def _times(rows: Sequence[Row], tokens: int) -> list[str]:
@@ -141,6 +146,9 @@ def _ratios(rows: Sequence[Row], bounds: Mapping[str, float], seed: int) -> list
         bound = bounds.get(BOUND.format(name=names[title]))
         if way == CACHED and bound is not None:
             cells.append((f"{title}: over {way}, the bound", f"{bound:.2f}", "-", "-", "-"))
+    for way in dict.fromkeys(way for _, way in found):
+        pooled = [each for kind in KINDS if (each := pooled_ratio(rows, way, kind, seed)) is not None]
+        cells.append((f"all: over {way}", *map(interval, pooled), str(pooled[0].pairs)))
     return table((FULL, "TTFT", "TPT", "E2E", "pairs"), cells)
 
 

@@ -112,6 +112,19 @@ def test_the_figure_of_all_columns_has_the_worst_upper_end() -> None:
     assert (figures["full_over_assist_ttft"], figures["full_over_assist_ttft_upper"]) == pytest.approx((1.0, 2.0))
 
 
+def test_pooled_figures_pair_calls_of_the_same_column() -> None:
+    rows = [row(way, [call(i, time, time) for i in range(3)]) for way, time in (("full", 6.0), ("assist", 3.0))]
+    rows += [
+        {**row(way, [call(i, time, time) for i in range(2)]), "tokens": 16}
+        for way, time in (("full", 3.0), ("assist", 6.0))
+    ]
+    rows += [row(way, [call(0, 7.0, 7.0)], ratio=0.17) for way in ("full", "assist")]
+    figures = figures_of(rows, 0)
+    assert figures["full_over_assist_ttft_b_0.68"] == pytest.approx(2 ** (1 / 5)), "three of 2 and two of 1/2"
+    assert figures["full_over_assist_ttft_b_0.68_upper"] == pytest.approx(2.0)
+    assert figures["full_over_assist_e2e_b_0.17"] == pytest.approx(1.0)
+
+
 def decode(way: str, number: int, callers: int, rate: float) -> dict[str, Any]:
     return {"part": "d", "way": way, "round": number, "callers": callers, "tok_s": rate}
 
@@ -144,8 +157,10 @@ def document() -> dict[str, Any]:
 def test_figures_of_the_small_parts() -> None:
     figures = document()["figures"]
     assert (figures["cpu_workers_a"], figures["cpu_workers_e"], figures["layers_cpu_a"]) == (1, 0, 4)
-    assert figures["decode_over_none_1"] == figures["decode_over_none_8"] == pytest.approx(math.sqrt(0.9))
-    assert figures["decode_over_none_8_lower"] == pytest.approx(0.9)
+    assert (
+        figures["decode_workers_over_none_1"] == figures["decode_workers_over_none_8"] == pytest.approx(math.sqrt(0.9))
+    )
+    assert figures["decode_workers_over_none_8_lower"] == pytest.approx(0.9)
 
 
 def test_table() -> None:
@@ -157,10 +172,11 @@ def test_table() -> None:
     assert lines.count("| S3, 64 tokens: over cached, the bound | 1.54 | - | - | - |") == 1
     assert "| S3, 64 tokens: overlap | 120, 120 | 20, 20 | 240, 240 | 3 pipeline; 1 refused |" in lines
     assert "| S3, 64 tokens: over pipeline | 0.91 (0.91 to 0.91) | 1.00 (1.00 to 1.00) |" in text
+    assert "| all: over overlap | 0.83 (0.83 to 0.83) | 1.00 (1.00 to 1.00) |" in text
     for title in ("S3, 64 tokens", "S3, 64 tokens, 1 at once", "S3, 64 tokens, 4 at once"):
         assert all(f"| {title}: {way} |" in text for way in WAYS)
         assert all(f"| {title}: over {way} |" in text for way in WAYS[1:])
-    assert "| 8; 2 pairs | 76.0 | 80.0 | 0.95 (0.90 to 1.00) | 0.95 (0.90 to 1.00) |" in lines
+    assert "| with workers, 8; 2 pairs | 76.0 | 80.0 | 0.95 (0.90 to 1.00) | 0.95 (0.90 to 1.00) |" in lines
     assert "| no simulation | 0 | little to gain |" in lines
     assert "| 0.68, full | 1, then 0 | it gains |" in lines
     assert "layers computed by CPU workers 4 (assist), 6 (pipeline)." in text
