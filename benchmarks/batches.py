@@ -32,9 +32,9 @@ from adapters.base_model import load_base_model
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from adapters.tenants import Tenants
-from benchmarks.cold_bench import LOAD_OVER_PREFILL
-from benchmarks.cold_rig import make_adapters
-from benchmarks.gateway_rig import process, wait_until_ready
+from benchmarks.drawn_adapters import LOAD_OVER_PREFILL, make_adapters
+from benchmarks.gateway_rig import wait_until_ready
+from benchmarks.processes import process
 from benchmarks.report import ROOT, arguments, publish, report
 from cluster.news import RECORD_EXPIRY
 from cluster.secret import create_secret

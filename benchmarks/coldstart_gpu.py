@@ -2,7 +2,7 @@
 
 All adapters lie in pinned host memory. Copies are real; below the full rate each layer is also delayed so that loads
 and handoffs together move no more bytes per second than named. `cached` has the adapters on
-the device; `assist_pipeline` and the ways of coldstart.py are forced plans, `full` is the planner's choice, and
+the device; `assist_pipeline` and the others of WAYS are forced plans, `full` is the planner's choice, and
 `planner_regret` how much later it ends than the best of them. `synced` hands over by copies that the host waits for.
 Every part has a share of the time; what a part could not do, or how it failed, stands in the report.
 """
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--runner", choices=tuple(RUNNERS), default="auto", help="lightllm: the papers' engine")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("no GPU is here: benchmarks.coldstart measures cold starts on a CPU, over a simulated link")
+        sys.exit("no GPU is here: benchmarks.coldstart_default measures cold starts on a CPU, over a simulated link")
     seconds = 60.0 if options.quick else options.seconds
     document = run(seconds, options.quick, options.seed, options.json, options.runner)
     publish(document, options.json)

@@ -39,7 +39,8 @@ from adapters.epoch import DIRTY_SECONDS
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.tenants import Tenants
-from benchmarks.gateway_rig import GATEWAY, process, wait_until_ready
+from benchmarks.gateway_rig import GATEWAY, wait_until_ready
+from benchmarks.processes import cpu_seconds, process
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from cluster.secret import create_secret
 from tests.support.many_functions import TENANT, fill
@@ -85,8 +86,7 @@ class Plane:
 
     def cpu(self) -> list[float]:
         """Seconds of each worker."""
-        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids]
-        return [(int(field[11]) + int(field[12])) / os.sysconf("SC_CLK_TCK") for field in fields]
+        return [cpu_seconds(pid) for pid in self.pids]
 
 
 @contextmanager

@@ -17,11 +17,12 @@ import aiohttp
 import torch
 
 from adapters.base_model import load_base_model
-from benchmarks.cold_rig import make_adapters
+from benchmarks.drawn_adapters import make_adapters
 from benchmarks.http_service import HttpService
 from benchmarks.load import Planned, closed_loop, open_session
-from benchmarks.many_cells import check, processes, until_measured
+from benchmarks.many_cells import check, until_measured
 from benchmarks.many_load import Caller
+from benchmarks.processes import service_usage
 from garnish.client import Client
 
 FILE_ITEM_BYTES = 2
@@ -101,7 +102,7 @@ async def until_idle(services: Iterable[HttpService]) -> None:
 
 
 def _processor_seconds(pids: Iterable[int]) -> list[float]:
-    return [sum(seconds for seconds, _ in processes(pid).values()) for pid in pids]
+    return [sum(seconds for seconds, _ in service_usage(pid).values()) for pid in pids]
 
 
 async def _call_once(service: HttpService, functions: Sequence[int]) -> None:

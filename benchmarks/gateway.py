@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.gateway_rig import Rig, rig, steady
 from benchmarks.gateway_rounds import figures_of
 from benchmarks.latency import Sample, percentiles
+from benchmarks.processes import child_pids, cpu_seconds
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 from tests.support.redis_server import redis_server
 
@@ -46,7 +47,7 @@ async def measure(found: Rig, settings: dict[str, Any]) -> tuple[list[dict[str, 
 
 async def _steady(found: Rig, server: str, settings: dict[str, Any]) -> dict[str, float]:
     async with found.streams(found.stub if server == "direct" else found.gateway) as streams:
-        begin, stolen = _cpu_seconds(found.pid), _stolen_seconds()
+        begin, stolen = _worker_seconds(found.pid), _stolen_seconds()
         samples = await steady(streams, settings["streams"], settings["tokens"], 1 / RATE, settings["seconds"])
     good = [sample for sample in samples if not sample.error]
     gaps = [after - before for sample in good for before, after in pairwise(sample.times)]
@@ -55,7 +56,7 @@ async def _steady(found: Rig, server: str, settings: dict[str, Any]) -> dict[str
         "requests": len(samples),
         "errors": len(samples) - len(good),
         "tok_s": sum(len(sample.times) for sample in good) / span,
-        "gateway_cpu_share": (_cpu_seconds(found.pid) - begin) / span,
+        "gateway_cpu_share": (_worker_seconds(found.pid) - begin) / span,
         "stolen_share": (_stolen_seconds() - stolen) / span / (os.cpu_count() or 1),
         **percentiles("ttft", [sample.ttft for sample in good]),
         **percentiles("gap", gaps),
@@ -91,13 +92,9 @@ def _stolen_seconds() -> float:
     return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / 100
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Of the process and its children, the gateway's workers."""
-    total = 0.0
-    for line in [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]:
-        fields = Path(f"/proc/{line}/stat").read_text().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / 100
-    return total
+def _worker_seconds(pid: int) -> float:
+    """Returns processor seconds of the gateway and its workers."""
+    return sum(map(cpu_seconds, [pid, *child_pids(pid)]))
 
 
 def main() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -21,9 +19,9 @@ from adapters.base_model import load_base_model
 from adapters.local_store import LocalStore
 from adapters.tenants import Tenants
 from benchmarks.latency import Sample
+from benchmarks.processes import process
 from benchmarks.stream_client import Streams
 from benchmarks.stub_node import StubConfig
-from benchmarks.tether import tethered
 from cluster.secret import create_secret
 from gateway.config import GatewayConfig
 from tests.support.ports import free_port
@@ -81,31 +79,6 @@ def rig(
         wait_until_ready(found.gateway, gateway, log)
         _deploy(found, adapter)
         yield found
-
-
-@contextmanager
-def process(
-    arguments: list[str], told: bytes | None, log: Path, tree: Path | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """`told` is all of its standard input (None: that ends when the context does); `tree`: whose code it runs."""
-    settings = {} if tree is None else {"cwd": tree, "env": os.environ | {"PYTHONPATH": str(tree)}}
-    with log.open("wb") as errors:
-        command = tethered([sys.executable, *arguments])
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, **settings)  # type: ignore[call-overload]
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        if told is not None:
-            process.stdin.write(told)
-            process.stdin.close()
-        yield process
-    finally:
-        process.stdin.close()
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(15)
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def wait_until_ready(url: str, gateway: subprocess.Popen[bytes], log: Path, path: str = "/readyz") -> None:

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.cold_bench import VARIANTS
 from cluster.messages import Adapter, Sampling
 from node_agent.adapter_memory.link import Link
+from node_agent.coldstart import cold_starts
 from node_agent.coldstart.auto_workers import TYPICAL
 from node_agent.coldstart.calibration import Calibration
 from node_agent.coldstart.cold_starts import Way
@@ -31,9 +31,16 @@ from node_agent.types import Plan
 from tests.support.local_engine import LocalEngine
 from tests.support.random_model import random_weights, write_adapters, write_base
 
-WAYS = {name: VARIANTS[name].way for name in ("cached", "ondmd", "overlap", "pipeline", "assist", "full")} | {
-    "assist_pipeline": Way(("assist",))
+WAYS = {
+    "cached": cold_starts.WAYS["wait"],
+    "ondmd": Way(("wait",), blocks=True),
+    "overlap": Way(("wait",)),
+    "pipeline": Way(("pipeline",)),
+    "assist": Way(("assist",), whole=True),
+    "full": cold_starts.WAYS["auto"],
+    "assist_pipeline": Way(("assist",)),
 }
+"""`ondmd`: load, then prefill, as S-LoRA does it; nothing else runs meanwhile."""
 MAX_COLD = 4
 MOST_WORKERS = 14
 SLOW_RATE = 1e9

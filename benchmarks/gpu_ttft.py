@@ -57,7 +57,7 @@ def study(root: Path, shape: str, device: str, rank: int, lengths: tuple[int, ..
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     if not torch.cuda.is_available():
-        sys.exit("no GPU is here: benchmarks.coldstart measures cold starts on a CPU, over a simulated link")
+        sys.exit("no GPU is here: benchmarks.coldstart_default measures cold starts on a CPU, over a simulated link")
     calls = 2 if options.quick else CALLS
     with tempfile.TemporaryDirectory() as root:
         publish(study(Path(root), "7b", "cuda", RANK, LENGTHS, calls, options.seed), options.json)

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import aiohttp
 
-from benchmarks.tether import tethered
+from benchmarks.processes import tethered
 from cluster.secret import read_secret
 from garnish.credentials import FILE_NAME, read_credentials
 from tests.support.ports import free_port

@@ -33,14 +33,14 @@ from urllib.parse import urlsplit
 import torch
 
 from benchmarks import many_foreign
-from benchmarks.cold_rig import make_adapters
-from benchmarks.cold_stream import s3_server
+from benchmarks.drawn_adapters import make_adapters
 from benchmarks.http_service import COSTS, HttpService
 from benchmarks.many_cells import TIES, Limits, Load, measure_limits, run_cell, until_measured
 from benchmarks.many_foreign import foreign_row
 from benchmarks.many_load import ORACLE_LEADS_S, WITHOUT_TOP, draw_window, make_prompt, prompt_lengths
 from benchmarks.remote_store import DELAY, RATE
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
+from benchmarks.s3 import s3_server
 from benchmarks.slow_link import slow_link
 from garnish.client import Client
 

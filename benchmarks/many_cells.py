@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from statistics import median
 from time import monotonic
 from typing import Any
@@ -16,11 +15,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.cold_rig import TICKS
 from benchmarks.http_service import HttpService
 from benchmarks.latency import Sample
 from benchmarks.load import Planned, closed_loop, open_loop, open_session
 from benchmarks.many_load import ORACLE_AT_ONCE, Answer, Caller, Oracle, Window
+from benchmarks.processes import service_usage
 
 MEASURING_LIMIT_S = 900
 CONCURRENCY = 16
@@ -158,13 +157,13 @@ async def run_cell(service: HttpService, load: Load, limits: Limits, *, told: bo
         if resident:
             await bring_all(oracle, load.functions)
         call, due = Caller(session, service.url, load.prompts, max_tokens=load.tokens), load.due
-        before = processes(service.pid)
+        before = service_usage(service.pid)
         async with asyncio.TaskGroup() as group:
             if told:
                 names = [each.model for each in load.planned]
                 group.create_task(oracle.tell(list(zip(due, names, strict=True))))
             samples = await open_loop(call, load.planned, due)
-        after = processes(service.pid)
+        after = service_usage(service.pid)
         record = await _record(oracle.session, service.url)
     answers = [sample for sample in samples[load.warmup :] if isinstance(sample, Answer)]
     row: dict[str, Any] = row_of(answers, limits, tie)
@@ -225,37 +224,3 @@ def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
     shares = (50, 95, 99)
     values = np.percentile(seconds, shares)
     return {f"{name}_p{share}_ms": float(value) * 1e3 for share, value in zip(shares, values, strict=True)}
-
-
-def processes(pid: int) -> dict[str, tuple[float, int]]:
-    """Processor seconds and memory (its share of shared pages counted in part) of a service's gateway and node."""
-    found: dict[str, tuple[float, int]] = {}
-    for child in _children(pid):
-        with suppress(FileNotFoundError, ProcessLookupError):  # some live for a moment
-            command = Path(f"/proc/{child}/cmdline").read_text()
-            name = "gateway" if "run_gateway" in command else "node" if "run_node" in command else "other"
-            found[name] = _sum([found.get(name, (0.0, 0)), _usage(child)])
-    return found
-
-
-def _usage(pid: int) -> tuple[float, int]:
-    """Of a process and all that it started and that lives: processor seconds, and bytes of memory, of which a page that
-    n processes share counts as an nth."""
-    try:
-        children = _children(pid)
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0, 0
-    memory = next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
-    return _sum([((int(fields[11]) + int(fields[12])) / TICKS, memory), *map(_usage, children)])
-
-
-def _sum(usages: Iterable[tuple[float, int]]) -> tuple[float, int]:
-    seconds, memory = zip(*usages, strict=True)
-    return sum(seconds), sum(memory)
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cold_rig import make_adapters
+from benchmarks.drawn_adapters import make_adapters
 from benchmarks.http_service import HttpService
 from benchmarks.latency import summary
 from benchmarks.load import Planned, closed_loop, open_session, plan

@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from adapters.keys import new_key
-from benchmarks.gateway_rig import Rig, process, rig, steady
+from benchmarks.gateway_rig import Rig, rig, steady
 from benchmarks.latency import percentiles
+from benchmarks.processes import process
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
 
 CONNECTIONS = 200

@@ -36,12 +36,12 @@ from adapters.choices import Resolved
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.s3_url import parse_s3_url
-from benchmarks.cold_rig import TARGETS, make_adapters
-from benchmarks.cold_stream import s3_server
+from benchmarks.drawn_adapters import TARGETS, make_adapters
 from benchmarks.http_service import HttpService
 from benchmarks.latency import Sample
 from benchmarks.load import WORDS, OpenAiServer, Planned, open_session
 from benchmarks.report import ROOT, arguments, contention_probe, publish, report
+from benchmarks.s3 import s3_server
 from benchmarks.slow_link import slow_link
 
 RATE, DELAY = 50e6, 0.02

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -114,18 +113,6 @@ def machine() -> dict[str, Any]:
         "cores": CORES,
         "gpu": gpu,
     }
-
-
-def rounds_until(until: float, count: int, least: int = 1) -> Iterator[int]:
-    """Yields the numbers of `count` rounds, and ends before one that would be over after `until` (time.monotonic) if it
-    took as long as the longest so far; not before `least` rounds."""
-    longest = 0.0
-    for index in range(count):
-        begin = time.monotonic()
-        if index >= least and begin + longest > until:
-            return
-        yield index
-        longest = max(longest, time.monotonic() - begin)
 
 
 def contention_probe() -> float:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.cold_rig import make_adapters
+from benchmarks.drawn_adapters import make_adapters
 from benchmarks.many_load import make_prompt, prompt_lengths
 from benchmarks.report import ROOT, arguments, publish, report
 from cluster.messages import Adapter, Sampling

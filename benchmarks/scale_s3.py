@@ -21,7 +21,7 @@ from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.s3_store import S3Store
 from adapters.verify import verify
-from benchmarks.cold_stream import s3_server
+from benchmarks.s3 import s3_server
 from tests.support.many_functions import TENANT, fill, function_name
 
 PAGE = 100

@@ -21,10 +21,11 @@ from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from adapters.slo import Slo
 from adapters.tenants import Tenants
-from benchmarks.gateway_rig import GATEWAY, process, wait_until_ready
+from benchmarks.gateway_rig import GATEWAY, wait_until_ready
 from benchmarks.latency import Sample
 from benchmarks.load import recorded
 from benchmarks.model_node import ModelNodeConfig
+from benchmarks.processes import process
 from cluster.secret import create_secret
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.profile import NodeProfile

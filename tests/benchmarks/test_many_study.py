@@ -17,10 +17,11 @@ import pytest
 from benchmarks import many_load
 from benchmarks.load import Planned, open_session
 from benchmarks.many import figures_of
-from benchmarks.many_cells import Limits, Load, bring_all, measure_limits, operator, processes, row_of, run_cell
+from benchmarks.many_cells import Limits, Load, bring_all, measure_limits, operator, row_of, run_cell
 from benchmarks.many_load import Answer, Arrival, Caller, Oracle, Window, draw_window, prompt_lengths
 from benchmarks.many_tables import many_table
-from benchmarks.workloads import chat_lengths
+from benchmarks.processes import service_usage
+from garnish.simulation.traces.laws import chat_prompts
 from tests.benchmarks.scripted_service import scripted_service
 from tests.benchmarks.studies import run_study
 
@@ -62,7 +63,7 @@ def rng_without_permutation(make: Any) -> Any:
 
 
 def test_prompts_are_the_middles_of_the_law() -> None:
-    drawn = chat_lengths(200_000, np.random.default_rng(3))
+    drawn = chat_prompts(200_000, np.random.default_rng(3))
     assert prompt_lengths(10**6) == pytest.approx(np.quantile(drawn, [1 / 8, 3 / 8, 5 / 8, 7 / 8]), rel=0.05)
     assert max(prompt_lengths(64)) == 64
 
@@ -189,11 +190,11 @@ def test_processes_are_counted_with_what_they_started() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None and child.stdout is not None
         child.stdout.readline()
-        seconds, memory = processes(os.getpid())["gateway"]
+        seconds, memory = service_usage(os.getpid())["gateway"]
         child.stdin.write(b"\n")
         child.stdin.close()
     assert seconds >= 0.29 and 32 << 20 <= memory < 200 << 20
-    assert "gateway" not in processes(os.getpid())
+    assert "gateway" not in service_usage(os.getpid())
 
 
 def rows() -> list[dict[str, Any]]:

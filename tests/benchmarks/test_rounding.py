@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cold_rig import make_adapters
+from benchmarks.drawn_adapters import make_adapters
 from benchmarks.rounding import Errors, answers, apart, hold, same_texts
 from node_agent.ipc import Top
 from tests.benchmarks.studies import run_study

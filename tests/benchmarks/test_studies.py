@@ -1,13 +1,11 @@
 """Each study runs in its quick form and writes a whole report.
 
-The four that take longest are in `make test-long` alone.
+Those that take longest are in `make test-long` alone.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 
 from tests.benchmarks.studies import KeptService, run_study
 
-ROOT = Path(__file__).parents[2]
 KEYS = {"study", "commit", "machine", "versions", "settings", "seed", "simulated", "rows", "figures"}
 SERVE = {
     *(f"{figure}_{model}" for model in ("smollm2", "llama12") for figure in (
@@ -24,11 +21,8 @@ SERVE = {
     )),
     "gateway_added_p50_ms", "http_mixed_tok_s", "open_ttft_p99_ms", "open_late_max_ms",
 }  # fmt: skip
-OWN_PROCESS = ("coldstart",)
-"""It moves threads between cores."""
 SHARING = ("engine", "serve")
 """They start equal services."""
-COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_slowed")
 
 
 @pytest.fixture(scope="module")
@@ -109,27 +103,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
             },
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "coldstart",
-            ["--model"],
-            {
-                *(f"{kind}_over_cached_{way}" for kind in ("ttft", "tpt", "e2e") for way in COLD_WAYS),
-                "full_4x_tokens_per_core",
-                "full_over_assist_r64",
-                "full_over_assist_r128",
-                "interruption_share",
-                *(f"interruptions_p50_{rps}rps" for rps in (3, 6, 9)),
-                "exposed_p50_share",
-                "exposed_p99_ms",
-                "others_tpot_ratio",
-                "cpu_busy",
-                "device_busy",
-                "planner_regret",
-                "stream_gain",
-                *(f"stream_over_ideal_{ratio}" for ratio in ("0.25", "0.5", "1", "2", "7")),
-            },
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_quick_run(
@@ -143,16 +116,11 @@ def test_quick_run(
 ) -> None:
     file = tmp_path / "report.json"
     arguments = ["--quick", "--seed", "3", "--json", str(file), *options, str(stories_dir)]
-    if name in OWN_PROCESS:
-        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stdout + done.stderr
-    else:
-        if name in SHARING:
-            monkeypatch.setattr(f"benchmarks.{name}.HttpService", kept.open)
-        run_study(monkeypatch, name, *arguments)
-        if name == SHARING[-1]:
-            kept.close()
+    if name in SHARING:
+        monkeypatch.setattr(f"benchmarks.{name}.HttpService", kept.open)
+    run_study(monkeypatch, name, *arguments)
+    if name == SHARING[-1]:
+        kept.close()
     document = json.loads(file.read_text())
     assert set(document) == KEYS
     assert (document["study"], document["seed"]) == (name, 3)
