@@ -1,10 +1,10 @@
-"""Cold starts on a GPU: exact first, then a 7B-shaped random model over link rates, prompts, ranks and loads at once.
+"""Cold starts on a GPU, in parts of gpu_suite.py: exact first, then a 7B-shaped random model over link rates, prompts,
+ranks and loads at once.
 
 All adapters lie in pinned host memory. Copies are real; below the full rate each layer is also delayed so that loads
 and handoffs together move no more bytes per second than named. `cached` has the adapters on
 the device; `assist_pipeline` and the others of WAYS are forced plans, `full` is the planner's choice, and
 `planner_regret` how much later it ends than the best of them. `synced` hands over by copies that the host waits for.
-Every part has a share of the time; what a part could not do, or how it failed, stands in the report.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -27,12 +26,11 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_cold_rig import WAYS, Bench, all_handed_over, build
-from benchmarks.gpu_parts import Part, Rows, Skipped, failures, run_parts
-from benchmarks.report import ROOT, arguments, publish, report, save
+from benchmarks.gpu_parts import Part, Skipped
+from benchmarks.report import ROOT
 from benchmarks.stream_baselines import plain_torch, synced
 from node_agent.coldstart.slices import Segment
 from node_agent.coldstart.stream import StreamPool
-from node_agent.config import RUNNERS
 from node_agent.cores import usable_cores
 from node_agent.device import device_seconds
 from tests.support.drawn_batches import run_batch
@@ -43,9 +41,7 @@ from tests.support.peft_reference import TIE, PeftReference, draw_adapter, make_
 from tests.support.random_model import HALF_TOLERANCE, write_half_llama
 from tests.support.worker_counters import counters_of
 
-TOTAL_S = 440.0
-SHARES = {"exact": 0.2, "same": 0.1, "handoff": 0.15, "points": 0.35, "loads": 0.2}
-"""Of the time, in this order; what a part leaves goes to the next."""
+PARTS = ("exact", "same", "handoff", "points", "loads")
 PLANS = ("overlap", "pipeline", "assist_pipeline")
 """What the planner chooses from."""
 ROUNDS = 3
@@ -216,14 +212,8 @@ class ColdStudy:
     """The parts, and the 7B-shaped engine that all but the first share, built by the first that wants it."""
 
     def __init__(self, root: Path, shape: str, device: str, runner: str, *, quick: bool, seed: int) -> None:
-        self.root, self.shape, self.device, self.runner, self.quick, self.seed = (
-            root,
-            shape,
-            device,
-            runner,
-            quick,
-            seed,
-        )
+        self.root, self.shape, self.device, self.runner = root, shape, device, runner
+        self.quick, self.seed = quick, seed
         self._made: Bench | None = None
 
     def parts(self) -> dict[str, Part]:
@@ -256,54 +246,3 @@ class ColdStudy:
         profile = msgspec.to_builtins(made.engine.engine.cold_start.profile)
         yield {"profile": profile, "kernels": type(getattr(made.pool, "kernels", None)).__name__}
         yield from same(made, until)
-
-
-def study(
-    root: Path,
-    device: str,
-    shape: str,
-    seconds: float,
-    quick: bool,
-    seed: int,
-    done: Callable[[dict[str, Any]], None],
-    shares: dict[str, float] = SHARES,
-    *,
-    runner: str = "auto",
-) -> dict[str, Any]:
-    """`done` gets the report as far as it is, after every part. A part that fails leaves its failure in the rows."""
-    settings = {
-        "device": device, "shape": shape, "runner": runner, "seconds": seconds, "quick": quick, "dtype": "bfloat16"
-    }  # fmt: skip
-    cold = ColdStudy(root, shape, device, runner, quick=quick, seed=seed)
-
-    def document(rows: Rows) -> dict[str, Any]:
-        return report("coldstart_gpu", settings, seed, rows, figures_of(rows))
-
-    try:
-        return document(run_parts(cold.parts(), shares, seconds, lambda rows: done(document(rows))))
-    finally:
-        cold.close()
-
-
-def run(seconds: float, quick: bool, seed: int, file: Path | None, runner: str = "auto") -> dict[str, Any]:
-    """On the GPU. Every part's outcome is in the file as soon as it is there."""
-    with tempfile.TemporaryDirectory() as root:
-        return study(Path(root), "cuda", "7b", seconds, quick, seed, lambda found: save(found, file), runner=runner)
-
-
-def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for all parts together")
-    parser.add_argument("--runner", choices=tuple(RUNNERS), default="auto", help="lightllm: the papers' engine")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("no GPU is here: benchmarks.coldstart_default measures cold starts on a CPU, over a simulated link")
-    seconds = 60.0 if options.quick else options.seconds
-    document = run(seconds, options.quick, options.seed, options.json, options.runner)
-    publish(document, options.json)
-    if bad := failures(document):
-        sys.exit("\n".join(bad))
-
-
-if __name__ == "__main__":
-    main()

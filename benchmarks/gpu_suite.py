@@ -1,7 +1,7 @@
 """All that needs a GPU, in one command of under eight minutes: a part for each question, in order of worth.
 
-Each part's rows are in the JSON as soon as it ends. A part that fails does not end the run, one whose runner, kernels
-or peer are not there says so, and what time does not suffice for is named. Fails without a GPU.
+Each part's rows are in the JSON as soon as it ends. A part that fails does not end the run, one whose runner or kernels
+are not there says so, and what time does not suffice for is named. Fails without a GPU.
 
 smoke    every LoRA operation against float64, and what a layer computes between its products against plain torch
 exact    a tiny model with drawn adapters, plans and arrivals against PEFT
@@ -10,9 +10,8 @@ graphs   decode steps with captured graphs and without
 decode   steps of 1 to 256 rows over the bytes that they must read
 prefill  prompts as a share of the peak of large products, and what an adapter adds
 lora     8 and 32 distinct adapters in a decode step, ranks 8 to 128, by kernel; the papers' forms of its cost
-same, handoff, points, loads   cold starts by link rate (coldstart_gpu.py has them alone)
-kernels  LoRA operations by shape over the copy bandwidth, beside a peer's where one imports
-peer     a decode step of the peer's engine on the same shape
+same, handoff, points, loads   cold starts by link rate (coldstart_gpu.py)
+kernels  LoRA operations by shape over the copy bandwidth
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import coldstart_gpu, gpu_exact, gpu_peer, gpu_steps
+from benchmarks import coldstart_gpu, gpu_exact, gpu_steps
 from benchmarks.gpu_check import OPERATIONS, check_operations, draw_cases, scratch_for
 from benchmarks.gpu_engine import EngineBox
 from benchmarks.gpu_layer_check import SHAPES as LAYER_SHAPES
@@ -36,15 +35,13 @@ from benchmarks.gpu_layer_check import check_layers
 from benchmarks.gpu_parts import Part, Rows, Skipped, failures, run_parts
 from benchmarks.gpu_timing import gpu_seconds
 from benchmarks.kernels import Shape, floor, gpu_rows
-from benchmarks.peers import PEERS, installed_peers
 from benchmarks.report import arguments, publish, report, save
 from kernels.launch import launch_for
 from node_agent.config import RUNNERS
-from tests.support.kernel_cases import Case, relative_error
 
 SECONDS = {
     "smoke": 60.0, "exact": 45.0, "merged": 35.0, "graphs": 20.0, "decode": 45.0, "prefill": 20.0, "lora": 70.0,
-    "same": 25.0, "handoff": 15.0, "points": 55.0, "loads": 20.0, "kernels": 35.0, "peer": 15.0,
+    "same": 25.0, "handoff": 15.0, "points": 55.0, "loads": 20.0, "kernels": 35.0,
 }  # fmt: skip
 """By part; fewer parts share all of it."""
 QUICK_S = 60.0
@@ -52,8 +49,6 @@ CHECKS = 400
 """Drawn calls of each operation; what time doesn't suffice for is left out. Most of it goes into compiling."""
 LORA_SHARE = 0.8
 """Of the smoke part's time; the rest is for what a layer computes besides."""
-PEER_TOLERANCE = 3e-2
-"""bf16, and weights that were scaled before"""
 
 
 def measure_shape(shape: Shape, seed: int) -> list[dict[str, Any]]:
@@ -64,7 +59,6 @@ def measure_shape(shape: Shape, seed: int) -> list[dict[str, Any]]:
         how = launch_for(name, case.x.device)
         runs[name] = partial(OPERATIONS[name], case.call(xa=scratch_for(case, how)), how)
     runs["torch"] = _torch_products(shape)
-    skipped = _add_peers(runs, case)
     least = floor(shape, 2)
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
@@ -73,25 +67,7 @@ def measure_shape(shape: Shape, seed: int) -> list[dict[str, Any]]:
             "shape": shape.name, "run": name, "us": round(seconds * 1e6, 2), "weight_bytes": least["weight_bytes"],
             "gb_s": round(least["bytes"] / seconds / 1e9, 1),
         })  # fmt: skip
-    return rows + [{"shape": shape.name, "run": name, "skipped": why} for name, why in skipped.items()]
-
-
-def _add_peers(runs: dict[str, Callable[[], object]], case: Case) -> dict[str, str]:
-    """Adds the peers that compute the right result here; returns why the others are left out."""
-    skipped = {}
-    for name in installed_peers():
-        try:
-            ys, run = PEERS[name](case)
-            run()
-        except Exception as error:  # whatever another project's code raises: it is named in the report
-            skipped[name] = f"{type(error).__name__}: {error}"
-            continue
-        found = relative_error(ys, case)
-        if found <= PEER_TOLERANCE:
-            runs[name] = run
-        else:
-            skipped[name] = f"its result is {found:.1e} off"
-    return skipped
+    return rows
 
 
 def _torch_products(shape: Shape) -> Callable[[], object]:
@@ -129,7 +105,6 @@ class Suite:
             "lora": partial(gpu_steps.lora, self.box),
             **{name: partial(self._alone, cold[name]) for name in ("same", "handoff", "points", "loads")},
             "kernels": self._kernels,
-            "peer": self._peer,
         }
 
     def close(self) -> None:
@@ -149,14 +124,10 @@ class Suite:
         self.box.close()
         yield from part(until)
 
-    def _peer(self, until: float) -> Iterator[dict[str, Any]]:
-        self.close()
-        yield from gpu_peer.decode(self.box.root, self.box.shape, until)
-
     def _kernels(self, until: float) -> Iterator[dict[str, Any]]:
         if self.box.device.type != "cuda":
             raise Skipped("Triton's interpreter says nothing of times")
-        yield {"copy_gb_s": gpu_steps.copy_bandwidth(self.box.device) / 1e9, "peers": installed_peers()}
+        yield {"copy_gb_s": gpu_steps.copy_bandwidth(self.box.device) / 1e9}
         yield from gpu_rows(self.quick, self.box.seed, max(1.0, until - time.monotonic()))
 
 
@@ -178,8 +149,6 @@ def figures_of(rows: Rows) -> dict[str, float]:
             found[f"lora_over_floor_{where}"] = (row["ms"] - row["base_ms"]) / row["floor_ms"]
         elif row["part"] == "merged" and "adapter_below" in row:
             found |= {f"merged_{name}": row[name] for name in row if name.endswith("_below")}
-        elif row["part"] == "peer" and "ms" in row:
-            found[f"peer_ms_b{row['rows']}"] = row["ms"]
     copy = next((row["copy_gb_s"] for row in rows if row["part"] == "kernels" and "copy_gb_s" in row), None)
     large = [row["gb_s"] for row in rows if row.get("run") == "mbgmv" and row["weight_bytes"] >= 64 << 20]
     if copy is not None and large:
@@ -208,7 +177,7 @@ def study(
     suite = Suite(box, coldstart_gpu.ColdStudy(cold_root, shape, device.type, runner, quick=quick, seed=seed), quick)
     settings = {
         "device": device.type, "shape": shape, "runner": runner, "dtype": box.dtype, "quick": quick,
-        "seconds": seconds, "parts": parts, "peers": installed_peers(),
+        "seconds": seconds, "parts": parts,
     }  # fmt: skip
 
     def document(rows: Rows) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import coldstart_gpu, gpu_cold_rig, gpu_ttft
-from benchmarks.coldstart_gpu import PLANS, SHARES, WAYS, ColdStudy, failures, figures_of, study
+from benchmarks.coldstart_gpu import PARTS, PLANS, WAYS, ColdStudy, figures_of
+from benchmarks.gpu_parts import failures, run_parts
 from node_agent.cores import spare_cores
 from node_agent.runner.cuda_runner import CudaRunner
 
@@ -21,18 +22,21 @@ def test_every_part_runs_and_one_that_fails_is_named(tmp_path: Path, monkeypatch
     monkeypatch.setattr(coldstart_gpu, "handoff", broken)
     monkeypatch.setattr(coldstart_gpu, "ROUNDS", 1)
     monkeypatch.setattr(gpu_cold_rig, "SLOW_RATE", 5e5)  # so small an adapter would be there at once
-    saved: list[dict[str, Any]] = []
-    document = study(tmp_path, "cpu", "tiny", 1e4, True, 3, saved.append, {"exact": 0.0})
-    assert len(saved) == len(SHARES) and saved[-1] == document
-    (failed,) = failures(document)
+    cold = ColdStudy(tmp_path, "tiny", "cpu", "auto", quick=True, seed=3)
+    assert tuple(cold.parts()) == PARTS
+    try:
+        rows = run_parts(cold.parts(), {"exact": 0.0}, 1e4, lambda _: None)
+    finally:
+        cold.close()
+    figures = figures_of(rows)
+    (failed,) = failures({"rows": rows, "figures": figures})
     assert failed.startswith("handoff: ") and "no such stream" in failed
-    figures = document["figures"]
     assert figures["cases"] >= 1 and figures["mismatches"] == 0
     for name in set(WAYS) - {"cached"}:
         assert figures[f"ttft_over_cached_{name}_r64_t64_gbsfull_n1"] > 0
         assert figures[f"ttft_over_cached_{name}_r64_t16_gbs4_n2"] > 0
     assert "planner_regret" in figures
-    (first, *_) = [row for row in document["rows"] if row["part"] == "same" and "rank" in row]
+    (first, *_) = [row for row in rows if row["part"] == "same" and "rank" in row]
     assert first["warm_plain_logprob"] < 0.1 and first["cold_warm_logprob"] < 0.1
     assert first["layers_cpu"] and not first["replays"]
 

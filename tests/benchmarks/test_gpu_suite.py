@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adapters.base_model import projection_widths
-from benchmarks import coldstart_gpu, gpu_exact, gpu_layer_check, gpu_peer, gpu_steps, gpu_suite
+from benchmarks import coldstart_gpu, gpu_exact, gpu_layer_check, gpu_steps, gpu_suite
 from benchmarks.gpu_check import WrongResult
 from benchmarks.gpu_engine import adapter_bytes
 from benchmarks.gpu_parts import Skipped, failures, run_parts
@@ -21,7 +21,7 @@ from tests.benchmarks.studies import run_study
 from tests.support.random_model import SHAPES
 
 CPU = torch.device("cpu")
-PARTS = ["smoke", "merged", "graphs", "decode", "prefill", "lora", "kernels", "peer"]
+PARTS = ["smoke", "merged", "graphs", "decode", "prefill", "lora", "kernels"]
 """tests/benchmarks/test_coldstart_gpu.py has the others."""
 
 
@@ -42,7 +42,6 @@ def test_every_part_runs_or_says_why_not(tmp_path: Path) -> None:
     skipped = {row["part"]: row["skipped"] for row in document["rows"] if "skipped" in row}
     assert skipped == {
         "graphs": "runner auto captures no graphs", "kernels": "Triton's interpreter says nothing of times",
-        "peer": "vllm is not installed",
     }  # fmt: skip
     assert {row["operation"] for row in rows_of(document, "smoke")[:-1]} == {
         "bgmv", "mbgmv", "sgmv", "add_rms_norm", "rotate_and_store", "silu_mul", "decode_attention",
@@ -163,26 +162,6 @@ def test_a_part_that_fails_leaves_the_others_their_time() -> None:
     assert "no such stream" in first and second == "2 answers differ from PEFT's"
 
 
-def test_a_peers_step_is_the_time_of_a_further_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that moves half a second for the prompts and 10 ms for each token."""
-    clock = [0.0]
-
-    class Engine:
-        def __init__(self, model: str, **_: object) -> None:
-            assert (Path(model) / "config.json").exists()
-
-        def generate(self, prompts: list[Any], how: Any, use_tqdm: bool) -> None:
-            clock[0] += 0.5 + 0.01 * (how.max_tokens - 1)
-
-    vllm = SimpleNamespace(LLM=Engine, SamplingParams=lambda **how: SimpleNamespace(**how), __version__="0.30")
-    monkeypatch.setattr(gpu_peer, "find_spec", lambda _: vllm)
-    monkeypatch.setattr(gpu_peer, "import_module", lambda _: vllm)
-    monkeypatch.setattr(gpu_peer, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=lambda: 0.0))
-    rows = list(gpu_peer.decode(tmp_path, "tiny", 1.0))
-    assert [row["rows"] for row in rows] == list(gpu_peer.ROWS)
-    assert [row["ms"] for row in rows] == pytest.approx([10.0] * len(rows))
-
-
 def test_all_parts_have_a_time(tmp_path: Path) -> None:
-    assert {*PARTS, *coldstart_gpu.SHARES} == set(SECONDS)
+    assert {*PARTS, *coldstart_gpu.PARTS} == set(SECONDS)
     assert sum(SECONDS.values()) < 480, "eight minutes"
