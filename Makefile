@@ -72,7 +72,7 @@ lint: install-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m benchmarks.check_pages
+	$(BIN)/python -m tests.lint.pages
 	$(BIN)/python -m tests.lint.words
 	@echo "product: $$(git ls-files "adapters/*.py" "cluster/*.py" "garnish/*.py" "gateway/*.py" "infra/*.py" "kernels/*.py" "node_agent/*.py" | xargs cat | wc -l) lines"
 

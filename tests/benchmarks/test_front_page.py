@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks import front_page
-from benchmarks.check_pages import LINK
 from benchmarks.engine_tables import engine_table, serve_table
 from benchmarks.front_page import peft_ratios
 from benchmarks.gateway_rounds import figures_of, pairs
@@ -19,6 +18,7 @@ from benchmarks.policy_cases import bed_cases, case_lines, simulated_cases, verd
 from benchmarks.report import ROOT
 from benchmarks.rule import WIDTH
 from benchmarks.tables import TABLES, committed, render
+from tests.lint.pages import LINK
 
 README = ROOT / "README.md"
 

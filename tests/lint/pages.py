@@ -1,4 +1,6 @@
-"""Checks the pages of README, CONTRIBUTING and docs: width, tables, links and anchors. `make lint` runs it.
+"""Checks the pages of README, CONTRIBUTING and docs: width, tables, links and anchors.
+
+    python -m tests.lint.pages
 
 - A line has at most 100 columns as it is read: targets of links don't count. Tables and blocks of code are left out.
 - A table has at most five columns, but for those that `benchmarks.tables` writes.
@@ -12,9 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.rule import WIDTH
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+WIDTH = 100
 COLUMNS = 5
 INDEX = ROOT / "docs" / "README.md"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
