@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.autoscale import Seen, figures_of, rows_of
-from benchmarks.autoscale_report import autoscale_plot, autoscale_text
-from benchmarks.latency import Sample
-from benchmarks.plots import save
+from benchmarks.autoscale.autoscale import Seen, figures_of, rows_of
+from benchmarks.autoscale.tables import autoscale_plot, autoscale_text
+from benchmarks.common.latency import Sample
+from benchmarks.pages.plots import save
 
 STEPS = ((1, 10.0), (80, 20.0), (0, 10.0))
 

@@ -16,8 +16,19 @@ import pytest
 
 from adapters.local_store import LocalStore
 from adapters.standing import STANDING_KEY, Entry, Standing
-from benchmarks.chaos_limits import AWAY_S, STALE_S, ConcurrencyJudge
-from benchmarks.chaos_policies import COPIES, FUNCTIONS, IDLED, KEPT, TUNED, WRONG, Policies, Writer
+from benchmarks.faults.policies import (
+    AWAY_S,
+    COPIES,
+    FUNCTIONS,
+    IDLED,
+    KEPT,
+    STALE_S,
+    TUNED,
+    WRONG,
+    ConcurrencyJudge,
+    Policies,
+    Writer,
+)
 
 CALLERS = 6
 

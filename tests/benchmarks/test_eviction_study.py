@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import eviction, eviction_traces
-from benchmarks.eviction import Pool, gap_closed, miss_share, reload_seconds
-from benchmarks.eviction_bounds import Belady, least_miss_share
-from benchmarks.eviction_traces import HELD_OUT, TUNED, Trace, traces
+from benchmarks.adapter_memory import eviction, eviction_traces
+from benchmarks.adapter_memory.eviction import Pool, gap_closed, miss_share, reload_seconds
+from benchmarks.adapter_memory.eviction_bounds import Belady, least_miss_share
+from benchmarks.adapter_memory.eviction_traces import HELD_OUT, TUNED, Trace, traces
 from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.eviction import POLICIES
 from tests.benchmarks.studies import run_study
@@ -107,7 +107,7 @@ def test_the_gap() -> None:
 
 def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    run_study(monkeypatch, "eviction", "--quick", "--json", str(file))
+    run_study(monkeypatch, "adapter_memory.eviction", "--quick", "--json", str(file))
     document = json.loads(file.read_text())
     figures = document["figures"]
     assert document["simulated"]

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import front_page
-from benchmarks.engine_tables import engine_table, serve_table
-from benchmarks.front_page import peft_ratios
-from benchmarks.gateway_rounds import figures_of, pairs
-from benchmarks.gpu_tables import gpu_regret_text
-from benchmarks.policy_cases import bed_cases, case_lines, simulated_cases, verdict
-from benchmarks.report import ROOT
-from benchmarks.rule import WIDTH
-from benchmarks.tables import TABLES, committed, render
+from benchmarks.common.report import ROOT
+from benchmarks.common.rule import WIDTH
+from benchmarks.engine.tables import engine_table
+from benchmarks.gateway.rounds import figures_of, pairs
+from benchmarks.gpu.tables import gpu_regret_text
+from benchmarks.pages import front_page
+from benchmarks.pages.front_page import peft_ratios
+from benchmarks.pages.tables import TABLES, committed, render
+from benchmarks.scheduling.policy_cases import bed_cases, case_lines, simulated_cases, verdict
+from benchmarks.serve.tables import serve_table
 from tests.lint.pages import LINK
 
 README = ROOT / "README.md"

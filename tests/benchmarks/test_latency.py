@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.latency import Sample, percentiles, summary
+from benchmarks.common.latency import Sample, percentiles, summary
 
 
 def test_definitions() -> None:

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_server import scripted_server
 
-from benchmarks.latency import Sample, summary
-from benchmarks.load import OpenAiServer, Planned, check_url, closed_loop, open_loop, open_session, plan, poisson
-from benchmarks.node_call import NodeServer
+from benchmarks.common.latency import Sample, summary
+from benchmarks.common.load import OpenAiServer, Planned, check_url, closed_loop, open_loop, open_session, plan, poisson
+from benchmarks.serve.node_call import NodeServer
 from cluster.messages import ColdStart as Cold
 from cluster.messages import Done, Event, Failed, Timing, Token, encode_event
 from tests.benchmarks.studies import run_study

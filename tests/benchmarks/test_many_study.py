@@ -14,13 +14,14 @@ import aiohttp
 import numpy as np
 import pytest
 
-from benchmarks import many_load
-from benchmarks.load import Planned, open_session
-from benchmarks.many import figures_of
-from benchmarks.many_cells import Limits, Load, bring_all, measure_limits, operator, row_of, run_cell
-from benchmarks.many_load import Answer, Arrival, Caller, Oracle, Window, draw_window, prompt_lengths
-from benchmarks.many_tables import many_table
-from benchmarks.processes import service_usage
+from benchmarks.common.invoke import Answer, Caller, prompt_lengths
+from benchmarks.common.load import Planned, open_session
+from benchmarks.common.processes import service_usage
+from benchmarks.many import cells, trace_window
+from benchmarks.many.cells import Limits, Load, Oracle, bring_all, measure_limits, operator, row_of, run_cell
+from benchmarks.many.many import figures_of
+from benchmarks.many.tables import many_table
+from benchmarks.many.trace_window import Arrival, Window, draw_window
 from garnish.simulation.traces.laws import chat_prompts
 from tests.benchmarks.scripted_service import scripted_service
 from tests.benchmarks.studies import run_study
@@ -33,7 +34,7 @@ WARM = (0.1, 1.0)
 @pytest.mark.parametrize("seed", range(4))
 def test_calls_come_in_the_minutes_of_the_trace(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Function i is called in minute i alone, so that a call's function tells its minute."""
-    monkeypatch.setattr(many_load, "minute_counts", lambda without_top: np.eye(MINUTES, dtype=np.int64))
+    monkeypatch.setattr(trace_window, "minute_counts", lambda without_top: np.eye(MINUTES, dtype=np.int64))
     monkeypatch.setattr(np.random, "default_rng", rng_without_permutation(np.random.default_rng))
     window = draw_window(MINUTES, 20, seed)
     first = window.arrivals[0].adapter
@@ -157,7 +158,7 @@ def test_adapters_are_ordered_so_many_at_once() -> None:
 async def order_many() -> None:
     async with scripted_service() as (script, service), operator(service) as oracle:
         await bring_all(oracle, (f"a{i}" for i in range(40)))
-        assert script.most_orders <= many_load.ORACLE_AT_ONCE and len(script.here) == 40
+        assert script.most_orders <= cells.ORACLE_AT_ONCE and len(script.here) == 40
         with pytest.raises(RuntimeError, match=r"refused.*429"):
             await bring_all(oracle, ["refused"])
 
@@ -173,9 +174,9 @@ def test_the_oracle_orders_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def bring(_: Oracle, name: str, __: asyncio.Semaphore) -> None:
         brought.append(name)
 
-    monkeypatch.setattr(many_load.asyncio, "sleep", sleep)
+    monkeypatch.setattr(cells.asyncio, "sleep", sleep)
     monkeypatch.setattr(Oracle, "bring", bring)
-    monkeypatch.setattr(many_load.time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(cells.time, "perf_counter", lambda: 0.0)
     oracle = Oracle(cast(aiohttp.ClientSession, None), "")
     asyncio.run(oracle.tell([(2.0, "a"), (7.0, "b"), (7.5, "c")]))
     assert slept == [0.0, 1.5, 5.0, 5.5, 6.5, 7.0]
@@ -243,7 +244,7 @@ def test_figures_and_tables() -> None:
 def test_quick_run(stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
     arguments = ["--model", str(stories_dir), "--dtype", "float32", "--rates", "1", "4", "--json", str(file)]
-    run_study(monkeypatch, "many", "--quick", *arguments)
+    run_study(monkeypatch, "many.many", "--quick", *arguments)
     for report in (file, tmp_path / "report_4x.json"):
         document = json.loads(report.read_text())
         assert document["figures"]["wrong_tokens"] == 0

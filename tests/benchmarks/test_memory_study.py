@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.allocators import BestFit, Shape
-from benchmarks.memory import ALL, ATTENTION, BASES, RANKS, makers
-from benchmarks.trace import draw_calls, minute_counts
+from benchmarks.adapter_memory.allocators import BestFit, Shape
+from benchmarks.adapter_memory.memory import ALL, ATTENTION, BASES, RANKS, makers
+from benchmarks.common.trace import draw_calls, minute_counts
 from tests.benchmarks.studies import run_study
 from tests.support.draws import draws
 
@@ -65,7 +65,7 @@ def test_calls_follow_the_trace() -> None:
 @pytest.mark.parametrize("seed", [3])
 def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     file = tmp_path / "report.json"
-    run_study(monkeypatch, "memory", "--quick", "--seed", str(seed), "--json", str(file))
+    run_study(monkeypatch, "adapter_memory.memory", "--quick", "--seed", str(seed), "--json", str(file))
     figures = json.loads(file.read_text())["figures"]
     assert figures["utilisation"] > 0.97
     assert figures["fragmentation"] < 0.02

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from scripted_server import scripted_server
 
-from benchmarks.serve_http import CONCURRENCY, Loads, Server, closed_rounds, over_peer
+from benchmarks.serve.over_http import CONCURRENCY, Loads, Server, closed_rounds, over_peer
 
 LOADS = Loads(rounds=2, requests=16, pairs=1, prompt_tokens=4, output_tokens=3, seed=0)
 

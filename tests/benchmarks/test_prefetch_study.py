@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.eviction_traces import HELD_OUT, Trace
-from benchmarks.prefetch import Likely, Node, figures_of, forecasts_of, oracle_of, replay, row_of
-from benchmarks.prefetch_tables import prefetch_table
-from benchmarks.report import report
+from benchmarks.adapter_memory.eviction_traces import HELD_OUT, Trace
+from benchmarks.adapter_memory.prefetch import Likely, Node, figures_of, forecasts_of, oracle_of, replay, row_of
+from benchmarks.adapter_memory.tables import prefetch_table
+from benchmarks.common.report import report
 
 
 def drawn(seed: int, seconds: float = 2000.0, calls: int = 300, functions: int = 40) -> Trace:

@@ -21,7 +21,9 @@ SERVE = {
     )),
     "gateway_added_p50_ms", "http_mixed_tok_s", "open_ttft_p99_ms", "open_late_max_ms",
 }  # fmt: skip
-SHARING = ("engine", "serve")
+STUDIES = {"coldstart.default": "coldstart_default"}
+"""Studies that reports call by another name than the module's."""
+SHARING = ("engine.engine", "serve.serve")
 """They start equal services."""
 
 
@@ -36,26 +38,26 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
     ("name", "options", "figures"),
     [
         (
-            "engine",
+            "engine.engine",
             ["--dtype", "float32", "--model"],
             {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"},
         ),
-        pytest.param("serve", ["--base"], SERVE, marks=pytest.mark.slow),
+        pytest.param("serve.serve", ["--base"], SERVE, marks=pytest.mark.slow),
         pytest.param(
-            "restored",
+            "faults.restored",
             ["--model"],
             {"all_s_6", "worst_s_6", "link_share_6", "leader_s", "worst_leader_s"},
             marks=pytest.mark.slow,
         ),
-        ("random_keys", ["--model"], {"ttft_p99_ms_beside_nothing", "ttft_p99_ms_beside_flood", "flood_rps"}),
+        ("gateway.random_keys", ["--model"], {"ttft_p99_ms_beside_nothing", "ttft_p99_ms_beside_flood", "flood_rps"}),
         (
-            "control_plane",
+            "gateway.control_plane",
             ["--model"],
             {"redis_in_mb_s", "record_cpu_share", "placement_cpu_p99_ms", "wall_p99_ratio", "store_reads_s"},
         ),
-        ("gateway", ["--model"], {"rps", "added_p50_ms", "added_p99_ms", "idle_streams_held"}),
+        ("gateway.gateway", ["--model"], {"rps", "added_p50_ms", "added_p99_ms", "idle_streams_held"}),
         (
-            "scheduling",
+            "scheduling.scheduling",
             ["--model"],
             {
                 *(
@@ -76,24 +78,24 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
             },
         ),
         (
-            "fidelity",
+            "scheduling.fidelity",
             ["--dtype", "float32", "--model"],
             {"ttft_error", "tpt_error", "attain_gap", "speedup_over_real_time"},
         ),
         (
-            "scale",
+            "registry.scale",
             ["--model"],
             {"deploy_ms_at_40", "deploy_ms_at_400", "resolve_us_at_4000", "list_page_ms", "s3_gc_s"},
         ),
-        ("exactness", ["--model"], {"cases", "tokens", "mismatches", "ties"}),
+        ("exactness.exactness", ["--model"], {"cases", "tokens", "mismatches", "ties"}),
         (
-            "perfmodel",
+            "perfmodel.perfmodel",
             ["--dtype", "float32", "--threads", "1", "--adapter-memory", "16", "--model"],
             {"r2_decode", "r2_prefill", "r2_paper_form", "heldout_median_error", "eval_us"},
         ),
-        ("fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
+        ("fairness.fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
         pytest.param(
-            "coldstart_default",
+            "coldstart.default",
             ["--model"],
             {
                 *(f"full_over_pipeline_{kind}{end}" for kind in ("ttft", "tpt", "e2e") for end in ("", "_upper")),
@@ -123,9 +125,9 @@ def test_quick_run(
         kept.close()
     document = json.loads(file.read_text())
     assert set(document) == KEYS
-    assert (document["study"], document["seed"]) == (name, 3)
+    assert (document["study"], document["seed"]) == (STUDIES.get(name, name.partition(".")[2]), 3)
     assert figures <= set(document["figures"])
     assert "over_vllm" not in document["figures"], "no peer was named"
-    if name == "exactness":
+    if name == "exactness.exactness":
         assert document["figures"]["mismatches"] == 0
         assert document["figures"]["tokens"] > 100

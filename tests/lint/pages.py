@@ -3,7 +3,7 @@
     python -m tests.lint.pages
 
 - A line has at most 100 columns as it is read: targets of links don't count. Tables and blocks of code are left out.
-- A table has at most five columns, but for those that `benchmarks.tables` writes.
+- A table has at most five columns, but for those that `benchmarks.pages.tables` writes.
 - A link to a file of the repository finds it, and its anchor a heading; every page is linked from docs/README.md.
 """
 
@@ -79,7 +79,7 @@ def _targets(page: Path) -> set[Path]:
 
 
 def _lines(page: Path) -> Iterator[tuple[int, str, bool, bool]]:
-    """Number, text, whether it belongs to a block of code, whether `benchmarks.tables` writes it."""
+    """Number, text, whether it belongs to a block of code, whether `benchmarks.pages.tables` writes it."""
     code = written = False
     for number, line in enumerate(page.read_text().splitlines(), 1):
         fence = FENCE.match(line) is not None

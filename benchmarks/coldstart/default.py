@@ -1,0 +1,302 @@
+"""Cold starts by default settings, over HTTP: services that say nothing of the node, and others that say one thing.
+
+Each service is started by `garnish up` from a file with the base model, `node.simulate.link`, and, for a baseline
+alone, `node.cold_start`: `full` does not set it, `pipeline` and `assist` set it to their name, `overlap` to `wait`. All
+files set the same `node.adapter_memory`, smaller than the default. What is called lies in the host memory of every node
+and on no device, as the nodes say before each call. `cached` has the file of `full`; each of its adapters is called
+before its call is timed. The services of one ratio run side by side. Each measures its link and workers while the
+others are idle, and has the costs of its passes from the service without simulation, which starts first. Rounds of
+calls precede the timed ones; after each, no service is called until all nodes have ended their measurements. Every call
+goes to all services, in an order that is drawn each time; ratios are of such pairs. Prompts are drawn token ids;
+answers are greedy and have 12 tokens.
+
+Parts:
+
+- `a`: a link of 20 MB/s and no other key: the CPU workers, and cold calls of rank 64 with prompts of 64 tokens.
+- `b`: single calls at a load : prefill ratio of 0.68 and 0.17: a rank-64 adapter on q, k, v reaches the device in this
+  share of a warm prefill of 256 tokens, which is the time to the first token on a service without simulation.
+- `c`: bursts of 1, 4 and 8 calls at once, each with another adapter, at the same ratios.
+- `d`: decoding alone, adapter on the device: the service of `a` against one with `cpu_workers: 0`, tokens/s of one
+  caller and of eight.
+- `e`: no simulation: the CPU workers, and why so many. This part is in every run.
+
+A call counts if its adapter was in host memory (`cached`: on the device) when it arrived; a burst if all its calls do.
+`refused` is the number of calls that do not count. Intervals are 95 %, by a bootstrap over pairs. A figure that names
+no column is the median over columns, and its `_upper` the highest upper end of any column. With `--json FILE` the
+report is written after each part of a ratio. A later run with the same FILE keeps the parts that it does not run again,
+if commit, machine, seed and sizes are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.coldstart.calls import CACHED, KEPT, Column, Draw, rounds
+from benchmarks.coldstart.decode import decode_rows
+from benchmarks.coldstart.figures import figures_of
+from benchmarks.coldstart.services import FILE_ITEM_BYTES, Adapters, node_of, running, until_idle
+from benchmarks.common.http_service import COSTS, HttpService
+from benchmarks.common.invoke import Caller, check
+from benchmarks.common.load import Planned, open_session
+from benchmarks.common.report import ROOT, arguments, contention_probe, publish, report, save
+
+WAYS = {
+    "full": {},
+    "pipeline": {"cold_start": "pipeline"},
+    "overlap": {"cold_start": "wait"},
+    "assist": {"cold_start": "assist"},
+    CACHED: {},
+}
+LINK_RANK, LINK_TOKENS = 64, 256
+"""Rank and prompt length of the call by which a load : prefill ratio is defined."""
+PREFILLS = 9
+SLOW_LINK = "20MB/s"
+NO_WORKERS = {"cpu_workers": "0"}
+S3 = Column("S3", 64, 64)
+PARTS = "abcde"
+PLAIN = "plain"
+"""Name of the service without simulation."""
+RATIOS = (0.68, 0.17)
+"""Load : prefill ratios of the papers' 3.3 GB/s and of a link four times as fast."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    warm_rounds: int = 3
+    """Rounds before the timed ones, from which nodes learn which kinds of calls to measure while they are idle."""
+    rounds: int = 50
+    burst_rounds: int = 25
+    alternations: int = 20
+    columns: tuple[Column, ...] = (Column("S1", 32, 64), Column("S3", 64, 16), S3, Column("S3", 64, 256))
+    burst_column: Column = S3
+    bursts: tuple[int, ...] = (1, 4, 8)
+    ways: tuple[str, ...] = tuple(WAYS)
+    adapters: tuple[tuple[int, int], ...] = ((64, 48), (32, 24))
+    """(rank, number of adapters) pairs."""
+    room: int = 10
+    """Adapters of rank 64 that fit on the device."""
+    tokens: int = 12
+    slow_calls: int = 5
+    """Cold calls of part a."""
+    decode_tokens: int = 64
+    quick: bool = False
+
+
+QUICK = Sizes(
+    0, 2, 1, 2, (Column("S3", 64, 16),), Column("S3", 64, 16), (2,), ("full", "pipeline"), ((64, 8),), 2, 4, 2, 8, True
+)
+
+
+class Study:
+    """Rows by (part, ratio), in `done`, and what was measured for all of them, in `measured`."""
+
+    def __init__(self, root: Path, model: Path, sizes: Sizes, seed: int, before: dict[str, Any]) -> None:
+        """`before`: an earlier report of the same commit and machine, or nothing."""
+        self._root, self._sizes, self._seed = root, sizes, seed
+        self._adapters = Adapters(model, root / "adapters", dict(sizes.adapters), seed)
+        self.done: dict[tuple[str, float | None], list[dict[str, Any]]] = {}
+        for row in before.get("rows", ()):
+            self.done.setdefault((row["part"], row.get("ratio")), []).append(row)
+        self.measured: dict[str, Any] = before.get("settings", {}).get("measured", {})
+
+    def run(self, parts: Sequence[str], ratios: Sequence[float]) -> Iterator[None]:
+        """Yields after each part of a ratio."""
+        self._plain()
+        yield
+        if {*parts} & {"a", "d"}:
+            yield from self._slow(parts)
+        for ratio in ratios:
+            if {*parts} & {"b", "c"}:
+                yield from self._ratio(parts, ratio)
+
+    def _plain(self) -> None:
+        """Part e, and what the others need: the costs of passes, and what the link's rate follows from, unless an
+        earlier run measured that."""
+        some = self._adapters.of_rank[LINK_RANK][:1]
+        with self._service(PLAIN, some) as service:
+            node = node_of(service)
+            self.done["e", None] = [{"part": "e", "cpu_workers": node.cpu_workers, "reason": node.reason}]
+            if not self.measured:
+                size = self._adapters.file_bytes(LINK_RANK) * node.itemsize // FILE_ITEM_BYTES
+                self.measured = {"adapter_bytes": size, "prefill_s": asyncio.run(self._prefill(service, some[0]))}
+        say(f"{self.measured}; without simulation {node.cpu_workers} workers: {node.reason}")
+
+    async def _prefill(self, service: HttpService, function: int) -> float:
+        draw = Draw({}, self._adapters.vocabulary, self._seed)
+        ttfts = []
+        async with open_session(service.key) as session:
+            call = Caller(session, service.url, [], max_tokens=1)
+            for _ in range(PREFILLS + 1):
+                answer = await call(Planned(f"a{function}", draw.prompt(LINK_TOKENS)))
+                check([answer])
+                ttfts.append(answer.ttft)
+        return median(ttfts[1:])
+
+    def _slow(self, parts: Sequence[str]) -> Iterator[None]:
+        """Parts a and d: more adapters than the device has room for by default, for the file says nothing of it."""
+        functions = self._adapters.of_rank[LINK_RANK]
+        link = {"simulate": f"{{link: {SLOW_LINK}}}"}
+        with ExitStack() as stack:
+            service = stack.enter_context(self._service("workers", functions, **link))
+            node = node_of(service)
+            say(f"at {SLOW_LINK} {node.cpu_workers} workers: {node.reason}")
+            if "a" in parts:
+                row = {"part": "a", "cpu_workers": node.cpu_workers, "reason": node.reason}
+                column = replace(self._sizes.burst_column, rank=LINK_RANK)
+                cells = asyncio.run(self._called({"full": service}, [(column, 1)], self._sizes.slow_calls))
+                (calls,) = cells.values()
+                self.done["a", None] = [{**row, "columns": KEPT, "calls": calls}]
+                yield
+            if "d" in parts:
+                other = stack.enter_context(self._service("no-workers", functions[:1], **link, **NO_WORKERS))
+                services = {"workers": service, "none": other}
+                if not self._sizes.quick:
+                    asyncio.run(until_idle(services.values()))
+                rows = decode_rows(
+                    services, functions[0], self._adapters.vocabulary, self._sizes.alternations,
+                    self._sizes.decode_tokens, self._seed,
+                )  # fmt: skip
+                self.done["d", None] = asyncio.run(rows)
+                yield
+
+    def _ratio(self, parts: Sequence[str], ratio: float) -> Iterator[None]:
+        """Parts b and c, on the same services."""
+        sizes, size = self._sizes, self.measured["adapter_bytes"]
+        rate = round(size / (ratio * self.measured["prefill_s"]))
+        node = {"simulate": f"{{link: {rate}B/s}}", "adapter_memory": str(sizes.room * size * 11 // 10)}
+        every = [i for numbers in self._adapters.of_rank.values() for i in numbers]
+        singles = [(column, 1) for column in sizes.columns]
+        bursts = [(sizes.burst_column, count) for count in sizes.bursts]
+        with ExitStack() as stack:
+            services: dict[str, HttpService] = {}
+            for way in sizes.ways:
+                services[way] = stack.enter_context(self._service(f"{way}-{ratio}", every, **node, **WAYS[way]))
+                if not sizes.quick:
+                    asyncio.run(until_idle(services.values()))
+            nodes = {way: node_of(service) for way, service in services.items()}
+            for way, found in nodes.items():
+                say(f"ratio {ratio}, {way}: {found.cpu_workers} workers: {found.reason}")
+            for part, columns, count in (("b", singles, sizes.rounds), ("c", bursts, sizes.burst_rounds)):
+                if part in parts:
+                    cells = asyncio.run(self._called(services, columns, count))
+                    later = {way: node_of(service).cpu_workers for way, service in services.items()}
+                    self.done[part, ratio] = [
+                        {
+                            "part": part, "ratio": ratio, "way": way, **asdict(column), "at_once": at_once,
+                            "link_bytes_s": rate, "cpu_workers": nodes[way].cpu_workers, "reason": nodes[way].reason,
+                            "cpu_workers_after": later[way], "columns": KEPT, "calls": calls,
+                        }
+                        for (way, column, at_once), calls in cells.items()
+                    ]  # fmt: skip
+                    yield
+
+    async def _called(
+        self, services: dict[str, HttpService], columns: Sequence[tuple[Column, int]], count: int
+    ) -> dict[tuple[str, Column, int], list[str]]:
+        """Returns all calls as text, by way, column and calls at once."""
+        draw = Draw(self._adapters.of_rank, self._adapters.vocabulary, self._seed)
+        cells: dict[tuple[str, Column, int], list[str]] = {(way, *each): [] for each in columns for way in services}
+        ended = 0
+        async for found in rounds(
+            services,
+            self._adapters.numbers,
+            columns,
+            draw,
+            warm=self._sizes.warm_rounds,
+            count=count,
+            tokens=self._sizes.tokens,
+        ):
+            for way, column, at_once, calls in found:
+                cells[way, column, at_once] += [call.text() for call in calls]
+            ended += 1
+            if ended % 10 == 0:
+                say(f"{ended} of {count} rounds")
+        return cells
+
+    def _service(self, name: str, functions: Sequence[int], **node: str) -> Any:
+        say(f"service {name} starts: {node}")
+        costs = self._root / PLAIN / COSTS
+        return running(
+            self._root / name,
+            self._adapters,
+            functions,
+            costs if costs.exists() else None,
+            quick=self._sizes.quick,
+            **node,
+        )
+
+
+def say(text: str) -> None:
+    """Report progress; the figures alone go to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _before(file: Path | None, now: dict[str, Any]) -> dict[str, Any]:
+    """Returns the report in `file`, to go on with; nothing if there is none. `now`: an empty report of this run.
+
+    Raises ValueError if it is of another commit, machine, seed or settings.
+    """
+    if file is None or not file.exists():
+        return {}
+    before: dict[str, Any] = json.loads(file.read_text())
+    for name in ("study", "commit", "machine", "seed"):
+        if before.get(name) != now[name]:
+            raise ValueError(f"{file} has another {name}, {before.get(name)}, not {now[name]}: name another file")
+    if before["settings"]["sizes"] != json.loads(json.dumps(now["settings"]["sizes"])):
+        raise ValueError(f"{file} has other sizes: name another file")
+    return before
+
+
+def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
+    sizes = QUICK if options.quick else _sizes(options)
+    settings: dict[str, Any] = {
+        "model": options.model.name, "sizes": asdict(sizes), "slow_link": SLOW_LINK, "quick": options.quick,
+        "link_rank": LINK_RANK, "link_tokens": LINK_TOKENS, "files": {way: WAYS[way] for way in sizes.ways},
+    }  # fmt: skip
+    document = report("coldstart_default", settings, options.seed, [], {}, simulated=True)
+    before = _before(options.json, document)
+    made = Study(root, options.model.absolute(), sizes, options.seed, before)
+    probes = [*before.get("settings", {}).get("probes_ms", ()), contention_probe()]
+    for _ in made.run(options.parts, options.ratios):
+        rows = [row for key in sorted(made.done, key=str) for row in made.done[key]]
+        probes.append(contention_probe())
+        document |= {
+            "settings": settings | {"measured": made.measured, "probes_ms": probes},
+            "rows": rows,
+            "figures": {name: round(value, 4) for name, value in figures_of(rows, options.seed).items()},
+        }
+        save(document, options.json)
+    return document
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    return Sizes(rounds=options.rounds, burst_rounds=options.burst_rounds, alternations=options.alternations)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="all; with --quick b; e always")
+    parser.add_argument("--ratios", nargs="+", type=float, default=None, help="load : prefill; 0.68 and 0.17")
+    parser.add_argument("--rounds", type=int, default=Sizes.rounds, help="single calls of a way and column")
+    parser.add_argument("--burst-rounds", type=int, default=Sizes.burst_rounds)
+    parser.add_argument("--alternations", type=int, default=Sizes.alternations, help="of decoding alone")
+    options = parser.parse_args()
+    options.parts = options.parts or (["b"] if options.quick else list(PARTS))
+    options.ratios = options.ratios or ([RATIOS[0]] if options.quick else list(RATIOS))
+    with tempfile.TemporaryDirectory() as root:
+        publish(study(options, Path(root)), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""A network between a client and a server on this host: so many bytes a second for all, and a delay before each answer.
+
+    python -m benchmarks.common.slow_link PORT BYTES_PER_SECOND SECONDS
+
+Passes TCP connections on to PORT, prints its own port, and ends when its standard input does. Only what the server
+sends is held back: the delay counts from a request's last bytes, the rate is shared by all connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PIECE = 1 << 16
+AHEAD = 64
+"""Pieces of a connection that have come and wait to cross."""
+Pieces = asyncio.Queue[tuple[float, bytes]]
+"""Each with the loop's time from which it may cross; an empty one is the end."""
+
+
+class Link:
+    def __init__(self, port: int, rate: float, delay: float) -> None:
+        self.port, self.rate, self.delay = port, rate, delay
+        self._free = 0.0
+        """when all that was sent has crossed, in the loop's time"""
+        self._open: set[asyncio.Task[None]] = set()
+        """The loop itself holds connections that wait by weak references only."""
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Begins to pass one connection on, until either side has ended it."""
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to, out = await asyncio.open_connection("127.0.0.1", self.port)
+        asked, pieces = [0.0], Pieces(AHEAD)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._requests(reader, out, asked))
+                group.create_task(self._read_answers(to, pieces, asked))
+                group.create_task(self._send_answers(pieces, writer))
+        except* ConnectionError:
+            pass  # one side went away, as it may
+        finally:
+            out.close()
+            writer.close()
+
+    async def _requests(self, reader: asyncio.StreamReader, out: asyncio.StreamWriter, asked: list[float]) -> None:
+        while piece := await reader.read(PIECE):
+            asked[0] = asyncio.get_running_loop().time()
+            out.write(piece)
+            await out.drain()
+        out.write_eof()
+
+    async def _read_answers(self, to: asyncio.StreamReader, pieces: Pieces, asked: list[float]) -> None:
+        while piece := await to.read(PIECE):
+            await pieces.put((max(asyncio.get_running_loop().time(), asked[0] + self.delay), piece))
+        await pieces.put((0.0, b""))
+
+    async def _send_answers(self, pieces: Pieces, writer: asyncio.StreamWriter) -> None:
+        """A piece crosses after those before it, not after this task was woken: timers are late by up to a
+        millisecond, in which a piece crosses."""
+        loop = asyncio.get_running_loop()
+        while (found := await pieces.get())[1]:
+            may_begin, piece = found
+            self._free = max(may_begin, self._free) + len(piece) / self.rate
+            await asyncio.sleep(self._free - loop.time())
+            writer.write(piece)
+            await writer.drain()
+        writer.write_eof()
+
+
+@contextmanager
+def slow_link(port: int, rate: float, delay: float) -> Iterator[int]:
+    """The port of such a network in a process of its own, in front of `port` on this host."""
+    command = [sys.executable, "-m", "benchmarks.common.slow_link", str(port), str(rate), str(delay)]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.stdin.close()
+
+
+async def main(port: int, rate: float, delay: float) -> None:
+    server = await asyncio.start_server(Link(port, rate, delay).accept, "127.0.0.1", 0)
+    sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])))

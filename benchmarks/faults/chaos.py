@@ -1,0 +1,296 @@
+"""Parts of a service are killed, hung and emptied under load: two nodes, two gateway workers and a Redis.
+
+Callers stream greedy generations whose text is known; others deploy, submit asynchronous calls and batches, and change
+policies. Then everything has to come to rest.
+
+- A storm: every few seconds one part is killed (an engine, a node's API process, a gateway worker, be it the one that
+  leads, Redis), hung for some seconds (a node's API process, Redis) or emptied (Redis). A caller calls again when its
+  connection breaks off (its worker was killed), as any client does; these are `cut`.
+- `--every SECONDS`: what an operator may see. One part is killed each time: what the storm kills, the whole gateway, or
+  a whole node. Calls begin at a steady rate, whether or not others have ended, and none is made again: whatever is not
+  done is `refused`, also where the connection broke or could not be made (`cut`).
+
+An error of the contract is an answer (`refused`). `unanswered`: calls that never got one. `wrong_tokens`: calls of
+which any token differs from what it had to be. `lost_acknowledged`: deploys, and requests in the metering, that were
+acknowledged and are not there in the end. `leaked`: requests, leases, KV blocks, reservations and places that are still
+held. `jobs_wrong`: what benchmarks.faults.jobs.WRONG says of asynchronous calls and batches; `policies_wrong`: what
+benchmarks.faults.policies.WRONG says of functions' policies, which are changed all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.common.http_service import HttpService
+from benchmarks.common.report import ROOT, arguments, publish, report
+from benchmarks.faults.jobs import BATCHED, EVENTS, WRONG, Jobs
+from benchmarks.faults.policies import WRONG as POLICIES_WRONG
+from benchmarks.faults.policies import Policies
+from benchmarks.faults.rest import at_rest, children, leader, lost
+from cluster.redis_link import prefix_of
+from tests.support.redis_server import RedisServer, redis_server
+
+CALLERS = 4
+TOKENS = 40
+TRIES = 20
+"""Of one call, whose connection breaks or which is refused with an invitation to try again."""
+ANSWER_SECONDS = 60.0
+PROMPTS = ("Once upon a time", "The dragon", "A little girl named Lily")
+STORM = ("engine", "worker", "leader", "redis", "api", "hang_api", "empty_redis", "hang_redis")
+KILLED = ("worker", "engine", "leader", "gateway", "api", "redis", "node")
+"""Each once, in this order, and then as they are drawn."""
+STORM_PAUSE, QUICK_PAUSE = 4.0, 1.5
+"""Seconds between two parts."""
+CALL_PAUSE, QUICK_CALL_PAUSE = 0.05, 0.3
+"""Seconds between a caller's calls in a storm."""
+RATE, QUICK_RATE = 4.0, 2.0
+"""Calls per second, of those that begin whether or not others have ended."""
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass
+class Seen:
+    counts: Counter[str] = field(default_factory=Counter)
+    """requests, done, refused, cut, wrong_tokens, unanswered"""
+    deployed: dict[str, str] = field(default_factory=dict)
+    """Digests of the functions whose deploy was acknowledged."""
+    kills: Counter[str] = field(default_factory=Counter)
+    redis_harms: list[tuple[float, float]] = field(default_factory=list)
+    """From and to, monotonic seconds."""
+    after: dict[str, Counter[str]] = field(default_factory=dict)
+    """What was harmed last -> why calls that ended since then were not done."""
+
+
+class Chaos:
+    def __init__(self, service: HttpService, redis: RedisServer, seed: int, quick: bool) -> None:
+        self.service, self.redis, self.seed = service, redis, seed
+        self.rate, self.pause = (QUICK_RATE, QUICK_CALL_PAUSE) if quick else (RATE, CALL_PAUSE)
+        self.seen = Seen()
+        self.expected: dict[tuple[str, str], str] = {}
+        self.functions = [f"a{index}" for index in range(len(service.adapters))]
+        self.jobs: Jobs | None = None
+        """Once it is known what they have to say."""
+        self.policies = Policies(service, seed, TOKENS)
+        self._last = "nothing"
+
+    async def run(self, seconds: float, every: float | None, pause: float) -> None:
+        """`every` as on the command line; `pause` is a storm's."""
+        headers = {"authorization": f"Bearer {self.service.key}"}
+        timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
+            for function in self.functions:
+                for prompt in PROMPTS:
+                    self.expected[function, prompt] = (await self._stream(session, function, prompt))[1]
+            for name in (EVENTS, BATCHED):
+                await self._deploy_as(session, name, self.service.adapters[0])
+            texts = {prompt: self.expected[self.functions[0], prompt] for prompt in PROMPTS}
+            self.jobs = jobs = Jobs(self.service, self.seed, TOKENS, texts)
+            await self.policies.prepare(session)
+            until = time.monotonic() + seconds
+            async with asyncio.TaskGroup() as group:
+                group.create_task(jobs.run(session, until))
+                group.create_task(self.policies.run(session, until))
+                draws = [random.Random(self.seed * 100 + number) for number in range(CALLERS)]
+                if every is None:
+                    for draw in draws:
+                        group.create_task(self._call_on(session, until, draw))
+                else:
+                    group.create_task(self._call_steadily(session, until, draws[0]))
+                group.create_task(self._deploy(session, until))
+                ways = STORM if every is None else KILLED
+                group.create_task(self._harm(until, every or pause, ways, random.Random(self.seed)))
+
+    async def _call_on(self, session: aiohttp.ClientSession, until: float, draw: random.Random) -> None:
+        """One call after another; whose connection breaks is made again."""
+        counts = self.seen.counts
+        while time.monotonic() < until:
+            function, prompt = draw.choice(self.functions), draw.choice(PROMPTS)
+            counts["requests"] += 1
+            for _ in range(TRIES):
+                if await self._call(session, function, prompt) != "cut":
+                    break
+                await asyncio.sleep(0.2)
+            else:
+                counts["unanswered"] += 1
+            await asyncio.sleep(self.pause)
+
+    async def _call_steadily(self, session: aiohttp.ClientSession, until: float, draw: random.Random) -> None:
+        """Each call as it comes, once."""
+        async with asyncio.TaskGroup() as group:
+            while time.monotonic() < until:
+                function, prompt = draw.choice(self.functions), draw.choice(PROMPTS)
+                group.create_task(self._call_once(session, function, prompt))
+                await asyncio.sleep(draw.expovariate(self.rate))
+
+    async def _call_once(self, session: aiohttp.ClientSession, function: str, prompt: str) -> None:
+        counts, begin = self.seen.counts, time.monotonic()
+        counts["requests"] += 1
+        if await self._call(session, function, prompt) == "cut":
+            counts["refused"] += 1
+            counts["unanswered"] += time.monotonic() - begin >= ANSWER_SECONDS
+
+    async def _call(self, session: aiohttp.ClientSession, function: str, prompt: str) -> str:
+        """How it ended."""
+        outcome, text, reason = await self._stream(session, function, prompt)
+        self.seen.counts[outcome] += 1
+        expected = self.expected[function, prompt]
+        if text != expected if outcome == "done" else not expected.startswith(text):
+            self.seen.counts["wrong_tokens"] += 1
+        if outcome != "done":
+            self.seen.after.setdefault(self._last, Counter())[reason] += 1
+        return outcome
+
+    async def _stream(self, session: aiohttp.ClientSession, function: str, prompt: str) -> tuple[str, str, str]:
+        """How it ended (done, refused, cut), the text that came, and why it was not done."""
+        body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+        text, event, last = "", "", b"{}"
+        try:
+            async with session.post(f"{self.service.url}/invoke/{function}", json=body) as reply:
+                if reply.status != 200:
+                    return "refused", "", _reason(await reply.read())
+                async for line in reply.content:
+                    if line.startswith(b"event: "):
+                        event = line[7:].strip().decode()
+                    elif line.startswith(b"data: "):
+                        last = line[6:]
+                        text += json.loads(last)["text"] if event == "token" else ""
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return "cut", text, type(error).__name__
+        if event == "error":
+            return "refused", text, _reason(last)
+        return ("done" if event == "done" else "cut"), text, "stream without an end"
+
+    async def _deploy(self, session: aiohttp.ClientSession, until: float) -> None:
+        number = 0
+        while time.monotonic() < until:
+            number += 1
+            folder = self.service.adapters[number % len(self.service.adapters)]
+            self.seen.counts["deploys_asked"] += 1
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                await self._deploy_as(session, f"d{number}", folder)
+            await asyncio.sleep(0.5)
+
+    async def _deploy_as(self, session: aiohttp.ClientSession, name: str, folder: Path) -> None:
+        form = aiohttp.FormData()
+        for file in FILES:
+            form.add_field(file, (folder / file).read_bytes(), filename=file)
+        async with session.post(f"{self.service.url}/deploy/{name}", data=form) as reply:
+            if reply.status == 201:
+                self.seen.deployed[name] = (await reply.json())["digest"]
+
+    async def _harm(self, until: float, pause: float, ways: tuple[str, ...], draw: random.Random) -> None:
+        for number in range(10_000):
+            await asyncio.sleep(pause * draw.uniform(0.7, 1.3))
+            if time.monotonic() >= until - pause:
+                return
+            way = ways[number] if number < len(ways) else draw.choice(ways)
+            self._last, begin = way, time.monotonic()
+            if await self._do(way, draw):
+                self.seen.kills[way] += 1
+            if "redis" in way:
+                self.seen.redis_harms.append((begin, time.monotonic()))
+
+    async def _do(self, way: str, draw: random.Random) -> bool:
+        """Whether there was something to harm."""
+        if way == "redis":
+            await asyncio.to_thread(self.redis.kill)
+            await asyncio.sleep(draw.uniform(0.2, 2.0))
+            await asyncio.to_thread(self.redis.start)
+        elif way == "empty_redis":
+            await asyncio.to_thread(self.redis.empty)
+        elif way == "hang_redis":
+            self.redis.hang()
+            await asyncio.sleep(draw.uniform(0.5, 2.0))
+            self.redis.wake()
+        else:
+            return await self._harm_process(way, draw)
+        return True
+
+    async def _harm_process(self, way: str, draw: random.Random) -> bool:
+        if way == "leader":
+            found = await asyncio.to_thread(leader, self.service)
+        else:
+            found = children(self.service.pid)[way.removeprefix("hang_")]
+        if not found:
+            return False
+        pid = draw.choice(found)
+        with contextlib.suppress(ProcessLookupError):
+            if way.startswith("hang_"):
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(draw.uniform(1.0, 4.0))
+                os.kill(pid, signal.SIGCONT)
+            else:
+                os.kill(pid, signal.SIGKILL)
+            return True
+        return False
+
+
+def _reason(body: bytes) -> str:
+    """The type of an error of the contract."""
+    try:
+        return str(json.loads(body)["error"]["type"])
+    except (ValueError, KeyError, TypeError):
+        return "an error without a type"
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--minutes", type=float, help="instead of --seconds")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="kill one part so often, instead of a storm")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "stories260K")
+    options = parser.parse_args()
+    every: float | None = options.every
+    quick = 15.0 if every is None else every * (len(KILLED) + 2)
+    seconds = quick if options.quick else options.minutes * 60 if options.minutes else options.seconds
+    pause = QUICK_PAUSE if options.quick else STORM_PAUSE
+    adapters = [ROOT / "examples" / "adapters" / options.model.name / name for name in ("dragon", "pirate")]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as root, redis_server(Path(root)) as redis:
+        shared = f"workers: 2, redis: '{redis.url}'"
+        sizes = ", adapter_memory: 64MiB, host_memory: 64MiB, kv_memory: 64MiB"
+        nodes = ("--nodes", "2")
+        with HttpService(
+            options.model, adapters, Path(root) / "s", "float32", 1, sizes, shared, nodes, prefix_cache="auto"
+        ) as service:
+            chaos = Chaos(service, redis, options.seed, options.quick)
+            asyncio.run(chaos.run(seconds, every, pause))
+            assert chaos.jobs is not None
+            jobs, wrong = chaos.jobs.check(chaos.seen.kills.total())
+            policies_wrong = chaos.policies.check(chaos.seen.redis_harms)
+            held = at_rest(service, redis, prefix_of(service.secret))
+            done = len(chaos.expected) + chaos.seen.counts["done"]
+            missing = lost(service, chaos.seen.deployed, chaos.functions, done)
+    seen = chaos.seen
+    figures: dict[str, float] = {"kills": seen.kills.total(), "lost_acknowledged": sum(missing.values())}
+    counted = ("requests", "done", "refused", "cut", "wrong_tokens", "unanswered", "deploys_asked")
+    figures |= {name: seen.counts[name] for name in counted}
+    figures |= {"leaked": sum(held.values()), "deploys": len(seen.deployed), "jobs_wrong": wrong.total()}
+    figures |= {"events": jobs["events"], "batches": jobs["batches"], "batch_lines": jobs["lines"]}
+    figures |= {"policies_wrong": policies_wrong.total(), **chaos.policies.counts}
+    after = {way: dict(reasons) for way, reasons in seen.after.items()}
+    row = {"kills": dict(seen.kills), "not_done_after": after, "held": held, "missing": missing}
+    row |= {"jobs": dict(jobs), "jobs_wrong": {name: wrong[name] for name in WRONG}}
+    row |= {"policies_wrong": {name: policies_wrong[name] for name in POLICIES_WRONG}}
+    settings: dict[str, Any] = {"seconds": seconds, "tokens": TOKENS, "nodes": 2, "workers": 2}
+    settings |= {"pause": pause, "callers": CALLERS} if every is None else {"every": every, "rate": chaos.rate}
+    settings |= {"model": options.model.name, "took_s": round(time.monotonic() - begin)}
+    publish(report("chaos", settings, options.seed, [row], figures), options.json)
+
+
+if __name__ == "__main__":
+    main()

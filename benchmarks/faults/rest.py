@@ -1,0 +1,127 @@
+"""What has to be true of a service once nobody harms it any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common.http_service import HttpService
+from cluster.redis_link import WORKER_SECONDS
+from tests.support.redis_server import RedisServer
+
+REST_SECONDS = 60.0
+USAGE_SECONDS = 30.0
+"""A worker writes its usage to the registry every ten seconds; a killed one's is taken over by the next."""
+MODULES = {"engine": "node_agent.engine_process", "api": "node_agent.api", "node": "garnish.run_node"}
+GATEWAY = "garnish.run_gateway"
+
+
+def children(root: int) -> dict[str, list[int]]:
+    """Process ids below `garnish up` by kind: engine, api, node (their supervisor), worker, gateway (their master)."""
+    parents, commands = _processes()
+    below = [root]
+    for pid in below:
+        below += [child for child, parent in parents.items() if parent == pid]
+    found: dict[str, list[int]] = {kind: [] for kind in (*MODULES, "worker", "gateway")}
+    for pid in below:
+        words = commands[pid].split("\0")
+        for kind, module in MODULES.items():
+            if module in words:
+                found[kind].append(pid)
+        if GATEWAY in words:  # workers are its forks
+            found["gateway" if parents[pid] == root else "worker"].append(pid)
+    return found
+
+
+def _processes() -> tuple[dict[int, int], dict[int, str]]:
+    """Parents and command lines of all living processes."""
+    parents, commands = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                command = (entry / "cmdline").read_text()
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry.name)], commands[int(entry.name)] = int(parent), command
+    return parents, commands
+
+
+def at_rest(service: HttpService, redis: RedisServer, prefix: str) -> dict[str, int]:
+    """What is still held REST_SECONDS after the last call, at most; empty as soon as nothing is."""
+    deadline = time.monotonic() + REST_SECONDS
+    headers = {"authorization": f"Bearer {service.admin_key}"}
+    with httpx.Client(base_url=service.url, headers=headers, timeout=30) as client:
+        while True:
+            held = _held(client, redis, prefix)
+            if not held or time.monotonic() > deadline:
+                return held
+            time.sleep(0.2)
+
+
+def _held(client: httpx.Client, redis: RedisServer, prefix: str) -> dict[str, int]:
+    try:
+        nodes = client.get("/nodes").raise_for_status().json()["nodes"]
+        metrics = client.get("/metrics").raise_for_status().text.splitlines()
+    except httpx.HTTPError:
+        return {"gateway": 1}
+    held = {"absent nodes": 2 - sum(node["record"]["state"] == "ready" for node in nodes)}
+    for node in nodes:
+        record: dict[str, Any] = node["record"]
+        leases = sum(entry["in_use"] for entry in record.get("residents", []))
+        blocks = record["kv_blocks"] - record["kv_blocks_free"]
+        own = {"running": record["running"], "queued": record["queued"], "reserved": node["reserved"]}
+        held |= {
+            f"{record['id']} {name}": count for name, count in (own | {"leases": leases, "blocks": blocks}).items()
+        }
+    open_calls = next((line.split()[1] for line in metrics if line.startswith("garnish_open_invocations ")), "0")
+    held["open invocations"] = int(float(open_calls))
+    with redis.client as shared:
+        held["places in Redis"] = _places(shared, prefix)
+        held["reservations in Redis"] = sum(1 for _ in shared.scan_iter(f"{prefix}ends:*"))
+    return {name: count for name, count in held.items() if count}
+
+
+def _places(shared: Any, prefix: str) -> int:
+    """Of gateway workers that live: those of one that died count for nothing, and go with the next call of their owner
+    or in two hours (cluster/redis_limits.py)."""
+    seconds, _ = shared.time()
+    beats = shared.zrange(f"{prefix}workers", 0, -1, withscores=True)
+    alive = {worker for worker, beat in beats if seconds - beat / 1000 < WORKER_SECONDS}
+    keys = shared.scan_iter(f"{prefix}places:*")
+    return sum(int(count) for key in keys for worker, count in shared.hgetall(key).items() if worker in alive)
+
+
+def leader(service: HttpService) -> list[int]:
+    """The process id of the gateway worker that leads; empty while none says so."""
+    headers = {"authorization": f"Bearer {service.admin_key}"}
+    try:
+        text = httpx.get(f"{service.url}/metrics", headers=headers, timeout=10).raise_for_status().text
+    except httpx.HTTPError:
+        return []
+    lines = [line for line in text.splitlines() if line.startswith("garnish_leader{") and line.endswith(" 1.0")]
+    found = [int(line.split("-")[-2]) for line in lines]  # host, process id and a random number
+    return [pid for pid in found if pid in children(service.pid)["worker"]]
+
+
+def lost(service: HttpService, deployed: Mapping[str, str], functions: Sequence[str], done: int) -> dict[str, int]:
+    """What was acknowledged and is not there. `done`: requests of `functions`."""
+    with httpx.Client(base_url=service.url, headers={"authorization": f"Bearer {service.key}"}, timeout=30) as client:
+        missing = {"deploys": 0, "requests in the metering": 0}
+        for name, digest in deployed.items():
+            reply = client.get(f"/functions/{name}/versions")
+            found = reply.json()["versions"] if reply.status_code == 200 else []
+            missing["deploys"] += digest not in [version["digest"] for version in found]
+        deadline = time.monotonic() + USAGE_SECONDS
+        while True:
+            rows = client.get("/usage", params={"group_by": "function"}).raise_for_status().json()["rows"]
+            counted = sum(row["requests"] for row in rows if row["function"] in functions)
+            missing["requests in the metering"] = max(0, done - counted)
+            if counted >= done or time.monotonic() > deadline:
+                return missing
+            time.sleep(0.5)

@@ -1,0 +1,1 @@
+"""How well calls are forecast."""

@@ -1,0 +1,1 @@
+"""How well the performance model describes a runner's passes."""
