@@ -21,7 +21,7 @@ import aiohttp
 from benchmarks.autoscale.pool_service import PoolService
 from benchmarks.common.latency import Sample
 from benchmarks.common.load import OpenAiServer, Planned, open_session, plan
-from benchmarks.common.report import ROOT, arguments, publish, report
+from benchmarks.common.report import STORIES, arguments, publish, report
 
 STEPS = ((1, 20.0), (8, 40.0), (80, 120.0), (8, 60.0), (0, 60.0))
 """Callers, and for how many seconds."""
@@ -135,13 +135,12 @@ def figures_of(seen: Seen, steps: tuple[tuple[int, float], ...]) -> dict[str, fl
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "stories260K")
+    parser = arguments(__doc__ or "", STORIES)
     options = parser.parse_args()
     steps, pool = (QUICK_STEPS, QUICK_POOL) if options.quick else (STEPS, POOL)
     with (
         tempfile.TemporaryDirectory() as root,
-        PoolService(options.model.absolute(), Path(root) / "s", pool, HOLD) as service,
+        PoolService(options.model, Path(root) / "s", pool, HOLD) as service,
     ):
         seen = asyncio.run(study(service, steps, options.seed))
         rows = rows_of(seen, service.decided)

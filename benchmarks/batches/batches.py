@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,6 @@ from statistics import median
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 import torch
 from transformers import AutoConfig
@@ -33,17 +31,14 @@ from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from adapters.tenants import Tenants
 from benchmarks.common.adapters import LOAD_OVER_PREFILL, make_adapters
+from benchmarks.common.gateway_process import gateway_process
 from benchmarks.common.processes import process
-from benchmarks.common.report import ROOT, arguments, publish, report
-from benchmarks.gateway.rig import wait_until_ready
+from benchmarks.common.report import SMOLLM2, arguments, report, run_study
 from cluster.news import RECORD_EXPIRY
-from cluster.secret import create_secret
 from garnish.batches import batch_call, content_call, create_call, upload_call
 from garnish.client import Client
 from gateway.batches.messages import ENDED, Batch, FileObject
-from gateway.config import GatewayConfig
 from node_agent.adapter_memory.pages import choose_page_size
-from tests.support.ports import free_port
 
 GATEWAY = """
 import sys, msgspec
@@ -105,31 +100,26 @@ class Bed:
         for number, folder in enumerate(adapters):
             config, weights = (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors"
             self.adapter_bytes = registry.deploy(TENANT, f"a{number}", config, weights).bytes
-        create_secret(root / "secret")
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.config = GatewayConfig(
-            model_dir=str(model), base_id=self.base.id, registry=str(root / "registry"),
-            secret_file=str(root / "secret"), tmp_dir=str(root / "uploads"), port=port, shutdown_seconds=1.0,
-        )  # fmt: skip
+        self.url = ""
+        """Of the gateway, once it runs."""
 
     @contextmanager
     def gateway(self) -> Iterator[None]:
-        log = self.root / "gateway.log"
-        with process(["-c", GATEWAY], msgspec.json.encode(self.config), log) as gateway:
-            wait_until_ready(self.url, gateway, log, "/healthz")
+        with gateway_process(self.model, str(self.root / "registry"), self.root, code=GATEWAY) as gateway:
+            gateway.wait_until_ready("/healthz")
+            self.url = gateway.url
             yield
 
     @contextmanager
     def node(self, name: str, **settings: Any) -> Iterator[None]:
         file = self.root / f"{name}.yml"
         service = {
-            "service": "bench", "base_model": str(self.model), "registry": self.config.registry,
+            "service": "bench", "base_model": str(self.model), "registry": str(self.root / "registry"),
             "node": {"device": "cpu", "dtype": "auto", "kv_memory": "256MiB", **settings},
         }  # fmt: skip
         file.write_text(json.dumps(service))
         command = ["-m", "garnish.cli.main", "node", "-f", str(file), "--gateway", self.url, "--node-id", name]
-        command += ["--secret-file", self.config.secret_file, "--state", str(self.root / name)]
+        command += ["--secret-file", str(self.root / "secret"), "--state", str(self.root / name)]
         with process(command, None, self.root / f"{name}.log") as running:
             deadline = time.monotonic() + NODE_SECONDS
             while httpx.get(f"{self.url}/readyz", timeout=10).status_code != 200:
@@ -287,13 +277,10 @@ def study(options: Any, root: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--rounds", type=int, default=3, help="of both orders")
     options = parser.parse_args()
-    options.model = options.model.absolute()
-    with tempfile.TemporaryDirectory() as root:
-        publish(study(options, Path(root)), options.json)
+    run_study(study, options)
 
 
 if __name__ == "__main__":

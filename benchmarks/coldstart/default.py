@@ -33,7 +33,6 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -48,7 +47,7 @@ from benchmarks.coldstart.services import FILE_ITEM_BYTES, Adapters, node_of, ru
 from benchmarks.common.http_service import COSTS, HttpService
 from benchmarks.common.invoke import Caller, check
 from benchmarks.common.load import Planned, open_session
-from benchmarks.common.report import ROOT, arguments, contention_probe, publish, report, save
+from benchmarks.common.report import SMOLLM2, arguments, contention_probe, report, run_study, save
 
 WAYS = {
     "full": {},
@@ -265,7 +264,7 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     }  # fmt: skip
     document = report("coldstart_default", settings, options.seed, [], {}, simulated=True)
     before = _before(options.json, document)
-    made = Study(root, options.model.absolute(), sizes, options.seed, before)
+    made = Study(root, options.model, sizes, options.seed, before)
     probes = [*before.get("settings", {}).get("probes_ms", ()), contention_probe()]
     for _ in made.run(options.parts, options.ratios):
         rows = [row for key in sorted(made.done, key=str) for row in made.done[key]]
@@ -284,8 +283,7 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="all; with --quick b; e always")
     parser.add_argument("--ratios", nargs="+", type=float, default=None, help="load : prefill; 0.68 and 0.17")
     parser.add_argument("--rounds", type=int, default=Sizes.rounds, help="single calls of a way and column")
@@ -294,8 +292,7 @@ def main() -> None:
     options = parser.parse_args()
     options.parts = options.parts or (["b"] if options.quick else list(PARTS))
     options.ratios = options.ratios or ([RATIOS[0]] if options.quick else list(RATIOS))
-    with tempfile.TemporaryDirectory() as root:
-        publish(study(options, Path(root)), options.json)
+    run_study(study, options)
 
 
 if __name__ == "__main__":

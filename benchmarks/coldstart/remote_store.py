@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.parse import urlsplit
 
 import boto3
 import torch
@@ -40,9 +39,9 @@ from benchmarks.common.adapters import TARGETS, make_adapters
 from benchmarks.common.http_service import HttpService
 from benchmarks.common.latency import Sample
 from benchmarks.common.load import WORDS, OpenAiServer, Planned, open_session
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, publish, report
 from benchmarks.common.s3 import s3_server
-from benchmarks.common.slow_link import slow_link
+from benchmarks.common.slow_link import slow_s3
 
 RATE, DELAY = 50e6, 0.02
 RANKS = (8, 16, 32, 64)
@@ -56,14 +55,9 @@ def study(model: Path, root: Path, adapters: int, seed: int) -> list[dict[str, A
     half = [RANKS[i % len(RANKS)] for i in range(adapters // 2)]
     paths = make_adapters(model, root / "qkv", half, seed, TARGETS, torch.bfloat16)
     paths += make_adapters(model, root / "all", half, seed + 1, ALL, torch.bfloat16)
-    with s3_server(max(os.sched_getaffinity(0))) as url:
-        server = urlsplit(os.environ["AWS_ENDPOINT_URL_S3"]).port
-        assert server is not None
-        with slow_link(server, RATE, DELAY) as port:
-            os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{port}"
-            with ExitStack() as stack:
-                services = [stack.enter_context(_service(model, paths, root, f"{url}/{way}", way)) for way in WAYS]
-                return asyncio.run(_rows(services, seed))
+    with s3_server(max(os.sched_getaffinity(0))) as url, slow_s3(RATE, DELAY), ExitStack() as stack:
+        services = [stack.enter_context(_service(model, paths, root, f"{url}/{way}", way)) for way in WAYS]
+        return asyncio.run(_rows(services, seed))
 
 
 @dataclass(frozen=True)
@@ -163,12 +157,11 @@ def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser = arguments(__doc__ or "", SMOLLM2)
     options = parser.parse_args()
     adapters, probe = 4 if options.quick else ADAPTERS, ContentionProbe()
     with tempfile.TemporaryDirectory() as root:
-        rows = study(options.model.absolute(), Path(root), adapters, options.seed)
+        rows = study(options.model, Path(root), adapters, options.seed)
     settings = {
         "model": options.model.name, "adapters": adapters, "ranks": RANKS, "tokens": TOKENS, "rate": RATE,
         "delay": DELAY, "ways": WAYS, **probe.values(),

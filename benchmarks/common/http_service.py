@@ -14,6 +14,7 @@ from statistics import median
 from types import TracebackType
 
 import aiohttp
+import httpx
 
 from benchmarks.common.processes import tethered
 from cluster.secret import read_secret
@@ -85,6 +86,11 @@ class HttpService:
             raise RuntimeError(f"the service left no {FILE_NAME} in {state}")
         self.key, self.admin_key, self.secret = keys.api_key, keys.admin_key, read_secret(state / "cluster.secret")
         return self
+
+    def client(self, *, admin: bool = False, timeout: float = 30.0) -> httpx.Client:
+        """Returns a client of this service, with the tenant's key or the administrator's."""
+        headers = {"authorization": f"Bearer {self.admin_key if admin else self.key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
 
     def _logs(self) -> str:
         files = [self.root / "up.log", *sorted((self.root / ".garnish" / "logs").glob("*.log"))]

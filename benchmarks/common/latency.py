@@ -82,12 +82,12 @@ def summary(samples: Sequence[Sample]) -> dict[str, float]:
     return found
 
 
-def percentiles(name: str, seconds: Iterable[float]) -> dict[str, float]:
+def percentiles(name: str, seconds: Iterable[float], shares: Sequence[int] = PERCENTILES) -> dict[str, float]:
     """`{name}_p50_ms` and so on, interpolated linearly between the two nearest values; nothing of nothing."""
     values = list(seconds)
     if not values:
         return {}
     return {
         f"{name}_p{share}_ms": float(value) * 1e3
-        for share, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
+        for share, value in zip(shares, np.percentile(values, shares), strict=True)
     }

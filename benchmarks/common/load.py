@@ -192,6 +192,16 @@ async def _read(stream: aiohttp.StreamReader, add: Callable[[bytes, float], str 
     return "cut off"
 
 
+async def read_events(stream: aiohttp.StreamReader) -> AsyncIterator[tuple[str, bytes]]:
+    """Yields the name and the data of each server-sent event."""
+    event = ""
+    async for line in stream:
+        if line.startswith(b"event: "):
+            event = line[7:].strip().decode()
+        elif line.startswith(b"data: "):
+            yield event, line[6:]
+
+
 @asynccontextmanager
 async def recorded(sample: Sample) -> AsyncIterator[None]:
     """Notes the end of the request; failures of the connection and of what was read from it become its error."""

@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -29,17 +30,29 @@ LEVEL_NAMES = {"amx": "AMX", "avx512_bf16": "AVX512-BF16", "avx512": "AVX512", "
 CORES = usable_cores()
 """Before a study gives its threads cores of their own."""
 ON_ONE_CORE = " (a fixed computation on one core)"
+SMOLLM2, STORIES = "SmolLM2-135M-Instruct", "stories260K"
 PACKAGES = ("torch", "triton", "transformers", "peft", "tokenizers", "numpy")
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
-    """The options that every study takes."""
+def arguments(description: str, model: str = "") -> argparse.ArgumentParser:
+    """Returns a parser of the options that every study takes. `model`: the default of `--model`, in models/."""
     parser = argparse.ArgumentParser(description=description)
+    if model:
+        parser.add_argument("--model", type=_absolute, default=ROOT / "models" / model, metavar="DIR")
     parser.add_argument("--quick", action="store_true", help="a smoke run of under a minute; its figures mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--level", choices=LEVELS, action=_Level, help="use no instructions above this level")
     return parser
+
+
+def _absolute(text: str) -> Path:
+    return Path(text).absolute()
+
+
+def example_adapter(model: Path, name: str = "pirate") -> Path:
+    """Returns the folder of an adapter in examples/ for this model."""
+    return ROOT / "examples" / "adapters" / model.name / name
 
 
 class _Level(argparse.Action):
@@ -84,6 +97,12 @@ def save(document: dict[str, Any], file: Path | None) -> None:
 def publish(document: dict[str, Any], file: Path | None) -> None:
     save(document, file)
     print(json.dumps(document["figures"], indent=1))
+
+
+def run_study(study: Callable[[argparse.Namespace, Path], dict[str, Any]], options: argparse.Namespace) -> None:
+    """Runs the study, in a folder that is removed at its end, and publishes its report."""
+    with tempfile.TemporaryDirectory() as root:
+        publish(study(options, Path(root)), options.json)
 
 
 def load(study: str) -> dict[str, Any]:

@@ -39,6 +39,14 @@ def spread(values: Iterable[float], *, lower_is_better: bool) -> Spread:
     return Spread(median(found), max(found) if lower_is_better else min(found), len(found))
 
 
+def ratio_figures(
+    name: str, over: Iterable[float], under: Iterable[float], *, lower_is_better: bool
+) -> dict[str, float]:
+    """Returns the median of the rounds' own ratios under `name`, and the worst round under `{name}_max` or `_min`."""
+    ratios = spread((a / b for a, b in zip(over, under, strict=True)), lower_is_better=lower_is_better)
+    return {name: ratios.median, f"{name}_{'max' if lower_is_better else 'min'}": ratios.worst}
+
+
 def host(document: dict[str, Any]) -> str:
     """The GPU, if there is one, and the cores, CPU and CPU level of a report. A study that was held to a lower level
     says so in its settings."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from benchmarks.common.report import ROOT
@@ -15,20 +15,36 @@ from benchmarks.common.report import ROOT
 BUCKET = "garnish-bench"
 
 
-@contextmanager
-def s3_server(core: int, *, in_memory: bool = True) -> Iterator[str]:
-    """Yields the s3:// URL of a registry in a new bucket, whose server runs on this core.
+LOGGING = """
+import sys
+sys.path.insert(0, "tests/support")
+import s3_server
+s3_server.QuietHandler.log_request = lambda self, *_: print(self.command, file=sys.stderr, flush=True)
+s3_server.main()
+"""
 
-    `in_memory`: the server may keep objects of up to 5 MB in memory; else they are files too.
+
+@contextmanager
+def s3_server(core: int | None = None, *, in_memory: bool = True, log: Path | None = None) -> Iterator[str]:
+    """Yields the s3:// URL of a registry in a new bucket, whose server runs on this core, or on any.
+
+    `in_memory`: the server may keep objects of up to 5 MB in memory; else they are files too. `log`: a file that gets
+    a line with the method of each request.
     """
-    command = [sys.executable, str(ROOT / "tests" / "support" / "s3_server.py")]
+    arguments = [str(ROOT / "tests" / "support" / "s3_server.py")] if log is None else ["-c", LOGGING]
     before = dict(os.environ)
     env = before if in_memory else before | {"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(1 << 14)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as server:
+    with (
+        nullcontext() if log is None else log.open("wb") as errors,
+        subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, env=env, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+        ) as server,
+    ):  # fmt: skip
         assert server.stdin is not None and server.stdout is not None
         try:
             url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-            for task in Path(f"/proc/{server.pid}/task").iterdir():
+            for task in Path(f"/proc/{server.pid}/task").iterdir() if core is not None else ():
                 os.sched_setaffinity(int(task.name), {core})
             for name in [name for name in os.environ if name.startswith("AWS_")]:
                 del os.environ[name]

@@ -9,11 +9,13 @@ sends is held back: the delay counts from a request's last bytes, the rate is sh
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 PIECE = 1 << 16
 AHEAD = 64
@@ -87,6 +89,20 @@ def slow_link(port: int, rate: float, delay: float) -> Iterator[int]:
             yield int(process.stdout.readline())
         finally:
             process.stdin.close()
+
+
+@contextmanager
+def slow_s3(rate: float, delay: float) -> Iterator[None]:
+    """Services that start meanwhile reach the S3 server of boto3's environment by such a network."""
+    near = os.environ["AWS_ENDPOINT_URL_S3"]
+    server = urlsplit(near).port
+    assert server is not None
+    with slow_link(server, rate, delay) as port:
+        os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{port}"
+        try:
+            yield
+        finally:
+            os.environ["AWS_ENDPOINT_URL_S3"] = near
 
 
 async def main(port: int, rate: float, delay: float) -> None:

@@ -8,7 +8,6 @@ the median of those in which the whole batch decoded.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.common.http_service import HttpService
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, report, run_study
+from benchmarks.common.rule import ratio_figures
 from benchmarks.engine.in_process import RANKS, TARGETS, Measured, PeftGenerate, Workload, run_engine
 from benchmarks.engine.prompts import measure_prompts, prompt_figures
 from benchmarks.engine.step_profile import breakdown
@@ -43,7 +43,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     threads = options.threads or usable_cores()
     torch.set_num_threads(threads)
     rounds, count, length = (1, 4, 16) if options.quick else (options.rounds, 64, 128)
-    model_dir, dtype = Path(options.model).absolute(), getattr(torch, options.dtype)
+    model_dir, dtype = options.model, getattr(torch, options.dtype)
     paths = [
         make_adapter(model_dir, root / f"a{i}", i, dtype, r=r, lora_alpha=r, target_modules=TARGETS)
         for i, r in enumerate(RANKS)
@@ -116,27 +116,23 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
         for variant, prefix in {"engine": "", peer: "peft_", "http": "http_"}.items():
             for unit in ("tok_s", "ttft_ms"):
                 figures[f"{prefix}{kind}_{unit}_{size}"] = median(values(name, variant, unit))
-        pairs = zip(values(name, "engine", "tok_s"), values(name, peer, "tok_s"), strict=True)
-        ratios = [own / other for own, other in pairs]
-        figures |= {f"over_peft_{name}": median(ratios), f"over_peft_{name}_min": min(ratios)}
+        rates = values(name, "engine", "tok_s"), values(name, peer, "tok_s")
+        figures |= ratio_figures(f"over_peft_{name}", *rates, lower_is_better=False)
         stepper = min((f"peft_{dtype}" for dtype in PEERS), key=lambda p: median(values(name, p, "step_ms")))
-        pairs = zip(values(name, stepper, "step_ms"), values(name, "engine", "step_ms"), strict=True)
-        ratios = [other / own for other, own in pairs]
-        figures |= {f"step_over_peft_{name}": median(ratios), f"step_over_peft_{name}_min": min(ratios)}
+        steps = values(name, stepper, "step_ms"), values(name, "engine", "step_ms")
+        figures |= ratio_figures(f"step_over_peft_{name}", *steps, lower_is_better=False)
         figures[f"{name}_alone_step_ms"] = median(values(name, "engine", "step_ms"))
     figures["over_peft"] = min(figures[f"over_peft_{w.name}"] for w in WORKLOADS)
     return figures
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as root:
-        publish(study(options, Path(root)), options.json)
+    run_study(study, options)
 
 
 if __name__ == "__main__":

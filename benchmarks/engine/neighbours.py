@@ -12,7 +12,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common.http_service import HttpService
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, report, run_study
+from benchmarks.common.rule import ratio_figures
 from node_agent.cores import SPIN_LIMIT, usable_cores
 
 DEFAULT_SPIN = {"GOMP_SPINCOUNT": "300000"}
@@ -88,20 +88,17 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
         ("default_busy_over_alone", "default_busy_ms", "default_alone_ms"),
         ("alone_over_default", "limited_alone_ms", "default_alone_ms"),
     ):
-        ratios = [row[over] / row[under] for row in rows]
-        figures |= {name: median(ratios), f"{name}_max": max(ratios)}
+        columns = ([row[column] for row in rows] for column in (over, under))
+        figures |= ratio_figures(name, *columns, lower_is_better=True)
     return figures
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    options.model = options.model.absolute()
-    with tempfile.TemporaryDirectory() as root:
-        publish(study(options, Path(root)), options.json)
+    run_study(study, options)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from adapters.base_model import BaseModel
 from benchmarks.common.http_service import HttpService
+from benchmarks.common.rule import ratio_figures
 from benchmarks.engine.in_process import Workload, run_engine
 from cluster.messages import Adapter
 from node_agent.types import GROUPS
@@ -77,6 +78,6 @@ def prompt_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
         (f"first_token_{SHORT}_over_products", "engine", SHORT),
         (f"http_first_token_{SHORT}_over_products", "http", SHORT),
     ):
-        ratios = [row[f"{of}_{length}_ms"] / row[f"products_{length}_ms"] for row in rows]
-        figures |= {name: median(ratios), f"{name}_max": max(ratios)}
+        columns = ([row[f"{kind}_{length}_ms"] for row in rows] for kind in (of, "products"))
+        figures |= ratio_figures(name, *columns, lower_is_better=True)
     return figures

@@ -19,7 +19,6 @@ Parts:
 from __future__ import annotations
 
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -30,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.common.report import ROOT, arguments, publish, report
+from benchmarks.common.report import STORIES, arguments, report, run_study
 from node_agent.coldstart import slices, worker_manager
 from node_agent.cores import spare_cores
 from tests.support.crowded import make_crowded_pool
@@ -82,10 +81,10 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     cases, adapters = (QUICK_CASES, QUICK_ADAPTERS) if options.quick else (options.cases, ADAPTERS)
     rows, half = [], write_half_llama(root / "half", HALF_VOCABULARY)
     for number, (name, part) in enumerate(PARTS.items()):
-        model = half if part.dtype == "float16" else Path(options.model).absolute()
+        model = half if part.dtype == "float16" else options.model
         folder = root / f"part{number}"
         rows.append({"part": name} | run_part(part, model, folder, round(cases * part.share), adapters, options.seed))
-    settings = {"model": Path(options.model).name, "adapters": adapters, "faults": FAULTS, "quick": options.quick}
+    settings = {"model": options.model.name, "adapters": adapters, "faults": FAULTS, "quick": options.quick}
     summed = [name for name, value in rows[0].items() if isinstance(value, int) and name != "adapter_memory"]
     figures: dict[str, float] = {name: sum(row[name] for row in rows) for name in summed}
     return report("exactness", settings, options.seed, rows, figures)
@@ -142,12 +141,10 @@ def _forced(forced: ForcedStarts) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", default=str(ROOT / "models" / "stories260K"))
+    parser = arguments(__doc__ or "", STORIES)
     parser.add_argument("--cases", type=int, default=CASES)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as root:
-        publish(study(options, Path(root)), options.json)
+    run_study(study, options)
 
 
 if __name__ == "__main__":

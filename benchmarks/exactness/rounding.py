@@ -12,7 +12,6 @@ engine had it alone, at their first token that differs. `same_texts`: pairs of a
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.common.adapters import make_adapters
 from benchmarks.common.invoke import make_prompt, prompt_lengths
-from benchmarks.common.report import ROOT, arguments, publish, report
+from benchmarks.common.report import SMOLLM2, arguments, report, run_study
 from cluster.messages import Adapter, Sampling
 from tests.support.local_engine import LocalEngine, Outcome
 from tests.support.peft_reference import PeftReference
@@ -107,7 +106,7 @@ def same_texts(outcomes: Iterable[Outcome], prompts: int) -> int:
 
 
 def study(options: Any, root: Path) -> dict[str, Any]:
-    model = Path(options.model).absolute()
+    model = options.model
     count, words = (QUICK_ADAPTERS, QUICK_WORDS) if options.quick else (options.adapters, MOST_WORDS)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     texts = [make_prompt(n, options.seed + i) for i, n in enumerate(prompt_lengths(words))]
@@ -137,13 +136,11 @@ def study(options: Any, root: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--adapters", type=int, default=ADAPTERS)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as root:
-        publish(study(options, Path(root)), options.json)
+    run_study(study, options)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import ROOT, SMOLLM2, ContentionProbe, arguments, publish, report
 from benchmarks.fairness.load import Client, Seen, drive, drive_backlogged, poisson
 from node_agent.performance.idle import IdleMeasurement
 from node_agent.performance.setup import use_performance
@@ -169,8 +169,7 @@ def give_performance(engine: LocalEngine, seconds: float) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser = arguments(__doc__ or "", SMOLLM2)
     options = parser.parse_args()
     settings: dict[str, Any] = {
         "rounds": 5, "round_seconds": 30.0, "share_seconds": 90.0, "idle_calls": 9, "length_scale": 0.3,

@@ -35,7 +35,8 @@ from typing import Any
 import aiohttp
 
 from benchmarks.common.http_service import HttpService
-from benchmarks.common.report import ROOT, arguments, publish, report
+from benchmarks.common.load import read_events
+from benchmarks.common.report import STORIES, arguments, example_adapter, publish, report
 from benchmarks.faults.jobs import BATCHED, EVENTS, WRONG, Jobs
 from benchmarks.faults.policies import WRONG as POLICIES_WRONG
 from benchmarks.faults.policies import Policies
@@ -162,12 +163,8 @@ class Chaos:
             async with session.post(f"{self.service.url}/invoke/{function}", json=body) as reply:
                 if reply.status != 200:
                     return "refused", "", _reason(await reply.read())
-                async for line in reply.content:
-                    if line.startswith(b"event: "):
-                        event = line[7:].strip().decode()
-                    elif line.startswith(b"data: "):
-                        last = line[6:]
-                        text += json.loads(last)["text"] if event == "token" else ""
+                async for event, last in read_events(reply.content):
+                    text += json.loads(last)["text"] if event == "token" else ""
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return "cut", text, type(error).__name__
         if event == "error":
@@ -248,17 +245,16 @@ def _reason(body: bytes) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__ or "", STORIES)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--minutes", type=float, help="instead of --seconds")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="kill one part so often, instead of a storm")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "stories260K")
     options = parser.parse_args()
     every: float | None = options.every
     quick = 15.0 if every is None else every * (len(KILLED) + 2)
     seconds = quick if options.quick else options.minutes * 60 if options.minutes else options.seconds
     pause = QUICK_PAUSE if options.quick else STORM_PAUSE
-    adapters = [ROOT / "examples" / "adapters" / options.model.name / name for name in ("dragon", "pirate")]
+    adapters = [example_adapter(options.model, name) for name in ("dragon", "pirate")]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as root, redis_server(Path(root)) as redis:
         shared = f"workers: 2, redis: '{redis.url}'"

@@ -100,9 +100,8 @@ class Jobs:
 
     def check(self, harms: int) -> tuple[Counter[str], Counter[str]]:
         """Waits until all have ended, REST_S at most. Returns what there was, and of WRONG what is wrong."""
-        headers = {"authorization": f"Bearer {self._service.key}"}
         deadline = time.monotonic() + REST_S
-        with httpx.Client(base_url=self._service.url, headers=headers, timeout=30) as client:
+        with self._service.client() as client:
             there, wrong = self._check_events(client, deadline)
             more, also_wrong = self._check_batches(client, deadline, harms)
         return there + more, wrong + also_wrong

@@ -24,6 +24,7 @@ from adapters.functions import Policy, parse_policy
 from adapters.open_store import open_store
 from adapters.standing import read_standing, stands_in
 from benchmarks.common.http_service import HttpService
+from benchmarks.common.load import read_events
 
 BOUNDED, KEPT, IDLED, TUNED = "bounded", "kept", "idled", "tuned"
 FUNCTIONS = (BOUNDED, KEPT, IDLED, TUNED)
@@ -163,20 +164,16 @@ class Policies:
 
     async def _call(self, session: aiohttp.ClientSession, name: str) -> None:
         body = {"prompt": "Once upon a time", "max_tokens": self._tokens, "ignore_eos": True, "stream": True}
-        sent, first, event = time.monotonic(), 0.0, b""
+        sent, first, event = time.monotonic(), 0.0, ""
         try:
             async with session.post(f"{self._service.url}/invoke/{name}", json=body) as reply:
                 if reply.status != 200:
                     return
-                async for line in reply.content:
-                    if line.startswith(b"event: "):
-                        event = line[7:].strip()
-                    elif line.startswith(b"data: "):
-                        first = first or time.monotonic()
-                        data = line[6:]
+                async for event, data in read_events(reply.content):  # noqa: B007  (the last one is read below)
+                    first = first or time.monotonic()
         except (aiohttp.ClientError, TimeoutError, OSError):
             return
-        if event == b"done" and name == BOUNDED:
+        if event == "done" and name == BOUNDED:
             self.counts["bounded_calls"] += 1
             self.judge.note_call(sent, first, json.loads(data)["timing"]["total_ms"] / 1000)
 
@@ -187,11 +184,7 @@ class Policies:
         Redis was harmed, from and to (monotonic seconds)."""
         over, over_twice = self.judge.over(redis_harms)
         wrong = Counter(over_max_concurrency=over, over_twice_max_concurrency=over_twice)
-        url, key, admin = self._service.url, self._service.key, self._service.admin_key
-        with (
-            httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30) as client,
-            httpx.Client(base_url=url, headers={"authorization": f"Bearer {admin}"}, timeout=30) as operator,
-        ):
+        with self._service.client() as client, self._service.client(admin=True) as operator:
             wrong += self._still_missing(client, operator, time.monotonic() + BACK_S)
             policies = {
                 name: client.get(f"/functions/{name}").raise_for_status().json()["policy"] for name in FUNCTIONS

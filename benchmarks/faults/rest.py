@@ -55,8 +55,7 @@ def _processes() -> tuple[dict[int, int], dict[int, str]]:
 def at_rest(service: HttpService, redis: RedisServer, prefix: str) -> dict[str, int]:
     """What is still held REST_SECONDS after the last call, at most; empty as soon as nothing is."""
     deadline = time.monotonic() + REST_SECONDS
-    headers = {"authorization": f"Bearer {service.admin_key}"}
-    with httpx.Client(base_url=service.url, headers=headers, timeout=30) as client:
+    with service.client(admin=True) as client:
         while True:
             held = _held(client, redis, prefix)
             if not held or time.monotonic() > deadline:
@@ -99,9 +98,9 @@ def _places(shared: Any, prefix: str) -> int:
 
 def leader(service: HttpService) -> list[int]:
     """The process id of the gateway worker that leads; empty while none says so."""
-    headers = {"authorization": f"Bearer {service.admin_key}"}
     try:
-        text = httpx.get(f"{service.url}/metrics", headers=headers, timeout=10).raise_for_status().text
+        with service.client(admin=True, timeout=10) as client:
+            text = client.get("/metrics").raise_for_status().text
     except httpx.HTTPError:
         return []
     lines = [line for line in text.splitlines() if line.startswith("garnish_leader{") and line.endswith(" 1.0")]
@@ -111,7 +110,7 @@ def leader(service: HttpService) -> list[int]:
 
 def lost(service: HttpService, deployed: Mapping[str, str], functions: Sequence[str], done: int) -> dict[str, int]:
     """What was acknowledged and is not there. `done`: requests of `functions`."""
-    with httpx.Client(base_url=service.url, headers={"authorization": f"Bearer {service.key}"}, timeout=30) as client:
+    with service.client() as client:
         missing = {"deploys": 0, "requests in the metering": 0}
         for name, digest in deployed.items():
             reply = client.get(f"/functions/{name}/versions")

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.http_service import HttpService
-from benchmarks.common.report import ROOT, arguments, publish, report
+from benchmarks.common.report import STORIES, arguments, publish, report
 from benchmarks.faults.rest import children, leader
 from tests.support.peft_reference import make_adapter
 from tests.support.redis_server import redis_server
@@ -44,20 +44,14 @@ def measure(model: Path, copies: int, rounds: int, nodes: int, root: Path) -> li
     adapters = [make_adapter(model, root / f"adapter{number}", number, r=RANK) for number in range(copies)]
     node = f", adapter_memory: 64MiB, host_memory: 64MiB, kv_memory: 64MiB, simulate: {{store: {STORE}B/s}}"
     options = ("--nodes", str(nodes))
-    with HttpService(model, adapters, root / "service", "float32", 1, node, "", options) as service:
-        headers = {"authorization": f"Bearer {service.key}"}
-        with (
-            httpx.Client(base_url=service.url, headers=headers, timeout=30) as client,
-            httpx.Client(base_url=service.url, headers=_admin(service), timeout=30) as operator,
-        ):
-            for number in range(copies):
-                set_policy = client.patch(f"/functions/a{number}", json={"provisioned": {"device": 1}})
-                set_policy.raise_for_status()
-            return [_round(service, client, operator, copies, nodes) for _ in range(rounds)]
-
-
-def _admin(service: HttpService) -> dict[str, str]:
-    return {"authorization": f"Bearer {service.admin_key}"}
+    with (
+        HttpService(model, adapters, root / "service", "float32", 1, node, "", options) as service,
+        service.client() as client,
+        service.client(admin=True) as operator,
+    ):
+        for number in range(copies):
+            client.patch(f"/functions/a{number}", json={"provisioned": {"device": 1}}).raise_for_status()
+        return [_round(service, client, operator, copies, nodes) for _ in range(rounds)]
 
 
 def _round(
@@ -148,9 +142,8 @@ def _supervisor(service: HttpService, node: str) -> int:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__ or "", STORIES)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "stories260K")
     options = parser.parse_args()
     rounds, every, nodes = (1, QUICK_COPIES, QUICK_NODES) if options.quick else (options.rounds, COPIES, NODES)
     rows: list[dict[str, Any]] = []

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import tarfile
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,12 +37,11 @@ from adapters.epoch import DIRTY_SECONDS
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.tenants import Tenants
-from benchmarks.common.processes import cpu_seconds, process
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
-from benchmarks.gateway.rig import GATEWAY, wait_until_ready
-from cluster.secret import create_secret
+from benchmarks.common.gateway_process import gateway_process
+from benchmarks.common.processes import child_pids, cpu_seconds, process
+from benchmarks.common.report import ROOT, SMOLLM2, ContentionProbe, arguments, example_adapter, publish, report
+from benchmarks.common.s3 import s3_server
 from tests.support.many_functions import TENANT, fill
-from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer, redis_server
 
 BEFORE = "ae654f4"
@@ -53,13 +50,6 @@ WORKERS = 2
 WARM_ROUNDS = 3
 """Which worker takes a call is chance: after one round each knows four of five functions, after these almost all."""
 PACE, REST = {"moving": True, "interval": 0.2}, {"moving": False, "interval": 1.0}
-S3 = """
-import sys
-sys.path.insert(0, "tests/support")
-import s3_server
-s3_server.QuietHandler.log_request = lambda self, *_: print(self.command, file=sys.stderr, flush=True)
-s3_server.main()
-"""
 
 
 @dataclass
@@ -90,48 +80,27 @@ class Plane:
 
 
 @contextmanager
-def s3(log: Path) -> Iterator[str]:
-    with process(["-c", S3], None, log, ROOT) as server:
-        assert server.stdout is not None
-        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-        os.environ |= {
-            "AWS_ENDPOINT_URL_S3": url, "AWS_DEFAULT_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "testing",
-            "AWS_SECRET_ACCESS_KEY": "testing-secret", "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        }  # fmt: skip
-        urllib.request.urlopen(urllib.request.Request(f"{url}/plane", method="PUT"), timeout=60).close()
-        yield "s3://plane/registry"
-
-
-@contextmanager
 def plane(tree: Path, model: Path, root: Path, settings: dict[str, Any]) -> Iterator[Plane]:
     root.mkdir()
     base, log = load_base_model(model, model.name), root / "s3.log"
     with ExitStack() as stack:
-        registry = stack.enter_context(s3(log))
+        registry = stack.enter_context(s3_server(log=log))
         redis = stack.enter_context(redis_server(root))
         store = open_store(registry)
         tenants = Tenants(store)
         tenants.put(TENANT)
-        key, secret = tenants.add_key(TENANT)[0], create_secret(root / "secret")
-        adapter = ROOT / "examples" / "adapters" / model.name / "pirate"
-        fill(Registry(store, base), adapter, settings["functions"], 0)
-        port = free_port()
-        config = {
-            "model_dir": str(model), "base_id": base.id, "registry": registry, "secret_file": str(root / "secret"),
-            "tmp_dir": str(root / "uploads"), "port": port, "shutdown_seconds": 1.0, "workers": WORKERS,
-            "redis": redis.url,
-        }  # fmt: skip
-        url = f"http://127.0.0.1:{port}"
-        told, nodes_log = json.dumps(config).encode(), root / "nodes.log"
-        gateway = stack.enter_context(process(["-c", GATEWAY], told, root / "gateway.log", tree))
-        command, wanted = _nodes(settings, url, secret, root, base, model)
-        nodes = stack.enter_context(process(command, wanted, nodes_log, tree))
+        key = tenants.add_key(TENANT)[0]
+        fill(Registry(store, base), example_adapter(model), settings["functions"], 0)
+        gateway = stack.enter_context(
+            gateway_process(model, registry, root, tree=tree, workers=WORKERS, redis=redis.url)
+        )
+        command, wanted = _nodes(settings, gateway.url, gateway.secret, root, base, model)
+        nodes = stack.enter_context(process(command, wanted, root / "nodes.log", tree))
         assert nodes.stdout is not None
         control = nodes.stdout.readline().decode().strip()
-        wait_until_ready(url, gateway, root / "gateway.log")
-        children = Path(f"/proc/{gateway.pid}/task/{gateway.pid}/children").read_text().split()
-        yield Plane(url, control, key, [pid for pid in map(int, children) if _is_worker(pid)], redis, log)
+        gateway.wait_until_ready()
+        workers = [pid for pid in child_pids(gateway.process.pid) if _is_worker(pid)]
+        yield Plane(gateway.url, control, key, workers, redis, log)
 
 
 def _is_worker(pid: int) -> bool:
@@ -256,10 +225,9 @@ def trees(before: str) -> Iterator[dict[str, Path]]:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--before", default=BEFORE, help="commit of the earlier release; empty: none")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     options = parser.parse_args()
     settings: dict[str, Any] = {
         "nodes": 60, "residents": 2000, "functions": 300, "calls_s": 100.0, "seconds": 10.0, "rounds": options.rounds,

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common.latency import Sample, percentiles
 from benchmarks.common.processes import child_pids, cpu_seconds
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, example_adapter, publish, report
 from benchmarks.gateway.rig import Rig, rig, steady
 from benchmarks.gateway.rounds import figures_of
 from tests.support.redis_server import redis_server
@@ -98,10 +98,9 @@ def _worker_seconds(pid: int) -> float:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--workers", type=int, default=2, help="of the gateway; 1 goes without Redis")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     options = parser.parse_args()
     settings: dict[str, Any] = {
         "streams": 200,
@@ -114,7 +113,7 @@ def main() -> None:
     if options.quick:
         settings |= {"streams": 20, "tokens": 10, "seconds": 0.5, "rounds": 1, "rps_seconds": 0.5}
         settings |= {"idle_streams": 50, "idle_seconds": 1.0}
-    adapter = ROOT / "examples" / "adapters" / options.model.name / "pirate"
+    adapter = example_adapter(options.model)
     probe, begin = ContentionProbe(), time.monotonic()
     with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
         folder = Path(root)

@@ -24,7 +24,7 @@ import msgspec
 from adapters.keys import new_key
 from benchmarks.common.latency import percentiles
 from benchmarks.common.processes import process
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, example_adapter, publish, report
 from benchmarks.gateway.rig import Rig, rig, steady
 
 CONNECTIONS = 200
@@ -103,17 +103,16 @@ def main() -> None:
         wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Flood)
         print(json.dumps(asyncio.run(asyncio.wait_for(flood(wanted), FLOOD_SECONDS))), flush=True)
         return
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rate", type=float, default=2000.0, help="random keys per second")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     options = parser.parse_args()
     settings: dict[str, Any] = {
         "streams": 20, "tokens": 5, "seconds": 10.0, "rounds": options.rounds, "rate": options.rate,
     }  # fmt: skip
     if options.quick:
         settings |= {"streams": 4, "seconds": 1.0, "rounds": 1, "rate": 200.0}
-    adapter = ROOT / "examples" / "adapters" / options.model.name / "pirate"
+    adapter = example_adapter(options.model)
     probe, begin = ContentionProbe(), time.monotonic()
     with tempfile.TemporaryDirectory() as root, rig(options.model, adapter, Path(root), GAP, GAP) as found:
         rows = measure(found, settings, Path(root) / "flood.log")

@@ -4,11 +4,9 @@ either."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,21 +16,12 @@ import msgspec
 from adapters.base_model import load_base_model
 from adapters.local_store import LocalStore
 from adapters.tenants import Tenants
+from benchmarks.common.gateway_process import gateway_process
 from benchmarks.common.latency import Sample
 from benchmarks.common.processes import process
 from benchmarks.gateway.stream_client import Streams
 from benchmarks.gateway.stub_node import StubConfig
-from cluster.secret import create_secret
-from gateway.config import GatewayConfig
-from tests.support.ports import free_port
 
-GATEWAY = """
-import sys, msgspec
-from gateway.config import GatewayConfig
-from gateway.server import run
-run(msgspec.json.decode(sys.stdin.buffer.read(), type=GatewayConfig))
-"""
-START_SECONDS = 60.0
 NAME = "pirate"
 
 
@@ -62,33 +51,16 @@ def rig(
     base = load_base_model(model_dir, model_dir.name)
     tenants = Tenants(LocalStore(root / "registry"))
     tenants.put("bench")
-    key, secret = tenants.add_key("bench")[0], create_secret(root / "secret")
-    port = free_port()
-    config = GatewayConfig(
-        model_dir=str(model_dir), base_id=base.id, registry=str(root / "registry"), secret_file=str(root / "secret"),
-        tmp_dir=str(root / "uploads"), port=port, shutdown_seconds=1.0, workers=workers, redis=redis,
-    )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    with ExitStack() as stack:
-        log = root / "gateway.log"
-        gateway = stack.enter_context(process(["-c", GATEWAY], msgspec.json.encode(config), log))
-        told = msgspec.json.encode(StubConfig(url, secret, base.fingerprint, base.id, gap, prefill)) + b"\n"
-        node = stack.enter_context(process(["-m", "benchmarks.gateway.stub_node"], told, root / "stub.log"))
-        assert node.stdout is not None
-        found = Rig(url, node.stdout.readline().decode().strip(), key, gateway.pid)
-        wait_until_ready(found.gateway, gateway, log)
-        _deploy(found, adapter)
-        yield found
-
-
-def wait_until_ready(url: str, gateway: subprocess.Popen[bytes], log: Path, path: str = "/readyz") -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and gateway.poll() is None:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url + path, timeout=5).status_code == 200:
-                return
-        time.sleep(0.05)
-    raise RuntimeError(f"the gateway did not get ready:\n{log.read_text()[-2000:]}")
+    key = tenants.add_key("bench")[0]
+    with gateway_process(model_dir, str(root / "registry"), root, workers=workers, redis=redis) as gateway:
+        config = StubConfig(gateway.url, gateway.secret, base.fingerprint, base.id, gap, prefill)
+        line = msgspec.json.encode(config) + b"\n"
+        with process(["-m", "benchmarks.gateway.stub_node"], line, root / "stub.log") as node:
+            assert node.stdout is not None
+            found = Rig(gateway.url, node.stdout.readline().decode().strip(), key, gateway.process.pid)
+            gateway.wait_until_ready()
+            _deploy(found, adapter)
+            yield found
 
 
 def _deploy(found: Rig, adapter: Path) -> None:

@@ -26,7 +26,7 @@ from benchmarks.common.http_service import HttpService
 from benchmarks.common.invoke import Answer, Caller, check, until_measured
 from benchmarks.common.latency import summary
 from benchmarks.common.load import closed_loop, open_session, plan
-from benchmarks.common.report import ROOT, arguments, publish, report, save
+from benchmarks.common.report import SMOLLM2, arguments, publish, report, save
 from benchmarks.many.cells import operator
 from tests.support.random_model import SHAPES, random_loader, write_adapters
 
@@ -162,8 +162,7 @@ def study(
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct", help="its tokenizer")
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--shape", choices=("7b", "1b"), default="7b")
     options = parser.parse_args()
     if not torch.cuda.is_available():

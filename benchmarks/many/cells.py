@@ -14,10 +14,10 @@ from time import monotonic
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from benchmarks.common.http_service import HttpService
 from benchmarks.common.invoke import Answer, Caller, check, node_record
+from benchmarks.common.latency import percentiles
 from benchmarks.common.load import Planned, closed_loop, open_loop, open_session
 from benchmarks.common.processes import service_usage
 from benchmarks.many.trace_window import Window
@@ -25,6 +25,8 @@ from benchmarks.many.trace_window import Window
 CONCURRENCY = 16
 """Callers of the closed loop that measures capacity."""
 REPEATS = 5
+SHARES = (50, 95, 99)
+"""Percentiles."""
 BRING_ROUNDS = 5
 """Of orders to the node, each of which takes at most 10 s, before adapters are on the device."""
 PATIENCE = 5.0
@@ -170,10 +172,10 @@ def row_of(answers: Sequence[Answer], limits: Limits, tie: float) -> dict[str, A
         "seconds": seconds,
         "cold_share": sum(is_cold(each, limits) for each in good) / len(good),
         **{f"{tier}_share": where[tier] / len(good) for tier in ("device", "host", "absent")},
-        **_percentiles("ttft", [each.ttft for each in good]),
-        **_percentiles("e2e", [each.e2e for each in good]),
-        **_percentiles("tpot", tpots),
-        **_percentiles("exposed", [each.exposed_s for each in good]),
+        **percentiles("ttft", [each.ttft for each in good], SHARES),
+        **percentiles("e2e", [each.e2e for each in good], SHARES),
+        **percentiles("tpot", tpots, SHARES),
+        **percentiles("exposed", [each.exposed_s for each in good], SHARES),
         "late_max_ms": max(each.late or 0.0 for each in answers) * 1e3,
         "goodput": in_time / seconds,
         "wrong_tokens": len(gaps) - len(ties),
@@ -198,12 +200,6 @@ def gaps_of_different(answers: Iterable[Answer], limits: Limits) -> list[float]:
             pairs = zip(answer.tokens, alone.tokens, alone.gaps, strict=False)
             found.append(next((gap for ours, theirs, gap in pairs if ours != theirs), inf))
     return found
-
-
-def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    shares = (50, 95, 99)
-    values = np.percentile(seconds, shares)
-    return {f"{name}_p{share}_ms": float(value) * 1e3 for share, value in zip(shares, values, strict=True)}
 
 
 @dataclass

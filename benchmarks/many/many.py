@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -36,9 +35,9 @@ from benchmarks.coldstart.remote_store import DELAY, RATE
 from benchmarks.common.adapters import make_adapters
 from benchmarks.common.http_service import COSTS, HttpService
 from benchmarks.common.invoke import make_prompt, prompt_lengths, until_measured
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, publish, report
 from benchmarks.common.s3 import s3_server
-from benchmarks.common.slow_link import slow_link
+from benchmarks.common.slow_link import slow_s3
 from benchmarks.many.cells import ORACLE_LEADS_S, TIES, Limits, Load, measure_limits, run_cell
 from benchmarks.many.foreign import foreign_row
 from benchmarks.many.many import foreign
@@ -153,7 +152,7 @@ def study(settings: Settings, root: Path) -> Iterator[tuple[str, dict[str, Any],
         for rate in settings.rates:
             rows: list[dict[str, Any]] = []
             bench.rate = rate
-            with far_network(rate):
+            with slow_s3(rate * RATE, DELAY):
                 for number, load in enumerate(loads):
                     timed = Load(load.window, load.warmup, gap_s, load.prompts, load.tokens)
                     for name in settings.variants:
@@ -162,7 +161,7 @@ def study(settings: Settings, root: Path) -> Iterator[tuple[str, dict[str, Any],
         if settings.foreign is not None:
             rows, bench.rate = [], 1.0
             timed = Load(loads[0].window, 0, gap_s, loads[0].prompts, loads[0].tokens)
-            with far_network(1.0):
+            with slow_s3(RATE, DELAY):
                 for name in FOREIGN:
                     with bench.service(f"{name}-foreign", VARIANTS[name].node) as service:
                         rows.append({"variant": name, **foreign_row(service, timed, settings.foreign)})
@@ -171,20 +170,6 @@ def study(settings: Settings, root: Path) -> Iterator[tuple[str, dict[str, Any],
 
 def _name(rate: float) -> str:
     return "" if rate == 1 else f"{rate:g}x"
-
-
-@contextmanager
-def far_network(rate: float) -> Iterator[None]:
-    """Services that start meanwhile reach the S3 server by the slow network, `rate` times as fast as it is."""
-    near = os.environ["AWS_ENDPOINT_URL_S3"]
-    server = urlsplit(near).port
-    assert server is not None
-    with slow_link(server, rate * RATE, DELAY) as port:
-        os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{port}"
-        try:
-            yield
-        finally:
-            os.environ["AWS_ENDPOINT_URL_S3"] = near
 
 
 def _measure(bench: Bench) -> tuple[list[Load], Limits]:
@@ -268,7 +253,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     if quick and len(variants) == len(VARIANTS):
         variants = ("ondemand", "forecast")
     return Settings(
-        model=options.model.absolute(),
+        model=options.model,
         dtype=options.dtype,
         adapters=6 if quick else options.adapters,
         calls=8 if quick else options.calls,
@@ -285,8 +270,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--dtype", choices=list(ITEM_BYTES), default="bfloat16", help="of the base and the device pool")
     parser.add_argument("--adapters", type=int, default=128)
     parser.add_argument("--calls", type=int, default=200, help="of a row that count")

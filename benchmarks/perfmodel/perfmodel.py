@@ -7,7 +7,6 @@ on it, too, without having seen it.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, report, run_study
 from cluster.node_table import ASSUMED
 from cluster.performance_fit import DecodeSample, decode_forecast, fit_decode, fit_paper_form, fit_prefill
 from cluster.performance_model import DecodeModel, PerformanceModel, rank_terms
@@ -41,7 +40,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     threads = options.threads or usable_cores()
     torch.set_num_threads(threads)
     effort = QUICK if options.quick else replace(LONG, rounds=options.rounds)
-    model_dir = Path(options.model).absolute()
+    model_dir = options.model
     engine = LocalEngine(
         model_dir, root / "registry", dtype=options.dtype, threads=threads, runner=options.runner,
         lora_kernel=options.lora_kernel, adapter_memory=options.adapter_memory << 20, host_memory=64 << 20,
@@ -132,8 +131,7 @@ def _evaluation_us(model: DecodeModel) -> float:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
     parser.add_argument("--runner", default="auto", choices=list(RUNNERS))
     parser.add_argument("--lora-kernel", default="auto", choices=["auto", *TRITON_KERNELS], help="the papers' two")
@@ -141,8 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--adapter-memory", type=int, default=1400, metavar="MIB")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as root:
-        publish(study(options, Path(root)), options.json)
+    run_study(study, options)
 
 
 if __name__ == "__main__":

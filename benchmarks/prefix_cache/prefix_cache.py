@@ -16,7 +16,6 @@ alternates. Answers have 16 tokens; base and adapter are asked in turn.
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from benchmarks.common.http_service import HttpService
 from benchmarks.common.invoke import Answer, Caller, check, make_prompt, until_measured
 from benchmarks.common.latency import summary
 from benchmarks.common.load import Planned, closed_loop, open_session, plan
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, report, run_study
 
 WAYS = ("off", "auto")
 RANK, TOKENS, QUESTION_WORDS, CALLERS = 16, 16, 12, 8
@@ -170,7 +169,7 @@ def figures_of(rows: Sequence[dict[str, Any]], apart: int) -> dict[str, float]:
 
 
 def study(options: Any, root: Path) -> dict[str, Any]:
-    sizes, model = QUICK if options.quick else Sizes(), Path(options.model).absolute()
+    sizes, model = QUICK if options.quick else Sizes(), options.model
     adapters = make_adapters(model, root / "adapters", [RANK], options.seed, dtype=torch.bfloat16)
     probe = ContentionProbe()
     with ExitStack() as stack:
@@ -190,12 +189,10 @@ def study(options: Any, root: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as root:
-        publish(study(options, Path(root)), options.json)
+    run_study(study, options)
 
 
 if __name__ == "__main__":

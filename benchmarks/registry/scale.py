@@ -23,7 +23,7 @@ from adapters.base_model import load_base_model
 from adapters.contents import blob_key
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import STORIES, ContentionProbe, arguments, example_adapter, publish, report
 from benchmarks.registry import scale_s3
 from gateway.catalog.cache import GraceCache
 from gateway.catalog.functions import Functions
@@ -119,8 +119,7 @@ def _name(number: int) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "stories260K")
+    parser = arguments(__doc__ or "", STORIES)
     options = parser.parse_args()
     settings: dict[str, Any] = {"counts": [100, 1000, 10_000], "around": AROUND, "names": 40_000, "lookups": 20_000}
     settings |= {"s3_functions": 10_000, "s3_orphans": 1000}
@@ -128,7 +127,7 @@ def main() -> None:
         settings |= {"counts": [40, 400], "around": 8, "names": 4_000, "lookups": 2_000}
         settings |= {"s3_functions": 60, "s3_orphans": 5}
     probe = ContentionProbe()
-    adapter = ROOT / "examples" / "adapters" / options.model.name / "pirate"
+    adapter = example_adapter(options.model)
     with tempfile.TemporaryDirectory() as root:
         many = Many(options.model, adapter, Path(root))
         many.deploy()

@@ -23,13 +23,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 
 from benchmarks.common.http_service import HttpService
 from benchmarks.common.latency import Sample
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import ROOT, SMOLLM2, ContentionProbe, arguments, publish, report
 from benchmarks.scheduling.testbed import Bed, play
 from cluster.news import NodeRecord
 from cluster.node_table import ASSUMED
@@ -105,9 +104,9 @@ def records(service: HttpService, nodes: int) -> list[NodeRecord]:
 
 
 def _records(service: HttpService) -> list[NodeRecord]:
-    reply = httpx.get(f"{service.url}/nodes", headers={"authorization": f"Bearer {service.admin_key}"}, timeout=30)
-    reply.raise_for_status()
-    return [msgspec.convert({**node["record"], "strict": None}, NodeRecord) for node in reply.json()["nodes"]]
+    with service.client(admin=True) as operator:
+        nodes = operator.get("/nodes").raise_for_status().json()["nodes"]
+    return [msgspec.convert({**node["record"], "strict": None}, NodeRecord) for node in nodes]
 
 
 def draw(rate: float, count: int, adapters: list[tuple[str, int, int]], rng: np.random.Generator) -> list[TraceRequest]:
@@ -211,15 +210,14 @@ def corrected(service: HttpService, nodes: int, measured: PerformanceModel) -> P
 
 def functions_of(service: HttpService, names: list[str]) -> list[tuple[str, int, int]]:
     """(name, rank, bytes) of each."""
-    reply = httpx.get(f"{service.url}/functions", headers={"authorization": f"Bearer {service.key}"}, timeout=30)
-    reply.raise_for_status()
-    known = {function["name"]: function for function in reply.json()["functions"]}
+    with service.client() as client:
+        listed = client.get("/functions").raise_for_status().json()["functions"]
+    known = {function["name"]: function for function in listed}
     return [(name, max(known[name]["ranks"], default=0), known[name]["bytes"]) for name in names]
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--profile", type=Path, help="write what the nodes told here, as a profile for simulations")
     parser.add_argument("--earlier", type=Path, metavar="DIR", help="profiles/ of an earlier `garnish profile`, reused")
@@ -235,7 +233,7 @@ def main() -> None:
             parser.error("--quick profiles nothing: --profile would write assumed numbers")
     settings |= {"dtype": options.dtype, "model": options.model.name, "policy": default_policy()}
     probe = ContentionProbe()
-    rows, profile = measure(options.model.absolute(), settings, options.seed, options.earlier)
+    rows, profile = measure(options.model, settings, options.seed, options.earlier)
     if options.profile is not None:
         options.profile.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
     figures = {

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from adapters.base_model import load_base_model
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, publish, report
 from benchmarks.common.trace import FILE as MAF
 from benchmarks.scheduling.ablation import HALVES, Case, ablation_rows, all_variants
 from benchmarks.scheduling.ablation import figures_of as ablation_figures
@@ -229,8 +229,7 @@ def _ablate_bed(
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--profiles", default=",".join(profile_names()), help="committed ones, by commas (all)")
     parser.add_argument("--only", choices=("sim60", "testbed8"), help="leave the other one out")
     parser.add_argument("--seconds", type=float, help="of SIM-60's trace, instead of ten minutes")

@@ -21,16 +21,13 @@ from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from adapters.slo import Slo
 from adapters.tenants import Tenants
+from benchmarks.common.gateway_process import gateway_process
 from benchmarks.common.latency import Sample
-from benchmarks.common.load import recorded
+from benchmarks.common.load import read_events, recorded
 from benchmarks.common.processes import process
-from benchmarks.gateway.rig import GATEWAY, wait_until_ready
 from benchmarks.scheduling.model_node import ModelNodeConfig
-from cluster.secret import create_secret
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.profile import NodeProfile
-from gateway.config import GatewayConfig
-from tests.support.ports import free_port
 
 NODES = 8
 """Each a process of its own; they share the cores of one machine, and a node is a few events each step."""
@@ -79,33 +76,21 @@ def bed(
     """A gateway with the policy, and `count` node processes."""
     base = load_base_model(model_dir, model_dir.name)
     root.mkdir(parents=True)
-    secret = create_secret(root / "secret")
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    config = GatewayConfig(
-        model_dir=str(model_dir), base_id=base.id, registry=str(registry), secret_file=str(root / "secret"),
-        tmp_dir=str(root / "uploads"), port=port, shutdown_seconds=1.0, policy=policy,
-    )  # fmt: skip
     with ExitStack() as stack:
-        log = root / "gateway.log"
-        gateway = stack.enter_context(process(["-c", GATEWAY], msgspec.json.encode(config), log))
+        gateway = stack.enter_context(gateway_process(model_dir, str(registry), root, policy=policy))
         nodes = []
         for number in range(count):
-            told = ModelNodeConfig(
-                url, secret, base.fingerprint, base.id, base.max_context, profile, f"node-{number}"
+            node_config = ModelNodeConfig(
+                gateway.url, gateway.secret, base.fingerprint, base.id, base.max_context, profile, f"node-{number}"
             )  # fmt: skip
-            line = msgspec.json.encode(told) + b"\n"
-            nodes.append(
-                stack.enter_context(
-                    process(["-m", "benchmarks.scheduling.model_node"], line, root / f"node-{number}.log")
-                )
-            )
+            line, log = msgspec.json.encode(node_config) + b"\n", root / f"node-{number}.log"
+            nodes.append(stack.enter_context(process(["-m", "benchmarks.scheduling.model_node"], line, log)))
         for node in nodes:
             assert node.stdout is not None
             node.stdout.readline()
-        wait_until_ready(url, gateway, log)
+        gateway.wait_until_ready()
         time.sleep(RECORDS_SECONDS)
-        yield Bed(url, key, MAX_TOKENS)
+        yield Bed(gateway.url, key, MAX_TOKENS)
 
 
 async def play(found: Bed, requests: Sequence[TraceRequest], words_per_token: float, stream: bool) -> list[Sample]:
@@ -154,13 +139,10 @@ def _note_usage(told: dict[str, Any], sample: Sample) -> None:
 
 async def _read_stream(stream: aiohttp.StreamReader, sample: Sample) -> str:
     """The error, or nothing."""
-    kind, clock = b"", asyncio.get_running_loop().time
-    async for line in stream:
-        if line.startswith(b"event: "):
-            kind = line[7:].strip()
-        elif line.startswith(b"data: ") and kind == b"token":
-            sample.times.append(clock())
-        elif line.startswith(b"data: "):
-            _note_usage(json.loads(line[6:]), sample)
-            return "" if kind == b"done" else "error event"
+    async for kind, data in read_events(stream):
+        if kind == "token":
+            sample.times.append(asyncio.get_running_loop().time())
+        else:
+            _note_usage(json.loads(data), sample)
+            return "" if kind == "done" else "error event"
     return "cut off"

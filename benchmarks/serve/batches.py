@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from adapters.base_model import PROJECTIONS, BaseModel
+from benchmarks.common.rule import ratio_figures
 from benchmarks.engine.in_process import RANKS, TARGETS, Measured, PeftGenerate, Workload, run_engine
 from tests.support.local_engine import LocalEngine
 from tests.support.peft_reference import make_adapter, pad_adapter
@@ -122,8 +123,8 @@ def figures_of(rows: list[dict[str, Any]], weight_bytes: int) -> dict[str, float
         ("over_peft_static_base", "base_tok_s", "peft_base_tok_s"),
         ("padded_over_mixed_step", "padded_step_ms", "mixed_step_ms"),
     ):
-        ratios = [row[over] / row[under] for row in rows]
-        figures |= {name: median(ratios), f"{name}_min": min(ratios)}
+        columns = ([row[column] for row in rows] for column in (over, under))
+        figures |= ratio_figures(name, *columns, lower_is_better=False)
     return figures
 
 

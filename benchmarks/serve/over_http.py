@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.common.http_service import HttpService
 from benchmarks.common.latency import Sample, summary
 from benchmarks.common.load import Call, OpenAiServer, closed_loop, open_loop, open_session, plan, poisson
+from benchmarks.common.rule import ratio_figures
 from benchmarks.engine.in_process import RANKS
 from benchmarks.serve.node_call import NodeServer, find_node
 
@@ -127,8 +128,7 @@ def over_peer(rows: list[Any]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for kind, name in (("mixed", "over_vllm"), ("base", "over_vllm_base")):
         ours, theirs = (_values(rows, server, kind, "tok_s") for server in ("http", "peer"))
-        ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-        figures |= {name: median(ratios), f"{name}_min": min(ratios), f"peer_{kind}_tok_s": median(theirs)}
+        figures |= ratio_figures(name, ours, theirs, lower_is_better=False) | {f"peer_{kind}_tok_s": median(theirs)}
     return figures
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.common.http_service import HttpService
 from benchmarks.common.latency import Sample, summary
 from benchmarks.common.load import TIMEOUT, OpenAiServer, check_url, closed_loop, open_loop, open_session, plan, poisson
-from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report
+from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report, run_study
 from benchmarks.engine.in_process import RANKS
 from benchmarks.serve.batches import Batches, Shape, figures_of
 from benchmarks.serve.over_http import CONCURRENCY, OPEN_SHARE, SHORT, Loads, Server, measure
@@ -157,8 +156,7 @@ def main() -> None:
     if options.url:
         publish(load(options), options.json)
         return
-    with tempfile.TemporaryDirectory() as root:
-        publish(study(options, Path(root)), options.json)
+    run_study(study, options)
 
 
 if __name__ == "__main__":
