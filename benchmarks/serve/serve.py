@@ -25,7 +25,7 @@ from benchmarks.common.load import TIMEOUT, OpenAiServer, check_url, closed_loop
 from benchmarks.common.report import ROOT, ContentionProbe, arguments, publish, report, run_study
 from benchmarks.engine.in_process import RANKS
 from benchmarks.serve.batches import Batches, Shape, figures_of
-from benchmarks.serve.over_http import CONCURRENCY, OPEN_SHARE, SHORT, Loads, Server, measure
+from benchmarks.serve.over_http import CONCURRENCY, OPEN_SHARE, SHORT, Loads, measure
 from node_agent.cores import usable_cores
 
 
@@ -79,7 +79,7 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         figures |= {f"{figure}_{name}": value for figure, value in figures_of(found, batches.adapter_bytes).items()}
     adapters = [root / "smollm2" / f"a{i}" for i in range(len(RANKS))]
     with HttpService(real, adapters, root / "service", "bfloat16", threads) as service:
-        served, http = measure(service, real, _peer(options), loads)
+        served, http = asyncio.run(measure(service, real, loads))
     figures |= {**http, **probe.values()}
     settings = {
         "models": {"smollm2": real.name, "llama12": f"random Llama, {layers} layers, {width} wide"},
@@ -87,15 +87,9 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         "threads": threads, "rounds": rounds, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens,
         "ranks": RANKS, "targets": "q,k,v", "concurrency": CONCURRENCY, "http_rounds": loads.rounds,
         "http_requests": loads.requests, "pairs": loads.pairs, "short": SHORT, "open_share": OPEN_SHARE,
-        "peer": bool(options.peer_url), "quick": options.quick, "peer_dtype": "its faster one for each batch",
+        "quick": options.quick, "peer_dtype": "its faster one for each batch",
     }  # fmt: skip
     return report("serve", settings, options.seed, rows + served, figures)
-
-
-def _peer(options: argparse.Namespace) -> Server | None:
-    if not options.peer_url:
-        return None
-    return Server(options.peer_url, _key(options.peer_key_file), tuple(options.peer_models.split(",")))
 
 
 def _key(file: Path | None) -> str | None:
@@ -124,16 +118,11 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     own.add_argument("--base", default=ROOT / "models" / "SmolLM2-135M-Instruct", type=Path, metavar="DIR")
     own.add_argument("--threads", type=_count)
     own.add_argument("--rounds", type=_count, default=5)
-    own.add_argument("--peer-url", type=check_url, help="another server of the same base and adapters, to compare with")
-    own.add_argument("--peer-models", help=f"its names: the base, then {len(RANKS)} adapters of ranks {RANKS}")
-    own.add_argument("--peer-key-file", type=Path, metavar="FILE")
     options = parser.parse_args(given)
     if options.url and not options.models:
         parser.error("--url needs --models: the names to call")
     if options.rate is None and options.concurrency is None:
         options.concurrency = CONCURRENCY
-    if options.peer_url and len((options.peer_models or "").split(",")) != len(RANKS) + 1:
-        parser.error(f"--peer-url needs --peer-models with {len(RANKS) + 1} names: the base, then one per adapter")
     return options
 
 

@@ -33,7 +33,6 @@ IN_EVERY_RUN: dict[str, tuple[str, ...]] = {
     "test_memory_study.py": ("test_quick_run",),
     "test_neighbours.py": ("test_figures_are_of_the_rounds_own_ratios",),
     "test_pages.py": ALL,
-    "test_peer.py": ("test_both_get_the_same_load",),
     "test_perfmodel_report.py": ("test_the_table_has_the_figures",),
     "test_placement_study.py": ("test_quick_run",),
     "test_plan_replay.py": (

@@ -146,8 +146,6 @@ def test_incomplete_requests_are_no_measurement() -> None:
         (["--url", "http://a", "--models", "x", "--rate", "1", "--concurrency", "2"], "not allowed with"),
         (["--url", "http://a", "--models", "x", "--rate", "nan"], "above 0"),
         (["--url", "http://a", "--models", "x", "--requests", "0"], "below 1"),
-        (["--peer-url", "http://a"], "--peer-models with 9 names"),
-        (["--peer-url", "http://a", "--peer-models", "base,a"], "--peer-models with 9 names"),
     ],
 )
 def test_wrong_usage(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
