@@ -46,7 +46,7 @@ class Allocator(Protocol):
 
 
 class Pages:
-    """As AdapterStore does: its page size, its layout, its page map and its runs of the AdapterTable."""
+    """Pages, as AdapterStore has them: its page size, layout, page map and runs of the AdapterTable."""
 
     def __init__(self, pool: int, base: BaseModel) -> None:
         self.page = choose_page_size(base, 2)
@@ -110,7 +110,7 @@ class Slots:
 
 
 class BestFit:
-    """One run of contiguous bytes per adapter, in the smallest gap that holds it."""
+    """A contiguous run of bytes per adapter, in the smallest gap that holds it."""
 
     def __init__(self, pool: int) -> None:
         self.taken = 0

@@ -1,8 +1,8 @@
-"""Which adapters should leave memory: the policies that nodes run, replayed on real arrivals, against LRU and a bound.
+"""Eviction policies of nodes, replayed on real arrivals, against LRU and a bound.
 
-An adapter that is called and not in a pool is loaded at once, for which others leave in the policy's order. Calls take
-no time, so nothing is leased. Constants of the policies were tuned on half of the functions and clients; figures are
-of the other half.
+An adapter that is called and not in a pool is loaded at once; others are evicted for it in the policy's order. Calls
+take no time, so nothing is leased. Constants of the policies were tuned on half of the functions and clients; figures
+are of the other half.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from node_agent.adapter_memory.host import REPEATED_SHARE
 from node_agent.adapter_memory.load_rates import LoadRates
 
 POOLS = (0.1, 1 / 3)
-"""of all adapters' bytes"""
 HOST_POOL = 1 / 3
-"""of the node with two tiers, whose device has POOLS[0]"""
+"""host pool of a node with two tiers, whose device has POOLS[0]"""
 TOLD_EVERY_S = 5.0
-"""How old a forecast may be."""
 KNOWN = (0.02, 0.98)
 """Forecasts of the oracle: no call within FORECAST_S, or one."""
 RESIDENTS = 2_000
@@ -45,14 +43,14 @@ class Policy(Protocol):
 
 
 class Pool:
-    """One tier's pages and who has them."""
+    """The pages of one tier, and the adapters that have them."""
 
     def __init__(self, trace: Trace, share: float, policy: Policy, reload_s: Callable[[str], float]) -> None:
         self.pages = dict(zip(map(str, range(len(trace.pages))), trace.pages, strict=True))
         self.free = self.total = max(int(sum(trace.pages) * share), max(trace.pages))
         self.policy, self.reload_s = policy, reload_s
         self.residents: OrderedDict[str, float] = OrderedDict()
-        """When each came; the least recently used first."""
+        """Time of arrival by digest, the least recently used first."""
 
     def load(self, digest: str, now: float) -> bool:
         """Returns False if the adapter is there; else it is brought in, and others leave for it."""
@@ -86,12 +84,12 @@ class Forecasts:
 
     def __init__(self, trace: Trace, demand: Demand, *, right: bool) -> None:
         names = np.arange(len(trace.sizes))
-        told = names if right else np.roll(names, 1)
-        self._calls = {str(told[i]): [*trace.at[trace.adapter == i].tolist(), inf] for i in names}
+        digests = names if right else np.roll(names, 1)
+        self._calls = {str(digests[i]): [*trace.at[trace.adapter == i].tolist(), inf] for i in names}
         self._demand, self._told = demand, -inf
 
     def tell(self, now: float) -> None:
-        """Unless that was done a moment ago."""
+        """Gives the demand new forecasts, unless the last ones are younger than TOLD_EVERY_S."""
         if now - self._told >= TOLD_EVERY_S:
             self._told = now
             upcoming = {digest: at[bisect_right(at, now)] for digest, at in self._calls.items()}
@@ -153,8 +151,8 @@ def rows_of(half: list[Trace]) -> list[dict[str, Any]]:
                 "adapters": len(trace.sizes), "pool_share": round(share, 3),
             }  # fmt: skip
             row |= {f"miss_{name}": miss_share(trace, share, policy) for name, policy in POLICIES.items()}
-            for told, right in (("oracle", True), ("wrong", False)):
-                row[f"miss_cost_{told}"] = miss_share(trace, share, POLICIES["cost"], right)
+            for kind, right in (("oracle", True), ("wrong", False)):
+                row[f"miss_cost_{kind}"] = miss_share(trace, share, POLICIES["cost"], right)
             row["miss_belady"] = miss_share(trace, share, lambda _, trace=trace: Belady(trace))  # type: ignore[misc]
             pool = max(int(sum(trace.pages) * share), max(trace.pages))
             row["miss_bound"] = least_miss_share(trace, pool)
@@ -165,29 +163,31 @@ def rows_of(half: list[Trace]) -> list[dict[str, Any]]:
 
 
 def gap_closed(rows: Iterable[dict[str, Any]], policy: str, bound: str) -> float:
-    """Of the bytes that LRU misses and the bound does not, the share that the policy does not miss either; each trace
-    and pool has the same weight."""
+    """Returns the share of LRU's excess misses, in bytes over those of the bound, that the policy avoids.
+
+    Each trace and pool has the same weight.
+    """
     lru, best, mine = (sum(row[f"miss_{name}"] for row in rows) for name in ("lru", bound, policy))
     return float((lru - mine) / (lru - best))
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Those of the held-out half; and `tuned_gap_closed_cost` of the other."""
-    held = [row for row in rows if row["held_out"]]
-    nodes = [row for row in held if "reload_s_lru" in row]
-    found: dict[str, float] = {}
+    """Returns the figures of the held-out half, and `tuned_gap_closed_cost` of the other."""
+    reported = [row for row in rows if row["held_out"]]
+    nodes = [row for row in reported if "reload_s_lru" in row]
+    figures: dict[str, float] = {}
     for name in (*POLICIES, "cost_oracle", "cost_wrong"):
-        found[f"miss_share_{name}"] = sum(row[f"miss_{name}"] for row in held) / len(held)
-        found[f"gap_closed_{name}"] = gap_closed(held, name, "belady")
-        found[f"bound_gap_closed_{name}"] = gap_closed(held, name, "bound")
-        found[f"worst_over_lru_{name}"] = max(row[f"miss_{name}"] / row["miss_lru"] for row in held)
+        figures[f"miss_share_{name}"] = sum(row[f"miss_{name}"] for row in reported) / len(reported)
+        figures[f"gap_closed_{name}"] = gap_closed(reported, name, "belady")
+        figures[f"bound_gap_closed_{name}"] = gap_closed(reported, name, "bound")
+        figures[f"worst_over_lru_{name}"] = max(row[f"miss_{name}"] / row["miss_lru"] for row in reported)
     for name in POLICIES:
-        found[f"reload_over_lru_{name}"] = median(row[f"reload_s_{name}"] / row["reload_s_lru"] for row in nodes)
-        found[f"reload_worst_over_lru_{name}"] = max(row[f"reload_s_{name}"] / row["reload_s_lru"] for row in nodes)
+        figures[f"reload_over_lru_{name}"] = median(row[f"reload_s_{name}"] / row["reload_s_lru"] for row in nodes)
+        figures[f"reload_worst_over_lru_{name}"] = max(row[f"reload_s_{name}"] / row["reload_s_lru"] for row in nodes)
     for name in ("belady", "bound"):
-        found[f"miss_share_{name}"] = sum(row[f"miss_{name}"] for row in held) / len(held)
+        figures[f"miss_share_{name}"] = sum(row[f"miss_{name}"] for row in reported) / len(reported)
     tuned = [row for row in rows if not row["held_out"]]
-    return found | ({"tuned_gap_closed_cost": gap_closed(tuned, "cost", "belady")} if tuned else {})
+    return figures | ({"tuned_gap_closed_cost": gap_closed(tuned, "cost", "belady")} if tuned else {})
 
 
 def order_ms(seed: int) -> float:

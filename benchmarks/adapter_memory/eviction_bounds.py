@@ -1,4 +1,4 @@
-"""What an eviction policy could reach that knew all calls to come."""
+"""Bounds of eviction for a policy that knows all later calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NEVER = 1 << 60
 
 def next_calls(adapter: np.ndarray) -> np.ndarray:
     """i64[calls]: the index of the same adapter's next call; NEVER if there is none."""
-    found = np.full(len(adapter), NEVER)
+    following = np.full(len(adapter), NEVER)
     upcoming: dict[int, int] = {}
     for i in range(len(adapter) - 1, -1, -1):
         name = int(adapter[i])
-        found[i] = upcoming.get(name, NEVER)
+        following[i] = upcoming.get(name, NEVER)
         upcoming[name] = i
-    return found
+    return following
 
 
 class Belady:
@@ -37,7 +37,7 @@ class Belady:
         return sorted((each.digest for each in candidates), key=self._upcoming.__getitem__, reverse=True)
 
     def note_call(self, digest: str) -> None:
-        """Must be told of every call of the trace, in order."""
+        """Records a call. Must be called for every call of the trace, in order."""
         self._upcoming[digest] = self._next[self._at]
         self._at += 1
 
@@ -45,11 +45,12 @@ class Belady:
 
 
 def least_miss_share(trace: Trace, pool: int) -> float:
-    """Returns a share of the called bytes that no policy can miss less than: PFOO-L of D. S. Berger, N. Beckmann and
-    M. Harchol-Balter, "Practical Bounds on Optimal Caching with Variable Object Sizes", SIGMETRICS 2018.
+    """Returns a lower bound on the share of the called bytes that any policy misses: PFOO-L of D. S. Berger, N.
+    Beckmann and M. Harchol-Balter, "Practical Bounds on Optimal Caching with Variable Object Sizes", SIGMETRICS 2018.
 
-    An adapter that stays until its next call occupies its pages for so many calls. Stays are granted, those first that
-    occupy least per byte saved, until the pool's pages times all calls are used up, whenever they are used."""
+    An adapter that stays until its next call occupies its pages for the calls between. Stays are granted in the order
+    of pages times calls per byte saved, until the pool's pages times all calls are used up.
+    """
     upcoming = next_calls(trace.adapter)
     stay = upcoming - np.arange(len(upcoming))
     returns = upcoming < NEVER

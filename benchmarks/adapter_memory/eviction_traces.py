@@ -18,9 +18,7 @@ TUNED, HELD_OUT = 0, 1
 """The halves. No function or client is in both."""
 SPLIT_SEED = 1234
 WINDOW_MINUTES = 96
-"""of a slice of the Azure trace"""
 TOP = 10
-"""functions that make nine tenths of the calls"""
 AZURE_WINDOWS = {TUNED: range(5), HELD_OUT: range(5)}
 AZURE_WHOLE_WINDOWS: dict[int, tuple[int, ...]] = {TUNED: (), HELD_OUT: (1, 3)}
 """Slices with the busiest functions in them."""
@@ -28,7 +26,7 @@ SERVEGEN_DAYS = {TUNED: (2, 3, 5, 8, 9), HELD_OUT: (4, 6, 7, 10, 12)}
 """Eight hours of each, from 8:00 of the trace's clock."""
 SERVEGEN_FILE = ROOT / "benchmarks" / "data" / "servegen_requests.csv.gz"
 SERVEGEN_KEPT = 0.002
-"""Of its requests, each kept or not on its own: the whole service had far more nodes than one."""
+"""Share of its requests that are kept, drawn one by one: the service had far more nodes than one."""
 BIN_S = 600
 BINS_PER_DAY = 86_400 // BIN_S
 QKV = (0, 1, 2)
@@ -43,19 +41,18 @@ class Trace:
     adapter: np.ndarray
     """i64[calls]"""
     sizes: list[int]
-    """bytes of each adapter"""
     pages: list[int]
 
 
 def traces(half: int, seed: int) -> list[Trace]:
     """All of one half."""
-    found = [_azure(f"azure-{window}", half, window, seed) for window in AZURE_WINDOWS[half]]
-    found += [_azure(f"azure-whole-{window}", half, window, seed, whole=True) for window in AZURE_WHOLE_WINDOWS[half]]
-    return found + [_servegen(day, half, seed) for day in SERVEGEN_DAYS[half]]
+    drawn = [_azure(f"azure-{window}", half, window, seed) for window in AZURE_WINDOWS[half]]
+    drawn += [_azure(f"azure-whole-{window}", half, window, seed, whole=True) for window in AZURE_WHOLE_WINDOWS[half]]
+    return drawn + [_servegen(day, half, seed) for day in SERVEGEN_DAYS[half]]
 
 
 def _azure(name: str, half: int, window: int, seed: int, *, whole: bool = False) -> Trace:
-    """Calls are uniform within their minute. `whole`: with the half's share of the busiest functions."""
+    """Calls are uniform within their minute. `with_busiest`: with the half's share of the busiest functions."""
     counts = minute_counts()
     mine = TOP + np.random.default_rng(SPLIT_SEED).permutation(len(counts) - TOP)[half::2]
     counts = counts[
@@ -75,8 +72,8 @@ def _servegen(day: int, half: int, seed: int) -> Trace:
     clients = {client: i for i, client in enumerate(dict.fromkeys((row[0], row[1]) for row in rows))}
     adapter = np.array([clients[row[0], row[1]] for row in rows])
     at, requests = np.array([(int(row[2]) % BINS_PER_DAY, int(row[3])) for row in rows]).T
-    kept = rng.binomial(requests, SERVEGEN_KEPT)
-    return _trace(f"servegen-day-{day}", half, adapter, at * BIN_S, kept, BIN_S, seed + day)
+    calls = rng.binomial(requests, SERVEGEN_KEPT)
+    return _trace(f"servegen-day-{day}", half, adapter, at * BIN_S, calls, BIN_S, seed + day)
 
 
 def _trace(

@@ -22,7 +22,7 @@ RANKS = (8, 16, 32, 64, 128)
 ATTENTION, ALL = (0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6)
 CALLS = 100_000
 RUNNING = 16
-"""Calls whose requests run at once; each ends when so many later ones have begun."""
+"""Requests that run at once; each ends when this many later ones have begun."""
 TOP = 10
 """The busiest functions make nine tenths of the calls; rows without them show the rest."""
 
@@ -35,7 +35,6 @@ def llama(name: str, kv_heads: int, inner: int) -> BaseModel:
 
 
 BASES = {"llama-7b": llama("llama-7b", 32, 11008), "llama-8b": llama("llama-8b", 8, 14336)}
-"""The second has grouped k and v."""
 TARGETS = {"attention": (ATTENTION,), "mixed": (ATTENTION, ALL), "all": (ALL,)}
 
 
@@ -53,19 +52,19 @@ def replay(allocator: Allocator, pool: int, calls: list[int], shapes: list[Shape
     """Means over the calls after the first eviction, when demand has filled the pool."""
     resident: OrderedDict[int, None] = OrderedDict()
     running: deque[int] = deque()
-    held: Counter[int] = Counter()
+    pins: Counter[int] = Counter()
     hits = evictions = refused = live = 0
     samples: list[tuple[float, float, int]] = []
     for name in calls:
         if len(running) == RUNNING:
-            held[running.popleft()] -= 1
+            pins[running.popleft()] -= 1
         if name in resident:
             hits += 1
             resident.move_to_end(name)
         else:
             placed = allocator.place(name, shapes[name])
             while not placed:
-                victim = next((other for other in resident if not held[other]), None)
+                victim = next((candidate for candidate in resident if not pins[candidate]), None)
                 if victim is None:
                     break
                 del resident[victim]
@@ -78,7 +77,7 @@ def replay(allocator: Allocator, pool: int, calls: list[int], shapes: list[Shape
                 continue
             resident[name] = None
             live += shapes[name].live
-        held[name] += 1
+        pins[name] += 1
         running.append(name)
         if evictions:
             lost = allocator.taken - live + allocator.unusable()
@@ -118,16 +117,16 @@ def run(seed: int, calls: int, cases: list[tuple[str, str, int, int]]) -> list[d
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The first case's figures, and those of the same without the busiest functions as `rest_...`."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     first = rows[0]
     for row in rows:
         if any(row[key] != first[key] for key in ("base", "targets", "pool_gib")):
             continue
         rest = "rest_" if row["without_top"] else ""
-        who = "" if row["allocator"] == "pages" else f"{row['allocator']}_"
+        prefix = "" if row["allocator"] == "pages" else f"{row['allocator']}_"
         for key in ("utilisation", "fragmentation", "adapters_per_gib", "hit_rate"):
-            found[f"{rest}{who}{key}"] = row[key]
-    return found
+            figures[f"{rest}{prefix}{key}"] = row[key]
+    return figures
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""What predicted prefetch brings on real arrivals: how many calls find their adapter, with the forecasts that gateways
-make, with none, with an oracle's, and with worthless ones.
+"""Hit rates with predicted prefetch on real arrivals: by the gateways' forecasts, none, an oracle's, and worthless
+ones.
 
 A node of two tiers, its eviction by cost. Each second the forecaster learns from the calls; every PLAN_SECONDS the
 adapters that the leader would ask the node for are brought in, within the bounds of both (NodeWants, PrefetchRecord,
 Demand), in the time that calls have left to store and link. Calls take no time, so nothing is leased. `oracle` knows
-the next call of every function and says so as a chance that falls with the time until then; `worthless` is told of each
-function what is forecast of another. A call that comes before its adapter's loads are over counts as if they were.
+the next call of every function and says so as a chance that falls with the time until then; `worthless` gets
+for each function the forecast of another. A call that comes before its adapter's loads are over counts as if they were.
 The functions and clients are those on which nothing was tuned.
 """
 
@@ -40,24 +40,23 @@ from node_agent.engine.prefetch_record import PrefetchRecord
 from node_agent.engine.prefetcher import HYSTERESIS, LEEWAY, UNUSED_S
 
 ORACLE_S = 10.0
-"""The oracle's chance of a call is divided by e for each so many seconds until it comes."""
+"""The oracle's chance of a call in t seconds is exp(-t / ORACLE_S)."""
 VARIANTS = ("off", "auto", "oracle", "worthless")
 
 Likely = Sequence[tuple[str, float]]
-"""Digests and their chances of a call, the likeliest first."""
 
 
 def forecasts_of(trace: Trace) -> dict[int, Likely]:
     """Returns what the forecaster says at each plan, by its second. It learns from the calls before."""
-    forecaster, found, begin = Forecaster(), dict[int, Likely](), int(trace.at[0])
+    forecaster, by_second, begin = Forecaster(), dict[int, Likely](), int(trace.at[0])
     seconds, counts = np.floor(trace.at).astype(int), dict[int, Counter[str]]()
     for second, adapter in zip(seconds.tolist(), trace.adapter.tolist(), strict=True):
         counts.setdefault(second, Counter())[str(adapter)] += 1
     for now in range(begin + 1, int(trace.at[-1]) + 1):
         forecaster.observe(float(now), counts.get(now - 1, {}))
         if now - begin >= WATCH_SECONDS and now % PLAN_SECONDS == 0:
-            found[now] = forecaster.forecast(float(now)).likeliest(LEAST_CHANCE, MAX_CHOSEN)
-    return found
+            by_second[now] = forecaster.forecast(float(now)).likeliest(LEAST_CHANCE, MAX_CHOSEN)
+    return by_second
 
 
 def oracle_of(trace: Trace) -> Callable[[int], Likely]:
@@ -65,7 +64,7 @@ def oracle_of(trace: Trace) -> Callable[[int], Likely]:
 
     def likely(now: int) -> Likely:
         nexts = [(at[bisect_right(at, now)] - now, digest) for digest, at in calls.items()]
-        return [(digest, exp(-left / ORACLE_S)) for left, digest in sorted(nexts) if left <= FORECAST_S]
+        return [(digest, exp(-wait_s / ORACLE_S)) for wait_s, digest in sorted(nexts) if wait_s <= FORECAST_S]
 
     return likely
 
@@ -77,12 +76,11 @@ class Node:
     trace: Trace
     waste: float
     brought: dict[str, float] = field(default_factory=dict)
-    """When adapters were prefetched that were not called yet."""
+    """Time of prefetch by digest, of adapters that were not called yet."""
     wants: Sequence[WantedAdapter] = ()
     found: Counter[str] = field(default_factory=Counter)
-    """Calls by the tier that had their adapter."""
     waits_s: float = 0.0
-    """Of all calls, for their adapters."""
+    """Seconds that all calls waited for their adapters."""
 
     def __post_init__(self) -> None:
         self.demand, rates, sizes = Demand(), LoadRates(), self.trace.sizes
@@ -127,13 +125,13 @@ class Node:
         self._judge(now)
 
     def _asked(self, likely: Likely) -> list[WantedAdapter]:
-        asked = NodeWants(NodeMemory({"device": self.room["device"], "host": self.room["host"]}))
+        requests = NodeWants(NodeMemory({"device": self.room["device"], "host": self.room["host"]}))
         for digest, chance in likely:
             near = digest in self.device.residents or digest in self.host.residents
             adapter = Adapter(digest, "", self.trace.sizes[int(digest)], (1,))
             wish = Wish(digest, adapter, "forecast", chance)
-            asked.take(wish, "device" if near or chance >= DEVICE_CHANCE else "host")
-        return [want.message() for want in asked.wants.values()]
+            requests.take(wish, "device" if near or chance >= DEVICE_CHANCE else "host")
+        return [want.message() for want in requests.wants.values()]
 
     def _bring(self, want: WantedAdapter, now: float, idle: dict[str, float]) -> None:
         digest, adapter = want.adapter.digest, int(want.adapter.digest)
@@ -151,20 +149,20 @@ class Node:
             self.brought[digest] = now
 
     def _make_room(self, pool: Pool, want: WantedAdapter, now: float) -> bool:
-        """As Prefetcher.may_go: only what is less likely to be called leaves, and only where that is enough."""
+        """Evicts adapters that are less likely to be called. Returns False, evicting nothing, if they are too few."""
         chances = {each.adapter.digest: each.chance for each in self.wants}
 
         def may_go(digest: str) -> bool:
-            own = chances[digest] if digest in chances else self.demand.chance(digest, now)
-            return own * HYSTERESIS <= want.chance
+            chance = chances[digest] if digest in chances else self.demand.chance(digest, now)
+            return chance * HYSTERESIS <= want.chance
 
         return pool.make_room(pool.pages[want.adapter.digest], now, may_go)
 
     def _judge(self, now: float) -> None:
-        wanted = {want.adapter.digest for want in self.wants}
+        requested = {want.adapter.digest for want in self.wants}
         for digest, at in list(self.brought.items()):
             here = digest in self.host.residents or digest in self.device.residents
-            if not here or (digest not in wanted and now - at >= UNUSED_S):
+            if not here or (digest not in requested and now - at >= UNUSED_S):
                 del self.brought[digest]
                 self.record.note(now, wasted=self.trace.sizes[int(digest)])
 
@@ -188,16 +186,16 @@ def replay(trace: Trace, likely: Callable[[int], Likely] | None, waste: float) -
 
 
 def row_of(trace: Trace, waste: float) -> dict[str, Any]:
-    told = forecasts_of(trace)
+    forecasts = forecasts_of(trace)
     names = len(trace.sizes)
-    ways: dict[str, Callable[[int], Likely] | None] = {
+    sources: dict[str, Callable[[int], Likely] | None] = {
         "off": None,
-        "auto": lambda now: told.get(now, ()),
+        "auto": lambda now: forecasts.get(now, ()),
         "oracle": oracle_of(trace),
-        "worthless": lambda now: [(str((int(d) + names // 2) % names), chance) for d, chance in told.get(now, ())],
+        "worthless": lambda now: [(str((int(d) + names // 2) % names), chance) for d, chance in forecasts.get(now, ())],
     }
     row: dict[str, Any] = {"trace": trace.name, "calls": len(trace.at), "adapters": names}
-    for name, likely in ways.items():
+    for name, likely in sources.items():
         node = replay(trace, likely, waste)
         row |= {f"{tier}_share_{name}": node.found[tier] / len(trace.at) for tier in ("device", "host", "absent")}
         row[f"wait_ms_{name}"] = node.waits_s / len(trace.at) * 1e3
@@ -206,17 +204,17 @@ def row_of(trace: Trace, waste: float) -> dict[str, Any]:
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Over no prefetch: medians of the traces' ratios, and the worst."""
-    found: dict[str, float] = {}
+    """Returns ratios to no prefetch: the median over the traces, and the worst."""
+    figures: dict[str, float] = {}
     for name in VARIANTS[1:]:
         for figure in ("wait_ms", "absent_share"):
             ratios = [row[f"{figure}_{name}"] / row[f"{figure}_off"] for row in rows]
-            found[f"{figure}_{name}"], found[f"{figure}_worst_{name}"] = median(ratios), max(ratios)
+            figures[f"{figure}_{name}"], figures[f"{figure}_worst_{name}"] = median(ratios), max(ratios)
         misses = [(1 - row[f"device_share_{name}"]) / (1 - row["device_share_off"]) for row in rows]
-        found[f"misses_{name}"], found[f"misses_worst_{name}"] = median(misses), max(misses)
+        figures[f"misses_{name}"], figures[f"misses_worst_{name}"] = median(misses), max(misses)
         bytes_ = {kind: sum(row[f"{kind}_bytes_{name}"] for row in rows) for kind in ("useful", "wasted")}
-        found[f"wasted_{name}"] = bytes_["wasted"] / max(1, sum(bytes_.values()))
-    return found
+        figures[f"wasted_{name}"] = bytes_["wasted"] / max(1, sum(bytes_.values()))
+    return figures
 
 
 def main() -> None:

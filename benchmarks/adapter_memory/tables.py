@@ -30,8 +30,8 @@ def memory_table(document: dict[str, Any]) -> str:
     )
     cells = []
     for allocator, name in ALLOCATOR_NAMES.items():
-        found = [row for row in rows if row["allocator"] == allocator]
-        of = [spread((row[key] for row in found), lower_is_better=low) for key, low in BETTER_LOW.items()]
+        of_allocator = [row for row in rows if row["allocator"] == allocator]
+        of = [spread((row[key] for row in of_allocator), lower_is_better=low) for key, low in BETTER_LOW.items()]
         cells.append((name, *(f"{each.median:.3f} ({each.worst:.3f})" for each in of)))
     head = ("memory", "utilisation", "fragmentation", "adapters per GiB", "hits")
     return captioned_table(document, text, head, cells)
@@ -49,27 +49,27 @@ def memory_settings_table(document: dict[str, Any]) -> str:
 
 def _settings(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Setting -> allocator -> its row."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    by_setting: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         title = f"{row['base']}, {row['targets']}, {row['pool_gib']} GiB, {row['without_top']}: {row['demand']:.1f}"
-        found.setdefault(title, {})[row["allocator"]] = row
-    return found
+        by_setting.setdefault(title, {})[row["allocator"]] = row
+    return by_setting
 
 
 def eviction_table(document: dict[str, Any]) -> str:
     """Every policy over all held-out traces and pools, and what the figures mean."""
     figures, settings = document["figures"], document["settings"]
-    held = [row for row in document["rows"] if row["held_out"]]
-    calls = sum({row["trace"]: row["calls"] for row in held}.values())
+    reported = [row for row in document["rows"] if row["held_out"]]
+    calls = sum({row["trace"]: row["calls"] for row in reported}.values())
     text = (
         "Simulated on InVitro's 500-function, 8-hour sample of the Azure 2019 trace and on ServeGen's clients: "
-        f"{calls:,} calls in {len({row['trace'] for row in held})} traces that nothing was tuned on; adapters of a 7B "
-        f"Llama on {settings['projections']}, ranks {settings['ranks']}; pools of {_pools(settings)} of their bytes. "
-        "Median over traces and pools (worst)."
+        f"{calls:,} calls in {len({row['trace'] for row in reported})} traces that nothing was tuned on; adapters of "
+        f"a 7B Llama on {settings['projections']}, ranks {settings['ranks']}; pools of {_pools(settings)} of their "
+        "bytes. Median over traces and pools (worst)."
     )
     cells = []
     for name, title in POLICY_NAMES.items():
-        over = spread((row[f"miss_{name}"] / row["miss_lru"] for row in held), lower_is_better=True)
+        over = spread((row[f"miss_{name}"] / row["miss_lru"] for row in reported), lower_is_better=True)
         closed = figures.get(f"gap_closed_{name}", 1.0)
         reload = figures.get(f"reload_over_lru_{name}")
         worst = figures.get(f"reload_worst_over_lru_{name}")

@@ -1,6 +1,6 @@
 """A load step on a local pool under `garnish autoscale`: none -> 1 for a call that is held, 1 -> 3 under load, back.
 
-So many callers stream one completion after another, and their number changes by steps. A node computes 32 requests at
+Callers stream one completion after another, and their number changes by steps. A node computes 32 requests at
 once, and counts as full at 0.7 of them. All nodes share this host's cores: what is shown is when nodes come and go and
 what callers notice of it, not how fast they are. `lost`: requests without a complete answer; it must be 0.
 """
@@ -24,7 +24,6 @@ from benchmarks.common.load import OpenAiServer, Planned, open_session, plan
 from benchmarks.common.report import STORIES, arguments, publish, report
 
 STEPS = ((1, 20.0), (8, 40.0), (80, 120.0), (8, 60.0), (0, 60.0))
-"""Callers, and for how many seconds."""
 QUICK_STEPS = ((1, 2.0), (50, 14.0), (0, 6.0))
 POOL = {"min": 0, "desired": 0, "max": 3, "scale_to_zero_after": "20s", "scaling": {"up": "5s", "down": "20s"}}
 QUICK_POOL = {**POOL, "scale_to_zero_after": "1s", "scaling": {"up": "1s", "down": "2s"}}
@@ -44,58 +43,60 @@ class Seen:
 
 
 async def study(service: PoolService, steps: tuple[tuple[int, float], ...], seed: int) -> Seen:
-    seen = Seen(time.perf_counter())
+    observed = Seen(time.perf_counter())
     planned = iter(plan([service.base], 200_000, PROMPT_TOKENS, seed))
     async with open_session(service.key, HELD_LIMIT) as session, asyncio.TaskGroup() as group:
-        call, looking = OpenAiServer(session, service.url, TOKENS), group.create_task(_look(service, seen))
+        call, looking = OpenAiServer(session, service.url, TOKENS), group.create_task(_look(service, observed))
         callers: list[asyncio.Task[None]] = []
         for number, seconds in steps:
-            seen.callers = number
-            callers += [group.create_task(_caller(call, planned, seen, place)) for place in range(len(callers), number)]
-            if not seen.samples:
-                while not seen.samples and not callers[0].done():  # noqa: ASYNC110  (the first call is held)
+            observed.callers = number
+            callers += [
+                group.create_task(_caller(call, planned, observed, place)) for place in range(len(callers), number)
+            ]
+            if not observed.samples:
+                while not observed.samples and not callers[0].done():  # noqa: ASYNC110  (the first call is held)
                     await asyncio.sleep(0.05)
             await asyncio.sleep(seconds)
             if number < len(callers):
                 await asyncio.gather(*callers[number:])  # the rest end their last request once they see the number
                 del callers[number:]
         looking.cancel()
-    return seen
+    return observed
 
 
-async def _caller(call: OpenAiServer, planned: Any, seen: Seen, place: int) -> None:
-    while place < seen.callers:
+async def _caller(call: OpenAiServer, planned: Any, observed: Seen, place: int) -> None:
+    while place < observed.callers:
         request: Planned = next(planned)
-        seen.samples.append(await call(request))
+        observed.samples.append(await call(request))
 
 
-async def _look(service: PoolService, seen: Seen) -> None:
+async def _look(service: PoolService, observed: Seen) -> None:
     headers = {"authorization": f"Bearer {service.admin_key}"}
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=10)) as session:
         while True:
             async with session.get(f"{service.url}/pools") as reply:
-                told = await reply.json()
-            pool = next((pool for pool in told["pools"] if pool["pool"] == "here"), {"ready": 0, "demand": 0.0})
-            wanted = [entry for entry in service.decided if entry["wanted"] is not None]
-            seen.looks.append(
+                reply_body = await reply.json()
+            pool = next((pool for pool in reply_body["pools"] if pool["pool"] == "here"), {"ready": 0, "demand": 0.0})
+            decisions = [entry for entry in service.decided if entry["wanted"] is not None]
+            observed.looks.append(
                 {
-                    "at": round(time.perf_counter() - seen.begin, 2),
-                    "callers": seen.callers,
-                    "open": pool.get("open_requests", 0) + told["unplaced"]["open_requests"],
+                    "at": round(time.perf_counter() - observed.begin, 2),
+                    "callers": observed.callers,
+                    "open": pool.get("open_requests", 0) + reply_body["unplaced"]["open_requests"],
                     "ready": pool["ready"],
-                    "desired": wanted[-1]["wanted"] if wanted else 0,
+                    "desired": decisions[-1]["wanted"] if decisions else 0,
                     "demand": round(pool["demand"], 3),
                 }
             )
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def rows_of(seen: Seen, decided: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(observed: Seen, decided: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Looks, TTFT in bins of when requests were sent, and the changes of size with their reasons."""
     bins: dict[int, list[float]] = {}
-    for sample in seen.samples:
+    for sample in observed.samples:
         if not sample.error:
-            bins.setdefault(int((sample.sent - seen.begin) // BIN_SECONDS), []).append(sample.ttft)
+            bins.setdefault(int((sample.sent - observed.begin) // BIN_SECONDS), []).append(sample.ttft)
     first = [
         {
             "at": number * BIN_SECONDS,
@@ -106,29 +107,29 @@ def rows_of(seen: Seen, decided: Sequence[dict[str, Any]]) -> list[dict[str, Any
         for number, times in sorted(bins.items())
     ]
     moves = [
-        {"at": round(entry["seen"] - seen.begin, 2), **{name: entry[name] for name in ("size", "wanted", "reason")}}
+        {"at": round(entry["seen"] - observed.begin, 2), **{name: entry[name] for name in ("size", "wanted", "reason")}}
         for entry in decided
         if entry["action"] == "set" and entry["size"] != entry["wanted"]
     ]
-    return [{"looks": seen.looks, "ttft": first, "moves": moves}]
+    return [{"looks": observed.looks, "ttft": first, "moves": moves}]
 
 
-def figures_of(seen: Seen, steps: tuple[tuple[int, float], ...]) -> dict[str, float]:
-    most = max(number for number, _ in steps)
-    step = next(look["at"] for look in seen.looks if look["callers"] == most)
-    three = [look["at"] for look in seen.looks if look["ready"] == 3]
-    good = [sample for sample in seen.samples if not sample.error]
+def figures_of(observed: Seen, steps: tuple[tuple[int, float], ...]) -> dict[str, float]:
+    max_callers = max(number for number, _ in steps)
+    step = next(sample["at"] for sample in observed.looks if sample["callers"] == max_callers)
+    three = [sample["at"] for sample in observed.looks if sample["ready"] == 3]
+    good = [sample for sample in observed.samples if not sample.error]
     figures = {
-        "requests": len(seen.samples),
-        "lost": len(seen.samples) - len(good),
-        "held_first_call_s": seen.samples[0].ttft if good else -1.0,
-        "most_nodes": max(look["ready"] for look in seen.looks),
-        "nodes_at_end": seen.looks[-1]["ready"],
+        "requests": len(observed.samples),
+        "lost": len(observed.samples) - len(good),
+        "held_first_call_s": observed.samples[0].ttft if good else -1.0,
+        "most_nodes": max(sample["ready"] for sample in observed.looks),
+        "nodes_at_end": observed.looks[-1]["ready"],
         "three_nodes_after_s": three[0] - step if three else -1.0,
     }
     if three:
         for name, begin, end in (("before", step, three[0]), ("three_nodes", three[0], three[-1])):
-            times = [sample.ttft for sample in good if begin <= sample.sent - seen.begin < end]
+            times = [sample.ttft for sample in good if begin <= sample.sent - observed.begin < end]
             if times:
                 figures[f"ttft_p50_ms_{name}"], figures[f"ttft_max_ms_{name}"] = median(times) * 1e3, max(times) * 1e3
     return figures
@@ -142,11 +143,11 @@ def main() -> None:
         tempfile.TemporaryDirectory() as root,
         PoolService(options.model, Path(root) / "s", pool, HOLD) as service,
     ):
-        seen = asyncio.run(study(service, steps, options.seed))
-        rows = rows_of(seen, service.decided)
+        observed = asyncio.run(study(service, steps, options.seed))
+        rows = rows_of(observed, service.decided)
     settings = {"steps": [list(step) for step in steps], "pool": pool, "tokens": TOKENS, "prompt_tokens": PROMPT_TOKENS}
     settings |= {"model": options.model.name, "dtype": "float32"}
-    publish(report("autoscale", settings, options.seed, rows, figures_of(seen, steps)), options.json)
+    publish(report("autoscale", settings, options.seed, rows, figures_of(observed, steps)), options.json)
 
 
 if __name__ == "__main__":

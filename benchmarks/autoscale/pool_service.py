@@ -40,7 +40,7 @@ class PoolService:
         root.mkdir(parents=True, exist_ok=True)
         (root / "serverless.yml").write_text(json.dumps(written))
         self.decided: list[dict[str, Any]] = []
-        """What the autoscaler printed, each with `seen`, when it was read."""
+        """Decisions that the autoscaler printed, each with the time at which it was read (`seen`)."""
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> PoolService:

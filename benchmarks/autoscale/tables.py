@@ -13,13 +13,13 @@ def autoscale_plot(document: dict[str, Any]) -> Figure:
     """Callers, nodes and TTFT over time; each dot is the slowest of two seconds."""
     (row,) = document["rows"]
     looks, first = row["looks"], row["ttft"]
-    at = [look["at"] for look in looks]
+    at = [sample["at"] for sample in looks]
     figure = Figure(figsize=(9, 6), layout="constrained")
     load, nodes, ttft = figure.subplots(3, 1, sharex=True)
-    load.step(at, [look["callers"] for look in looks], where="post")
+    load.step(at, [sample["callers"] for sample in looks], where="post")
     load.set_ylabel("callers")
-    nodes.step(at, [look["desired"] for look in looks], where="post", label="desired", linestyle="--")
-    nodes.step(at, [look["ready"] for look in looks], where="post", label="ready")
+    nodes.step(at, [sample["desired"] for sample in looks], where="post", label="desired", linestyle="--")
+    nodes.step(at, [sample["ready"] for sample in looks], where="post", label="ready")
     nodes.set_ylabel("nodes")
     nodes.set_yticks(range(document["settings"]["pool"]["max"] + 1))
     nodes.legend(frameon=False)

@@ -4,7 +4,7 @@
 0.68 of a warm prefill of 256 tokens. Calls have 60 tokens in and 20 out, shuffled over the adapters. One gateway and
 one node, which serve both orders by turns and nothing else, once the node has measured its costs; in file order
 everything else of a batch is the same. Then one caller sends an interactive call of one function after another, alone
-and beside a batch of the file's first lines, grouped.
+and while a batch of the file's first lines runs, grouped.
 """
 
 from __future__ import annotations
@@ -56,19 +56,16 @@ run(config)
 """
 TENANT = "bench"
 NODE_SECONDS = 180.0
-"""For a node to start."""
 MEASURED, MEASURE_SECONDS = "performance model measured", 900.0
-"""What a node logs once it knows its costs, which it measures while it is idle; until then batches get few rows."""
+"""Log line of a node that knows its costs. It measures them while it is idle; until then batches get few rows."""
 WARM_PREFILLS = 5
 PREFILL_TOKENS = 256
 PROMPT_TOKENS = 60
 ROW_PADDING = 1.02
-"""What an adapter takes in memory over its bytes, but for whole pages."""
+"""Memory of an adapter over its bytes, without the padding to whole pages."""
 BATCH_SECONDS = 1800.0
-"""For a batch to end."""
 ALONE_CALLS = 60
 PAUSE_SECONDS = 0.2
-"""Between two interactive calls."""
 JOINED = 32
 """Answers within which cold calls of one function are taken to have waited for one load: more than run at once."""
 
@@ -81,14 +78,14 @@ class Size:
     pool: int
     """adapters that fit on the device"""
     beside: int
-    """calls of the batch that runs beside interactive calls"""
+    """calls of the batch that runs while interactive calls are made"""
 
 
 FULL, QUICK = Size(200, 64, 600, 20, 100), Size(6, 8, 48, 2, 16)
 
 
 class Bed:
-    """A registry with the adapters `a0`, `a1`, ..., and a gateway; nodes are started beside it."""
+    """A registry with the adapters `a0`, `a1`, ..., a gateway, and nodes that are started later."""
 
     def __init__(self, model: Path, adapters: Sequence[Path], root: Path) -> None:
         self.root, self.model, self.base = root, model, load_base_model(model, model.name)
@@ -101,7 +98,6 @@ class Bed:
             config, weights = (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors"
             self.adapter_bytes = registry.deploy(TENANT, f"a{number}", config, weights).bytes
         self.url = ""
-        """Of the gateway, once it runs."""
 
     @contextmanager
     def gateway(self) -> Iterator[None]:
@@ -179,7 +175,7 @@ def write_calls(file: Path, size: Size, seed: int) -> None:
 
 
 def loads_of(answers: Sequence[dict[str, Any]]) -> int:
-    """Loads that the answers tell of: cold calls of a function that ended close together waited for one."""
+    """Returns the number of loads. Cold calls of a function that ended close together waited for the same one."""
     loads, last = 0, dict[str, int]()
     for index, answer in enumerate(answers):
         if answer["timing"]["cold_start"]["state"] != "none":
@@ -190,12 +186,12 @@ def loads_of(answers: Sequence[dict[str, Any]]) -> int:
 
 
 async def beside(bed: Bed, ends: asyncio.Event) -> list[float]:
-    """TTFTs of interactive calls, one after another until the event."""
-    found: list[float] = []
-    while not ends.is_set() or not found:
-        found.append(await asyncio.to_thread(bed.ttft, "a0", PROMPT_TOKENS))
+    """Makes interactive calls, one after another until the event. Returns their TTFTs."""
+    ttfts: list[float] = []
+    while not ends.is_set() or not ttfts:
+        ttfts.append(await asyncio.to_thread(bed.ttft, "a0", PROMPT_TOKENS))
         await asyncio.sleep(PAUSE_SECONDS)
-    return found
+    return ttfts
 
 
 def measured(bed: Bed, file: Path, *, grouped: bool) -> dict[str, Any]:
@@ -205,7 +201,7 @@ def measured(bed: Bed, file: Path, *, grouped: bool) -> dict[str, Any]:
 
 
 async def interactive(bed: Bed, file: Path) -> dict[str, list[float]]:
-    """TTFTs, in seconds, alone and beside a batch of the file's calls."""
+    """Returns TTFTs, in seconds, alone and while a batch of the file's calls runs."""
     alone = [await asyncio.to_thread(bed.ttft, "a0", PROMPT_TOKENS) for _ in range(ALONE_CALLS)]
     ends = asyncio.Event()
     ttfts = asyncio.create_task(beside(bed, ends))

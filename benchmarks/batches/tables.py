@@ -40,5 +40,5 @@ def batches_table(document: dict[str, Any]) -> str:
 
 
 def _cell(rows: list[dict[str, Any]], name: str, *, grouped: bool, lower: bool = True) -> str:
-    found = spread((row[name] for row in rows if row["grouped"] is grouped), lower_is_better=lower)
-    return f"{found.median:.0f} ({found.worst:.0f})"
+    rounds = spread((row[name] for row in rows if row["grouped"] is grouped), lower_is_better=lower)
+    return f"{rounds.median:.0f} ({rounds.worst:.0f})"

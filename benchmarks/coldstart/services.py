@@ -43,7 +43,6 @@ class Node:
     cpu_workers: int
     reason: str
     itemsize: int
-    """Bytes of an adapter's element in the node's memory."""
 
 
 class Adapters:
@@ -53,10 +52,8 @@ class Adapters:
         ranks = [rank for rank, count in counts.items() for _ in range(count)]
         self.model, self.vocabulary = model, load_base_model(model, model.name).vocab_size
         self.paths = make_adapters(model, root, ranks, seed, dtype=torch.bfloat16)
-        self.of_rank = {rank: [i for i, other in enumerate(ranks) if other == rank] for rank in counts}
-        """Numbers of the functions."""
+        self.of_rank = {rank: [i for i, adapter_rank in enumerate(ranks) if adapter_rank == rank] for rank in counts}
         self.numbers: dict[str, int] = {}
-        """Function numbers by digest, once deployed."""
 
     def file_bytes(self, rank: int) -> int:
         return (self.paths[self.of_rank[rank][0]] / "adapter_model.safetensors").stat().st_size
@@ -72,8 +69,10 @@ def service_file(model: Path, **node: str) -> str:
 def running(
     root: Path, adapters: Adapters, functions: Sequence[int], costs: Path | None, *, quick: bool, **node: str
 ) -> Iterator[HttpService]:
-    """A service in which these functions are deployed and their adapters lie in host memory, once its node has measured
-    what `costs`, from another service, do not say. `quick`: it may still be measuring."""
+    """Yields a service in which these functions are deployed and their adapters lie in host memory.
+
+    Its node has measured what `costs`, from another service, lack. `quick`: it may still be measuring.
+    """
     service = HttpService(adapters.model, [], root, "auto", 0, file=service_file(adapters.model, **node))
     if costs is not None:
         service.use_costs(costs)
@@ -122,8 +121,8 @@ class Residency:
     async def in_host(self) -> set[int]:
         """Returns the functions whose adapter is in host memory, and neither on the device nor on its way to it."""
         async with self._session.get(self._url, raise_for_status=True) as reply:
-            found = (await reply.json())["adapters"]
-        waits = [each for each in found if each["tier"] == "host" and each["layers"] is None]
+            listed = (await reply.json())["adapters"]
+        waits = [each for each in listed if each["tier"] == "host" and each["layers"] is None]
         return {self._numbers[each["digest"]] for each in waits if each["digest"] in self._numbers}
 
 

@@ -103,12 +103,12 @@ def _decode(rows: Sequence[Row], seed: int) -> list[str]:
     cells = []
     for callers in CALLERS:
         of = [row for row in rows if row["part"] == "d" and row["callers"] == callers]
-        found = decode_ratio(rows, callers, seed)
-        if found is not None:
-            rates = (np.median([row["tok_s"] for row in of if row["way"] == way]) for way in ("workers", "none"))
-            middle = f"{found.median:.2f} ({found.median_lower:.2f} to {found.median_upper:.2f})"
-            pairs = f"{callers}; {found.pairs} pairs"
-            cells.append((pairs, *(f"{rate:.1f}" for rate in rates), interval(found), middle))
+        ratio = decode_ratio(rows, callers, seed)
+        if ratio is not None:
+            rates = (np.median([row["tok_s"] for row in of if row["way"] == mode]) for mode in ("workers", "none"))
+            middle = f"{ratio.median:.2f} ({ratio.median_lower:.2f} to {ratio.median_upper:.2f})"
+            pairs = f"{callers}; {ratio.pairs} pairs"
+            cells.append((pairs, *(f"{rate:.1f}" for rate in rates), interval(ratio), middle))
     head = ("callers, decoding alone", "tokens/s, workers", "tokens/s, none", "workers over none: mean", "median")
     return [*table(head, cells), ""] if cells else []
 
@@ -138,22 +138,22 @@ def _percentiles(values: Sequence[float]) -> str:
 
 
 def _ratios(rows: Sequence[Row], bounds: Mapping[str, float], seed: int) -> list[str]:
-    found: dict[tuple[str, str], list[PairedRatio]] = {}
+    by_column: dict[tuple[str, str], list[PairedRatio]] = {}
     names: dict[str, str] = {}
-    for row, way, _, ratio in comparisons(rows, seed):
-        found.setdefault((_title(row), way), []).append(ratio)
+    for row, mode, _, ratio in comparisons(rows, seed):
+        by_column.setdefault((_title(row), mode), []).append(ratio)
         names[_title(row)] = cell_name(row)
     cells = []
-    for (title, way), ratios in found.items():
-        cells.append((f"{title}: over {way}", *map(interval, ratios), str(ratios[0].pairs)))
+    for (title, mode), ratios in by_column.items():
+        cells.append((f"{title}: over {mode}", *map(interval, ratios), str(ratios[0].pairs)))
         bound = bounds.get(BOUND.format(name=names[title]))
-        if way == CACHED and bound is not None:
-            cells.append((f"{title}: over {way}, the bound", f"{bound:.2f}", "-", "-", "-"))
+        if mode == CACHED and bound is not None:
+            cells.append((f"{title}: over {mode}, the bound", f"{bound:.2f}", "-", "-", "-"))
     return table((FULL, "TTFT", "TPT", "E2E", "pairs"), cells)
 
 
-def interval(found: PairedRatio) -> str:
-    return f"{found.mean:.2f} ({found.lower:.2f} to {found.upper:.2f})"
+def interval(ratio: PairedRatio) -> str:
+    return f"{ratio.mean:.2f} ({ratio.lower:.2f} to {ratio.upper:.2f})"
 
 
 def _title(row: Row) -> str:
@@ -162,7 +162,7 @@ def _title(row: Row) -> str:
 
 
 def remote_store_table(document: dict[str, Any]) -> str:
-    """Of remote_store.py: what a cold call takes, by way, median and worst."""
+    """Renders the times of cold calls from a far registry (remote_store.py), by mode: median and worst."""
     settings, figures = document["settings"], document["figures"]
     text = (
         f"{settings['model']}, {settings['adapters']} adapters of ranks "
@@ -172,9 +172,9 @@ def remote_store_table(document: dict[str, Any]) -> str:
     )
     measured = {name: title for name, title in STORE_RATIOS.items() if f"{name}_auto" in figures}
     cells = []
-    for way in settings["ways"]:
-        ratios = [f"{figures[f'{name}_{way}']:.2f} ({figures[f'{name}_{way}_max']:.2f})" for name in measured]
-        cells.append((WAY_NAMES[way], *ratios))
+    for mode in settings["ways"]:
+        ratios = [f"{figures[f'{name}_{mode}']:.2f} ({figures[f'{name}_{mode}_max']:.2f})" for name in measured]
+        cells.append((WAY_NAMES[mode], *ratios))
     head = ("`node.cold_start`", *measured.values())
     rows = [row for row in document["rows"] if row["way"] == "auto"]
     after = [(row["cold_e2e_s"] - row["cold_ttft_s"]) / (row["warm_e2e_s"] - row["warm_ttft_s"]) for row in rows]

@@ -1,1 +1,1 @@
-"""What several studies share: reports, load generators, services, traces, S3, and the rule for figures."""
+"""Parts that several studies share: reports, load generators, services, traces, S3, and the rule for figures."""

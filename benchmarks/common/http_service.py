@@ -23,13 +23,13 @@ from tests.support.ports import free_port
 
 START_LIMIT = 300.0
 LOG_CHARACTERS = 6000
-"""Of each log's end, where the service does not start."""
+"""Length of each log's end that is shown if the service does not start."""
 COSTS = Path(".garnish", "profiles", "node-1.performance.json")
 """Performance model of a service's node, below the service's root."""
 
 
 class HttpService:
-    """`garnish up` in a process of its own, with the given adapters deployed as a0, a1, ..."""
+    """`garnish up` in a separate process, with the given adapters deployed as a0, a1, ..."""
 
     def __init__(
         self,

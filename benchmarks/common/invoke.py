@@ -25,7 +25,7 @@ MEASURING_LIMIT_S = 900
 
 @dataclass
 class Answer(Sample):
-    """What came back. `gaps`: between the two best log probabilities of each token, where they were asked for."""
+    """The answer to a call. `gaps`: between the two best log probabilities of each token, if they were asked for."""
 
     prompt: int = 0
     text: str = ""
@@ -34,26 +34,26 @@ class Answer(Sample):
     state: str = ""
     """where the adapter was: none (on the device), host, disk or absent"""
     plan: str = ""
-    """cold start plan: none, wait, pipeline or assist"""
     exposed_s: float = 0.0
     forecast_s: float = 0.0
-    """forecast of `exposed_s`"""
     load_s: float = 0.0
-    """0: the adapter was not whole on the device when the request ended"""
+    """0 if the adapter was not complete on the device when the request ended"""
     layers_cpu: int = 0
     layers_device: int = 0
     """layers of the prompt computed before the whole adapter was there, by where"""
     cached_tokens: int = 0
-    """of the prompt, which an earlier call had left computed"""
+    """prompt tokens that an earlier call had left computed"""
 
 
-def prompt_lengths(most: int) -> list[int]:
-    """Words of the prompts, at most `most`: the middles of equal parts of short chat's law (90 % of prompts at most 256
-    tokens, 99 % at most 1,024, log-normal)."""
+def prompt_lengths(max_words: int) -> list[int]:
+    """Returns the words of each prompt, at most `max_words`: the middles of equal parts of short chat's law.
+
+    The law is log-normal, with 90 % of prompts at most 256 tokens and 99 % at most 1,024.
+    """
     low, high = NormalDist().inv_cdf(0.9), NormalDist().inv_cdf(0.99)
     sigma = log(1024 / 256) / (high - low)
     law = NormalDist(log(256) - low * sigma, sigma)
-    return [min(most, round(exp(law.inv_cdf((i + 0.5) / PROMPTS)))) for i in range(PROMPTS)]
+    return [min(max_words, round(exp(law.inv_cdf((i + 0.5) / PROMPTS)))) for i in range(PROMPTS)]
 
 
 def make_prompt(words: int, seed: int) -> str:

@@ -1,4 +1,4 @@
-"""What a client saw of each request, and the measures made of it: the same definitions for every server."""
+"""Times of requests as a client measures them, and the figures made of them, defined alike for every server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass
 class Sample:
-    """One request. Times are seconds of one monotonic clock; `error` names why it failed, and is empty if it did not.
+    """A request. Times are seconds of one monotonic clock; `error` names why it failed, and is empty if it did not.
 
     `times` are the arrivals of its tokens. Where a server sends several tokens in one event they arrive together, so
     there can be fewer times than `output_tokens`, which is what the server says it generated.
@@ -22,7 +22,7 @@ class Sample:
 
     model: str
     due: float | None = None
-    """When an open loop had to send it."""
+    """time at which an open loop had to send it"""
     sent: float = 0.0
     times: list[float] = field(default_factory=list)
     end: float = 0.0
@@ -52,7 +52,7 @@ class Sample:
 
     @property
     def late(self) -> float | None:
-        """How long after its time an open loop sent it; None in a closed loop."""
+        """Seconds by which an open loop sent it too late; None in a closed loop."""
         return None if self.due is None else self.sent - self.due
 
 
@@ -64,22 +64,22 @@ def summary(samples: Sequence[Sample]) -> dict[str, float]:
     """
     good = [sample for sample in samples if not sample.error]
     errors = Counter(sample.error for sample in samples if sample.error)
-    found: dict[str, float] = {"requests": len(samples), "ok": len(good), "errors": len(samples) - len(good)}
-    found |= {f"error_{kind}": count for kind, count in sorted(errors.items())}
+    figures: dict[str, float] = {"requests": len(samples), "ok": len(good), "errors": len(samples) - len(good)}
+    figures |= {f"error_{kind}": count for kind, count in sorted(errors.items())}
     if samples:
         seconds = max(sample.end for sample in samples) - min(sample.sent for sample in samples)
         tokens = sum(sample.output_tokens for sample in good)
-        found |= {"seconds": seconds, "requests_s": len(good) / seconds, "tok_s": tokens / seconds}
-        found |= {"prompt_tokens": sum(sample.prompt_tokens for sample in good), "output_tokens": tokens}
-    found |= percentiles("ttft", [sample.ttft for sample in good])
-    found |= percentiles("tpot", [sample.tpot for sample in good if sample.tpot is not None])
-    found |= percentiles("tpt", [sample.tpt for sample in good])
-    found |= percentiles("e2e", [sample.e2e for sample in good])
-    found |= percentiles("gap", [after - before for sample in good for before, after in pairwise(sample.times)])
+        figures |= {"seconds": seconds, "requests_s": len(good) / seconds, "tok_s": tokens / seconds}
+        figures |= {"prompt_tokens": sum(sample.prompt_tokens for sample in good), "output_tokens": tokens}
+    figures |= percentiles("ttft", [sample.ttft for sample in good])
+    figures |= percentiles("tpot", [sample.tpot for sample in good if sample.tpot is not None])
+    figures |= percentiles("tpt", [sample.tpt for sample in good])
+    figures |= percentiles("e2e", [sample.e2e for sample in good])
+    figures |= percentiles("gap", [after - before for sample in good for before, after in pairwise(sample.times)])
     late = [sample.late for sample in samples if sample.late is not None]
     if late:
-        found |= percentiles("late", late) | {"late_max_ms": max(late) * 1e3}
-    return found
+        figures |= percentiles("late", late) | {"late_max_ms": max(late) * 1e3}
+    return figures
 
 
 def percentiles(name: str, seconds: Iterable[float], shares: Sequence[int] = PERCENTILES) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A load generator for any server of OpenAI's /v1/completions: open loop by rate, closed loop by concurrency.
 
 An open loop sends each request at its time whether or not others were answered, as many callers do who know nothing of
-each other; a closed loop has so many callers, each of whom sends when its last request has ended.
+each other; a closed loop has a fixed number of callers, each of whom sends when its last request has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORDS = (
     "were when there their what will can more if would who time some could other into its than been now over only new "
     "may like these after way also many back under first long two"
 )
-"""One token each in the vocabularies of GPT-2, Llama 3, SmolLM2 and others; the server's count is in the report."""
+"""Words of a single token in the vocabularies of GPT-2, Llama 3, SmolLM2 and others."""
 KEEP_ALIVE = 4.0
 """Seconds; many servers close idle connections after 5, and a request that meets that would fail for nothing."""
 TIMEOUT = 300.0
@@ -34,7 +34,6 @@ TIMEOUT = 300.0
 
 
 Prompt = str | tuple[int, ...]
-"""Text, or the ids of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ Call = Callable[[Planned], Awaitable[Sample]]
 
 
 def plan(models: Sequence[str], requests: int, prompt_tokens: int, seed: int) -> list[Planned]:
-    """The models in turn, each prompt drawn anew, so that no server finds it in a prefix cache."""
+    """Returns requests to the models in turn. Each prompt is drawn, so that no server has it in a prefix cache."""
     rng, words = random.Random(seed), WORDS.split()
     return [Planned(models[i % len(models)], " ".join(rng.choices(words, k=prompt_tokens))) for i in range(requests)]
 
@@ -63,7 +62,7 @@ def poisson(rate: float, requests: int, seed: int) -> list[float]:
 
 
 async def open_loop(call: Call, planned: Sequence[Planned], due: Sequence[float]) -> list[Sample]:
-    """Each request at its time, in order. `due` counts seconds from now; each sample tells how late it was sent."""
+    """Sends each request at its time, in seconds from now, in order. Each sample says how late it was sent."""
     begin = time.perf_counter()
     calls: list[asyncio.Task[Sample]] = []
     async with asyncio.TaskGroup() as group:
@@ -80,12 +79,12 @@ async def _at(call: Call, request: Planned, due: float) -> Sample:
 
 
 async def closed_loop(call: Call, planned: Sequence[Planned], concurrency: int) -> list[Sample]:
-    """At most `concurrency` requests at once, begun in order; the samples are in the order of `planned`."""
+    """Sends at most `concurrency` requests at once, in order. The samples are in the order of `planned`."""
     samples: dict[int, Sample] = {}
-    left = iter(enumerate(planned))
+    remaining = iter(enumerate(planned))
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
-            group.create_task(_caller(call, left, samples))
+            group.create_task(_caller(call, remaining, samples))
     return [samples[i] for i in range(len(planned))]
 
 

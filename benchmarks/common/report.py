@@ -1,4 +1,4 @@
-"""What every study writes: one JSON object with the commit, the machine, versions, settings, seed, rows and figures."""
+"""The report of a study: a JSON object with the commit, machine, versions, settings, seed, rows and figures."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from tests.support.levels import level_environment
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 LEVEL_NAMES = {"amx": "AMX", "avx512_bf16": "AVX512-BF16", "avx512": "AVX512", "avx2": "AVX2", OTHER: "below AVX2"}
-"""As reports call the levels of kernels/level.py."""
 CORES = usable_cores()
-"""Before a study gives its threads cores of their own."""
+"""Cores of the host, counted before a study pins its threads."""
 ON_ONE_CORE = " (a fixed computation on one core)"
 SMOLLM2, STORIES = "SmolLM2-135M-Instruct", "stories260K"
 PACKAGES = ("torch", "triton", "transformers", "peft", "tokenizers", "numpy")
@@ -56,7 +55,7 @@ def example_adapter(model: Path, name: str = "pirate") -> Path:
 
 
 class _Level(argparse.Action):
-    """Starts the study again, held to the level, unless it is."""
+    """Starts the study again with this level, unless it has it."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
         setattr(namespace, self.dest, values)
@@ -112,7 +111,7 @@ def load(study: str) -> dict[str, Any]:
 
 
 def origin(document: dict[str, Any]) -> str:
-    """Where a report's figures come from, as a sentence."""
+    """Returns a sentence on the origin of a report's figures."""
     versions = document["versions"]
     return (
         f"Commit {document['commit']}, {host(document)}, torch {versions['torch']}, "
@@ -130,8 +129,8 @@ def captioned_table(
 ) -> str:
     """Returns a caption, a table, and the notes below it, each a paragraph."""
     lines = [caption(document, text), "", *table(head, rows)]
-    for note in notes:
-        lines += ["", wrapped(note)]
+    for paragraph in notes:
+        lines += ["", wrapped(paragraph)]
     return "\n".join(lines)
 
 

@@ -2,9 +2,9 @@
 
 - A figure is the median over all rounds of a setting. A figure of several settings is the median over all settings that
   the study measured.
-- The worst stands beside it: of one setting the worst round, of several settings the worst setting.
+- The worst stands next to it: of one setting the worst round, of several settings the worst setting.
 - No round, setting or policy is left out. Where a rule that was committed before the run sets rounds apart, the figure
-  over all rounds is the headline, and that of the others stands beside it.
+  over all rounds is the headline, and that of the others stands next to it.
 - A figure names the CPU that it was measured on, and that CPU's level (AVX2, AVX512, AVX512-BF16, AMX). Reports that
   were made before the level was recorded say so.
 """
@@ -19,14 +19,13 @@ from statistics import median
 from typing import Any
 
 WIDTH = 100
-"""Columns of a line of README and docs."""
 GLUE = "\0"
 """Stands for a space that no line may end with."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one figure over its settings, or over the rounds of one setting."""
+    """A figure over its settings, or over the rounds of one setting."""
 
     median: float
     worst: float
@@ -35,8 +34,8 @@ class Spread:
 
 def spread(values: Iterable[float], *, lower_is_better: bool) -> Spread:
     """Returns median and worst of all values. Raises StatisticsError if there are none."""
-    found = list(values)
-    return Spread(median(found), max(found) if lower_is_better else min(found), len(found))
+    numbers = list(values)
+    return Spread(median(numbers), max(numbers) if lower_is_better else min(numbers), len(numbers))
 
 
 def ratio_figures(

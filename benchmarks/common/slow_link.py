@@ -1,4 +1,5 @@
-"""A network between a client and a server on this host: so many bytes a second for all, and a delay before each answer.
+"""A network between a client and a server on this host: a rate that all connections share, and a delay before each
+answer.
 
     python -m benchmarks.common.slow_link PORT BYTES_PER_SECOND SECONDS
 
@@ -19,7 +20,6 @@ from urllib.parse import urlsplit
 
 PIECE = 1 << 16
 AHEAD = 64
-"""Pieces of a connection that have come and wait to cross."""
 Pieces = asyncio.Queue[tuple[float, bytes]]
 """Each with the loop's time from which it may cross; an empty one is the end."""
 
@@ -28,7 +28,7 @@ class Link:
     def __init__(self, port: int, rate: float, delay: float) -> None:
         self.port, self.rate, self.delay = port, rate, delay
         self._free = 0.0
-        """when all that was sent has crossed, in the loop's time"""
+        """loop time at which all that was sent has crossed"""
         self._open: set[asyncio.Task[None]] = set()
         """The loop itself holds connections that wait by weak references only."""
 
@@ -40,11 +40,11 @@ class Link:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to, out = await asyncio.open_connection("127.0.0.1", self.port)
-        asked, pieces = [0.0], Pieces(AHEAD)
+        requested_at, pieces = [0.0], Pieces(AHEAD)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._requests(reader, out, asked))
-                group.create_task(self._read_answers(to, pieces, asked))
+                group.create_task(self._requests(reader, out, requested_at))
+                group.create_task(self._read_answers(to, pieces, requested_at))
                 group.create_task(self._send_answers(pieces, writer))
         except* ConnectionError:
             pass  # one side went away, as it may
@@ -52,16 +52,18 @@ class Link:
             out.close()
             writer.close()
 
-    async def _requests(self, reader: asyncio.StreamReader, out: asyncio.StreamWriter, asked: list[float]) -> None:
+    async def _requests(
+        self, reader: asyncio.StreamReader, out: asyncio.StreamWriter, requested_at: list[float]
+    ) -> None:
         while piece := await reader.read(PIECE):
-            asked[0] = asyncio.get_running_loop().time()
+            requested_at[0] = asyncio.get_running_loop().time()
             out.write(piece)
             await out.drain()
         out.write_eof()
 
-    async def _read_answers(self, to: asyncio.StreamReader, pieces: Pieces, asked: list[float]) -> None:
+    async def _read_answers(self, to: asyncio.StreamReader, pieces: Pieces, requested_at: list[float]) -> None:
         while piece := await to.read(PIECE):
-            await pieces.put((max(asyncio.get_running_loop().time(), asked[0] + self.delay), piece))
+            await pieces.put((max(asyncio.get_running_loop().time(), requested_at[0] + self.delay), piece))
         await pieces.put((0.0, b""))
 
     async def _send_answers(self, pieces: Pieces, writer: asyncio.StreamWriter) -> None:
@@ -79,7 +81,7 @@ class Link:
 
 @contextmanager
 def slow_link(port: int, rate: float, delay: float) -> Iterator[int]:
-    """The port of such a network in a process of its own, in front of `port` on this host."""
+    """Yields the port of such a network, in a separate process, in front of `port` on this host."""
     command = [sys.executable, "-m", "benchmarks.common.slow_link", str(port), str(rate), str(delay)]
     with subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -11,7 +11,6 @@ from benchmarks.common.report import ROOT
 
 FILE = ROOT / "benchmarks" / "data" / "azure_functions_2019_480min.csv.gz"
 FIRST_COUNT = 4
-"""Columns before the counts: owner, app, function, trigger."""
 
 
 def minute_counts(without_top: int = 0) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""The engine in process against transformers and PEFT; a decode step beside busy processes."""
+"""The engine in process against transformers and PEFT; a decode step next to busy processes."""

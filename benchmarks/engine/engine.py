@@ -30,7 +30,6 @@ from tests.support.peft_reference import make_adapter
 PEERS = ("bfloat16", "float32")
 WARM_TOKENS = 4
 Run = Callable[[Workload, int], Measured]
-"""(workload, output tokens of each request)"""
 WORKLOADS = (
     Workload("base_1", (None,)),
     Workload("base_8", (None,) * 8),
@@ -67,9 +66,9 @@ def study(options: Any, root: Path) -> dict[str, Any]:
         prompt_rows = measure_prompts(engine, adapters, service, rounds)
     figures = summarise(rows) | prompt_figures(prompt_rows)
     batches: dict[str, Sequence[Adapter | None]] = {"base_8": [None] * 8, "mixed_8": adapters}
-    for name, held in batches.items():
-        spent = breakdown(engine, held, prompts)
-        figures |= {f"{name}_{kind.replace(' ', '_')}_ms": value for kind, value in spent.items()}
+    for name, batch in batches.items():
+        parts = breakdown(engine, batch, prompts)
+        figures |= {f"{name}_{kind.replace(' ', '_')}_ms": value for kind, value in parts.items()}
     engine.close()
     figures |= probe.values()
     settings = {
@@ -92,11 +91,11 @@ def measure(variants: dict[str, Run], rounds: int, count: int) -> list[dict[str,
     for index in range(rounds):
         for workload in WORKLOADS:
             for name, run in variants.items():
-                found = run(workload, count)
+                measured = run(workload, count)
                 rows.append({
                     "round": index, "workload": workload.name, "variant": name,
-                    "ttft_ms": round(found.ttft * 1e3, 2), "tok_s": round(found.tokens_per_second, 2),
-                    "step_ms": None if found.step is None else round(found.step * 1e3, 3),
+                    "ttft_ms": round(measured.ttft * 1e3, 2), "tok_s": round(measured.tokens_per_second, 2),
+                    "step_ms": None if measured.step is None else round(measured.step * 1e3, 3),
                 })  # fmt: skip
     return rows
 

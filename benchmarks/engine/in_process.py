@@ -1,4 +1,4 @@
-"""One batch in this process, by the engine and by transformers + PEFT: what engine.py and serve/serve.py compare."""
+"""Batches in this process, by the engine and by transformers + PEFT: engine.py and serve/serve.py compare them."""
 
 from __future__ import annotations
 

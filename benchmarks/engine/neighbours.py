@@ -1,6 +1,6 @@
-"""Time between tokens beside one busy process per core, over the same service alone: what neighbours cost a caller.
+"""Time between tokens next to one busy process per core, over the same service alone.
 
-The service as a user starts it, one stream of the base at a time. Each round measures it alone and beside the busy
+The service as a user starts it, one stream of the base at a time. Each round measures it alone and next to the busy
 processes, with the node's own limit of spinning and with OpenMP's default (two services, by turns). A figure is the
 mean time per token of a stream; `busy_over_alone` compares the two with the limit, `alone_over_default` is what the
 limit costs where nobody else computes.
@@ -30,7 +30,7 @@ BUSY = "while True: pass"
 
 @contextlib.contextmanager
 def busy_processes() -> Iterator[None]:
-    """One per core that this process may use, each kept to its core."""
+    """Runs a busy process on each core that this process may use."""
     cores = sorted(os.sched_getaffinity(0))[: usable_cores()]
     code = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\n" + BUSY
     processes = [subprocess.Popen([sys.executable, "-c", code, str(core)]) for core in cores]
@@ -81,7 +81,7 @@ def gap_ms(service: HttpService, tokens: int) -> float:
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians over the rounds' own ratios, with the worst round beside; and the times' medians."""
+    """Returns medians over the rounds' own ratios, the worst rounds, and the times' medians."""
     figures = {name: median(row[name] for row in rows) for name in rows[0] if name != "round"}
     for name, over, under in (
         ("busy_over_alone", "limited_busy_ms", "limited_alone_ms"),

@@ -1,4 +1,4 @@
-"""Time to the first token beside torch's own fp32 products of the same shapes: what a prompt takes at least.
+"""Time to the first token over torch's own fp32 products of the same shapes, which a prompt takes at least.
 
 `prefill_512` is a prompt of 512 tokens for the base, in process. `first_token_37` is a short chat with an adapter that
 is resident, in process and over HTTP. Products: of the decoder layers, q, k and v fused, gate and up fused.
@@ -23,9 +23,8 @@ from node_agent.types import GROUPS
 from tests.support.local_engine import LocalEngine
 
 LONG, SHORT = 512, 37
-"""Prompt tokens."""
 ADAPTER = 3
-"""Of rank 64."""
+"""number of the adapter of rank 64"""
 
 
 class Fp32Products:

@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: torch's profiler over a few steps, summed by kind of operator."""
+"""Times of a decode step by kind of operator, from torch's profiler over a few steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = {
     "attention": ("aten::_scaled_dot_product", "aten::scaled_dot_product"),
     "cache reads and writes": ("aten::index_select", "aten::index_copy_"),
 }
-"""In fp32 the base's products are aten::mm or aten::addmm too, and count as adapter products: profile bf16."""
+"""Profile bf16: in fp32 the base's products are aten::mm or aten::addmm too, and count as adapter products."""
 
 STEPS = 8
 
@@ -43,8 +43,8 @@ def breakdown(engine: LocalEngine, adapters: Sequence[Adapter | None], prompts: 
     for request in requests:
         engine.engine.cancel(request)
     engine.run()
-    found = {"step": median(walls) * 1e3} | dict.fromkeys([*KINDS, "other operators"], 0.0)
+    step_ms = {"step": median(walls) * 1e3} | dict.fromkeys([*KINDS, "other operators"], 0.0)
     for entry in profiler.key_averages():
         kind = next((k for k, names in KINDS.items() if entry.key.startswith(names)), "other operators")
-        found[kind] += entry.self_cpu_time_total / 1e3 / STEPS
-    return {name: round(value, 2) for name, value in found.items()}
+        step_ms[kind] += entry.self_cpu_time_total / 1e3 / STEPS
+    return {name: round(value, 2) for name, value in step_ms.items()}

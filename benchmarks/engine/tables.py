@@ -1,4 +1,4 @@
-"""Tables of the engine in process and of the whole service beside PEFT, one block for each CPU level measured."""
+"""Tables of the engine in process and of the whole service next to PEFT, one block for each CPU level measured."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ STEP_AIM, PREFILL_AIM, FIRST_TOKEN_AIM = 1.3, 1.3, 1.4
 
 def dtypes(settings: dict[str, Any]) -> str:
     """The engine's, and the peers' where they ran in another one."""
-    own, peers = settings["dtype"], settings.get("peer_dtype", settings["dtype"])
-    return str(own) if own == peers else f"{own} (peers in {peers})"
+    dtype, peers = settings["dtype"], settings.get("peer_dtype", settings["dtype"])
+    return str(dtype) if dtype == peers else f"{dtype} (peers in {peers})"
 
 
 def engine_table(document: dict[str, Any]) -> str:
@@ -33,7 +33,7 @@ def engine_table(document: dict[str, Any]) -> str:
             title, f"{figures[f'{kind}_tok_s_{n}']:.0f}", f"{figures[f'peft_{kind}_tok_s_{n}']:.0f}",
             f"{ratio:.2f} ({lowest:.2f})", f"{figures[f'http_{kind}_tok_s_{n}']:.0f}",
         ))  # fmt: skip
-        ttft = (f"{figures[f'{who}{kind}_ttft_ms_{n}']:.0f} ms" for who in ("", "peft_", "http_"))
+        ttft = (f"{figures[f'{prefix}{kind}_ttft_ms_{n}']:.0f} ms" for prefix in ("", "peft_", "http_"))
         firsts.append((title, *ttft))
     text = (
         f"{settings['model']}, {dtypes(settings)}, {settings['threads']} threads for each, "
@@ -57,7 +57,7 @@ def engine_table(document: dict[str, Any]) -> str:
 
 
 def _aim_lines(figures: dict[str, float]) -> list[str]:
-    """Decode steps beside the peers', first tokens beside fp32 products. None for a report without them."""
+    """Renders decode steps next to the peers', and first tokens next to fp32 products; [] for a report without them."""
     if "step_over_peft_base_1" not in figures:
         return []
     rows = [
@@ -129,19 +129,19 @@ def neighbours_table(document: dict[str, Any]) -> str:
 def _step_lines(figures: dict[str, float]) -> list[str]:
     """A decode step's parts. A kind of operator that the profiler never saw has no column."""
     batches = {"base": "base_8", "eight adapters": "mixed_8"}
-    seen = [
+    kinds = [
         kind
         for kind in (*KINDS, "other operators")
         if any(_part(figures, batch, kind) >= 0.05 for batch in batches.values())
     ]
     rows = []
     for title, batch in batches.items():
-        step, parts = _part(figures, batch, "step"), [_part(figures, batch, kind) for kind in seen]
+        step, parts = _part(figures, batch, "step"), [_part(figures, batch, kind) for kind in kinds]
         rows.append((title, *(f"{value:.1f} ms" for value in (step, *parts, step - sum(parts)))))
     return [
         "A decode step of 8 requests, timed without the profiler; torch's operators by the profiler:",
         "",
-        *table(("", "step", *seen, "compiled operators, Python"), rows),
+        *table(("", "step", *kinds, "compiled operators, Python"), rows),
     ]
 
 

@@ -2,11 +2,11 @@
 
 Every answer of the engine is held against PEFT run alone with that adapter, in the engine's dtype. Half of the prompts
 begin as an earlier one of their batch, whose keys and values they may find (`cached_tokens`). A token may differ where
-PEFT's two best logits lie closer than the part's `tie`; after it the comparison goes on from PEFT's token. Adapter
-memory is far smaller than the adapters together (both are in the rows), so that loads and evictions go on all the time.
-Each cold chunk's plan is drawn (wait, pipeline, assist), and so are the order and the times in which its layers arrive;
-CPU workers are killed and stopped at drawn moments (forced.py). Rows of adapters that are on their way join decode
-steps at drawn times. The engine computes with two threads, and with fewer while it waits for CPU workers.
+PEFT's two best logits lie closer than the part's `tie`; after it the comparison continues from PEFT's token. Adapter
+memory is far smaller than the adapters together (both are in the rows), so that adapters are loaded and evicted all the
+time. Each cold chunk's plan is drawn (wait, pipeline, assist), and so are the order and the times in which its layers
+arrive; CPU workers are killed and stopped at drawn moments (forced.py). Rows of adapters that are on their way join
+decode steps at drawn times. The engine computes with two threads, and with fewer while it waits for CPU workers.
 
 Parts:
 
@@ -50,7 +50,6 @@ LARGE: tuple[dict[str, Any], ...] = (
 FAULTS = 0.03
 """Chance that a cold chunk's beginning meets a worker that is killed or stopped."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of the adapters' files."""
 HALF_VOCABULARY = 97
 COUNTED = ("cold", "layers_cpu", "layers_device", "replays", "cached_tokens")
 
@@ -59,13 +58,11 @@ COUNTED = ("cold", "layers_cpu", "layers_device", "replays", "cached_tokens")
 class Part:
     dtype: str
     share: float
-    """Share of all cases."""
     tie: float
     adapter_memory: int
     """Bytes: little more than the largest adapter takes, and far less than all, so that they are evicted all the
     time."""
     large: tuple[dict[str, Any], ...]
-    """Configs of the first adapters."""
     crowded: bool = False
     """Three CPU workers on this host's cores, in the place of one."""
 
@@ -102,16 +99,16 @@ def run_part(part: Part, model: Path, folder: Path, cases: int, adapters: int, s
             forced = force(engine.engine, random.Random(seed + 1), FAULTS)
             kinds = [Case(None, None, [], 0), *_deployed(engine, part, folder, adapters, rng)]
             reference = PeftReference(model, getattr(torch, part.dtype))
-            tally, problems, seen = Tally(tie=part.tie), list[str](), Counter(dict.fromkeys(COUNTED, 0))
+            tally, problems, counts = Tally(tie=part.tie), list[str](), Counter(dict.fromkeys(COUNTED, 0))
             while tally.cases < cases:
-                problems += run_batch(rng, engine, reference, kinds, tally, seen)
+                problems += run_batch(rng, engine, reference, kinds, tally, counts)
     outcome = {name: getattr(tally, name) for name in ("cases", "tokens", "mismatches", "ties")}
     sizes = sum(case.adapter.bytes for case in kinds if case.adapter)
     memory = {"adapter_file_bytes": sizes, "adapter_memory": part.adapter_memory}
     return (
         {"dtype": part.dtype, "tie": part.tie}
         | outcome
-        | dict(seen)
+        | dict(counts)
         | _forced(forced)
         | memory
         | {"problems": problems}

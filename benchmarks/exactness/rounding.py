@@ -1,6 +1,6 @@
-"""What bf16 does to log probabilities: the engine's and PEFT's own in bf16, both against PEFT in fp32.
+"""Errors of log probabilities in bf16: the engine's and PEFT's own, both against PEFT in fp32.
 
-Adapters of ranks 8 to 128 on q, k, v, each with weights of its own, answer four prompts greedily; first all
+Adapters of ranks 8 to 128 on q, k, v, each with its own weights, answer four prompts greedily; first all
 one by one, then all at once, of which the engine has 16 at a time. PEFT, in fp32 and in bf16, then reads each answer.
 At each of its tokens the two that the engine finds likeliest are looked at: how far their distance (of log
 probabilities) is from the distance in fp32. `median`, `p99` and `most` are of that error. `flips`: tokens at which the
@@ -40,7 +40,7 @@ TWO_BEST = Sampling(temperature=0.0, logprobs=2)
 
 @dataclass
 class Errors:
-    """Of distances between two log probabilities."""
+    """Errors of the distance between two log probabilities."""
 
     distances: list[float] = field(default_factory=list)
     flips: list[float] = field(default_factory=list)
@@ -55,9 +55,9 @@ class Errors:
         self.flips += below[below > 0].tolist()
 
     def row(self, name: str) -> dict[str, Any]:
-        median, p99, most = np.percentile(self.distances, (50, 99, 100)).tolist()
+        median, p99, largest = np.percentile(self.distances, (50, 99, 100)).tolist()
         flips = {"flips": len(self.flips), "flip_gap": max(self.flips, default=0.0)}
-        return {"of": name, "tokens": len(self.distances), "median": median, "p99": p99, "most": most, **flips}
+        return {"of": name, "tokens": len(self.distances), "median": median, "p99": p99, "most": largest, **flips}
 
 
 def answers(engine: LocalEngine, calls: Sequence[tuple[Adapter, list[int]]], together: bool) -> list[Outcome]:
@@ -67,10 +67,10 @@ def answers(engine: LocalEngine, calls: Sequence[tuple[Adapter, list[int]]], tog
         if not together:
             engine.run()
     engine.run()
-    found = [engine.outcomes[request] for request in requests]
-    if any(len(outcome.tokens) != TOKENS for outcome in found):
+    outcomes = [engine.outcomes[request] for request in requests]
+    if any(len(outcome.tokens) != TOKENS for outcome in outcomes):
         raise RuntimeError(f"an answer has not its {TOKENS} tokens")
-    return found
+    return outcomes
 
 
 def hold(
@@ -101,8 +101,8 @@ def apart(alone: Outcome, company: Outcome) -> float | None:
 
 def same_texts(outcomes: Iterable[Outcome], prompts: int) -> int:
     """`outcomes`: by adapter, then by prompt."""
-    seen = Counter((i % prompts, tuple(outcome.tokens)) for i, outcome in enumerate(outcomes))
-    return sum(count * (count - 1) // 2 for count in seen.values())
+    texts = Counter((i % prompts, tuple(outcome.tokens)) for i, outcome in enumerate(outcomes))
+    return sum(count * (count - 1) // 2 for count in texts.values())
 
 
 def study(options: Any, root: Path) -> dict[str, Any]:

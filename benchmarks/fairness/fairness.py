@@ -1,6 +1,6 @@
-"""Whether tenants get their shares of a node, and strict ones what they were promised, whatever the others send.
+"""Shares of a node that tenants get, and SLO attainment of strict tenants, whatever the others send.
 
-One engine in this process, its scheduler that of production; tenants with mean lengths and adapters of their own, drawn
+An engine in this process, with the scheduler of production; tenants with their own mean lengths and adapters, drawn
 (TENANTS of synthetic lengths: log-normal prompts, geometric answers).
 
 `share_error`: four tenants that always have more to do, with weights 1, 1, 2 and 4. The largest relative difference of
@@ -10,7 +10,7 @@ a tenant's share of the service (prompt tokens + 2 output tokens, times its adap
 that asks for ten times its share. Their median TTFT with it, over that without it, in rounds that alternate. What the
 node serves then is in the rows (`served`, in the unit of shares per second).
 
-`strict_attain`: a strict tenant that asks for 0.6 of the capacity, more than its share, beside best-effort calls for
+`strict_attain`: a strict tenant that asks for 0.6 of the capacity, more than its share, while best-effort calls ask for
 three times the capacity. Promised are a TPOT of 1.5 times that in a full batch, and a TTFT of three times that of an
 idle node and one such step together; `standard_attain` is the same without the class. Aim: 0.99. What bounds a pass
 then is the node's performance model, which is measured at the start as by a node (`performance_model` in the settings
@@ -38,14 +38,13 @@ WEIGHTS = (1.0, 1.0, 2.0, 4.0)
 LENGTHS = ((96, 24), (24, 48), (192, 16), (64, 32))
 """Mean prompt and answer of each tenant, times `length_scale`."""
 FLOOD = 10.0
-"""Times its share."""
+"""Multiple of its share that the flood asks for."""
 VICTIM_UTILISATION = 0.1
 STRICT_UTILISATION, BEST_EFFORT_UTILISATION = 0.6, 3.0
 TTFT_OVER, TPOT_OVER = 3.0, 1.5
 WINDOW = 0.2, 0.85
-"""Calls of this part of a round count: not those of the beginning, when queues fill, nor of the end."""
+"""Part of a round whose calls count: queues fill at the beginning, and the end has no time."""
 WAITING = 6
-"""Calls that a backlogged tenant has in the queue."""
 
 
 class Study:
@@ -53,13 +52,13 @@ class Study:
         self.engine, self.settings, self.rng = engine, settings, np.random.default_rng(seed)
         self.most = settings["most_tokens"]
         self.rows: list[dict[str, Any]] = []
-        found = [engine.deploy(path) for path in adapters[: len(LENGTHS)]]
-        for adapter in found:
+        deployed = [engine.deploy(path) for path in adapters[: len(LENGTHS)]]
+        for adapter in deployed:
             engine.submit([1, 2, 3], 2, adapter, ignore_eos=True)
         engine.run()
         scale = settings["length_scale"]
         self.clients = [
-            Client(f"t{i}", max(8, int(prompt * scale)), max(4, int(output * scale)), found[i % len(found)])
+            Client(f"t{i}", max(8, int(prompt * scale)), max(4, int(output * scale)), deployed[i % len(deployed)])
             for i, (prompt, output) in enumerate(LENGTHS)
         ]
 
@@ -69,9 +68,11 @@ class Study:
         served = drive_backlogged(self.engine, clients, self.settings["share_seconds"], WAITING, self.rng)
         self.capacity, errors = sum(served.values()), []
         for client, weight in zip(clients, WEIGHTS, strict=True):
-            got, due = served[client.name] / self.capacity, weight / sum(WEIGHTS)
-            errors.append(abs(got / due - 1))
-            self.rows.append({"part": "shares", "tenant": client.name, "weight": weight, "share": got, "due": due})
+            got, fair_share = served[client.name] / self.capacity, weight / sum(WEIGHTS)
+            errors.append(abs(got / fair_share - 1))
+            self.rows.append(
+                {"part": "shares", "tenant": client.name, "weight": weight, "share": got, "due": fair_share}
+            )
         return max(errors)
 
     def flood(self) -> tuple[float, float]:
@@ -79,15 +80,15 @@ class Study:
         *victims, flooder = self.clients
         share = self.capacity / len(self.clients)
         ratios = []
-        for turn in range(self.settings["rounds"]):
+        for index in range(self.settings["rounds"]):
             ttft: dict[str, float] = {}
             for case in ("alone", "flood"):
                 load = [(victim, VICTIM_UTILISATION * self.capacity) for victim in victims]
-                seen = self._run([*load, (flooder, FLOOD * share)] if case == "flood" else load)
-                calls = [each for each in seen if each.call.client is not flooder]
+                called = self._run([*load, (flooder, FLOOD * share)] if case == "flood" else load)
+                calls = [each for each in called if each.call.client is not flooder]
                 ttft[case] = median(each.ttft if each.ttft is not None else float("inf") for each in calls)
-                served = sum(each.cost for each in seen) / (WINDOW[1] - WINDOW[0]) / self.settings["round_seconds"]
-                self.rows.append({"part": "flood", "round": turn, "case": case, "served": served, **_summary(calls)})
+                served = sum(each.cost for each in called) / (WINDOW[1] - WINDOW[0]) / self.settings["round_seconds"]
+                self.rows.append({"part": "flood", "round": index, "case": case, "served": served, **_summary(calls)})
             ratios.append(ttft["flood"] / ttft["alone"])
         return median(ratios), max(ratios)
 
@@ -97,35 +98,38 @@ class Study:
         step = self._full_tpot(cheap)
         promise = {"ttft": TTFT_OVER * (self._idle_ttft(dear) + step), "tpot": TPOT_OVER * step}
         attained: dict[str, list[float]] = {"strict": [], "standard": []}
-        for turn in range(self.settings["rounds"]):
-            for name, kept in attained.items():
+        for index in range(self.settings["rounds"]):
+            for name, attainments in attained.items():
                 client = replace(dear, owner={"slo_class": name, **promise})
                 load = [(client, STRICT_UTILISATION * self.capacity), (cheap, BEST_EFFORT_UTILISATION * self.capacity)]
-                seen = self._run(load)
-                calls = [each for each in seen if each.call.client is client]
-                kept.append(sum(_held(each, promise) for each in calls) / len(calls))
-                preempted = sum(each.outcome.finished.preemptions for each in seen if each.outcome.finished)
+                called = self._run(load)
+                calls = [each for each in called if each.call.client is client]
+                attainments.append(sum(_held(each, promise) for each in calls) / len(calls))
+                preempted = sum(each.outcome.finished.preemptions for each in called if each.outcome.finished)
                 self.rows.append(
-                    {"part": "strict", "round": turn, "case": name, "attain": kept[-1], "preemptions": preempted}
+                    {"part": "strict", "round": index, "case": name, "attain": attainments[-1],
+                     "preemptions": preempted}
                     | {f"{which}_ms": value * 1e3 for which, value in promise.items()} | _summary(calls)
                 )  # fmt: skip
-        return {f"{name}_attain": median(kept) for name, kept in attained.items()}
+        return {f"{name}_attain": median(attainments) for name, attainments in attained.items()}
 
     def _run(self, load: list[tuple[Client, float]]) -> list[Seen]:
-        """Calls of each client that ask for so much of the node's service per second, without those of the beginning,
-        when queues fill, and of the end, which had no time to begin."""
+        """Runs calls of each client that ask for this much of the node's service per second.
+
+        Leaves out the calls of the beginning, when queues fill, and of the end, which had no time to begin.
+        """
         seconds, limits = self.settings["round_seconds"], self.engine.engine.limits
         calls = [
             call
             for client, cost in load
             for call in poisson(client, cost / client.mean_cost, seconds, self.rng, limits.vocab_size, self.most)
         ]
-        seen = drive(self.engine, calls, seconds)
-        return [each for each in seen if WINDOW[0] * seconds < each.call.at < WINDOW[1] * seconds]
+        called = drive(self.engine, calls, seconds)
+        return [each for each in called if WINDOW[0] * seconds < each.call.at < WINDOW[1] * seconds]
 
     def _idle_ttft(self, client: Client) -> float:
         """Seconds, of the client's calls one at a time."""
-        found = []
+        ttfts = []
         for _ in range(self.settings["idle_calls"]):
             vocab = self.engine.engine.limits.vocab_size
             prompt = self.rng.integers(3, vocab, client.prompt).tolist()
@@ -133,8 +137,8 @@ class Study:
             self.engine.run()
             outcome = self.engine.outcomes[request]
             assert outcome.finished is not None
-            found.append(outcome.finished.queue + outcome.finished.prefill)
-        return median(found)
+            ttfts.append(outcome.finished.queue + outcome.finished.prefill)
+        return median(ttfts)
 
     def _full_tpot(self, client: Client) -> float:
         """Seconds, median over calls, while the batch is full of the client's."""
@@ -144,22 +148,22 @@ class Study:
         return median(each.tpot for each in drive(self.engine, calls, seconds) if each.tpot is not None)
 
 
-def _held(seen: Seen, promise: dict[str, float]) -> bool:
-    in_time = seen.ttft is not None and seen.ttft <= promise["ttft"]
-    return in_time and (seen.tpot is None or seen.tpot <= promise["tpot"])
+def _held(call: Seen, promise: dict[str, float]) -> bool:
+    in_time = call.ttft is not None and call.ttft <= promise["ttft"]
+    return in_time and (call.tpot is None or call.tpot <= promise["tpot"])
 
 
 def _summary(calls: list[Seen]) -> dict[str, float]:
     ttft = sorted(each.ttft for each in calls if each.ttft is not None)
     tpot = sorted(each.tpot for each in calls if each.tpot is not None)
     at = {"ttft_p50_ms": (ttft, 0.5), "ttft_p95_ms": (ttft, 0.95), "tpot_p50_ms": (tpot, 0.5)}
-    found = {name: values[int(share * (len(values) - 1))] * 1e3 for name, (values, share) in at.items() if values}
-    return {"calls": len(calls), "unanswered": len(calls) - len(ttft), **found}
+    times_ms = {name: values[int(share * (len(values) - 1))] * 1e3 for name, (values, share) in at.items() if values}
+    return {"calls": len(calls), "unanswered": len(calls) - len(ttft), **times_ms}
 
 
 def give_performance(engine: LocalEngine, seconds: float) -> None:
-    """A performance model, as an idle engine process measures it; none, if that takes longer than `seconds`, as it may
-    on a host that is busy."""
+    """Measures a performance model, as an idle engine process does. The engine gets none if that takes more than
+    `seconds`, as it may on a busy host."""
     if not use_performance(engine.engine, engine.config, engine.base):
         idle = IdleMeasurement(engine.engine, engine.config, engine.base)
         until = time.monotonic() + seconds

@@ -14,12 +14,12 @@ from cluster.messages import Adapter
 from tests.support.local_engine import LocalEngine, Outcome
 
 OUTPUT_SPREAD = 4
-"""Answers are geometric, cut at so many times their mean."""
+"""Answers are geometric, cut at this multiple of their mean."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """A tenant: its calls have log-normal prompts and geometric answers around means of its own."""
+    """A tenant: its calls have log-normal prompts and geometric answers around its own means."""
 
     name: str
     prompt: int
@@ -40,7 +40,6 @@ class Client:
 @dataclass(frozen=True)
 class Call:
     at: float
-    """seconds from the beginning"""
     client: Client
     prompt: list[int]
     output: int
@@ -51,7 +50,7 @@ class Seen:
     call: Call
     outcome: Outcome
     ttft: float | None
-    """seconds from when it was due; None: refused, or not begun"""
+    """seconds from its time; None if it was refused, or not begun"""
 
     @property
     def tpot(self) -> float | None:
@@ -60,22 +59,24 @@ class Seen:
 
     @property
     def cost(self) -> float:
-        """Of what was computed for it."""
-        made = len(self.outcome.tokens)
-        return token_cost(len(self.call.prompt), made, self.call.client.rank) if made else 0.0
+        """token cost of what was computed for it"""
+        output = len(self.outcome.tokens)
+        return token_cost(len(self.call.prompt), output, self.call.client.rank) if output else 0.0
 
 
-def draw(client: Client, at: float, rng: np.random.Generator, vocab: int, most: int) -> Call:
-    """`most`: prompt and answer together have at most so many tokens."""
-    length = int(np.clip(rng.lognormal(np.log(client.prompt) - 0.125, 0.5), 4, most // 2))
-    output = int(np.clip(rng.geometric(1 / client.output), 2, min(OUTPUT_SPREAD * client.output, most // 2)))
+def draw(client: Client, at: float, rng: np.random.Generator, vocab: int, max_tokens: int) -> Call:
+    """Draws a call whose prompt and answer have at most `max_tokens` together."""
+    length = int(np.clip(rng.lognormal(np.log(client.prompt) - 0.125, 0.5), 4, max_tokens // 2))
+    output = int(np.clip(rng.geometric(1 / client.output), 2, min(OUTPUT_SPREAD * client.output, max_tokens // 2)))
     return Call(at, client, rng.integers(3, vocab, length).tolist(), output)
 
 
-def poisson(client: Client, rate: float, seconds: float, rng: np.random.Generator, vocab: int, most: int) -> list[Call]:
+def poisson(
+    client: Client, rate: float, seconds: float, rng: np.random.Generator, vocab: int, max_tokens: int
+) -> list[Call]:
     calls, at = [], rng.exponential(1 / rate)
     while at < seconds:
-        calls.append(draw(client, at, rng, vocab, most))
+        calls.append(draw(client, at, rng, vocab, max_tokens))
         at += rng.exponential(1 / rate)
     return calls
 
@@ -86,25 +87,25 @@ def submit(engine: LocalEngine, call: Call) -> str:
 
 
 def drive(engine: LocalEngine, calls: Sequence[Call], seconds: float) -> list[Seen]:
-    """Each call at its time, for so many seconds; what has not ended then is cancelled."""
-    due = sorted(calls, key=lambda call: call.at)
+    """Sends each call at its time, for `seconds`; calls that have not ended then are cancelled."""
+    ordered = sorted(calls, key=lambda call: call.at)
     sent: list[tuple[Call, str]] = []
     begin = time.perf_counter()
 
     def send() -> None:
-        while len(sent) < len(due) and due[len(sent)].at <= time.perf_counter() - begin:
-            sent.append((due[len(sent)], submit(engine, due[len(sent)])))
+        while len(sent) < len(ordered) and ordered[len(sent)].at <= time.perf_counter() - begin:
+            sent.append((ordered[len(sent)], submit(engine, ordered[len(sent)])))
 
     while (now := time.perf_counter() - begin) < seconds:
         send()
         if engine.engine.busy:
             engine.step()
         else:
-            following = due[len(sent)].at if len(sent) < len(due) else seconds
+            following = ordered[len(sent)].at if len(sent) < len(ordered) else seconds
             time.sleep(max(0.0, min(following, seconds) - now))
-    seen = [_seen(call, engine.outcomes[request], begin) for call, request in sent]
+    called = [_seen(call, engine.outcomes[request], begin) for call, request in sent]
     clear(engine)
-    return seen
+    return called
 
 
 def drive_backlogged(

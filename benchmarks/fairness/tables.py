@@ -40,9 +40,9 @@ def _flood_lines(document: dict[str, Any]) -> list[str]:
     figures = document["figures"]
     rows = []
     for case, title in (("alone", "three tenants, without the flood"), ("flood", "beside ten times a share")):
-        found = [row for row in document["rows"] if row["part"] == "flood" and row["case"] == case]
-        times = (_worst_ms(found, name) for name in ("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms"))
-        rows.append((title, *times, f"{median(row['served'] for row in found):.0f}"))
+        of_case = [row for row in document["rows"] if row["part"] == "flood" and row["case"] == case]
+        times = (_worst_ms(of_case, name) for name in ("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms"))
+        rows.append((title, *times, f"{median(row['served'] for row in of_case):.0f}"))
     ratios = ", ".join(
         f"{name} {_text(flood_ratio(document, key))}"
         for name, key in (("TTFT p50", "ttft_p50_ms"), ("TTFT p95", "ttft_p95_ms"), ("TPOT p50", "tpot_p50_ms"))
@@ -52,7 +52,7 @@ def _flood_lines(document: dict[str, Any]) -> list[str]:
 
 
 def flood_ratio(document: dict[str, Any], key: str) -> tuple[float, float]:
-    """Of the other tenants' time with the flood to that without it: median and worst of the rounds."""
+    """Returns the other tenants' time with the flood over that without it: median and worst of the rounds."""
     cases: dict[str, list[float]] = {"alone": [], "flood": []}
     for row in document["rows"]:
         if row["part"] == "flood":
@@ -69,15 +69,15 @@ def _strict_lines(rows: list[Row]) -> list[str]:
     calls = [row for row in rows if row["part"] == "strict"]
     cells = []
     for case in ("strict", "standard"):
-        found = [row for row in calls if row["case"] == case]
-        kept = f"{median(row['attain'] for row in found):.1%} ({min(row['attain'] for row in found):.1%})"
-        times = (_worst_ms(found, name) for name in ("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms"))
-        cells.append((case, kept, *times))
+        of_case = [row for row in calls if row["case"] == case]
+        attainment = f"{median(row['attain'] for row in of_case):.1%} ({min(row['attain'] for row in of_case):.1%})"
+        times = (_worst_ms(of_case, name) for name in ("ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms"))
+        cells.append((case, attainment, *times))
     slo = f"{calls[0]['ttft_ms']:.0f} ms TTFT and {calls[0]['tpot_ms']:.0f} ms TPOT"
     text = f"Calls with an SLO of {slo}, beside three times the capacity of best effort:"
     return [text, "", *table(("class", "within both", "TTFT p50", "TTFT p95", "TPOT p50"), cells)]
 
 
-def _worst_ms(found: list[Row], name: str) -> str:
-    values = [row[name] for row in found]
+def _worst_ms(rows: list[Row], name: str) -> str:
+    values = [row[name] for row in rows]
     return f"{median(values):.0f} ms ({max(values):.0f})"

@@ -47,16 +47,14 @@ from tests.support.redis_server import RedisServer, redis_server
 CALLERS = 4
 TOKENS = 40
 TRIES = 20
-"""Of one call, whose connection breaks or which is refused with an invitation to try again."""
+"""Attempts at one call whose connection breaks, or which is refused with an invitation to try again."""
 ANSWER_SECONDS = 60.0
 PROMPTS = ("Once upon a time", "The dragon", "A little girl named Lily")
 STORM = ("engine", "worker", "leader", "redis", "api", "hang_api", "empty_redis", "hang_redis")
 KILLED = ("worker", "engine", "leader", "gateway", "api", "redis", "node")
-"""Each once, in this order, and then as they are drawn."""
+"""Parts that are killed once each in this order, and then as drawn."""
 STORM_PAUSE, QUICK_PAUSE = 4.0, 1.5
-"""Seconds between two parts."""
 CALL_PAUSE, QUICK_CALL_PAUSE = 0.05, 0.3
-"""Seconds between a caller's calls in a storm."""
 RATE, QUICK_RATE = 4.0, 2.0
 """Calls per second, of those that begin whether or not others have ended."""
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -70,9 +68,9 @@ class Seen:
     """Digests of the functions whose deploy was acknowledged."""
     kills: Counter[str] = field(default_factory=Counter)
     redis_harms: list[tuple[float, float]] = field(default_factory=list)
-    """From and to, monotonic seconds."""
+    """(begin, end) in monotonic seconds"""
     after: dict[str, Counter[str]] = field(default_factory=dict)
-    """What was harmed last -> why calls that ended since then were not done."""
+    """Harm -> reasons for which calls that ended after it were not done."""
 
 
 class Chaos:
@@ -83,12 +81,11 @@ class Chaos:
         self.expected: dict[tuple[str, str], str] = {}
         self.functions = [f"a{index}" for index in range(len(service.adapters))]
         self.jobs: Jobs | None = None
-        """Once it is known what they have to say."""
         self.policies = Policies(service, seed, TOKENS)
         self._last = "nothing"
 
-    async def run(self, seconds: float, every: float | None, pause: float) -> None:
-        """`every` as on the command line; `pause` is a storm's."""
+    async def run(self, seconds: float, interval_s: float | None, pause: float) -> None:
+        """Runs load and harms. `interval_s`: `--every`, or None for a storm; `pause`: the storm's, in seconds."""
         headers = {"authorization": f"Bearer {self.service.key}"}
         timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         connector = aiohttp.TCPConnector(limit=0)
@@ -106,17 +103,17 @@ class Chaos:
                 group.create_task(jobs.run(session, until))
                 group.create_task(self.policies.run(session, until))
                 draws = [random.Random(self.seed * 100 + number) for number in range(CALLERS)]
-                if every is None:
+                if interval_s is None:
                     for draw in draws:
                         group.create_task(self._call_on(session, until, draw))
                 else:
                     group.create_task(self._call_steadily(session, until, draws[0]))
                 group.create_task(self._deploy(session, until))
-                ways = STORM if every is None else KILLED
-                group.create_task(self._harm(until, every or pause, ways, random.Random(self.seed)))
+                harms = STORM if interval_s is None else KILLED
+                group.create_task(self._harm(until, interval_s or pause, harms, random.Random(self.seed)))
 
     async def _call_on(self, session: aiohttp.ClientSession, until: float, draw: random.Random) -> None:
-        """One call after another; whose connection breaks is made again."""
+        """Makes one call after another; calls whose connection breaks are made again."""
         counts = self.seen.counts
         while time.monotonic() < until:
             function, prompt = draw.choice(self.functions), draw.choice(PROMPTS)
@@ -145,7 +142,7 @@ class Chaos:
             counts["unanswered"] += time.monotonic() - begin >= ANSWER_SECONDS
 
     async def _call(self, session: aiohttp.ClientSession, function: str, prompt: str) -> str:
-        """How it ended."""
+        """Returns how the call ended."""
         outcome, text, reason = await self._stream(session, function, prompt)
         self.seen.counts[outcome] += 1
         expected = self.expected[function, prompt]
@@ -156,7 +153,7 @@ class Chaos:
         return outcome
 
     async def _stream(self, session: aiohttp.ClientSession, function: str, prompt: str) -> tuple[str, str, str]:
-        """How it ended (done, refused, cut), the text that came, and why it was not done."""
+        """Returns how the call ended (done, refused, cut), its text, and why it was not done."""
         body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
         text, event, last = "", "", b"{}"
         try:
@@ -189,20 +186,20 @@ class Chaos:
             if reply.status == 201:
                 self.seen.deployed[name] = (await reply.json())["digest"]
 
-    async def _harm(self, until: float, pause: float, ways: tuple[str, ...], draw: random.Random) -> None:
+    async def _harm(self, until: float, pause: float, harms: tuple[str, ...], draw: random.Random) -> None:
         for number in range(10_000):
             await asyncio.sleep(pause * draw.uniform(0.7, 1.3))
             if time.monotonic() >= until - pause:
                 return
-            way = ways[number] if number < len(ways) else draw.choice(ways)
-            self._last, begin = way, time.monotonic()
-            if await self._do(way, draw):
-                self.seen.kills[way] += 1
-            if "redis" in way:
+            harm = harms[number] if number < len(harms) else draw.choice(harms)
+            self._last, begin = harm, time.monotonic()
+            if await self._do(harm, draw):
+                self.seen.kills[harm] += 1
+            if "redis" in harm:
                 self.seen.redis_harms.append((begin, time.monotonic()))
 
     async def _do(self, way: str, draw: random.Random) -> bool:
-        """Whether there was something to harm."""
+        """Returns False if there was nothing to harm."""
         if way == "redis":
             await asyncio.to_thread(self.redis.kill)
             await asyncio.sleep(draw.uniform(0.2, 2.0))
@@ -219,12 +216,12 @@ class Chaos:
 
     async def _harm_process(self, way: str, draw: random.Random) -> bool:
         if way == "leader":
-            found = await asyncio.to_thread(leader, self.service)
+            pids = await asyncio.to_thread(leader, self.service)
         else:
-            found = children(self.service.pid)[way.removeprefix("hang_")]
-        if not found:
+            pids = children(self.service.pid)[way.removeprefix("hang_")]
+        if not pids:
             return False
-        pid = draw.choice(found)
+        pid = draw.choice(pids)
         with contextlib.suppress(ProcessLookupError):
             if way.startswith("hang_"):
                 os.kill(pid, signal.SIGSTOP)
@@ -250,8 +247,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="instead of --seconds")
     parser.add_argument("--every", type=float, metavar="SECONDS", help="kill one part so often, instead of a storm")
     options = parser.parse_args()
-    every: float | None = options.every
-    quick = 15.0 if every is None else every * (len(KILLED) + 2)
+    interval_s: float | None = options.every
+    quick = 15.0 if interval_s is None else interval_s * (len(KILLED) + 2)
     seconds = quick if options.quick else options.minutes * 60 if options.minutes else options.seconds
     pause = QUICK_PAUSE if options.quick else STORM_PAUSE
     adapters = [example_adapter(options.model, name) for name in ("dragon", "pirate")]
@@ -264,26 +261,28 @@ def main() -> None:
             options.model, adapters, Path(root) / "s", "float32", 1, sizes, shared, nodes, prefix_cache="auto"
         ) as service:
             chaos = Chaos(service, redis, options.seed, options.quick)
-            asyncio.run(chaos.run(seconds, every, pause))
+            asyncio.run(chaos.run(seconds, interval_s, pause))
             assert chaos.jobs is not None
             jobs, wrong = chaos.jobs.check(chaos.seen.kills.total())
             policies_wrong = chaos.policies.check(chaos.seen.redis_harms)
-            held = at_rest(service, redis, prefix_of(service.secret))
+            still_held = at_rest(service, redis, prefix_of(service.secret))
             done = len(chaos.expected) + chaos.seen.counts["done"]
             missing = lost(service, chaos.seen.deployed, chaos.functions, done)
-    seen = chaos.seen
-    figures: dict[str, float] = {"kills": seen.kills.total(), "lost_acknowledged": sum(missing.values())}
+    outcomes = chaos.seen
+    figures: dict[str, float] = {"kills": outcomes.kills.total(), "lost_acknowledged": sum(missing.values())}
     counted = ("requests", "done", "refused", "cut", "wrong_tokens", "unanswered", "deploys_asked")
-    figures |= {name: seen.counts[name] for name in counted}
-    figures |= {"leaked": sum(held.values()), "deploys": len(seen.deployed), "jobs_wrong": wrong.total()}
+    figures |= {name: outcomes.counts[name] for name in counted}
+    figures |= {"leaked": sum(still_held.values()), "deploys": len(outcomes.deployed), "jobs_wrong": wrong.total()}
     figures |= {"events": jobs["events"], "batches": jobs["batches"], "batch_lines": jobs["lines"]}
     figures |= {"policies_wrong": policies_wrong.total(), **chaos.policies.counts}
-    after = {way: dict(reasons) for way, reasons in seen.after.items()}
-    row = {"kills": dict(seen.kills), "not_done_after": after, "held": held, "missing": missing}
+    after = {harm: dict(reasons) for harm, reasons in outcomes.after.items()}
+    row = {"kills": dict(outcomes.kills), "not_done_after": after, "held": still_held, "missing": missing}
     row |= {"jobs": dict(jobs), "jobs_wrong": {name: wrong[name] for name in WRONG}}
     row |= {"policies_wrong": {name: policies_wrong[name] for name in POLICIES_WRONG}}
     settings: dict[str, Any] = {"seconds": seconds, "tokens": TOKENS, "nodes": 2, "workers": 2}
-    settings |= {"pause": pause, "callers": CALLERS} if every is None else {"every": every, "rate": chaos.rate}
+    settings |= (
+        {"pause": pause, "callers": CALLERS} if interval_s is None else {"every": interval_s, "rate": chaos.rate}
+    )
     settings |= {"model": options.model.name, "took_s": round(time.monotonic() - begin)}
     publish(report("chaos", settings, options.seed, [row], figures), options.json)
 

@@ -1,7 +1,7 @@
-"""Asynchronous calls and batches beside the faults of benchmarks.faults.chaos, and what became of those acknowledged.
+"""Asynchronous calls and batches during the faults of chaos.py, and the outcome of those acknowledged.
 
-Their functions are copies of the first adapter's under names of their own, so that the metering tells how often each
-was run. What is counted: see `WRONG`.
+Their functions are copies of the first adapter's under their own names, so that the metering shows how often each was
+run. `WRONG` names what is counted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from gateway.batches.run import FLUSH_LINES
 from gateway.events.records import ENDED
 
 EVENTS, BATCHED = "evented", "batched"
-"""Their functions."""
 LINES = 60
-"""Calls of a batch."""
 EVENT_PAUSE_S, BATCH_PAUSE_S = 0.3, 12.0
 TRY_PAUSE_S = 0.3
 REST_S = 300.0
-"""For all to end once nobody does harm: what a killed worker ran is queued again two minutes later."""
+"""Limit for all to end after the last harm: what a killed worker ran is queued again two minutes later."""
 USAGE_S = 30.0
 ROWS = 64
 """Calls of a batch under way at once, at most: two nodes' rows."""
@@ -44,7 +42,7 @@ WRONG = (
     "lines_wrong",  # answered with another text than the adapter's
     "lines_repeated",  # run more often than each harm can repeat: FLUSH_LINES, and those under way
 )
-"""What has to be 0."""
+"""Counts that have to be 0."""
 
 
 class Jobs:
@@ -83,9 +81,9 @@ class Jobs:
             uploaded = await _once(session, f"{url}/files", data=form)
             if uploaded is not None:
                 order = {"input_file_id": uploaded["id"], "endpoint": "/invoke", "completion_window": "24h"}
-                made = await _once(session, f"{url}/batches", json=order)
-                if made is not None:
-                    self._batches[made["id"]] = prompts
+                batch = await _once(session, f"{url}/batches", json=order)
+                if batch is not None:
+                    self._batches[batch["id"]] = prompts
             await asyncio.sleep(BATCH_PAUSE_S if uploaded is not None else TRY_PAUSE_S)
 
     def _lines(self, prompts: Sequence[str]) -> bytes:
@@ -107,30 +105,30 @@ class Jobs:
         return there + more, wrong + also_wrong
 
     def _check_events(self, client: httpx.Client, deadline: float) -> tuple[Counter[str], Counter[str]]:
-        wrong, found = Counter[str](), _ended(client, "/invocations", list(self._events), ENDED, "state", deadline)
-        wrong["events_lost"] = len(self._events) - len(found)
-        for event_id, event in found.items():
+        wrong, events = Counter[str](), _ended(client, "/invocations", list(self._events), ENDED, "state", deadline)
+        wrong["events_lost"] = len(self._events) - len(events)
+        for event_id, event in events.items():
             wrong["events_overrun"] += len(event["attempts"]) > event["retries"] + 1
             wrong["events_changed"] += client.get(f"/invocations/{event_id}").json() != event
             if event["state"] == "succeeded":
                 wrong["events_wrong"] += event["result"]["output"]["text"] != self._texts[self._events[event_id]]
-        states = Counter(f"events {event['state']}" for event in found.values())
+        states = Counter(f"events {event['state']}" for event in events.values())
         return states + Counter(events=len(self._events)), wrong
 
     def _check_batches(self, client: httpx.Client, deadline: float, harms: int) -> tuple[Counter[str], Counter[str]]:
         listed = client.get("/v1/batches", params={"limit": 1000}).raise_for_status().json()["data"]
         # Also those whose acknowledgement was lost: they run all the same.
-        found = _ended(client, "/v1/batches", [each["id"] for each in listed], BATCH_ENDED, "status", deadline)
+        batches = _ended(client, "/v1/batches", [each["id"] for each in listed], BATCH_ENDED, "status", deadline)
         wrong, there = Counter[str](), Counter[str](batches=len(self._batches))
         answered = 0
-        for batch_id, batch in found.items():
+        for batch_id, batch in batches.items():
             lines = _answers(client, batch)
             answered += len(lines)
             if batch_id in self._batches:
                 wrong += self._check_lines(lines, self._batches[batch_id], batch)
                 there["lines"] += len(lines)
                 there["lines failed"] += batch["request_counts"]["failed"]
-        wrong["batches_lost"] += sum(batch_id not in found for batch_id in self._batches)
+        wrong["batches_lost"] += sum(batch_id not in batches for batch_id in self._batches)
         repeated = max(0, _runs(client, answered) - answered)
         wrong["lines_repeated"] = max(0, repeated - harms * (FLUSH_LINES + ROWS))
         return there + Counter(lines_run_again=repeated), wrong
@@ -164,8 +162,8 @@ async def _once(session: aiohttp.ClientSession, url: str, **sent: Any) -> dict[s
     """Returns None if it was not answered, or refused."""
     try:
         async with session.post(url, **sent) as reply:
-            taken: dict[str, Any] | None = await reply.json() if reply.status in (200, 202) else None
-            return taken
+            accepted: dict[str, Any] | None = await reply.json() if reply.status in (200, 202) else None
+            return accepted
     except (aiohttp.ClientError, TimeoutError, OSError):
         return None
 
@@ -174,15 +172,15 @@ def _ended(
     client: httpx.Client, path: str, ids: Sequence[str], ends: Sequence[str] | frozenset[str], field: str, until: float
 ) -> dict[str, dict[str, Any]]:
     """Returns those that have ended, by id."""
-    found: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     while True:
         for each in ids:
-            if each not in found:
+            if each not in records:
                 reply = client.get(f"{path}/{each}")
                 if reply.status_code == 200 and reply.json()[field] in ends:
-                    found[each] = reply.json()
-        if len(found) == len(ids) or time.monotonic() > until:
-            return found
+                    records[each] = reply.json()
+        if len(records) == len(ids) or time.monotonic() > until:
+            return records
         time.sleep(1.0)
 
 

@@ -1,8 +1,8 @@
-"""Policies of functions that are set and changed beside the faults of benchmarks.faults.chaos, and whether they held.
+"""Policies of functions that are set and changed during the faults of chaos.py, and their violations.
 
 Four functions, with adapters that no other function has: calls flood `bounded`, whose `max_concurrency` changes; the
 copies of `kept` are provisioned and taken back; `idled` is called now and then and has an `idle_ttl`; two writers
-change different fields of `tuned`, each numbering its writes. What is counted: see `WRONG`.
+change different fields of `tuned`, each numbering its writes. `WRONG` names what is counted.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ BOUNDED, KEPT, IDLED, TUNED = "bounded", "kept", "idled", "tuned"
 FUNCTIONS = (BOUNDED, KEPT, IDLED, TUNED)
 TENANT = "bench"
 CALLERS = 6
-"""Of `bounded`, more than may run."""
+"""Callers of `bounded`, more than may run."""
 LIMITS = (1, 2, 3)
 CHANGE_S, COPIES_S, IDLE_CALL_S, CALL_S = 2.0, 6.0, 8.0, 0.3
-"""Between two changes, and two calls of one caller."""
+"""Pauses between two changes, and between two calls of one caller."""
 IDLE_TTL_S = 3.0
 FIRST_NUMBER = 1000
 """A writer's numbers are values of the field that it writes."""
 COPIES = {"device": 1, "host": 1}
 BACK_S = 90.0
-"""For all to be as policies say once nobody does harm."""
+"""Limit for all to be as policies say after the last harm."""
 WRONG = (
     "over_max_concurrency",  # a call ran beside more than allowed, while Redis was in order
     "over_twice_max_concurrency",  # the same while it was not, and each worker gave away its share beside what ran
@@ -48,25 +48,24 @@ WRONG = (
     "idle_kept",  # nodes that have `idled` in memory long after its idle limit
     "books_wrong",  # functions of which standing.json says something else than their policies
 )
-"""What has to be 0."""
+"""Counts that have to be 0."""
 STALE_S = 3.0
-"""For which a worker may go on with an earlier policy: a second, and what a busy host adds."""
+"""Limit for a worker that still uses an earlier policy: a second, and what a busy host adds."""
 AWAY_S = 8.0
-"""After Redis is back, for workers to notice, and calls to end that were let in meanwhile."""
+"""Limit, after Redis is back, for workers to notice and for calls to end that were admitted meanwhile."""
 
 
 @dataclass
 class Writer:
-    """Who alone changes one field of a function."""
+    """The only writer of one field of a function."""
 
     function: str
     field: str
     number: int = FIRST_NUMBER
-    """Of the last write that was sent."""
     acknowledged: int = 0
 
     def is_kept(self, policy: dict[str, Any]) -> bool:
-        """Whether the policy has the last write that was acknowledged, or one that was sent after it."""
+        """Returns whether the policy has the last write that was acknowledged, or a later one."""
         return not self.acknowledged or self.acknowledged <= policy.get(self.field, 0) <= self.number
 
 
@@ -113,9 +112,9 @@ class Policies:
 
     async def _bound(self, session: aiohttp.ClientSession, limit: int) -> bool:
         begin = time.monotonic()
-        taken = await self._write(session, self.writers[2], {"max_concurrency": limit})
-        self.judge.note_limit(limit, begin, time.monotonic() if taken else None)
-        return taken
+        accepted = await self._write(session, self.writers[2], {"max_concurrency": limit})
+        self.judge.note_limit(limit, begin, time.monotonic() if accepted else None)
+        return accepted
 
     async def _write_on(self, session: aiohttp.ClientSession, until: float, writer: Writer) -> None:
         """The other writer's field, and what this one does not state, must stay as they are."""
@@ -128,11 +127,11 @@ class Policies:
     async def _write(self, session: aiohttp.ClientSession, writer: Writer, more: dict[str, Any]) -> bool:
         writer.number += 1
         self.counts["writes"] += 1
-        taken = await self._patch(session, writer.function, {writer.field: writer.number, **more})
-        if taken:
+        accepted = await self._patch(session, writer.function, {writer.field: writer.number, **more})
+        if accepted:
             writer.acknowledged = writer.number
             self.counts["writes_acknowledged"] += 1
-        return taken
+        return accepted
 
     async def _change_copies(self, session: aiohttp.ClientSession, until: float) -> None:
         """Refused while a node is away: two copies need two."""
@@ -207,11 +206,13 @@ class Policies:
         functions = {name: client.get(f"/functions/{name}").raise_for_status().json() for name in FUNCTIONS}
         digests = {name: function["versions"][-1]["digest"] for name, function in functions.items()}
         tiers = [_tiers(operator, node["record"]["id"]) for node in operator.get("/nodes").json()["nodes"]]
-        kept = sorted(tier for each in tiers if (tier := each.get(digests[KEPT], "absent")) in ("device", "host"))
+        tiers_of_kept = sorted(
+            tier for each in tiers if (tier := each.get(digests[KEPT], "absent")) in ("device", "host")
+        )
         idle = sum(each.get(digests[IDLED], "absent") in ("device", "host") for each in tiers)
         policies = {name: parse_policy(function["policy"], Policy()) for name, function in functions.items()}
         return Counter(
-            copies_missing=0 if len(kept) >= 2 and "device" in kept else 1,
+            copies_missing=0 if len(tiers_of_kept) >= 2 and "device" in tiers_of_kept else 1,
             idle_kept=idle,
             books_wrong=_books_wrong(self._service.root / ".garnish" / "registry", policies),
         )
@@ -225,10 +226,10 @@ def _tiers(operator: httpx.Client, node: str) -> dict[str, str]:
 
 def _books_wrong(registry: Path, policies: dict[str, Policy]) -> int:
     entries = read_standing(open_store(str(registry))).functions
-    found = {name: entries.get(f"{TENANT}/{name}") for name in policies}
+    by_function = {name: entries.get(f"{TENANT}/{name}") for name in policies}
     return sum(
         (entry is not None) != stands_in(policies[name]) or (entry is not None and not entry.says(policies[name]))
-        for name, entry in found.items()
+        for name, entry in by_function.items()
     )
 
 
@@ -242,7 +243,6 @@ class _Call(NamedTuple):
     sent: float
     first: float
     end: float
-    """At the earliest."""
 
 
 class ConcurrencyJudge:
@@ -261,16 +261,18 @@ class ConcurrencyJudge:
         self._calls.append(_Call(sent, first, sent + seconds))
 
     def over(self, away: Sequence[tuple[float, float]]) -> tuple[int, int]:
-        """Returns how many calls were let in beside too many others: while the workers' shared count was in order, and
-        beyond twice the limit while it was not (`away`: from and to). Then each of two workers gives away its half,
-        whatever ran before."""
+        """Returns the number of calls that were admitted over the limit, and over twice the limit.
+
+        The second counts while the workers' shared count was not in order (`away`: begin and end): then each of two
+        workers admits its half, whatever ran before.
+        """
         over = over_twice = 0
         for call in self._calls:
-            beside = sum(other.first <= call.sent and other.end >= call.first for other in self._calls)
+            concurrent = sum(running.first <= call.sent and running.end >= call.first for running in self._calls)
             limit = self._most(call.sent, call.first)
             is_away = any(begin <= call.first and call.sent <= end + AWAY_S for begin, end in away)
-            over += not is_away and beside + 1 > limit
-            over_twice += beside + 1 > 2 * limit
+            over += not is_away and concurrent + 1 > limit
+            over_twice += concurrent + 1 > 2 * limit
         return over, over_twice
 
     def _most(self, begin: float, end: float) -> int:

@@ -1,4 +1,4 @@
-"""What has to be true of a service once nobody harms it any more."""
+"""Checks of a service after the last harm."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def children(root: int) -> dict[str, list[int]]:
     below = [root]
     for pid in below:
         below += [child for child, parent in parents.items() if parent == pid]
-    found: dict[str, list[int]] = {kind: [] for kind in (*MODULES, "worker", "gateway")}
+    by_kind: dict[str, list[int]] = {kind: [] for kind in (*MODULES, "worker", "gateway")}
     for pid in below:
         words = commands[pid].split("\0")
         for kind, module in MODULES.items():
             if module in words:
-                found[kind].append(pid)
+                by_kind[kind].append(pid)
         if GATEWAY in words:  # workers are its forks
-            found["gateway" if parents[pid] == root else "worker"].append(pid)
-    return found
+            by_kind["gateway" if parents[pid] == root else "worker"].append(pid)
+    return by_kind
 
 
 def _processes() -> tuple[dict[int, int], dict[int, str]]:
@@ -53,13 +53,13 @@ def _processes() -> tuple[dict[int, int], dict[int, str]]:
 
 
 def at_rest(service: HttpService, redis: RedisServer, prefix: str) -> dict[str, int]:
-    """What is still held REST_SECONDS after the last call, at most; empty as soon as nothing is."""
+    """Returns what is still held REST_SECONDS after the last call; {} as soon as nothing is."""
     deadline = time.monotonic() + REST_SECONDS
     with service.client(admin=True) as client:
         while True:
-            held = _held(client, redis, prefix)
-            if not held or time.monotonic() > deadline:
-                return held
+            still_held = _held(client, redis, prefix)
+            if not still_held or time.monotonic() > deadline:
+                return still_held
             time.sleep(0.2)
 
 
@@ -69,26 +69,29 @@ def _held(client: httpx.Client, redis: RedisServer, prefix: str) -> dict[str, in
         metrics = client.get("/metrics").raise_for_status().text.splitlines()
     except httpx.HTTPError:
         return {"gateway": 1}
-    held = {"absent nodes": 2 - sum(node["record"]["state"] == "ready" for node in nodes)}
+    counts = {"absent nodes": 2 - sum(node["record"]["state"] == "ready" for node in nodes)}
     for node in nodes:
         record: dict[str, Any] = node["record"]
         leases = sum(entry["in_use"] for entry in record.get("residents", []))
         blocks = record["kv_blocks"] - record["kv_blocks_free"]
-        own = {"running": record["running"], "queued": record["queued"], "reserved": node["reserved"]}
-        held |= {
-            f"{record['id']} {name}": count for name, count in (own | {"leases": leases, "blocks": blocks}).items()
+        of_node = {"running": record["running"], "queued": record["queued"], "reserved": node["reserved"]}
+        counts |= {
+            f"{record['id']} {name}": count for name, count in (of_node | {"leases": leases, "blocks": blocks}).items()
         }
     open_calls = next((line.split()[1] for line in metrics if line.startswith("garnish_open_invocations ")), "0")
-    held["open invocations"] = int(float(open_calls))
+    counts["open invocations"] = int(float(open_calls))
     with redis.client as shared:
-        held["places in Redis"] = _places(shared, prefix)
-        held["reservations in Redis"] = sum(1 for _ in shared.scan_iter(f"{prefix}ends:*"))
-    return {name: count for name, count in held.items() if count}
+        counts["places in Redis"] = _places(shared, prefix)
+        counts["reservations in Redis"] = sum(1 for _ in shared.scan_iter(f"{prefix}ends:*"))
+    return {name: count for name, count in counts.items() if count}
 
 
 def _places(shared: Any, prefix: str) -> int:
-    """Of gateway workers that live: those of one that died count for nothing, and go with the next call of their owner
-    or in two hours (cluster/redis_limits.py)."""
+    """Returns the places of gateway workers that live.
+
+    Places of a worker that died count for nothing. They are removed at the next call of their owner, or after two hours
+    (cluster/redis_limits.py).
+    """
     seconds, _ = shared.time()
     beats = shared.zrange(f"{prefix}workers", 0, -1, withscores=True)
     alive = {worker for worker, beat in beats if seconds - beat / 1000 < WORKER_SECONDS}
@@ -104,18 +107,18 @@ def leader(service: HttpService) -> list[int]:
     except httpx.HTTPError:
         return []
     lines = [line for line in text.splitlines() if line.startswith("garnish_leader{") and line.endswith(" 1.0")]
-    found = [int(line.split("-")[-2]) for line in lines]  # host, process id and a random number
-    return [pid for pid in found if pid in children(service.pid)["worker"]]
+    pids = [int(line.split("-")[-2]) for line in lines]  # host, process id and a random number
+    return [pid for pid in pids if pid in children(service.pid)["worker"]]
 
 
 def lost(service: HttpService, deployed: Mapping[str, str], functions: Sequence[str], done: int) -> dict[str, int]:
-    """What was acknowledged and is not there. `done`: requests of `functions`."""
+    """Returns what was acknowledged and is not there. `done`: requests of `functions`."""
     with service.client() as client:
         missing = {"deploys": 0, "requests in the metering": 0}
         for name, digest in deployed.items():
             reply = client.get(f"/functions/{name}/versions")
-            found = reply.json()["versions"] if reply.status_code == 200 else []
-            missing["deploys"] += digest not in [version["digest"] for version in found]
+            versions = reply.json()["versions"] if reply.status_code == 200 else []
+            missing["deploys"] += digest not in [version["digest"] for version in versions]
         deadline = time.monotonic() + USAGE_SECONDS
         while True:
             rows = client.get("/usage", params={"group_by": "function"}).raise_for_status().json()["rows"]

@@ -1,8 +1,8 @@
-"""What is killed by SIGKILL and comes back elsewhere: provisioned copies of a node, and the gateway's leader.
+"""Recovery after SIGKILL: provisioned copies of a node, and the gateway's leader.
 
 Three nodes of `garnish up` on this host share functions with one device copy each. In every round the supervisor of the
 node with the most copies is killed, and its processes with it. `first_s` and `all_s` are until the first and the last
-of its copies are on others' devices, as the gateway tells its callers; `link_share`: of the simulated store's rate,
+of its copies are on others' devices, as the gateway reports; `link_share`: of the simulated store's rate,
 what the node that got most bytes had between its first copy and its last (0: too few to say). It is a little above the
 truth, for two copies load at once, and part of the second one came before the first was whole.
 
@@ -84,7 +84,7 @@ def _round(
 
 
 def leaders(model: Path, rounds: int, root: Path) -> list[dict[str, float]]:
-    """One row a kill."""
+    """Returns a row for each kill."""
     with redis_server(root) as redis:
         gateway = f"workers: {GATEWAY_WORKERS}, redis: '{redis.url}'"
         with HttpService(model, [], root / "service", "float32", 1, gateway=gateway) as service:
@@ -145,21 +145,21 @@ def main() -> None:
     parser = arguments(__doc__ or "", STORIES)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    rounds, every, nodes = (1, QUICK_COPIES, QUICK_NODES) if options.quick else (options.rounds, COPIES, NODES)
+    rounds, counts, nodes = (1, QUICK_COPIES, QUICK_NODES) if options.quick else (options.rounds, COPIES, NODES)
     rows: list[dict[str, Any]] = []
-    for copies in every:
+    for copies in counts:
         with tempfile.TemporaryDirectory() as root:
             rows += [{"copies": copies, **row} for row in measure(options.model, copies, rounds, nodes, Path(root))]
     with tempfile.TemporaryDirectory() as root:
         replaced = leaders(options.model, rounds, Path(root))
     times = [row["leader_s"] for row in replaced]
     figures: dict[str, float] = {"leader_s": median(times), "worst_leader_s": max(times)}
-    for copies in every:
-        own = [row for row in rows if row["copies"] == copies]
+    for copies in counts:
+        of_count = [row for row in rows if row["copies"] == copies]
         figures |= {
-            f"all_s_{copies}": median(row["all_s"] for row in own),
-            f"worst_s_{copies}": max(row["all_s"] for row in own),
-            f"link_share_{copies}": median(row["link_share"] for row in own),
+            f"all_s_{copies}": median(row["all_s"] for row in of_count),
+            f"worst_s_{copies}": max(row["all_s"] for row in of_count),
+            f"link_share_{copies}": median(row["link_share"] for row in of_count),
         }
     settings = {
         "nodes": nodes, "gateway_workers": GATEWAY_WORKERS, "rounds": rounds, "store": STORE, "rank": RANK,

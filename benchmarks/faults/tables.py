@@ -1,4 +1,4 @@
-"""Tables of what tenants get beside others, and of what a service loses when parts of it die."""
+"""Tables of what a service loses when parts of it die."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ Row = dict[str, Any]
 def chaos_table(document: dict[str, Any]) -> str:
     figures, settings = document["figures"], document["settings"]
     harm = ", ".join(f"{name} {count}" for name, count in sorted(document["rows"][0]["kills"].items()))
-    every = settings.get("every")
-    form = f"one part killed every {every:.0f} s" if every else f"one part harmed every {settings['pause']:.0f} s"
-    callers = f"{settings['rate']:.0f} calls/s" if every else f"{settings['callers']} callers"
+    interval_s = settings.get("every")
+    form = (
+        f"one part killed every {interval_s:.0f} s"
+        if interval_s
+        else f"one part harmed every {settings['pause']:.0f} s"
+    )
+    callers = f"{settings['rate']:.0f} calls/s" if interval_s else f"{settings['callers']} callers"
     text = (
         f"{form.capitalize()}, {settings['model']}, {settings['seconds'] / 60:.0f} minutes, {callers}, "
         f"{figures['deploys']:.0f} deploys, {figures['kills']:.0f} parts harmed."
@@ -28,11 +32,11 @@ def chaos_table(document: dict[str, Any]) -> str:
     return "\n".join([
         caption(document, text),
         "",
-        *table(("requests", "done", "refused", "of them cut" if every else "cut, called again"), [calls]),
+        *table(("requests", "done", "refused", "of them cut" if interval_s else "cut, called again"), [calls]),
         "",
         *table([name.replace("_", " ") for name in zero], [[f"{figures[name]:.0f}" for name in zero]]),
         "",
-        wrapped(f"What was harmed: {harm}.{_not_done(document['rows'][0]) if every else ''}"),
+        wrapped(f"What was harmed: {harm}.{_not_done(document['rows'][0]) if interval_s else ''}"),
     ])  # fmt: skip
 
 
@@ -46,27 +50,28 @@ def restored_table(document: dict[str, Any]) -> str:
     )
     cells = []
     for copies in sorted({row["copies"] for row in rows}):
-        own = [row for row in rows if row["copies"] == copies]
-        lost = [row["lost"] for row in own]
+        of_count = [row for row in rows if row["copies"] == copies]
+        lost = [row["lost"] for row in of_count]
         cells.append((
             str(copies),
             f"{min(lost)} to {max(lost)}" if min(lost) < max(lost) else str(lost[0]),
-            _worst_s(own, "first_s"),
-            _worst_s(own, "all_s"),
+            _worst_s(of_count, "first_s"),
+            _worst_s(of_count, "all_s"),
         ))  # fmt: skip
     header = ("copies", "lost at a time", "first one back", "all back")
     return captioned_table(document, text, header, cells)
 
 
-def _worst_s(found: list[Row], name: str) -> str:
-    values = [row[name] for row in found]
+def _worst_s(rows: list[Row], name: str) -> str:
+    values = [row[name] for row in rows]
     return f"{median(values):.1f} s ({max(values):.1f})"
 
 
 def _not_done(row: dict[str, Any]) -> str:
     parts = [
-        f"{sum(reasons.values())} after {way} ({', '.join(f'{count} {why}' for why, count in sorted(reasons.items()))})"
-        for way, reasons in sorted(row["not_done_after"].items())
+        f"{sum(reasons.values())} after {harm} "
+        f"({', '.join(f'{count} {why}' for why, count in sorted(reasons.items()))})"
+        for harm, reasons in sorted(row["not_done_after"].items())
     ]
     return f" Refused: {'; '.join(parts)}." if parts else ""
 

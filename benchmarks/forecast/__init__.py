@@ -1,1 +1,1 @@
-"""How well calls are forecast."""
+"""Quality and cost of the forecasts of calls."""

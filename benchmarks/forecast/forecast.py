@@ -1,4 +1,4 @@
-"""Which functions will be called soon: how well each predictor says it, and what it takes.
+"""Forecasts of which functions are called soon: quality and cost of each predictor.
 
 Functions: InVitro's 500-function, 8-hour sample of the Azure 2019 trace, whose half (every second one by calls) is
 reported; everything was chosen, and the network first trained, on the other half. Its counts are per minute: arrivals
@@ -48,18 +48,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is replayed."""
+    """Sizes of what is replayed."""
 
     functions: int | None = None
-    """So many of the busiest; None: all."""
+    """number of the busiest; None: all"""
     minutes: int = 480
     short_minutes: int = 120
-    """Of drift, and of windows"""
+    """length of drift and windows"""
     days: int = 14
-    """Of ServeGen"""
     training_steps: int = 1200
     warm_up_s: float = 1800.0
-    """Before it, nothing is judged."""
     windows_s: tuple[float, ...] = (10.0, 30.0, 60.0, 120.0)
     sizes: tuple[int, ...] = (1000, 10_000, 40_000)
     timed_s: int = 30
@@ -77,7 +75,7 @@ def names_of(forecaster: Forecaster, mixture: str) -> list[str]:
 
 
 def record(minutes: np.ndarray, window_s: float, seed: int) -> list[Observations]:
-    """What the network would have been trained on."""
+    """Returns the observations on which the network would have been trained."""
     recorder = Recorder(draw_parameters(np.random.default_rng(seed)))
     forecaster = Forecaster(mixed={"lstm": partial(Lstm, trainer=recorder, window_s=window_s)})
     for second, counts in enumerate(second_arrivals(minutes, seed, BEGIN).counts, 1):
@@ -113,11 +111,11 @@ def functions_held_out(minutes: np.ndarray, parameters: Parameters, *, warm_up_s
         judged_plain.came,
     )
     names = [*names_of(plain, "mix"), "lstm", "mix_with_lstm"]
-    every, one = range(len(HORIZONS_S)), range(DECISIVE, DECISIVE + 1)
+    horizons, one = range(len(HORIZONS_S)), range(DECISIVE, DECISIVE + 1)
     rows = []
     for without in (0, TOP):
         rows += rows_of(
-            "function", judged, names, horizons=every, of=judged.function >= without // 2, without_top=without
+            "function", judged, names, horizons=horizons, of=judged.function >= without // 2, without_top=without
         )
     decile = judged.function * 10 // len(minutes)
     for number in range(10):
@@ -179,7 +177,7 @@ def drift(minutes: np.ndarray, parameters: Parameters, seed: int) -> list[Row]:
 
 
 def freeze(forecaster: Freezing, trainer: FreezingTrainer, at: int | None, tick: int) -> None:
-    """From tick `at` on nothing more is learned."""
+    """Stops all learning from tick `at` on."""
     forecaster.frozen = trainer.frozen = at is not None and tick >= at
 
 
@@ -195,29 +193,29 @@ def windows(minutes: np.ndarray, scale: Scale, seed: int) -> list[Row]:
         parameters = train([pick(lot, 0) for lot in lots], scale.training_steps // 3, seed)
         tests = [pick(lot, 1) for lot in lots[len(lots) // 4 :]]
         odds = np.concatenate([first_odds(parameters, lot) for lot in tests])
-        came = np.concatenate([lot.came for lot in tests])[:, DECISIVE] > 0
-        values = metrics(1 / (1 + np.exp(-odds[:, DECISIVE])), came)
+        arrived = np.concatenate([lot.came for lot in tests])[:, DECISIVE] > 0
+        values = metrics(1 / (1 + np.exp(-odds[:, DECISIVE])), arrived)
         rows.append({"kind": "window", "predictor": "lstm", "window_s": window, **values})
     return rows
 
 
 def pick(lot: Observations, half: int) -> Observations:
-    """Those of the functions with even (0) or odd (1) numbers."""
+    """Returns the observations of the functions with even (0) or odd (1) numbers."""
     of = np.array([int(key) % 2 == half for key in lot.keys], bool)
     keys = [key for key, yes in zip(lot.keys, of.tolist(), strict=True) if yes]
     return Observations(keys, lot.windows[of], lot.moment[of], lot.came[of])
 
 
 def first_odds(parameters: Parameters, lot: Observations) -> np.ndarray:
-    """Of functions that were not seen before."""
+    """Returns log odds for functions that are new to the network."""
     shared = np.repeat(parameters["embedding"][None], len(lot.keys), 0)
     return read_out(parameters, states(parameters, lot.windows, shared), lot.moment)
 
 
 def cost(sizes: tuple[int, ...], seconds: int) -> list[Row]:
-    """Processor time of a second, and memory with as many functions again that have left and are remembered.
+    """Returns processor time of a second, and memory with as many functions again that have left and are remembered.
 
-    Each is measured in a process of its own: no memory is there that another one has freed.
+    Each is measured in a separate process, which has no memory that another one has freed.
     """
     rows = list[Row]()
     for predictor in ("mix", "lstm"):

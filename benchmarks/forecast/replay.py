@@ -15,11 +15,11 @@ from cluster.forecast.forecaster import Forecaster
 
 SERVEGEN = ROOT / "benchmarks" / "data" / "servegen_m_large_10min.csv.gz"
 SLOT_S, SLOT_TICKS = 600.0, 10
-"""Of ServeGen's counts; a tick is a minute."""
+"""Slot of ServeGen's counts in seconds, and in ticks of a minute."""
 MAX_DRAWN = 600
 """Arrivals drawn in a slot; of more, each stands for several."""
 MONDAY = 1_573_430_400
-"""00:00 UTC of one, in unix seconds: where a trace says nothing else, it begins there."""
+"""Unix seconds of 00:00 UTC of a Monday, at which traces without a date begin."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,9 @@ class Arrivals:
     """Calls by tick and function."""
 
     begin: float
-    """Unix seconds"""
     tick_s: float
     counts: list[dict[str, int]]
-    """Of each tick: function number -> calls"""
+    """by tick: function number -> calls"""
     before: np.ndarray
     """i32[ticks + 1, functions]: ticks with calls before each tick"""
 
@@ -38,8 +37,8 @@ class Arrivals:
         """bool[functions, horizons]: whether a call came in the ticks behind this one."""
         ends = [tick + 1 + max(1, round(horizon / self.tick_s)) for horizon in HORIZONS_S]
         rows = self.before[np.minimum(ends, len(self.before) - 1)][:, functions]
-        came: np.ndarray = (rows > self.before[tick + 1][functions]).T
-        return came
+        arrived: np.ndarray = (rows > self.before[tick + 1][functions]).T
+        return arrived
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Judged:
     """Forecasts, and what came."""
 
     unix: np.ndarray
-    """f64[forecasts]"""
     function: np.ndarray
     """i64[forecasts]"""
     chances: np.ndarray
@@ -57,7 +55,7 @@ class Judged:
 
 
 def second_arrivals(minutes: np.ndarray, seed: int, begin: float) -> Arrivals:
-    """From i64[functions, minutes] counts: arrivals inside a minute are drawn by us, each evenly by itself."""
+    """Draws arrivals from i64[functions, minutes] counts, uniformly within each minute."""
     rng = np.random.default_rng(seed)
     function, minute = np.nonzero(minutes)
     times = minutes[function, minute]
@@ -67,7 +65,7 @@ def second_arrivals(minutes: np.ndarray, seed: int, begin: float) -> Arrivals:
 
 
 def servegen_arrivals(seed: int, days: int) -> Arrivals:
-    """By minute; inside ten minutes, times between calls are drawn by us from a Gamma law with the slot's variation."""
+    """Draws arrivals by minute. Within ten minutes, times between calls are Gamma with the slot's variation."""
     rng = np.random.default_rng(seed)
     with gzip.open(SERVEGEN, "rt", newline="") as stream:
         lines = list(csv.reader(stream))[1:]
@@ -116,9 +114,12 @@ def replay(
     judged_from: float,
     at_tick: Callable[[int], None] | None = None,
 ) -> Judged:
-    """What was forecast at every so many ticks, from `judged_from` seconds on. `at_tick` is called before each tick."""
+    """Replays the arrivals. Returns the forecasts of each `stride`-th tick, from `judged_from` seconds on.
+
+    `at_tick` is called before each tick.
+    """
     last = len(arrivals.counts) - round(HORIZONS_S[-1] / arrivals.tick_s)
-    unix, function, chances, came = [list[np.ndarray]() for _ in range(4)]
+    unix, function, chances, arrived = [list[np.ndarray]() for _ in range(4)]
     for tick, counts in enumerate(arrivals.counts):
         if at_tick:
             at_tick(tick)
@@ -129,33 +130,36 @@ def replay(
             function.append(np.array(keys, np.int64))
             unix.append(np.full(len(keys), now))
             chances.append(said.astype(np.float32))
-            came.append(arrivals.came(tick, function[-1]))
-    return Judged(*(np.concatenate(each) for each in (unix, function, chances, came)))
+            arrived.append(arrivals.came(tick, function[-1]))
+    return Judged(*(np.concatenate(each) for each in (unix, function, chances, arrived)))
 
 
-def metrics(chances: np.ndarray, came: np.ndarray) -> dict[str, float]:
-    """Of f32[forecasts] probabilities and bool[forecasts]. A call is forecast where its probability is 0.5 or more."""
+def metrics(chances: np.ndarray, arrived: np.ndarray) -> dict[str, float]:
+    """Returns metrics of f32[forecasts] probabilities and bool[forecasts] outcomes.
+
+    A call is forecast where its probability is 0.5 or more.
+    """
     chances = chances.astype(np.float64)
     yes = chances >= 0.5
-    parts = [float((yes == came)[of].mean()) for of in (came, ~came) if of.any()]
-    given = np.clip(np.where(came, chances, 1 - chances), 1e-7, 1)
+    parts = [float((yes == arrived)[of].mean()) for of in (arrived, ~arrived) if of.any()]
+    likelihood = np.clip(np.where(arrived, chances, 1 - chances), 1e-7, 1)
     return {
-        "forecasts": len(came),
-        "base_rate": float(came.mean()),
-        "accuracy": float((yes == came).mean()),
-        "always_no": float(1 - came.mean()),
+        "forecasts": len(arrived),
+        "base_rate": float(arrived.mean()),
+        "accuracy": float((yes == arrived).mean()),
+        "always_no": float(1 - arrived.mean()),
         "balanced_accuracy": float(np.mean(parts)),
-        "pr_area": average_precision(chances, came),
-        "log_loss": float(-np.log(given).mean()),
-        "brier": float(((chances - came) ** 2).mean()),
-        "calibration_error": calibration_error(chances, came),
+        "pr_area": average_precision(chances, arrived),
+        "log_loss": float(-np.log(likelihood).mean()),
+        "brier": float(((chances - arrived) ** 2).mean()),
+        "calibration_error": calibration_error(chances, arrived),
     }
 
 
-def average_precision(chances: np.ndarray, came: np.ndarray) -> float:
+def average_precision(chances: np.ndarray, arrived: np.ndarray) -> float:
     """The area under precision over recall, in steps; equal probabilities are one step. 0 if nothing came."""
     order = np.argsort(-chances, kind="stable")
-    hits = np.cumsum(came[order])
+    hits = np.cumsum(arrived[order])
     ends = np.flatnonzero(np.diff(chances[order], append=-1.0))
     calls = hits[ends]
     if not len(calls) or not calls[-1]:
@@ -163,8 +167,8 @@ def average_precision(chances: np.ndarray, came: np.ndarray) -> float:
     return float((calls / (ends + 1) * np.diff(calls, prepend=0)).sum() / calls[-1])
 
 
-def calibration_error(chances: np.ndarray, came: np.ndarray) -> float:
+def calibration_error(chances: np.ndarray, arrived: np.ndarray) -> float:
     """Mean distance, over ten equally wide bins of probability by their forecasts, of what was said from what came."""
     cell = np.minimum((chances * 10).astype(np.int64), 9)
-    said, of = (np.bincount(cell, each, 10) for each in (chances, came.astype(float)))
-    return float(np.abs(said - of).sum() / len(came))
+    said, of = (np.bincount(cell, each, 10) for each in (chances, arrived.astype(float)))
+    return float(np.abs(said - of).sum() / len(arrived))

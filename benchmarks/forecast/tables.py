@@ -21,13 +21,13 @@ Row = dict[str, Any]
 def function_table(document: dict[str, Any]) -> str:
     """Every predictor and horizon, with and without the busiest functions."""
     rows = _of(document, "function")
-    every, without = ([row for row in rows if (row["without_top"] > 0) == rest] for rest in (False, True))
+    with_busiest, without = ([row for row in rows if (row["without_top"] > 0) == rest] for rest in (False, True))
     text = (
         f"On {SAMPLE}; {DRAWN}. {document['settings']['functions'] // 2} functions on which nothing was chosen or "
-        f"trained, {every[0]['forecasts']} forecasts; in brackets without those among the ten busiest."
+        f"trained, {with_busiest[0]['forecasts']} forecasts; in brackets without those among the ten busiest."
     )
     cells = list[tuple[str, ...]]()
-    for row, rest in zip(every, without, strict=True):
+    for row, rest in zip(with_busiest, without, strict=True):
         if row["predictor"] == next(iter(NAMES)):
             never = f"{row['always_no']:.1%} ({rest['always_no']:.1%})"
             cells.append((f"{row['horizon_s']:g} s", "always no", "", "", never, "50.0% (50.0%)", ""))
@@ -40,7 +40,7 @@ def function_table(document: dict[str, Any]) -> str:
 
 
 def _gains(document: dict[str, Any]) -> str:
-    """What the mixture brings, and how well its probabilities hold."""
+    """Renders the gains of the mixture, and the calibration of its probabilities."""
     figures = document["figures"]
     mixed = [row for row in _of(document, "function") if row["predictor"] == "mix" and not row["without_top"]]
     horizons = [f"{row['horizon_s']:g}s" for row in mixed]
@@ -60,7 +60,7 @@ def popularity_table(document: dict[str, Any]) -> str:
 
 
 def time_table(document: dict[str, Any]) -> str:
-    """By the hour of both traces, and by weekday."""
+    """Renders tables by the hour of both traces, and by weekday."""
     blocks = []
     parts = (
         ("hour", "hour", f"Within 30 s, by hour, on {SAMPLE}; {DRAWN}."),
@@ -117,7 +117,7 @@ def drift_table(document: dict[str, Any]) -> str:
     )
     cells = []
     for (horizon, predictor), of in _grouped(_of(document, "drift"), "horizon_s", "predictor").items():
-        online, frozen = (next(row for row in of if row["frozen"] == wanted) for wanted in (False, True))
+        online, frozen = (next(row for row in of if row["frozen"] == is_frozen) for is_frozen in (False, True))
         losses = (f"{row['log_loss']:.4f}" for row in (online, frozen))
         cells.append((f"{horizon:g} s", NAMES[predictor], *losses))
     return "\n".join([wrapped(text), "", *table(("horizon", "predictor", "online", "frozen"), cells)])

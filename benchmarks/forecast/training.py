@@ -15,7 +15,7 @@ from cluster.forecast.lstm_training import Observations, Trainer
 BATCH = 128
 LEARNING_RATE = 2e-3
 UNSEEN_SHARE = 0.5
-"""Of a batch: taken as of functions that were not seen before, so that the shared embedding is trained."""
+"""Share of a batch that counts as of new functions, so that the shared embedding is trained."""
 
 
 class Recorder(Trainer):
@@ -33,7 +33,7 @@ class Recorder(Trainer):
 
 
 class Network(nn.Module):
-    """As in cluster/forecast/lstm_cells.py, with an embedding of each function behind the shared one."""
+    """The network of cluster/forecast/lstm_cells.py, with an embedding of each function after the shared one."""
 
     def __init__(self, functions: int) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Network(nn.Module):
         self.readout = nn.Linear(UNITS + MOMENT, 4)
 
     def forward(self, windows: torch.Tensor, moment: torch.Tensor, function: torch.Tensor) -> torch.Tensor:
-        own = self.embedding(function)[:, None].expand(-1, windows.shape[1], -1)
-        states, _ = self.layers(torch.cat([windows, own], 2))
+        embedded = self.embedding(function)[:, None].expand(-1, windows.shape[1], -1)
+        states, _ = self.layers(torch.cat([windows, embedded], 2))
         odds: torch.Tensor = self.readout(torch.cat([states[:, -1], moment], 1))
         return odds
 
@@ -59,12 +59,12 @@ class Network(nn.Module):
 
 
 def train(lots: list[Observations], steps: int, seed: int) -> Parameters:
-    """Returns the network's parameters after so many steps of Adam on batches of the observations."""
+    """Returns the network's parameters after `steps` of Adam on batches of the observations."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     numbers: dict[str, int] = {}
     function = np.array([numbers.setdefault(key, 1 + len(numbers)) for lot in lots for key in lot.keys])
-    windows, moment, came = (
+    windows, moment, arrived = (
         np.concatenate([getattr(lot, name) for lot in lots]) for name in ("windows", "moment", "came")
     )
     network = Network(len(numbers))
@@ -72,9 +72,9 @@ def train(lots: list[Observations], steps: int, seed: int) -> Parameters:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for _ in range(steps):
         batch = rng.integers(0, len(function), BATCH)
-        own = np.where(rng.random(BATCH) < UNSEEN_SHARE, 0, function[batch])
-        odds = network(*(torch.from_numpy(each) for each in (windows[batch], moment[batch], own)))
-        loss = nn.functional.binary_cross_entropy_with_logits(odds, torch.from_numpy(came[batch]))
+        embedding_index = np.where(rng.random(BATCH) < UNSEEN_SHARE, 0, function[batch])
+        odds = network(*(torch.from_numpy(each) for each in (windows[batch], moment[batch], embedding_index)))
+        loss = nn.functional.binary_cross_entropy_with_logits(odds, torch.from_numpy(arrived[batch]))
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()

@@ -1,1 +1,1 @@
-"""What the gateway adds to a call, under streams, random keys and many nodes."""
+"""Overhead of the gateway under streams, random keys and many nodes."""

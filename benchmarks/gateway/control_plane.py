@@ -1,16 +1,16 @@
-"""What many nodes cost the gateway: two workers that share a Redis, a registry on an S3 server, and 60 nodes of 2,000
-resident adapters each, beside 100 calls per second of 300 functions.
+"""Cost of many nodes in the gateway: 60 nodes of 2,000 resident adapters each, and 100 calls per second.
 
-The nodes are stubs (control_plane_nodes.py) that tell what nodes tell by the nodes' own code; moto's server stands for
-S3. All of them share the host's cores. The same load goes to an earlier release (`--before`, a commit),
-whose gateway and nodes are taken from there.
+Two gateway workers share a Redis; the registry is on an S3 server; calls go to 300 functions. The nodes are stubs
+(control_plane_nodes.py) that publish records by the nodes' own code; moto's server stands for S3. All of them share the
+host's cores. The same load goes to an earlier release (`--before`, a commit), whose gateway and nodes are taken from
+there.
 
-`redis_in_mb_s`: what Redis receives beside the calls. `record_cpu_share`: of a worker's time, without calls.
+`redis_in_mb_s`: what Redis receives during the calls. `record_cpu_share`: of a worker's time, without calls.
 `placement_cpu_p99_ms`: CPU time of one placement, in one process, without the trip to Redis. `wall_p99_ratio`: a call's
-p99 while nodes tell and adapters move, over the same with one record a second and none moving, in turn.
+p99 while nodes publish and adapters move, over the same with one record a second and none moving, in turn.
 `store_reads_s`: GET and HEAD requests that reach the S3 server, once the registry is two minutes old and each worker
 knows each function. It reads each that is in use again every five minutes, 2 a second in all, which comes after the
-rounds. Worst cases stand beside: the worker and the round that had most.
+rounds. Worst cases are the worker and the round that had most.
 """
 
 from __future__ import annotations
@@ -48,24 +48,23 @@ BEFORE = "ae654f4"
 TRACE = ROOT / "benchmarks" / "data" / "azure_functions_2019_480min.csv.gz"
 WORKERS = 2
 WARM_ROUNDS = 3
-"""Which worker takes a call is chance: after one round each knows four of five functions, after these almost all."""
+"""Rounds after which each worker knows almost all functions; after one it knows four of five."""
 PACE, REST = {"moving": True, "interval": 0.2}, {"moving": False, "interval": 1.0}
 
 
 @dataclass
 class Plane:
-    """One release's gateway and nodes, and what they share."""
+    """The gateway and the nodes of one release, and what they share."""
 
     gateway: str
     control: str
     key: str
     pids: list[int]
-    """Of the gateway's workers."""
     redis: RedisServer
     s3_log: Path
 
-    def pace(self, wanted: dict[str, Any]) -> None:
-        httpx.post(self.control + "/pace", json=wanted, timeout=60).raise_for_status()
+    def pace(self, pace: dict[str, Any]) -> None:
+        httpx.post(self.control + "/pace", json=pace, timeout=60).raise_for_status()
 
     def redis_in(self) -> float:
         with self.redis.client as client:
@@ -94,8 +93,8 @@ def plane(tree: Path, model: Path, root: Path, settings: dict[str, Any]) -> Iter
         gateway = stack.enter_context(
             gateway_process(model, registry, root, tree=tree, workers=WORKERS, redis=redis.url)
         )
-        command, wanted = _nodes(settings, gateway.url, gateway.secret, root, base, model)
-        nodes = stack.enter_context(process(command, wanted, root / "nodes.log", tree))
+        command, nodes_config = _nodes(settings, gateway.url, gateway.secret, root, base, model)
+        nodes = stack.enter_context(process(command, nodes_config, root / "nodes.log", tree))
         assert nodes.stdout is not None
         control = nodes.stdout.readline().decode().strip()
         gateway.wait_until_ready()
@@ -110,19 +109,21 @@ def _is_worker(pid: int) -> bool:
 def _nodes(
     settings: dict[str, Any], url: str, secret: str, root: Path, base: Any, model: Path, placements: int = 0
 ) -> tuple[list[str], bytes]:
-    wanted = {
+    nodes_config = {
         "gateway": url, "secret": secret, "secret_file": str(root / "secret"), "base": base.fingerprint,
         "base_id": base.id, "model_dir": str(model), "trace": str(TRACE), "nodes": settings["nodes"],
         "residents": settings["residents"], "calls_s": settings["calls_s"], "placements": placements,
     }  # fmt: skip
-    return ["-P", str(ROOT / "benchmarks" / "gateway" / "control_plane_nodes.py")], json.dumps(wanted).encode() + b"\n"
+    return ["-P", str(ROOT / "benchmarks" / "gateway" / "control_plane_nodes.py")], json.dumps(
+        nodes_config
+    ).encode() + b"\n"
 
 
-async def calls(found: Plane, settings: dict[str, Any]) -> dict[str, float]:
+async def calls(target: Plane, settings: dict[str, Any]) -> dict[str, float]:
     """An open loop: each call begins at its time, however long others take."""
     times, errors = list[float](), 0
     connector = aiohttp.TCPConnector(limit=0)
-    headers = {"authorization": f"Bearer {found.key}"}
+    headers = {"authorization": f"Bearer {target.key}"}
     body = {"prompt": "hello", "max_tokens": 1}
     count, begin = int(settings["calls_s"] * settings["seconds"]), time.monotonic()
 
@@ -133,7 +134,7 @@ async def calls(found: Plane, settings: dict[str, Any]) -> dict[str, float]:
             await asyncio.sleep(max(0.0, begin + number / settings["calls_s"] - time.monotonic()))
             sent, name = time.monotonic(), f"f{number * 7 % settings['functions']:05d}"
             try:
-                async with session.post(f"{found.gateway}/invoke/{name}", json=body) as reply:
+                async with session.post(f"{target.gateway}/invoke/{name}", json=body) as reply:
                     await reply.read()
                     errors += reply.status != 200
             except aiohttp.ClientError:
@@ -151,36 +152,36 @@ async def calls(found: Plane, settings: dict[str, Any]) -> dict[str, float]:
 
 def measure(tree: Path, which: str, model: Path, root: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    with plane(tree, model, root, settings) as found:
+    with plane(tree, model, root, settings) as target:
         time.sleep(settings["settle"])  # of a registry that is new no name is believed for long yet
         for _ in range(WARM_ROUNDS):  # every function is known then to each worker, and every connection made
-            asyncio.run(calls(found, settings))
+            asyncio.run(calls(target, settings))
         for number in range(settings["rounds"]):
             for what, pace in (("moving", PACE), ("rest", REST)):
-                found.pace(pace)
+                target.pace(pace)
                 time.sleep(2.0)
-                received, reads, begin = found.redis_in(), found.reads(), time.monotonic()
-                row = asyncio.run(calls(found, settings))
+                received, reads, begin = target.redis_in(), target.reads(), time.monotonic()
+                row = asyncio.run(calls(target, settings))
                 span = time.monotonic() - begin
                 rows.append({
                     "tree": which, "round": number, "what": what, **row,
-                    "redis_in_mb_s": (found.redis_in() - received) / span / 1e6,
-                    "store_reads_s": (found.reads() - reads) / span,
+                    "redis_in_mb_s": (target.redis_in() - received) / span / 1e6,
+                    "store_reads_s": (target.reads() - reads) / span,
                 })  # fmt: skip
-            found.pace(PACE)
+            target.pace(PACE)
             time.sleep(2.0)
-            received, cpu, begin = found.redis_in(), found.cpu(), time.monotonic()
+            received, cpu, begin = target.redis_in(), target.cpu(), time.monotonic()
             time.sleep(settings["seconds"])
             span = time.monotonic() - begin
-            shares = [(after - before) / span for before, after in zip(cpu, found.cpu(), strict=True)]
+            shares = [(after - before) / span for before, after in zip(cpu, target.cpu(), strict=True)]
             rows.append({
                 "tree": which, "round": number, "what": "records",
-                "redis_in_mb_s": (found.redis_in() - received) / span / 1e6,
+                "redis_in_mb_s": (target.redis_in() - received) / span / 1e6,
                 "cpu_share_mean": sum(shares) / len(shares), "cpu_share_most": max(shares),
             })  # fmt: skip
     base = load_base_model(model, model.name)
-    wanted = _nodes(settings, "http://127.0.0.1:1", "x" * 43, root, base, model, settings["placements"])
-    with process(*wanted, root / "placements.log", tree) as placing:
+    placements = _nodes(settings, "http://127.0.0.1:1", "x" * 43, root, base, model, settings["placements"])
+    with process(*placements, root / "placements.log", tree) as placing:
         assert placing.stdout is not None
         line = placing.stdout.readline()
         if not line:
@@ -194,7 +195,7 @@ def figures_of(rows: list[dict[str, Any]], which: str, suffix: str) -> dict[str,
         return [row[name] for row in rows if row["tree"] == which and row["what"] == what]
 
     ratios = [a / b for a, b in zip(column("moving", "p99_ms"), column("rest", "p99_ms"), strict=True)]
-    found = {
+    figures = {
         "redis_in_mb_s": median(column("moving", "redis_in_mb_s")),
         "redis_in_mb_s_most": max(column("moving", "redis_in_mb_s")),
         "record_cpu_share": median(column("records", "cpu_share_mean")),
@@ -208,20 +209,20 @@ def figures_of(rows: list[dict[str, Any]], which: str, suffix: str) -> dict[str,
         "store_reads_s_most": max(column("moving", "store_reads_s")),
         "errors": sum(column("moving", "errors")) + sum(column("rest", "errors")),
     }
-    return {name + suffix: value for name, value in found.items()}
+    return {name + suffix: value for name, value in figures.items()}
 
 
 @contextmanager
 def trees(before: str) -> Iterator[dict[str, Path]]:
     """The earlier release as a folder, and this one."""
     with tempfile.TemporaryDirectory() as root:
-        found = {"after": ROOT}
+        folders = {"after": ROOT}
         if before:
             packed = subprocess.run(["git", "archive", before], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
             with tarfile.open(fileobj=BytesIO(packed)) as archive:
                 archive.extractall(root, filter="data")
-            found = {"before": Path(root), "after": ROOT}
-        yield found
+            folders = {"before": Path(root), "after": ROOT}
+        yield folders
 
 
 def main() -> None:
@@ -237,8 +238,8 @@ def main() -> None:
         settings |= {"nodes": 4, "residents": 50, "functions": 10, "calls_s": 10.0, "seconds": 1.0, "rounds": 1}
         settings |= {"placements": 50, "settle": 0, "before": ""}
     probe, begin, rows = ContentionProbe(), time.monotonic(), list[dict[str, Any]]()
-    with trees(settings["before"]) as found, tempfile.TemporaryDirectory() as root:
-        for which, tree in found.items():
+    with trees(settings["before"]) as folders, tempfile.TemporaryDirectory() as root:
+        for which, tree in folders.items():
             rows += measure(tree, which, options.model.resolve(), Path(root) / which, settings)
     settings |= {**probe.values(), "took_s": round(time.monotonic() - begin)}
     figures = figures_of(rows, "after", "")

@@ -1,8 +1,8 @@
 """Many nodes without engines in one process: each has its API process's registry and publisher, and 2,000 adapters.
 
-Run by path with PYTHONPATH set to the tree that is measured, so that it may be of another release: what is told, and
-how, is that tree's own code. Which adapters come to the device and go is drawn by the weights of Azure's functions.
-`--place` reckons the CPU time of placements instead, over the same registries and a state in memory.
+Run by path with PYTHONPATH set to the tree that is measured, so that it may be of another release: records are made and
+published by that tree's own code. Which adapters come to the device and go is drawn by the weights of Azure's
+functions. `--place` reckons the CPU time of placements instead, over the same registries and a state in memory.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ except ImportError:  # of the earlier release
     from cluster.messages import Resident  # type: ignore[attr-defined,no-redef]
 
 TELLS_CHANGES = hasattr(RequestRegistry, "news")
-"""Of a release whose records are sums and changes. What differs has no one type: registry and state are Any here."""
+"""True for a release whose records are sums and changes. Types differ by release: registry and state are Any."""
 ON_DEVICE = 64
 SPARE = 1.2
 """Adapters that a node's callers ask for, for each that it holds."""
 RUN_SECONDS = 0.2
-"""That a drawn call holds its adapter."""
 TIMING = Timing(queue=0.0, prefill=0.0, total=0.0, cold_start=ColdStart("none", "none", 0.0, 0.0))
 
 
@@ -94,14 +93,14 @@ class Node:
         """A drawn call: its adapter comes to the device, if need be through host memory."""
         (digest,) = self.draw.choices(self.population, cum_weights=self.weights)
         now, touched = time.monotonic(), [digest]
-        for tier, most in ((self.host, len(self.host)), (self.device, ON_DEVICE)):
+        for tier, capacity in ((self.host, len(self.host)), (self.device, ON_DEVICE)):
             tier[digest] = None
             tier.move_to_end(digest)
-            if len(tier) > most:
-                gone, _ = tier.popitem(last=False)
-                touched.append(gone)
+            if len(tier) > capacity:
+                evicted, _ = tier.popitem(last=False)
+                touched.append(evicted)
                 if tier is self.host:
-                    self.device.pop(gone, None)
+                    self.device.pop(evicted, None)
         ended = [name for name, end in self.used.items() if end <= now]
         for name in ended:
             del self.used[name]
@@ -118,7 +117,7 @@ class Node:
                 self.residents.pop(digest, None)
 
     def tell(self) -> None:
-        """The engine's next picture."""
+        """Publishes the next snapshot of the engine."""
         count = len(self.used)
         stats = Stats(
             running=count, queued=0, kv_blocks_free=4000 - 20 * count, adapter_bytes_free=1 << 30,
@@ -135,12 +134,12 @@ class Node:
             self.registry.changed.set()
 
     async def generate(self, request: web.Request) -> web.Response:
-        asked = msgspec.msgpack.decode(await request.read(), type=GenerateRequest)
-        self.received(asked)
+        call = msgspec.msgpack.decode(await request.read(), type=GenerateRequest)
+        self.received(call)
         events: tuple[Event, ...] = (
             Started(node="stub", cold_start="none"),
             Token(text="x", token_ids=[1], index=0),
-            Done("length", len(asked.token_ids), 1, 0, TIMING),
+            Done("length", len(call.token_ids), 1, 0, TIMING),
         )
         return web.Response(body=b"".join(encode_event(event) for event in events))
 
@@ -164,10 +163,10 @@ class Nodes:
 
     async def pace(self, request: web.Request) -> web.Response:
         """`moving`: adapters come and go; `interval`: seconds between two records."""
-        wanted: dict[str, Any] = await request.json()
-        self.moving = bool(wanted["moving"])
+        pace: dict[str, Any] = await request.json()
+        self.moving = bool(pace["moving"])
         for node in self.all:
-            node.publisher._interval = float(wanted["interval"])
+            node.publisher._interval = float(pace["interval"])
         return web.Response()
 
     async def _publish(self, node: Node, share: float) -> None:
@@ -175,10 +174,10 @@ class Nodes:
         await node.publisher.run()
 
     async def _move(self) -> None:
-        draw, due = random.Random(0), time.monotonic()
+        draw, next_at = random.Random(0), time.monotonic()
         while True:
-            due += 1 / self.wanted.calls_s
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            next_at += 1 / self.wanted.calls_s
+            await asyncio.sleep(max(0.0, next_at - time.monotonic()))
             if self.moving:
                 draw.choice(self.all).call()
 
@@ -202,27 +201,27 @@ def trace_weights(file: Path) -> list[float]:
     return [count for count in sums if count]
 
 
-async def placements(wanted: Wanted) -> dict[str, float]:
+async def placements(nodes_config: Wanted) -> dict[str, float]:
     """Milliseconds of CPU of one placement, between records that come at the rate of the nodes."""
-    nodes = Nodes(wanted).all
+    nodes = Nodes(nodes_config).all
     state: Any = MemoryClusterState(time.monotonic, expiry=1e9)
     policy = make_policy("rank_aware")
-    known = [-1] * len(nodes)
+    last_sent = [-1] * len(nodes)
 
     async def publish(index: int) -> None:
         registry = nodes[index].registry
         if TELLS_CHANGES:
-            news = registry.news(known[index])
+            news = registry.news(last_sent[index])
             assert await state.publish(news) == "taken"
-            known[index] = news.changes.at
+            last_sent[index] = news.changes.at
         else:
             await state.publish(registry.record())
 
     for index, node in enumerate(nodes):
         node.registry.url = "http://127.0.0.1:1"
         await publish(index)
-    draw, spent = random.Random(1), list[float]()
-    for number in range(wanted.placements):
+    draw, cpu_ms = random.Random(1), list[float]()
+    for number in range(nodes_config.placements):
         for _ in range(3):  # 300 records a second beside 100 calls
             index = draw.randrange(len(nodes))
             nodes[index].call()
@@ -233,20 +232,20 @@ async def placements(wanted: Wanted) -> dict[str, float]:
             expected_tokens=50.0,
         )  # fmt: skip
         begin = time.thread_time()
-        placed = await place(state, policy, wanted.base, request, trace=Trace())
-        spent.append(1e3 * (time.thread_time() - begin))
+        placed = await place(state, policy, nodes_config.base, request, trace=Trace())
+        cpu_ms.append(1e3 * (time.thread_time() - begin))
         await state.release(placed.node_id, request.id)
-    spent.sort()
-    return {"p50_ms": spent[len(spent) // 2], "p99_ms": spent[int(0.99 * len(spent))], "most_ms": spent[-1]}
+    cpu_ms.sort()
+    return {"p50_ms": cpu_ms[len(cpu_ms) // 2], "p99_ms": cpu_ms[int(0.99 * len(cpu_ms))], "most_ms": cpu_ms[-1]}
 
 
 def main() -> None:
-    wanted = msgspec.json.decode(sys.stdin.buffer.readline(), type=Wanted)
+    nodes_config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Wanted)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if wanted.placements:
-            print(json.dumps(runner.run(placements(wanted))), flush=True)
+        if nodes_config.placements:
+            print(json.dumps(runner.run(placements(nodes_config))), flush=True)
         else:
-            runner.run(Nodes(wanted).serve())
+            runner.run(Nodes(nodes_config).serve())
 
 
 if __name__ == "__main__":

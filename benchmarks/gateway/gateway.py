@@ -1,11 +1,11 @@
-"""What the gateway adds: the same client calls a stub node directly and through the gateway, in turn.
+"""Latency that the gateway adds: the same client calls a stub node directly and through the gateway, in turn.
 
 `added_*`: a percentile through the gateway less the same percentile without it, for the time to the first token and for
 the gap between two tokens; `added_p50_ms` and `added_p99_ms` are the larger of both. Two gateway workers, which share
 a Redis, unless `--workers 1` is asked for; client, stub node and Redis use the same cores.
 
-Where the host of a virtual machine gives its cores to others, a round tells of them. Every round counts all the same;
-figures of the rounds in which it took next to nothing stand beside (benchmarks/gateway/rounds.py).
+Where the host of a virtual machine gives its cores to others, a round says so. Every round counts all the same;
+rounds.py has the figures of rounds in which it took next to nothing, too.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ RATE = 20.0
 """Tokens per second of one stream."""
 PREFILL = 0.02
 CALLERS = 32
-"""Of the closed loop of calls of one token, which gives `rps`."""
 
 
-async def measure(found: Rig, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+async def measure(rig: Rig, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, float]]:
     rows: list[dict[str, Any]] = [
-        {"round": number, "server": server, **await _steady(found, server, settings)}
+        {"round": number, "server": server, **await _steady(rig, server, settings)}
         for number in range(settings["rounds"])
         for server in ("direct", "gateway")
     ]
     figures = figures_of(rows)
-    figures["rps"] = await _rps(found, settings["rps_seconds"])
-    figures["idle_streams_held"] = await _idle(found, settings["idle_streams"], settings["idle_seconds"])
+    figures["rps"] = await _rps(rig, settings["rps_seconds"])
+    figures["idle_streams_held"] = await _idle(rig, settings["idle_streams"], settings["idle_seconds"])
     return rows, figures
 
 
-async def _steady(found: Rig, server: str, settings: dict[str, Any]) -> dict[str, float]:
-    async with found.streams(found.stub if server == "direct" else found.gateway) as streams:
-        begin, stolen = _worker_seconds(found.pid), _stolen_seconds()
+async def _steady(rig: Rig, server: str, settings: dict[str, Any]) -> dict[str, float]:
+    async with rig.streams(rig.stub if server == "direct" else rig.gateway) as streams:
+        begin, stolen = _worker_seconds(rig.pid), _stolen_seconds()
         samples = await steady(streams, settings["streams"], settings["tokens"], 1 / RATE, settings["seconds"])
     good = [sample for sample in samples if not sample.error]
     gaps = [after - before for sample in good for before, after in pairwise(sample.times)]
@@ -56,7 +55,7 @@ async def _steady(found: Rig, server: str, settings: dict[str, Any]) -> dict[str
         "requests": len(samples),
         "errors": len(samples) - len(good),
         "tok_s": sum(len(sample.times) for sample in good) / span,
-        "gateway_cpu_share": (_worker_seconds(found.pid) - begin) / span,
+        "gateway_cpu_share": (_worker_seconds(rig.pid) - begin) / span,
         "stolen_share": (_stolen_seconds() - stolen) / span / (os.cpu_count() or 1),
         **percentiles("ttft", [sample.ttft for sample in good]),
         **percentiles("gap", gaps),
@@ -64,18 +63,18 @@ async def _steady(found: Rig, server: str, settings: dict[str, Any]) -> dict[str
     }
 
 
-async def _rps(found: Rig, seconds: float) -> float:
+async def _rps(rig: Rig, seconds: float) -> float:
     """Calls of one token, streamed, per second: each caller calls again as soon as it is answered."""
-    async with found.streams(found.gateway) as streams:
+    async with rig.streams(rig.gateway) as streams:
         samples = await steady(streams, CALLERS, 1, 0.0, seconds)
     if any(sample.error for sample in samples):
         raise RuntimeError(f"calls failed: { ({sample.error for sample in samples}) }")
     return len(samples) / (max(sample.end for sample in samples) - min(sample.sent for sample in samples))
 
 
-async def _idle(found: Rig, count: int, seconds: float) -> float:
+async def _idle(rig: Rig, count: int, seconds: float) -> float:
     """Streams that are open at once, between two tokens, and then end as they should."""
-    async with found.streams(found.gateway) as streams:
+    async with rig.streams(rig.gateway) as streams:
         calls: list[asyncio.Task[Sample]] = []
         for number in range(count):
             calls.append(asyncio.create_task(streams.call(2, seconds)))
@@ -88,7 +87,7 @@ async def _idle(found: Rig, count: int, seconds: float) -> float:
 
 
 def _stolen_seconds() -> float:
-    """Of all processors, by the host of this virtual machine."""
+    """Returns the seconds of all processors that the host of this virtual machine took away."""
     return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / 100
 
 

@@ -1,7 +1,7 @@
-"""A valid caller beside a flood of random keys of the right form: its time to the first token alone, and beside it.
+"""Time to the first token of a valid caller, alone and during a flood of random keys of the right form.
 
 The flood calls a gateway that stands before a stub node with a new key each time, of tenants that exist, tenants that
-don't and of administrators, at a fixed rate from a process of its own. Both run in turn, so that what changes on the
+don't and of administrators, at a fixed rate from a separate process. Both run in turn, so that what changes on the
 host in between touches both alike. `flood_rps` is what was reached: refused callers wait in the gateway for 50 ms.
 """
 
@@ -30,7 +30,6 @@ from benchmarks.gateway.rig import Rig, rig, steady
 CONNECTIONS = 200
 OWNERS = ("bench", "nobody", None, "somebody")
 FLOOD_SECONDS = 600.0
-"""After which a flood ends that nobody ended."""
 GAP = 0.01
 """Seconds between two tokens of the stub node."""
 
@@ -41,14 +40,14 @@ class Flood(msgspec.Struct):
     seconds: float
 
 
-async def flood(wanted: Flood) -> dict[str, float]:
+async def flood(target: Flood) -> dict[str, float]:
     """Calls per second by status, and in all."""
-    place, statuses, begin = urlsplit(wanted.url), Counter[str](), time.monotonic()
-    due = (begin + number / wanted.rate for number in range(int(wanted.rate * wanted.seconds)))
+    place, statuses, begin = urlsplit(target.url), Counter[str](), time.monotonic()
+    schedule = (begin + number / target.rate for number in range(int(target.rate * target.seconds)))
 
     async def connection(owners: Iterator[str | None]) -> None:
         reader, writer = await asyncio.open_connection(place.hostname, place.port)
-        for when in due:  # shared: whoever is free takes the next one
+        for when in schedule:  # shared: whoever is free takes the next one
             await asyncio.sleep(max(0.0, when - time.monotonic()))
             key = new_key(next(owners))[0]
             writer.write(f"GET /functions HTTP/1.1\r\nhost: {place.netloc}\r\nx-api-key: {key}\r\n\r\n".encode())
@@ -66,42 +65,42 @@ async def flood(wanted: Flood) -> dict[str, float]:
     return {"flood_rps": statuses.total() / span, **rates}
 
 
-async def _valid(found: Rig, settings: dict[str, Any]) -> dict[str, float]:
-    async with found.streams(found.gateway) as streams:
+async def _valid(gateway: Rig, settings: dict[str, Any]) -> dict[str, float]:
+    async with gateway.streams(gateway.gateway) as streams:
         samples = await steady(streams, settings["streams"], settings["tokens"], GAP, settings["seconds"])
     good = [sample for sample in samples if not sample.error]
     errors = len(samples) - len(good)
     return {"requests": len(samples), "errors": errors, **percentiles("ttft", [sample.ttft for sample in good])}
 
 
-def measure(found: Rig, settings: dict[str, Any], log: Path) -> list[dict[str, Any]]:
+def measure(gateway: Rig, settings: dict[str, Any], log: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number in range(settings["rounds"]):
-        rows.append({"round": number, "beside": "nothing", **asyncio.run(_valid(found, settings))})
-        wanted = Flood(found.gateway, settings["rate"], settings["seconds"] + 1)
-        with process(["-m", "benchmarks.gateway.random_keys", "--flood"], msgspec.json.encode(wanted), log) as sender:
+        rows.append({"round": number, "beside": "nothing", **asyncio.run(_valid(gateway, settings))})
+        target = Flood(gateway.gateway, settings["rate"], settings["seconds"] + 1)
+        with process(["-m", "benchmarks.gateway.random_keys", "--flood"], msgspec.json.encode(target), log) as sender:
             time.sleep(0.5)  # the flood has begun
-            beside = asyncio.run(_valid(found, settings))
+            row = asyncio.run(_valid(gateway, settings))
             assert sender.stdout is not None
-            rows.append({"round": number, "beside": "flood", **beside, **json.loads(sender.stdout.readline())})
+            rows.append({"round": number, "beside": "flood", **row, **json.loads(sender.stdout.readline())})
     return rows
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     figures = {}
-    for beside in ("nothing", "flood"):
-        mine = [row for row in rows if row["beside"] == beside]
+    for case in ("nothing", "flood"):
+        mine = [row for row in rows if row["beside"] == case]
         for name in ("ttft_p50_ms", "ttft_p99_ms"):
-            figures[f"{name}_beside_{beside}"] = sorted(row[name] for row in mine)[len(mine) // 2]
-        figures[f"errors_beside_{beside}"] = sum(row["errors"] for row in mine)
+            figures[f"{name}_beside_{case}"] = sorted(row[name] for row in mine)[len(mine) // 2]
+        figures[f"errors_beside_{case}"] = sum(row["errors"] for row in mine)
     figures["flood_rps"] = min(row["flood_rps"] for row in rows if row["beside"] == "flood")
     return figures
 
 
 def main() -> None:
     if sys.argv[1:] == ["--flood"]:
-        wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Flood)
-        print(json.dumps(asyncio.run(asyncio.wait_for(flood(wanted), FLOOD_SECONDS))), flush=True)
+        target = msgspec.json.decode(sys.stdin.buffer.read(), type=Flood)
+        print(json.dumps(asyncio.run(asyncio.wait_for(flood(target), FLOOD_SECONDS))), flush=True)
         return
     parser = arguments(__doc__ or "", SMOLLM2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -114,8 +113,8 @@ def main() -> None:
         settings |= {"streams": 4, "seconds": 1.0, "rounds": 1, "rate": 200.0}
     adapter = example_adapter(options.model)
     probe, begin = ContentionProbe(), time.monotonic()
-    with tempfile.TemporaryDirectory() as root, rig(options.model, adapter, Path(root), GAP, GAP) as found:
-        rows = measure(found, settings, Path(root) / "flood.log")
+    with tempfile.TemporaryDirectory() as root, rig(options.model, adapter, Path(root), GAP, GAP) as gateway:
+        rows = measure(gateway, settings, Path(root) / "flood.log")
     settings |= {**probe.values(), "took_s": round(time.monotonic() - begin)}
     publish(report("random_keys", settings, options.seed, rows, figures_of(rows)), options.json)
 

@@ -31,11 +31,10 @@ class Rig:
     stub: str
     key: str
     pid: int
-    """Of the gateway."""
 
     @asynccontextmanager
     async def streams(self, url: str) -> AsyncIterator[Streams]:
-        """From one of both servers, which answer alike."""
+        """Yields streams from the gateway or the stub, which answer alike."""
         streams = Streams(url, NAME, self.key)
         try:
             yield streams
@@ -57,16 +56,16 @@ def rig(
         line = msgspec.json.encode(config) + b"\n"
         with process(["-m", "benchmarks.gateway.stub_node"], line, root / "stub.log") as node:
             assert node.stdout is not None
-            found = Rig(gateway.url, node.stdout.readline().decode().strip(), key, gateway.process.pid)
+            running = Rig(gateway.url, node.stdout.readline().decode().strip(), key, gateway.process.pid)
             gateway.wait_until_ready()
-            _deploy(found, adapter)
-            yield found
+            _deploy(running, adapter)
+            yield running
 
 
-def _deploy(found: Rig, adapter: Path) -> None:
+def _deploy(running: Rig, adapter: Path) -> None:
     files = {name: (adapter / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
-    headers = {"authorization": f"Bearer {found.key}"}
-    httpx.post(f"{found.gateway}/deploy/{NAME}", files=files, headers=headers, timeout=60).raise_for_status()
+    headers = {"authorization": f"Bearer {running.key}"}
+    httpx.post(f"{running.gateway}/deploy/{NAME}", files=files, headers=headers, timeout=60).raise_for_status()
 
 
 async def steady(streams: Streams, count: int, tokens: int, gap: float, seconds: float) -> list[Sample]:

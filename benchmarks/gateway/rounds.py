@@ -1,7 +1,7 @@
-"""What the gateway adds, from the rounds of gateway.py. A round is two rows: a direct run, then the gateway's.
+"""Latency that the gateway adds, from the rounds of gateway.py. A round is two rows: a direct run, then the gateway's.
 
-The headline counts all rounds. Beside it stand the figures of the *calm* rounds (`calm_*`), of which the host of the
-virtual machine took at most MOST_STOLEN of the processors' time in either run.
+The headline counts all rounds. In *calm* rounds (`calm_*`) the host of the virtual machine took at most MAX_STOLEN of
+the processors' time in either run.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 MOST_STOLEN = 0.05
 KINDS = ("ttft", "gap", "delay")
 SHARES = (50, 99)
-"""Percentiles of a round."""
 
 Round = tuple[dict[str, Any], dict[str, Any]]
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Medians over all rounds, the worst round beside each (`*_max_ms`), and medians over the calm rounds."""
+    """Returns medians over all rounds, the worst round of each (`*_max_ms`), and medians over the calm rounds."""
     rounds = list(pairs(rows))
     calm = [both for both in rounds if max(row["stolen_share"] for row in both) <= MOST_STOLEN]
     figures: dict[str, float] = {}

@@ -80,7 +80,7 @@ class Streams:
 
 
 class _Connection(asyncio.Protocol):
-    """One request after another; httptools calls the methods that begin with `on_`."""
+    """A connection with one request after another; httptools calls the methods that begin with `on_`."""
 
     def __init__(self, delays: list[float]) -> None:
         self._delays = delays

@@ -39,11 +39,10 @@ class StubConfig(msgspec.Struct, frozen=True):
     gap: float
     """Seconds between two tokens."""
     prefill: float
-    """Seconds before the first one."""
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """Of a client's call."""
+    """Fields of a client's call."""
 
     max_tokens: int
     timeout: float
@@ -57,13 +56,13 @@ class _Event(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Stream:
-    """One answer under way."""
+    """An answer that is being sent."""
 
     token: Callable[[int, str], bytes]
     end: bytes
     count: int
     begin: float
-    """By the event loop's clock: when the first token is due."""
+    """time of the first token by the event loop's clock"""
     gap: float
     index: int = 0
 
@@ -75,13 +74,13 @@ class Stub:
         self._seq = 0
 
     def answer(self, path: bytes, body: bytes, now: float) -> tuple[bytes, _Stream]:
-        """What is sent at once, and what is sent in time."""
+        """Returns what is sent at once, and the stream of the rest."""
         if path == b"/generate":
-            asked = msgspec.msgpack.decode(body, type=GenerateRequest)
-            self._received = self._received.with_one(asked.place)
+            request = msgspec.msgpack.decode(body, type=GenerateRequest)
+            self._received = self._received.with_one(request.place)
             head = HEAD % b"application/octet-stream" + _chunk(encode_event(Started(node="stub", cold_start="none")))
-            end = encode_event(Done("length", 1, asked.max_tokens, 0, TIMING))
-            return head, self._stream(_frame, end, asked.max_tokens, asked.timeout, now)
+            end = encode_event(Done("length", 1, request.max_tokens, 0, TIMING))
+            return head, self._stream(_frame, end, request.max_tokens, request.timeout, now)
         called = msgspec.json.decode(body, type=_Asked)
         end = b'event: done\ndata: {"usage":{"completion_tokens":%d}}\n\n' % called.max_tokens
         return HEAD % b"text/event-stream", self._stream(_sse, end, called.max_tokens, called.timeout, now)
@@ -94,7 +93,7 @@ class Stub:
         return _Stream(token, end, count, now + self.config.prefill, gap)
 
     async def publish(self) -> None:
-        """Until cancelled. The gateway may not be there yet."""
+        """Publishes records until cancelled. The gateway may not be there yet."""
         headers = {**authorization(self.config.secret), "content-type": "application/msgpack"}
         async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=2)) as session:
             while True:
@@ -114,7 +113,7 @@ class Stub:
 
 
 class _Connection(asyncio.Protocol):
-    """One request after another; httptools calls the methods that begin with `on_`."""
+    """A connection with one request after another; httptools calls the methods that begin with `on_`."""
 
     def __init__(self, stub: Stub) -> None:
         self._stub = stub
@@ -145,13 +144,13 @@ class _Connection(asyncio.Protocol):
         self._timer = self._loop.call_at(stream.begin, self._send, stream)
 
     def _send(self, stream: _Stream) -> None:
-        told = _chunk(stream.token(stream.index, repr(time.monotonic())))
+        chunk = _chunk(stream.token(stream.index, repr(time.monotonic())))
         stream.index += 1
         if stream.index < stream.count:
-            self._transport.write(told)
+            self._transport.write(chunk)
             self._timer = self._loop.call_at(stream.begin + stream.index * stream.gap, self._send, stream)
         else:
-            self._transport.write(told + _chunk(stream.end) + END)
+            self._transport.write(chunk + _chunk(stream.end) + END)
 
 
 def _chunk(body: bytes) -> bytes:

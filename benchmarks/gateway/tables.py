@@ -12,7 +12,7 @@ ADDED = {"ttft": "time to first token", "gap": "gap between two tokens", "delay"
 
 
 def gateway_table(document: dict[str, Any]) -> str:
-    """Medians over all rounds, the worst round, and the calm rounds beside them."""
+    """Renders medians over all rounds, the worst round, and the calm rounds."""
     settings, figures = document["settings"], document["figures"]
     added = figures_of(document["rows"])
     servers = "workers that share a Redis" if settings["workers"] > 1 else "worker"
@@ -43,8 +43,8 @@ def random_keys_table(document: dict[str, Any]) -> str:
     """Medians over the rounds, and the worst of them."""
     settings = document["settings"]
     rows = []
-    for beside, title in (("nothing", "alone"), ("flood", "beside the flood")):
-        mine = [row for row in document["rows"] if row["beside"] == beside]
+    for case, title in (("nothing", "alone"), ("flood", "beside the flood")):
+        mine = [row for row in document["rows"] if row["beside"] == case]
         cells = (
             f"{median(row[name] for row in mine):.0f} ms ({max(row[name] for row in mine):.0f} ms)"
             for name in ("ttft_p50_ms", "ttft_p99_ms")
@@ -73,9 +73,9 @@ def control_plane_table(document: dict[str, Any]) -> str:
     """Medians over the rounds, and the worst of them."""
     settings, figures = document["settings"], document["figures"]
     rows = []
-    for name, title, unit, aim, most in PLANE:
+    for name, title, unit, aim, worst in PLANE:
         cells = (
-            f"{figures[name + tree]:.2f} {unit} ({figures[most + tree]:.2f})".replace("  ", " ")
+            f"{figures[name + tree]:.2f} {unit} ({figures[worst + tree]:.2f})".replace("  ", " ")
             for tree in ("_before", "")
         )
         rows.append((title, *cells, f"{aim:g} {unit}".strip()))

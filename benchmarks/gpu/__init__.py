@@ -1,1 +1,1 @@
-"""What runs on a GPU: correctness, steps, cold starts, a service; and the planner replayed on its reports."""
+"""Studies of a GPU: correctness, steps, cold starts, a service; and the planner replayed on its reports."""

@@ -1,4 +1,4 @@
-"""What the GPU's cold starts are compared with: handoffs that the host waits for, and adapters by plain torch."""
+"""Baselines of the GPU's cold starts: handoffs that the host waits for, and adapters by plain torch."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class SyncedPass:
         self._pool = pool
 
     def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> SyncedHandoff | None:
-        found = WorkerPool.open(self._pool, x.cpu(), segments, layer, group)
-        return None if found is None else SyncedHandoff(found, x.device)
+        handoff = WorkerPool.open(self._pool, x.cpu(), segments, layer, group)
+        return None if handoff is None else SyncedHandoff(handoff, x.device)
 
     def end(self) -> None:
         return None

@@ -45,7 +45,7 @@ def draw_cases(count: int, seed: int, device: str, widest: int = 4200, largest_r
 
 
 def _draw_width(rng: random.Random, widest: int) -> int:
-    """Often a multiple of 16: Triton compiles for that as a case of its own."""
+    """Draws a width, often a multiple of 16, which Triton compiles separately."""
     width = rng.randint(1, widest)
     return width if rng.random() < 0.3 else max(16, width // 16 * 16)
 

@@ -1,4 +1,4 @@
-"""One engine on a GPU, many adapters in pinned host memory, and the calls that cold_starts.py takes the time of."""
+"""An engine on a GPU, many adapters in pinned host memory, and the calls that cold_starts.py times."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Bench:
             Calibration(self.engine.engine, self.engine.base).measure(kind, PLANS)
 
     def settle(self) -> None:
-        """Until all loads have ended: a first token may be there before."""
+        """Waits until all loads have ended, which may be after the first token. Raises TimeoutError."""
         deadline = time.monotonic() + 60.0
         while self.engine.engine.store.loads_in_flight:
             self.engine.step()
@@ -117,13 +117,13 @@ class Bench:
             for prompt, adapter in zip(prompts, adapters, strict=True)
         ]
         engine.run(limit=60.0)
-        found = []
+        results = []
         for call in calls:
             outcome = engine.outcomes.pop(call)
             if outcome.finished is None or outcome.finished.reason != "length":
                 raise RuntimeError(f"a call ended with {outcome.finished}")
-            found.append((outcome.times[0] - begin, outcome.tokens, outcome.logprobs, outcome.finished.cold_start))
-        return found
+            results.append((outcome.times[0] - begin, outcome.tokens, outcome.logprobs, outcome.finished.cold_start))
+        return results
 
     def ttft(self, name: str, adapters: Sequence[Adapter], prompts: Sequence[list[int]]) -> float:
         if name != "cached":
@@ -163,8 +163,8 @@ def build(root: Path, shape: str, device: str, ranks: dict[int, int], seed: int,
 def all_handed_over(bench: Bench) -> Iterator[None]:
     """Every layer of a cold prompt is for the CPU workers, and its load takes longer than that."""
     starts, layers = bench.engine.engine.cold_start, bench.engine.base.num_layers
-    usual, every = starts.plan, Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)
-    starts.plan = lambda *_: every  # type: ignore[method-assign]
+    usual, full_plan = starts.plan, Plan("assist", layers, 0.0, (0.0,) * layers, (1.0,) * layers)
+    starts.plan = lambda *_: full_plan  # type: ignore[method-assign]
     bench.set_rate(SLOW_RATE)
     try:
         yield

@@ -43,10 +43,10 @@ from tests.support.worker_counters import counters_of
 
 PARTS = ("exact", "same", "handoff", "points", "loads")
 PLANS = ("overlap", "pipeline", "assist_pipeline")
-"""What the planner chooses from."""
+"""Plans from which the planner chooses."""
 ROUNDS = 3
 ADAPTERS = {64: 32, 32: 1, 256: 1, 128: 1}
-"""How many of each rank, in the order of their worth. Toppings' settings S2 and S3 have rank 64, S1 32 and S4 256."""
+"""Number of adapters by rank, the most important first. Toppings' S2 and S3 have rank 64, S1 32 and S4 256."""
 QUICK_ADAPTERS = {64: 2, 128: 1}
 
 
@@ -55,7 +55,7 @@ def exact(root: Path, device: str, runner: str, adapters: int, seed: int, until:
     whose kernels take neither fp32 nor heads so narrow, gets a drawn Llama in fp16."""
     half = runner == "lightllm"
     model = write_half_llama(root / "half", 512) if half else _stories(root)
-    rng, tally, seen = random.Random(seed), Tally(tie=2 * HALF_TOLERANCE if half else TIE), Counter[str]()
+    rng, tally, counts = random.Random(seed), Tally(tie=2 * HALF_TOLERANCE if half else TIE), Counter[str]()
     workers = 1 if usable_cores() < 3 else 2
     engine = LocalEngine(
         model, root / "exact", device=device, runner=runner, dtype="float16" if half else "float32", threads=1,
@@ -71,8 +71,8 @@ def exact(root: Path, device: str, runner: str, adapters: int, seed: int, until:
         reference = PeftReference(model)
         problems: list[str] = []
         while time.monotonic() < until or not tally.cases:
-            problems += run_batch(rng, engine, reference, kinds, tally, seen)
-        yield {**vars(tally), **seen, "problems": problems[:20]}
+            problems += run_batch(rng, engine, reference, kinds, tally, counts)
+        yield {**vars(tally), **counts, "problems": problems[:20]}
     finally:
         engine.close()
 
@@ -87,7 +87,7 @@ def _stories(root: Path) -> Path:
 def same(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
     """The 7B shape in bf16: a cold prompt's tokens against the same engine's warm ones, and against plain torch LoRA.
 
-    Drawn weights make close calls, so tokens may differ by rounding; the first token's log probability tells how much.
+    Drawn weights make close calls, so tokens may differ by rounding; the first token's log probability shows how much.
     """
     for rank, tokens in product(bench.adapters, (64, 512)):
         adapter, prompts = bench.adapters[rank][:1], bench.prompts(tokens, 1)
@@ -140,10 +140,10 @@ def handoff(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
 def _round_trip(pool: StreamPool, x: torch.Tensor) -> None:
     one = pool.begin_pass()
     segment = Segment(0, x.shape[0], max(1, x.shape[0] // pool.layout.workers))
-    found = one.open(x, [segment], 0, None) if one is not None else None
-    if one is None or found is None:
+    handed_over = one.open(x, [segment], 0, None) if one is not None else None
+    if one is None or handed_over is None:
         raise RuntimeError(f"a handoff failed: {counters_of(pool)}")
-    found.wait()
+    handed_over.wait()
     one.end()
 
 
@@ -165,7 +165,7 @@ def compare(bench: Bench, rank: int, tokens: int, rate: float | None, loads: int
 
 
 def points(bench: Bench, quick: bool, until: float) -> Iterator[dict[str, Any]]:
-    """One load: the rates that are told apart most first, so that what time doesn't suffice for is in between."""
+    """Yields rows of one load, the extreme rates first, so that points left out lie in between."""
     rates = (None, 1e9) if quick else (None, 1e9, 4e9, 16e9, 2e9, 8e9)
     lengths = (64,) if quick else (256, 64, 1024, 512, 2048)
     for rate, tokens, rank in product(rates, lengths, bench.adapters):
@@ -176,7 +176,7 @@ def points(bench: Bench, quick: bool, until: float) -> Iterator[dict[str, Any]]:
 
 
 def several(bench: Bench, quick: bool, until: float) -> Iterator[dict[str, Any]]:
-    """Loads that begin together, each for a request of its own."""
+    """Yields rows of loads that begin together, each for a separate request."""
     rank = next(iter(bench.adapters))
     for loads, rate in product((2,) if quick else (4, 16, 32, 8, 2), (None, 4e9)):
         if time.monotonic() > until:
@@ -187,7 +187,7 @@ def several(bench: Bench, quick: bool, until: float) -> Iterator[dict[str, Any]]
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Names: `_r` rank, `_t` prompt tokens, `_gbs` link rate, `_n` loads at once."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     regrets = []
     for row in rows:
         if "cached_ms" in row:
@@ -195,17 +195,17 @@ def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             where = f"r{row['rank']}_t{row['tokens']}_gbs{rate}_n{row['loads']}"
             for name in WAYS:
                 if name != "cached":
-                    found[f"ttft_over_cached_{name}_{where}"] = row[f"{name}_ms"] / row["cached_ms"]
+                    figures[f"ttft_over_cached_{name}_{where}"] = row[f"{name}_ms"] / row["cached_ms"]
             regrets.append(row["full_ms"] / min(row[f"{name}_ms"] for name in PLANS) - 1)
         elif "roundtrip_tokens" in row:
-            found[f"roundtrip_p50_us_{row['workers']}_t{row['roundtrip_tokens']}"] = row["p50_us"]
+            figures[f"roundtrip_p50_us_{row['workers']}_t{row['roundtrip_tokens']}"] = row["p50_us"]
         elif "synced_tokens" in row:
-            found[f"syncfree_over_sync_{row['synced_tokens']}"] = row["synced_ms"] / row["stream_ms"]
+            figures[f"syncfree_over_sync_{row['synced_tokens']}"] = row["synced_ms"] / row["stream_ms"]
         elif "mismatches" in row:
-            found |= {name: row[name] for name in ("cases", "tokens", "mismatches", "ties")}
+            figures |= {name: row[name] for name in ("cases", "tokens", "mismatches", "ties")}
     if regrets:
-        found |= {"planner_regret": max(regrets), "planner_regret_median": median(regrets)}
-    return found
+        figures |= {"planner_regret": max(regrets), "planner_regret_median": median(regrets)}
+    return figures
 
 
 class ColdStudy:
@@ -229,9 +229,9 @@ class ColdStudy:
 
     def close(self) -> None:
         """Gives the device's memory back. No part can follow that shares the engine."""
-        made, self._made = self._made, None
-        if made is not None:
-            made.engine.close()
+        built, self._made = self._made, None
+        if built is not None:
+            built.engine.close()
 
     def _bench(self) -> Bench:
         if self._made is None:
@@ -242,7 +242,7 @@ class ColdStudy:
         return self._made
 
     def _with_profile(self, until: float) -> Iterator[dict[str, Any]]:
-        made = self._bench()
-        profile = msgspec.to_builtins(made.engine.engine.cold_start.profile)
-        yield {"profile": profile, "kernels": type(getattr(made.pool, "kernels", None)).__name__}
-        yield from same(made, until)
+        built = self._bench()
+        profile = msgspec.to_builtins(built.engine.engine.cold_start.profile)
+        yield {"profile": profile, "kernels": type(getattr(built.pool, "kernels", None)).__name__}
+        yield from same(built, until)

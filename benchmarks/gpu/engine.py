@@ -20,19 +20,19 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured on a shape, and the memory for it."""
+    """Sizes of what is measured on a shape, and the memory for it."""
 
     rows: tuple[int, ...]
     context: int
     """tokens; fewer where the cache is full"""
     prompts: tuple[int, ...]
     adapters: tuple[int, ...]
-    """distinct ones in a batch, a row each"""
+    """distinct adapters in a batch, a row each"""
     ranks: tuple[int, ...]
     kv_memory: int
     adapter_memory: int
     rounds: int
-    """of each pass; the first is dropped"""
+    """rounds of each pass; the first is dropped"""
 
 
 SCALES = {
@@ -59,7 +59,6 @@ class EngineBox:
     _engine: LocalEngine | None = None
     _kernel: str = ""
     written: set[int] = field(default_factory=set)
-    """blocks of its cache"""
 
     @property
     def scale(self) -> Scale:
@@ -108,6 +107,6 @@ class EngineBox:
 
 
 def adapter_bytes(store: AdapterStore, rank: int, targets: tuple[int, ...]) -> int:
-    """What a decode step reads of an adapter that adapts `targets` in every layer."""
+    """Returns the bytes that a decode step reads of an adapter that adapts `targets` in every layer."""
     width = sum(sum(store.base.widths[target]) for target in targets)
     return store.base.num_layers * rank * width * store.pool.data.element_size()

@@ -26,7 +26,6 @@ from tests.support.local_engine import LocalEngine
 from tests.support.random_model import random_loader, write_adapters
 
 Answer = tuple[list[int], list[int]]
-"""prompt and answer"""
 
 RANK = 16
 LENGTHS = (40, 200, 600)
@@ -35,7 +34,7 @@ ANSWER = 12
 TOLERANCE = 0.15
 """Standard deviations of a step's scores: bf16 has eight bits, and a sum over layers loses two or three."""
 OVER_PEFT = 2.0
-"""Or so many times as far as PEFT's own choices lie, of which the worst is a chance as well."""
+"""Multiple of the distance of PEFT's own choices that is allowed as well, as their worst is a chance too."""
 
 
 def merged(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
@@ -113,8 +112,8 @@ def merge(model: Any, directory: Path) -> None:
 def _scores(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """f32[answer, vocab]: of each place of the answer."""
     ids = torch.tensor([prompt + answer[:-1]], device=model.device)
-    found: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
-    return found
+    scores: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
+    return scores
 
 
 def _choose(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
@@ -123,8 +122,10 @@ def _choose(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
 
 
 def _below(model: Any, prompt: list[int], answer: list[int], chosen: list[int] | None = None) -> float:
-    """How far the worst token, of the answer or of what was `chosen` in its place, lies below the best one, in standard
-    deviations of its step's scores."""
+    """Returns the distance of the worst token below the best one, in standard deviations of its step's scores.
+
+    Tokens are those of the answer, or those `chosen` in its place.
+    """
     scores = _scores(model, prompt, answer)
-    found = scores.gather(1, torch.tensor(chosen or answer, device=model.device)[:, None])[:, 0]
-    return float(((scores.max(dim=1).values - found) / scores.std(dim=1)).max())
+    chosen_scores = scores.gather(1, torch.tensor(chosen or answer, device=model.device)[:, None])[:, 0]
+    return float(((scores.max(dim=1).values - chosen_scores) / scores.std(dim=1)).max())

@@ -1,4 +1,4 @@
-"""What a GPU computes between a decoder layer's products, against plain torch in fp32 over drawn shapes."""
+"""Operations of a GPU between a decoder layer's products, against plain torch in fp32 over drawn shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Largest difference over a row's largest value: fp32 does not round what lies between, as the operations do."""
 BLOCK = 16
 CONTEXTS = (1, BLOCK, BLOCK + 1, LEAST_PIECE + 1)
-"""Of the first rows; others follow, of which the longest is cut into several pieces."""
+"""Contexts of the first rows; others follow, of which the longest is cut into several pieces."""
 LONGEST, ROWS, MOST_CHUNK = 4 * LEAST_PIECE, 7, 24
 BLOCKS_OF_ROW = LONGEST // BLOCK
 SHAPES = (
@@ -35,14 +35,14 @@ def check_layers(device: torch.device, seed: int, shapes: tuple[Any, ...] = SHAP
     worst: dict[tuple[str, torch.dtype], float] = {}
     for heads, kv_heads, width, window in shapes:
         how = Heads(heads, kv_heads, width, width**-0.5, window)
-        given = draw(rng, how)
+        inputs = draw(rng, how)
         for dtype in TOLERANCE:
-            found = _run(operations, given, how, dtype, device)
+            found = _run(operations, inputs, how, dtype, device)
             rounded = {name: value.to(dtype).float() if value.is_floating_point() else value
-                       for name, value in given.items()}  # fmt: skip
-            wanted = _run(plain, rounded, how, torch.float32, torch.device("cpu"))
+                       for name, value in inputs.items()}  # fmt: skip
+            expected = _run(plain, rounded, how, torch.float32, torch.device("cpu"))
             for name, results in found.items():
-                error = max(map(_error, results, wanted[name]))
+                error = max(map(_error, results, expected[name]))
                 if not error <= TOLERANCE[dtype]:
                     raise WrongResult(f"{name} in {dtype} with {how} is {error:.2e} off")
                 worst[name, dtype] = max(worst.get((name, dtype), 0.0), error)
@@ -71,11 +71,12 @@ def draw(rng: random.Random, how: Heads) -> Given:
     )
     owner = torch.repeat_interleave(torch.arange(ROWS), torch.tensor(chunks))
     angles = torch.outer(torch.arange(LONGEST).float(), 10.0 ** -torch.arange(how.head_dim // 2).float())
-    width, kept = how.heads * how.head_dim, (BLOCK * blocks, how.kv_heads, how.head_dim)
+    width, cache_shape = how.heads * how.head_dim, (BLOCK * blocks, how.kv_heads, how.head_dim)
     return {
         "x": noise(tokens, width), "weight": noise(width), "residual": noise(tokens, width),
         "gate_up": noise(tokens, 2 * width), "qkv": noise(tokens, width + 2 * how.kv_heads * how.head_dim),
-        "cos": angles.cos(), "sin": angles.sin(), "keys": noise(*kept), "values": noise(*kept), "positions": at,
+        "cos": angles.cos(), "sin": angles.sin(), "keys": noise(*cache_shape), "values": noise(*cache_shape),
+        "positions": at,
         "slots": table[owner, at // BLOCK].long() * BLOCK + at % BLOCK, "table": table,
         "contexts": torch.tensor(contexts, dtype=torch.int32),
         "starts": torch.tensor([0, *chunks]).cumsum(0).to(torch.int32),
@@ -83,14 +84,14 @@ def draw(rng: random.Random, how: Heads) -> Given:
 
 
 def _run(
-    layer: LayerOperations, given: Given, how: Heads, dtype: torch.dtype, device: torch.device
+    layer: LayerOperations, inputs: Given, how: Heads, dtype: torch.dtype, device: torch.device
 ) -> dict[str, list[torch.Tensor]]:
-    """What each operation writes."""
+    """Returns the tensors that each operation writes."""
 
     def fresh() -> Given:
         return {
             name: value.to(device, dtype, copy=True) if value.is_floating_point() else value.to(device)
-            for name, value in given.items()
+            for name, value in inputs.items()
         }
 
     def norm(t: Given) -> list[torch.Tensor]:
@@ -127,8 +128,8 @@ def _run(
     return {name: call(fresh()) for name, call in calls.items()}
 
 
-def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative to the largest value of each row, for long contexts have small ones; NaN counts as infinite."""
-    apart, largest = ((part.abs().flatten(1).amax(dim=1)) for part in (found.float().cpu() - wanted, wanted))
+    apart, largest = ((part.abs().flatten(1).amax(dim=1)) for part in (result.float().cpu() - expected, expected))
     error = float((apart / largest.clamp(min=1e-6)).max())
     return error if error == error else float("inf")

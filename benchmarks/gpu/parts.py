@@ -15,11 +15,10 @@ Rows = list[dict[str, Any]]
 Part = Callable[[float], Iterator[dict[str, Any]]]
 """(until when, by time.monotonic) -> its rows. Raises Skipped."""
 MOST_TEXT = 3000
-"""Characters of a failure."""
 
 
 class Skipped(Exception):
-    """What a part needs is not here; the message says what."""
+    """Raised by a part that lacks what it needs; the message names it."""
 
 
 def run_parts(
@@ -28,12 +27,12 @@ def run_parts(
     """Runs the parts in turn. `shares`, relative to each other (1 where there is none), divide the time; what a part
     leaves goes to the next ones. `done` gets all rows so far after every part."""
     rows: Rows = []
-    whole, share, begun = sum(shares.get(name, 1.0) for name in parts) or 1.0, 0.0, time.monotonic()
+    total, share, began = sum(shares.get(name, 1.0) for name in parts) or 1.0, 0.0, time.monotonic()
     for name, part in parts.items():
         share += shares.get(name, 1.0)
         entered = time.monotonic()
         try:
-            for row in part(begun + seconds * share / whole):
+            for row in part(began + seconds * share / total):
                 rows.append({"part": name, **row})
         except Skipped as why:
             rows.append({"part": name, "skipped": str(why)})
@@ -45,8 +44,8 @@ def run_parts(
 
 
 def failures(document: Mapping[str, Any]) -> list[str]:
-    """What makes a run bad: parts that failed, and wrong results."""
-    found = [f"{row['part']}: {row['failed']}" for row in document["rows"] if "failed" in row]
-    found += [f"{row['part']}: {row['wrong']}" for row in document["rows"] if "wrong" in row]
+    """Returns the failures of a run: parts that failed, and wrong results."""
+    problems = [f"{row['part']}: {row['failed']}" for row in document["rows"] if "failed" in row]
+    problems += [f"{row['part']}: {row['wrong']}" for row in document["rows"] if "wrong" in row]
     mismatches = document["figures"].get("mismatches")
-    return found + ([f"{mismatches:.0f} answers differ from PEFT's"] if mismatches else [])
+    return problems + ([f"{mismatches:.0f} answers differ from PEFT's"] if mismatches else [])

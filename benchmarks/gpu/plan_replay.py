@@ -1,7 +1,7 @@
 """The cold-start planner's first choices, replayed without a GPU: it learns from one committed report of a GPU and is
 judged on the other.
 
-Each link rate is a node of its own. Its planner knows ROUNDS lone passes of each kind of call and plan, drawn around
+Each link rate is a separate node. Its planner knows ROUNDS lone passes of each kind of call and plan, drawn around
 the times of one report, and chooses once for each kind of the other report, whose times, drawn likewise, say what each
 plan would have taken. How far draws lie from a report is how far both reports lie apart, plan by plan. A point's regret
 is the chosen plan's time over the best plan's, less one: the median over all draws. Bursts were never measured: the
@@ -24,7 +24,6 @@ from node_agent.coldstart.pass_times import ROUNDS, PassSample
 
 REPORTS = ("gpu_suite", "gpu_suite_cold")
 MEASURED = {"wait": "overlap_ms", "pipeline": "pipeline_ms", "assist": "assist_pipeline_ms"}
-"""The reports' columns, by plan."""
 DRAWS, QUICK_DRAWS = 200, 5
 CHOOSERS = ("planner", "pipeline", "wait")
 """The planner, and one plan for everything."""
@@ -63,22 +62,22 @@ def spread_of(one: Times, other: Times) -> np.ndarray:
     """Returns the standard deviation, by plan, of the logarithm of one report's times around what both have in common:
     half of the variance of their difference."""
     apart = np.array([np.log(one[point] / other[point]) for point in one if point in other])
-    found: np.ndarray = np.sqrt((apart**2).mean(axis=0) / 2)
-    return found
+    deviation: np.ndarray = np.sqrt((apart**2).mean(axis=0) / 2)
+    return deviation
 
 
 def drawn(rng: np.random.Generator, seconds: np.ndarray, spread: np.ndarray, count: int) -> np.ndarray:
     """Returns f64[count, plans]: times around these."""
-    found: np.ndarray = seconds * np.exp(spread * rng.standard_normal((count, len(seconds))))
-    return found
+    times: np.ndarray = seconds * np.exp(spread * rng.standard_normal((count, len(seconds))))
+    return times
 
 
 def regret(seconds: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Returns f64[draws]: what each draw's chosen plan takes over the best one, less one. `seconds`: f64[draws, plans];
     `chosen`: i64[draws], indices of plans."""
-    taken = np.take_along_axis(seconds, chosen[:, None], axis=1)[:, 0]
-    found: np.ndarray = taken / seconds.min(axis=1) - 1
-    return found
+    chosen_s = np.take_along_axis(seconds, chosen[:, None], axis=1)[:, 0]
+    lost: np.ndarray = chosen_s / seconds.min(axis=1) - 1
+    return lost
 
 
 def choices(
@@ -86,9 +85,9 @@ def choices(
     rng: np.random.Generator,
 ) -> np.ndarray:  # fmt: skip
     """Returns i64[draws, calls]: the plan that the node chooses first for each of the calls. In each draw it has
-    measured ROUNDS passes of each of the `known` calls and plans, and nothing else."""
+    measured ROUNDS passes of each of the `measured_calls` and plans, and nothing else."""
     forecasts = {call: [node.forecast(call, plan) for plan in PLANS] for call in known}
-    found = np.empty((draws, len(calls)), int)
+    plans = np.empty((draws, len(calls)), int)
     for draw in range(draws):
         samples = [
             PassSample(node.kind(call), plan, forecasts[call][i], float(measured[i]))
@@ -97,8 +96,8 @@ def choices(
             for i, plan in enumerate(PLANS)
         ]
         node.learn(samples)
-        found[draw] = [PLANS.index(node.plan(call).name) for call in calls]
-    return found
+        plans[draw] = [PLANS.index(node.plan(call).name) for call in calls]
+    return plans
 
 
 def judged_rows(
@@ -110,12 +109,12 @@ def judged_rows(
     rows = []
     for rate in dict.fromkeys(point.rate for point in judge):
         node = ReplayedNode(profile_at(profile, rate), workers)
-        known = {p.call: seconds for p, seconds in fit.items() if p.rate == rate and p.call.loads == 1}
+        measured_calls = {p.call: seconds for p, seconds in fit.items() if p.rate == rate and p.call.loads == 1}
         points = [point for point in judge if point.rate == rate]
-        chosen = choices(node, known, [point.call for point in points], spread, draws, rng)
+        chosen = choices(node, measured_calls, [point.call for point in points], spread, draws, rng)
         for at, point in enumerate(points):
             row = {
-                "part": "unmeasured" if point.call.loads == 1 and point.call not in known else "choices",
+                "part": "unmeasured" if point.call.loads == 1 and point.call not in measured_calls else "choices",
                 "fitted": names[0], "judged": names[1], "gb_s": rate, "loads": point.call.loads,
                 "rank": point.call.rank, "tokens": point.call.tokens,
             }  # fmt: skip
@@ -129,15 +128,15 @@ def judged(seconds: np.ndarray, chosen: np.ndarray) -> dict[str, Any]:
         "planner": chosen,
         **{plan: np.full(len(chosen), PLANS.index(plan)) for plan in CHOOSERS if plan in PLANS},
     }
-    found: dict[str, Any] = {f"chose_{plan}": round(float((chosen == i).mean()), 3) for i, plan in enumerate(PLANS)}
+    columns: dict[str, Any] = {f"chose_{plan}": round(float((chosen == i).mean()), 3) for i, plan in enumerate(PLANS)}
     for name, plans in by_chooser.items():
         each = regret(seconds, plans)
-        found |= {
+        columns |= {
             f"{name}_regret": round(float(np.median(each)), 4),
             f"{name}_regret_mean": round(float(each.mean()), 4),
             f"{name}_regret_single_draw": round(float(each.max()), 4),
         }
-    return found
+    return columns
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -147,34 +146,37 @@ def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """
     points = [row for row in rows if row["part"] == "choices"]
     missed = [row for row in rows if row["part"] == "unmeasured"]
-    found = {}
+    figures = {}
     for name in CHOOSERS:
         prefix, column = "" if name == "planner" else f"{name}_", f"{name}_regret"
         for judge in ("", *REPORTS):
             each = [row[column] for row in points if judge in ("", row["judged"])]
             for quantity, at in (("p50", 0.5), ("p90", 0.9), ("worst", 1.0)):
-                found[f"{prefix}regret_{quantity}{judge and '_judged_by_'}{judge}"] = float(np.quantile(each, at))
+                figures[f"{prefix}regret_{quantity}{judge and '_judged_by_'}{judge}"] = float(np.quantile(each, at))
         means = [row[f"{column}_mean"] for row in points]
-        found |= {f"{prefix}regret_mean_p90": float(np.quantile(means, 0.9)), f"{prefix}regret_mean_worst": max(means)}
-        found[f"{prefix}regret_worst_single_draw"] = max(row[f"{column}_single_draw"] for row in points)
-        found[f"{prefix}unmeasured_regret_worst"] = max(row[column] for row in missed)
+        figures |= {
+            f"{prefix}regret_mean_p90": float(np.quantile(means, 0.9)),
+            f"{prefix}regret_mean_worst": max(means),
+        }
+        figures[f"{prefix}regret_worst_single_draw"] = max(row[f"{column}_single_draw"] for row in points)
+        figures[f"{prefix}unmeasured_regret_worst"] = max(row[column] for row in missed)
     for row in rows:
         if row["part"] == "learning":
             rate = "own" if row["gb_s"] is None else f"{row['gb_s']:g}"
             where = f"gbs{rate}_workers{row['workers']}"
-            found |= {f"{name}_{where}": row[name] for name in ("learning_regret", "learnt_regret")}
-    return found
+            figures |= {f"{name}_{where}": row[name] for name in ("learning_regret", "learnt_regret")}
+    return figures
 
 
 def study(quick: bool, seed: int, draws: int | None = None) -> dict[str, Any]:
     documents = [load(name) for name in REPORTS]
     (profile,) = (row["profile"] for row in documents[0]["rows"] if "profile" in row)
     workers = profile["key"]["workers"]
-    one, other = (times_of(document) for document in documents)
-    spread, rng = spread_of(one, other), np.random.default_rng(seed)
+    one, second = (times_of(document) for document in documents)
+    spread, rng = spread_of(one, second), np.random.default_rng(seed)
     draws = draws or (QUICK_DRAWS if quick else DRAWS)
-    rows = judged_rows(profile, workers, REPORTS, (one, other), spread, draws, rng)
-    rows += judged_rows(profile, workers, REPORTS[::-1], (other, one), spread, draws, rng)
+    rows = judged_rows(profile, workers, REPORTS, (one, second), spread, draws, rng)
+    rows += judged_rows(profile, workers, REPORTS[::-1], (second, one), spread, draws, rng)
     rows += learning_rows(profile, workers, quick, seed)
     settings = {
         "reports": {name: document["commit"] for name, document in zip(REPORTS, documents, strict=True)},

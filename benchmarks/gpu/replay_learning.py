@@ -55,14 +55,14 @@ class LearningNode:
     def measure(self) -> None:
         """Measures one of the kinds that the planner asked for, if there are any."""
         starts = self.node.starts
-        wanted = next(iter(starts.unmeasured), None)
-        if wanted is None:
+        kind = next(iter(starts.unmeasured), None)
+        if kind is None:
             return
-        del starts.unmeasured[wanted]
-        (call,) = (call for call in KINDS if self.node.kind(call) == wanted)
+        del starts.unmeasured[kind]
+        (call,) = (call for call in KINDS if self.node.kind(call) == kind)
         for _, plan in product(range(ROUNDS), PLANS):
             forecast = self.forecasts[call, plan]
-            starts.times.add(PassSample(wanted, plan, forecast, self._seconds(plan, forecast)))
+            starts.times.add(PassSample(kind, plan, forecast, self._seconds(plan, forecast)))
 
     def _seconds(self, plan: str, forecast: float) -> float:
         fixed, slope = COSTS[plan]
@@ -73,13 +73,13 @@ def regrets(node: LearningNode, calls: int, rng: np.random.Generator) -> tuple[l
     """Returns the regret of each call, and the number of calls before the last measurement."""
     weights = 1 / np.arange(1, len(KINDS) + 1)
     order = rng.permutation(len(KINDS))
-    found, measured_at = list[float](), 0
+    lost, measured_at = list[float](), 0
     for number, at in enumerate(rng.choice(len(KINDS), calls, p=weights / weights.sum()), 1):
-        found.append(node.serve(KINDS[order[at]]))
+        lost.append(node.serve(KINDS[order[at]]))
         if number % IDLE_EVERY == 0 and node.node.starts.unmeasured:
             node.measure()
             measured_at = number
-    return found, measured_at
+    return lost, measured_at
 
 
 def learning_rows(profile: dict[str, Any], workers: int, quick: bool, seed: int) -> list[dict[str, Any]]:
@@ -89,13 +89,13 @@ def learning_rows(profile: dict[str, Any], workers: int, quick: bool, seed: int)
         count = workers if assisted else 0
         node = LearningNode(ReplayedNode(profile_at(profile, rate), count))
         each, measured_at = regrets(node, QUICK_CALLS if quick else CALLS, np.random.default_rng(seed))
-        so_far = np.cumsum(each) / np.arange(1, len(each) + 1)
+        running_mean = np.cumsum(each) / np.arange(1, len(each) + 1)
         row = {
             "part": "learning", "gb_s": rate, "workers": count, "calls": len(each), "measured_at": measured_at,
             "assisted_unmeasured": node.assisted_unmeasured,
             "learning_regret": round(float(np.mean(each[:measured_at] or [0.0])), 4),
             "learnt_regret": round(float(np.mean(each[min(measured_at, len(each) - 1) :])), 4),
-            "regret_by_call": so_far[9::10].round(4).tolist(),
+            "regret_by_call": running_mean[9::10].round(4).tolist(),
         }  # fmt: skip
         rows.append(row)
     return rows

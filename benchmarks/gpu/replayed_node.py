@@ -46,8 +46,8 @@ class HostMemory:
     def layout(self, lease: Lease) -> AdapterLayout:
         if lease.digest not in self._layouts:
             units = LARGEST_PAGE // ROW_ALIGN
-            made = lay_out_uniform(BASE, int(lease.digest), GROUPS["qkv"], self.pool.data.element_size(), units)
-            self._layouts[lease.digest] = made
+            layout = lay_out_uniform(BASE, int(lease.digest), GROUPS["qkv"], self.pool.data.element_size(), units)
+            self._layouts[lease.digest] = layout
         return self._layouts[lease.digest]
 
     def state(self, *_: object) -> int:
@@ -93,21 +93,21 @@ class ReplayedNode:
     def forecast(self, call: Call, plan: str) -> float:
         """Returns the seconds of a lone call under this plan by the profile alone, as calibration gets them; 0 where
         the plan is not possible."""
-        made = self.plan(call, Way((plan,)))
-        return made.by_profile if made.name == plan else 0.0
+        chosen = self.plan(call, Way((plan,)))
+        return chosen.by_profile if chosen.name == plan else 0.0
 
     def learn(self, samples: Sequence[PassSample]) -> None:
         """Replaces what the node knows of passes."""
         self.starts.times = PassTimes(samples)
 
 
-def profile_at(found: dict[str, Any], rate: float | None) -> Profile:
+def profile_at(encoded: dict[str, Any], rate: float | None) -> Profile:
     """Returns the profile of a GPU report at a link rate in GB/s; None: at the link's own.
 
     Below the link's own rate the report's loads were delayed, and what workers are handed and give back was not: there
     the node's workers share the device's memory, and a handoff's latency is part of their fixed cost.
     """
-    profile = msgspec.convert(found, Profile)
+    profile = msgspec.convert(encoded, Profile)
     if rate is None:
         return profile
     assert profile.cpu is not None and profile.handoff is not None  # the reports have CPU workers on a GPU

@@ -3,7 +3,7 @@
 A base with drawn weights and the tokenizer of `--model`, and adapters of rank 64 on q, k and v, as `garnish up`
 deploys them from serverless.yml; settings are the defaults but for device memory. Twice: with room for all adapters
 (`roomy`), and for a third (`tight`), where calls in turn find theirs in host memory. Calls of `lengths` words come one
-at a time; each prompt is drawn anew.
+at a time; each prompt is drawn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.random_model import SHAPES, random_loader, write_adapters
 RANK = 64
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 VOCABULARY = 49_152
-"""Of the tokenizer: the shape's own is smaller."""
+"""Vocabulary of the tokenizer: the shape's is smaller."""
 ROOM_SHARE = 3
 
 
@@ -43,7 +43,7 @@ class Sizes:
     lengths: tuple[int, ...] = (64, 256, 1024)
     """Words; prompts have a few tokens more."""
     calls: int = 12
-    """One after another, of each length."""
+    """calls of each length, one after another"""
     callers: int = 32
     requests: int = 128
     load_prompt: int = 128
@@ -112,12 +112,12 @@ class Bench:
         return rows
 
     async def _each(self, call: Caller, models: Sequence[str], words: int) -> list[Answer]:
-        found = []
+        answers = []
         for planned in plan(models, len(models), words, self.seed + words):
             answer = await call(planned)
             check([answer])
-            found.append(answer)
-        return found
+            answers.append(answer)
+        return answers
 
 
 def _told(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -131,21 +131,21 @@ def _states(answers: Sequence[Answer]) -> dict[str, int]:
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Medians in ms by words; the first of a length is not counted. `cold_over_warm`: tight over roomy."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for row in rows:
         name = row["service"]
         if row["load"] == "start":
-            found[f"start_s_{name}"] = row["seconds"]
+            figures[f"start_s_{name}"] = row["seconds"]
         elif row["load"] == "first calls":
-            found[f"first_ttft_ms_{name}"] = median(row["ttft_ms"][1:])
+            figures[f"first_ttft_ms_{name}"] = median(row["ttft_ms"][1:])
         elif row["load"] == "one by one":
-            found[f"ttft_ms_{name}_w{row['words']}"] = median(row["ttft_ms"][1:])
-            warm = found.get(f"ttft_ms_roomy_w{row['words']}")
+            figures[f"ttft_ms_{name}_w{row['words']}"] = median(row["ttft_ms"][1:])
+            warm = figures.get(f"ttft_ms_roomy_w{row['words']}")
             if name == "tight" and warm:
-                found[f"cold_over_warm_w{row['words']}"] = median(row["ttft_ms"][1:]) / warm
+                figures[f"cold_over_warm_w{row['words']}"] = median(row["ttft_ms"][1:]) / warm
         elif "tok_s" in row:
-            found |= {f"{kind}_{name}_{row['load']}": row[kind] for kind in ("tok_s", "ttft_p50_ms", "tpot_p50_ms")}
-    return found
+            figures |= {f"{kind}_{name}_{row['load']}": row[kind] for kind in ("tok_s", "ttft_p50_ms", "tpot_p50_ms")}
+    return figures
 
 
 def study(

@@ -1,4 +1,4 @@
-"""Decode steps and prompts of a whole model on a GPU, beside what they must read and compute; and what adapters add.
+"""Decode steps and prompts of a whole model on a GPU, over what they must read and compute; and what adapters add.
 
 Passes are timed as the engine computes them, from its rows to its tokens. The floor of a decode step is the time in
 which the device copies as many bytes as the step must read: weights, keys and values, adapters.
@@ -30,7 +30,7 @@ TARGET_NAMES = {TARGETS: "q,k,v", SEVEN: "all seven"}
 COPY_BYTES, PEAK_WIDTH = 1 << 30, 8192
 SERVED_TOKENS = 32
 ROW_TOKENS = 128
-"""Of the cache for each row; half of it is for a few long ones, which `bench` keeps."""
+"""Tokens of the cache for each row; half of them are for a few long rows, which `bench` keeps."""
 PREFILL_RANK = 64
 
 
@@ -42,7 +42,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Of one large product; median. Of drawn numbers: a product of equal ones draws less power, and runs faster."""
+    """Returns the median rate of a large product of drawn numbers; equal ones would draw less power, and run faster."""
     width = PEAK_WIDTH if device.type == "cuda" else 128
     a = torch.randn(width, width, dtype=dtype, device=device)
     return 2 * width**3 / median(device_seconds(device, partial(torch.mm, a, a)) for _ in range(9))
@@ -59,16 +59,16 @@ def decode(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
     yield {"copy_gb_s": bandwidth / 1e9}
     for rows in scale.rows:
         effort = Effort((rows,), (), 1, (), scale.rounds, max(16 * scale.context, ROW_TOKENS * rows))
-        with bench(engine.engine, engine.base, effort, written=box.written) as made:
-            if rows > len(made.bounds.contexts):
-                yield {"left_out": rows, "why": f"the cache has room for {len(made.bounds.contexts)} rows"}
+        with bench(engine.engine, engine.base, effort, written=box.written) as passes:
+            if rows > len(passes.bounds.contexts):
+                yield {"left_out": rows, "why": f"the cache has room for {len(passes.bounds.contexts)} rows"}
                 continue
-            context = min(scale.context, made.bounds.contexts[rows - 1] - 1)
-            seconds = timed(made, Case(True, tuple(CaseRow(context, 1, -1) for _ in range(rows))), scale.rounds)
-        least = (read_bytes(engine) + kv_bytes(engine, rows * context)) / bandwidth
+            context = min(scale.context, passes.bounds.contexts[rows - 1] - 1)
+            seconds = timed(passes, Case(True, tuple(CaseRow(context, 1, -1) for _ in range(rows))), scale.rounds)
+        floor_s = (read_bytes(engine) + kv_bytes(engine, rows * context)) / bandwidth
         yield {
-            "rows": rows, "context": context, "ms": seconds * 1e3, "floor_ms": least * 1e3,
-            "over_floor": seconds / least, "served_ms": _served_step(engine, rows) * 1e3,
+            "rows": rows, "context": context, "ms": seconds * 1e3, "floor_ms": floor_s * 1e3,
+            "over_floor": seconds / floor_s, "served_ms": _served_step(engine, rows) * 1e3,
         }  # fmt: skip
         if time.monotonic() > until:
             return
@@ -84,11 +84,11 @@ def graphs(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
         raise Skipped(f"runner {box.runner} captures no graphs")
     for rows in sorted({1, min(32, max(box.scale.rows)), max(box.scale.rows)}):
         effort = Effort((rows,), (), 1, (), box.scale.rounds, ROW_TOKENS * rows)
-        with bench(engine.engine, engine.base, effort, written=box.written) as made:
-            case, seconds = Case(True, tuple(CaseRow(16, 1, -1) for _ in made.bounds.contexts)), dict[bool, float]()
+        with bench(engine.engine, engine.base, effort, written=box.written) as passes:
+            case, seconds = Case(True, tuple(CaseRow(16, 1, -1) for _ in passes.bounds.contexts)), dict[bool, float]()
             for on in (True, False):
                 runner.buckets = captured if on else []
-                seconds[on] = timed(made, case, box.scale.rounds)
+                seconds[on] = timed(passes, case, box.scale.rounds)
             runner.buckets = captured
         yield {"rows": len(case.rows), "on_ms": seconds[True] * 1e3, "off_ms": seconds[False] * 1e3}
         if time.monotonic() > until:
@@ -96,7 +96,7 @@ def graphs(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
 
 
 def _served_step(engine: LocalEngine, rows: int) -> float:
-    """Seconds between tokens of so many requests, from when the last one has its first token; mean."""
+    """Returns the mean seconds between tokens of `rows` requests, from the last one's first token on."""
     calls = [engine.submit([1, 2, 3, 4], SERVED_TOKENS, ignore_eos=True, timeout=120.0) for _ in range(rows)]
     engine.run(limit=120.0)
     outcomes = [engine.outcomes.pop(call) for call in calls]
@@ -107,7 +107,7 @@ def _served_step(engine: LocalEngine, rows: int) -> float:
 
 
 def read_bytes(engine: LocalEngine) -> int:
-    """Of weights, by a step of few rows: of the embedding only some rows are read."""
+    """Returns the bytes of weights that a step of few rows reads: of the embedding only some rows."""
     config = json.loads((engine.model_dir / "config.json").read_text())
     tied = bool(config.get("tie_word_embeddings"))
     unread = 0 if tied else int(config["vocab_size"]) * int(config["hidden_size"])
@@ -126,16 +126,16 @@ def prefill(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
     effort = Effort(
         (1,), (min(PREFILL_RANK, max(scale.ranks)),), 1, scale.prompts, scale.rounds, 2 * max(scale.prompts)
     )
-    with bench(engine.engine, engine.base, effort, written=box.written) as made:
+    with bench(engine.engine, engine.base, effort, written=box.written) as passes:
         for tokens in scale.prompts:
-            if tokens > made.bounds.contexts[0]:
-                yield {"left_out": tokens, "why": f"the cache has room for {made.bounds.contexts[0]} tokens"}
+            if tokens > passes.bounds.contexts[0]:
+                yield {"left_out": tokens, "why": f"the cache has room for {passes.bounds.contexts[0]} tokens"}
                 continue
             plain, adapted = (
-                timed(made, Case(False, (CaseRow(0, tokens, adapter),)), scale.rounds) for adapter in (-1, 0)
+                timed(passes, Case(False, (CaseRow(0, tokens, adapter),)), scale.rounds) for adapter in (-1, 0)
             )
             yield {
-                "tokens": tokens, "rank": made.bounds.ranks[0], "ms": plain * 1e3, "lora_ms": adapted * 1e3,
+                "tokens": tokens, "rank": passes.bounds.ranks[0], "ms": plain * 1e3, "lora_ms": adapted * 1e3,
                 "share_of_peak": prompt_flops(engine, tokens) / plain / peak, "lora_over_base": adapted / plain,
             }  # fmt: skip
             if time.monotonic() > until:
@@ -143,15 +143,17 @@ def prefill(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
 
 
 def prompt_flops(engine: LocalEngine, tokens: int) -> float:
-    """Of the layers' products and of causal attention; the head's one row is left out."""
+    """Returns the operations of the layers' products and of causal attention, without the head's one row."""
     base = engine.base
     products = sum(d_in * d_out for d_in, d_out in base.widths)
     return base.num_layers * (2.0 * products * tokens + 2.0 * base.widths[0][1] * tokens**2)
 
 
 def lora(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
-    """What adapters add to a decode step, by kernel, over what their bytes take; and how well the forms of Toppings'
-    equation 2 describe it."""
+    """Yields what adapters add to a decode step, by kernel, over the time of their bytes.
+
+    A row for each kernel says how well the forms of Toppings' equation 2 describe it.
+    """
     kernels = TRITON_KERNELS if box.device.type == "cuda" else ("auto",)
     for number, kernel in enumerate(kernels):
         ends = time.monotonic() + (until - time.monotonic()) / (len(kernels) - number)
@@ -162,7 +164,7 @@ def lora(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:
 
 
 def _lora_of(box: EngineBox, kernel: str, ends: float) -> Iterator[dict[str, Any]]:
-    """Holds the engine no longer than it runs: the next kernel's has no room beside it."""
+    """Keeps the engine no longer than it runs: the device has no room for two."""
     engine, samples = box.get(kernel), list[DecodeSample]()
     for targets, count in ((targets, count) for targets in TARGET_NAMES for count in box.scale.adapters):
         if time.monotonic() > ends:
@@ -183,20 +185,20 @@ def _lora_steps(
     mixes: list[Sequence[int]] = [(rank,) for rank in scale.ranks]
     for ranks in [*mixes, scale.ranks]:
         effort = Effort((count,), tuple(ranks), 1, (), scale.rounds, ROW_TOKENS * count)
-        with bench(engine.engine, engine.base, effort, written=box.written, targets=targets) as made:
-            if len(made.bounds.ranks) < count:
+        with bench(engine.engine, engine.base, effort, written=box.written, targets=targets) as passes:
+            if len(passes.bounds.ranks) < count:
                 continue  # there is no room for as many of this rank
-            context = made.bounds.contexts[-1] - 1
-            plain = timed(made, Case(True, tuple(CaseRow(context, 1, -1) for _ in range(count))), scale.rounds)
+            context = passes.bounds.contexts[-1] - 1
+            plain = timed(passes, Case(True, tuple(CaseRow(context, 1, -1) for _ in range(count))), scale.rounds)
             with_adapters = Case(True, tuple(CaseRow(context, 1, i) for i in range(count)))
-            runs = [made.run(with_adapters) for _ in range(scale.rounds)][1:]
-            used = made.bounds.ranks[:count]
+            runs = [passes.run(with_adapters) for _ in range(scale.rounds)][1:]
+            used = passes.bounds.ranks[:count]
         (first, *_), seconds = runs, median(run.seconds for run in runs)
-        least = sum(adapter_bytes(engine.engine.store, rank, targets) for rank in used) / bandwidth
+        floor_s = sum(adapter_bytes(engine.engine.store, rank, targets) for rank in used) / bandwidth
         assert isinstance(first, DecodeSample)
         yield {
             "adapters": count, "targets": TARGET_NAMES[targets], "rank": ranks[0] if len(ranks) == 1 else "mixed",
-            "base_ms": plain * 1e3, "ms": seconds * 1e3, "floor_ms": least * 1e3, "over_base": seconds / plain,
+            "base_ms": plain * 1e3, "ms": seconds * 1e3, "floor_ms": floor_s * 1e3, "over_base": seconds / plain,
         }, DecodeSample(**{name: getattr(first, name) for name in COUNTS}, seconds=seconds)  # fmt: skip
 
 
@@ -204,7 +206,7 @@ COUNTS = tuple(name for name in DecodeSample.__struct_fields__ if name != "secon
 
 
 def _paper_r2(samples: Sequence[DecodeSample]) -> dict[str, float] | str:
-    """By form; or why there is none."""
+    """Returns R^2 by form, or the reason for which there is none."""
     try:
         return {kernel: fit_paper_form(samples, kernel).r2 for kernel in ("bgmv", "mbgmv")}
     except BadSample as error:

@@ -43,12 +43,11 @@ SECONDS = {
     "smoke": 60.0, "exact": 45.0, "merged": 35.0, "graphs": 20.0, "decode": 45.0, "prefill": 20.0, "lora": 70.0,
     "same": 25.0, "handoff": 15.0, "points": 55.0, "loads": 20.0, "kernels": 35.0,
 }  # fmt: skip
-"""By part; fewer parts share all of it."""
 QUICK_S = 60.0
 CHECKS = 400
 """Drawn calls of each operation; what time doesn't suffice for is left out. Most of it goes into compiling."""
 LORA_SHARE = 0.8
-"""Of the smoke part's time; the rest is for what a layer computes besides."""
+"""Share of the smoke part's time for LoRA operations; the rest is for a layer's others."""
 
 
 def measure_shape(shape: Shape, seed: int) -> list[dict[str, Any]]:
@@ -59,19 +58,20 @@ def measure_shape(shape: Shape, seed: int) -> list[dict[str, Any]]:
         how = launch_for(name, case.x.device)
         runs[name] = partial(OPERATIONS[name], case.call(xa=scratch_for(case, how)), how)
     runs["torch"] = _torch_products(shape)
-    least = floor(shape, 2)
+    lower_bound = floor(shape, 2)
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
         seconds = gpu_seconds(run)
         rows.append({
-            "shape": shape.name, "run": name, "us": round(seconds * 1e6, 2), "weight_bytes": least["weight_bytes"],
-            "gb_s": round(least["bytes"] / seconds / 1e9, 1),
+            "shape": shape.name, "run": name, "us": round(seconds * 1e6, 2),
+            "weight_bytes": lower_bound["weight_bytes"],
+            "gb_s": round(lower_bound["bytes"] / seconds / 1e9, 1),
         })  # fmt: skip
     return rows
 
 
 def _torch_products(shape: Shape) -> Callable[[], object]:
-    """One padded pair of batched products per projection: what plain torch does best with a mixed batch."""
+    """Returns a call of a padded pair of batched products per projection, plain torch's best for a mixed batch."""
     rank, requests = max(shape.ranks), shape.requests
     x = torch.randn(requests, shape.tokens, shape.d_in, dtype=torch.bfloat16, device="cuda")
     pairs = [
@@ -86,7 +86,7 @@ def _torch_products(shape: Shape) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class Suite:
-    """What the parts measure on; made once for all of them."""
+    """Engines on which the parts measure, shared by all of them."""
 
     box: EngineBox
     cold: cold_starts.ColdStudy
@@ -133,28 +133,28 @@ class Suite:
 
 def figures_of(rows: Rows) -> dict[str, float]:
     """Names: `_b` rows of a step, `_t` prompt tokens, `_n` distinct adapters, `_r` their rank."""
-    found = {f"coldstart_{name}": value for name, value in cold_starts.figures_of(rows).items()}
+    figures = {f"coldstart_{name}": value for name, value in cold_starts.figures_of(rows).items()}
     for row in rows:
         if row["part"] == "decode" and "rows" in row:
-            found[f"decode_over_floor_b{row['rows']}"] = row["over_floor"]
-            found[f"decode_ms_b{row['rows']}"], found[f"served_ms_b{row['rows']}"] = row["ms"], row["served_ms"]
+            figures[f"decode_over_floor_b{row['rows']}"] = row["over_floor"]
+            figures[f"decode_ms_b{row['rows']}"], figures[f"served_ms_b{row['rows']}"] = row["ms"], row["served_ms"]
         elif row["part"] == "graphs" and "rows" in row:
-            found[f"graphs_speedup_b{row['rows']}"] = row["off_ms"] / row["on_ms"]
+            figures[f"graphs_speedup_b{row['rows']}"] = row["off_ms"] / row["on_ms"]
         elif row["part"] == "prefill" and "tokens" in row:
-            found[f"prefill_share_of_peak_t{row['tokens']}"] = row["share_of_peak"]
-            found[f"prefill_lora_over_base_t{row['tokens']}"] = row["lora_over_base"]
+            figures[f"prefill_share_of_peak_t{row['tokens']}"] = row["share_of_peak"]
+            figures[f"prefill_lora_over_base_t{row['tokens']}"] = row["lora_over_base"]
         elif row["part"] == "lora" and "adapters" in row:
             where = f"{row['kernel']}_{'qkv' if row['targets'] == 'q,k,v' else 'all'}_n{row['adapters']}_r{row['rank']}"
-            found[f"lora_over_base_{where}"] = row["over_base"]
-            found[f"lora_over_floor_{where}"] = (row["ms"] - row["base_ms"]) / row["floor_ms"]
+            figures[f"lora_over_base_{where}"] = row["over_base"]
+            figures[f"lora_over_floor_{where}"] = (row["ms"] - row["base_ms"]) / row["floor_ms"]
         elif row["part"] == "merged" and "adapter_below" in row:
-            found |= {f"merged_{name}": row[name] for name in row if name.endswith("_below")}
+            figures |= {f"merged_{name}": row[name] for name in row if name.endswith("_below")}
     copy = next((row["copy_gb_s"] for row in rows if row["part"] == "kernels" and "copy_gb_s" in row), None)
     large = [row["gb_s"] for row in rows if row.get("run") == "mbgmv" and row["weight_bytes"] >= 64 << 20]
     if copy is not None and large:
-        found |= {"copy_gb_s": copy, "mbgmv_copy_share_from_64MB": min(large) / copy}
-    mismatches = found.pop("coldstart_mismatches", None)
-    return found | ({} if mismatches is None else {"mismatches": mismatches})
+        figures |= {"copy_gb_s": copy, "mbgmv_copy_share_from_64MB": min(large) / copy}
+    mismatches = figures.pop("coldstart_mismatches", None)
+    return figures | ({} if mismatches is None else {"mismatches": mismatches})
 
 
 def study(

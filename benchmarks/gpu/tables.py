@@ -19,12 +19,12 @@ SERVED_CONTEXT = 20
 
 
 def rows_of(document: Document, part: str, key: str) -> list[dict[str, Any]]:
-    """Those of a part that have `key`."""
+    """Returns the rows of a part that have `key`."""
     return [row for row in document["rows"] if row["part"] == part and key in row]
 
 
 def gpu_exact_table(document: Document) -> str:
-    """What was held against PEFT and float64."""
+    """Renders the comparison with PEFT and float64."""
     (exact,) = rows_of(document, "exact", "cases")
     half = document["settings"].get("runner") == "lightllm"
     model = "a drawn Llama in fp16, by the runner `lightllm`," if half else "stories260K in fp32"
@@ -50,7 +50,7 @@ def gpu_exact_table(document: Document) -> str:
 
 
 def gpu_merged_table(document: Document) -> str:
-    """How far below the best a token was chosen, beside PEFT's own choices."""
+    """Renders the distance of chosen tokens below the best, next to that of PEFT's own choices."""
     (row,) = rows_of(document, "merged", "adapter_peft_below")
     text = (
         "A 7B shape with drawn weights in bf16, three prompts of 12 greedy tokens, against the same weights in fp32: "
@@ -120,7 +120,7 @@ def gpu_prefill_table(document: Document) -> str:
 
 
 def gpu_lora_table(document: Document) -> str:
-    """What distinct adapters add to a decode step."""
+    """Renders what distinct adapters add to a decode step."""
     rows = rows_of(document, "lora", "over_base")
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     text = (
@@ -157,16 +157,16 @@ def gpu_ttft_table(document: Document) -> str:
     )
 
     def cell(tokens: int, way: str) -> str:
-        found, warm = times[tokens, way], median(times[tokens, "cached"])
-        over = "" if way == "cached" else f", {median(found) / warm:.2f}x"
-        return f"{median(found):.1f} ({max(found):.1f}){over}"
+        times_ms, warm = times[tokens, way], median(times[tokens, "cached"])
+        over = "" if way == "cached" else f", {median(times_ms) / warm:.2f}x"
+        return f"{median(times_ms):.1f} ({max(times_ms):.1f}){over}"
 
-    ways = (("cached",), ("ondmd", "overlap"), ("pipeline",), ("full",))
+    groups = (("cached",), ("ondmd", "overlap"), ("pipeline",), ("full",))
     cells = [
-        (f"{tokens:,}", *("; ".join(cell(tokens, way) for way in group) for group in ways))
+        (f"{tokens:,}", *("; ".join(cell(tokens, mode) for mode in group) for group in groups))
         for tokens in dict.fromkeys(row["tokens"] for row in document["rows"])
     ]
-    head = ("tokens", *(" ; ".join(f"`{way}`" for way in group) for group in ways))
+    head = ("tokens", *(" ; ".join(f"`{mode}`" for mode in group) for group in groups))
     return captioned_table(document, text, head, cells)
 
 
@@ -188,7 +188,7 @@ def gpu_points_table(document: Document) -> str:
         )
         for row in sorted(rows_of(document, "points", "cached_ms"), key=_point)
     ]
-    head = ("GB/s", "rank", "tokens", "`cached`", *(f"`{way}`" for way in COLD_WAYS))
+    head = ("GB/s", "rank", "tokens", "`cached`", *(f"`{mode}`" for mode in COLD_WAYS))
     return captioned_table(document, text, head, cells)
 
 
@@ -241,8 +241,8 @@ def plan_replay_table(document: Document) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    *most, last = (f"`{name}`" for name in names)
-    return f"{', '.join(most)} and {last}"
+    *rest, last = (f"`{name}`" for name in names)
+    return f"{', '.join(rest)} and {last}"
 
 
 def gpu_loads_table(document: Document) -> str:
@@ -255,13 +255,13 @@ def gpu_loads_table(document: Document) -> str:
         (str(row["loads"]), "as it is" if row["gb_s"] is None else format(row["gb_s"], "g"), *_cold_cells(row))
         for row in sorted(rows_of(document, "loads", "cached_ms"), key=lambda row: row["loads"])
     ]
-    head = ("calls", "GB/s", "`cached`", *(f"`{way}`" for way in COLD_WAYS))
+    head = ("calls", "GB/s", "`cached`", *(f"`{mode}`" for mode in COLD_WAYS))
     return captioned_table(document, text, head, cells)
 
 
 def _cold_cells(row: dict[str, Any]) -> tuple[str, ...]:
     warm = row["cached_ms"]
-    return f"{warm:.0f}", *(f"{row[f'{way}_ms']:.0f} ({row[f'{way}_ms'] / warm:.1f}x)" for way in COLD_WAYS)
+    return f"{warm:.0f}", *(f"{row[f'{mode}_ms']:.0f} ({row[f'{mode}_ms'] / warm:.1f}x)" for mode in COLD_WAYS)
 
 
 def gpu_kernels_table(document: Document) -> str:
@@ -320,7 +320,7 @@ def gpu_service_table(document: Document) -> str:
 
 
 def gpu_aims_table(document: Document) -> str:
-    """What was to be reached, what was, and the worst case."""
+    """Renders aims, results, and worst cases."""
     floors = served_floors(document)
     decode = [row["served_ms"] / floors[row["rows"]] for row in rows_of(document, "decode", "served_ms")]
     added = [

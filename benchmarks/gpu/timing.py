@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 512 << 20
-"""More than any cache in use"""
 ROUNDS = 15
 
 

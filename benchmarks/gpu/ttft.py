@@ -27,21 +27,21 @@ def measure(bench: Bench, lengths: tuple[int, ...], calls: int) -> Iterator[dict
     """Milliseconds of each call; the first of a length is not counted."""
     ((_, adapters),) = bench.adapters.items()
     for tokens in lengths:
-        for way in WAYS:
+        for mode in WAYS:
             bench.ttft("overlap", adapters[:1], bench.prompts(tokens, 1))
-            times = [bench.ttft(way, adapters[:1], bench.prompts(tokens, 1)) for _ in range(calls)]
-            yield {"tokens": tokens, "way": way, "ms": [round(seconds * 1e3, 1) for seconds in times]}
+            times = [bench.ttft(mode, adapters[:1], bench.prompts(tokens, 1)) for _ in range(calls)]
+            yield {"tokens": tokens, "way": mode, "ms": [round(seconds * 1e3, 1) for seconds in times]}
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """By prompt length: `ttft_ms` of a warm call, and the ways' over it."""
-    found: dict[str, float] = {}
+    """Returns, by prompt length, `ttft_ms` of a warm call, and the modes' ratios to it."""
+    figures: dict[str, float] = {}
     for row in rows:
         if row["way"] == "cached":
-            found[f"ttft_ms_t{row['tokens']}"] = warm = median(row["ms"])
+            figures[f"ttft_ms_t{row['tokens']}"] = warm = median(row["ms"])
         else:
-            found[f"{row['way']}_over_cached_t{row['tokens']}"] = median(row["ms"]) / warm
-    return found
+            figures[f"{row['way']}_over_cached_t{row['tokens']}"] = median(row["ms"]) / warm
+    return figures
 
 
 def study(root: Path, shape: str, device: str, rank: int, lengths: tuple[int, ...], calls: int, seed: int) -> Any:

@@ -68,9 +68,9 @@ def hand_over(pool: WorkerPool, x: torch.Tensor, group: str | None) -> None:
 def ping_pong(pool: WorkerPool, x: torch.Tensor, calls: int, core: int) -> tuple[float, float]:
     """A child on `core`, in place of the first worker, which sleeps, answers flags and does nothing else."""
     memory, flags = pool.memory, load_flags()
-    own = pool.layout.command_flag(0, 0), pool.layout.done_flag(0, 0)
+    flag_offsets = pool.layout.command_flag(0, 0), pool.layout.done_flag(0, 0)
     rounds = calls // 10 + calls
-    command = [sys.executable, "-c", PING_SERVER, *map(str, (pool.fd, pool.layout.size, *own, rounds, core))]
+    command = [sys.executable, "-c", PING_SERVER, *map(str, (pool.fd, pool.layout.size, *flag_offsets, rounds, core))]
     area = memory.x(0, x.shape[0], x.shape[1])
     values = itertools.count(1)
     with subprocess.Popen(command, pass_fds=(pool.fd,), stdout=subprocess.PIPE) as child:
@@ -148,7 +148,7 @@ def by_threads(
     case: HostCase, layout: Layout, x: torch.Tensor, calls: int, cores: Sequence[int], dtype: torch.dtype | None = None
 ) -> tuple[float, float]:
     """The same products with len(cores) torch threads on the cores, in `dtype` or as workers choose here."""
-    found: list[tuple[float, float]] = []
+    timings: list[tuple[float, float]] = []
 
     def work() -> None:
         os.sched_setaffinity(0, cores)
@@ -156,12 +156,12 @@ def by_threads(
         product = Product(case.weights, layout, compiled=False)
         product.multiplied = dtype or product.multiplied
         ys = [torch.zeros(x.shape[0], case.widths[p][1], dtype=DTYPE) for p in GROUPS["qkv"]]
-        found.append(percentiles(lambda: product.compute(ys, x, 0, 0, 0), calls))
+        timings.append(percentiles(lambda: product.compute(ys, x, 0, 0, 0), calls))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    return found[0]
+    return timings[0]
 
 
 def run(width: int, cores: Sequence[int], tokens: Sequence[int], calls: int, seed: int) -> list[dict[str, Any]]:
@@ -188,8 +188,8 @@ def run(width: int, cores: Sequence[int], tokens: Sequence[int], calls: int, see
             row["socket_p50_us"], row["socket_p99_us"] = echo_over_socket(x, calls // 10, cores[0])
             row["threads_p50_us"], row["threads_p99_us"] = by_threads(case, layout, x, few, cores)
             for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-                found = by_threads(case, layout, x, FEW_PRODUCTS, cores, dtype)
-                row[f"{name}_p50_us"], row[f"{name}_p99_us"] = found
+                timing = by_threads(case, layout, x, FEW_PRODUCTS, cores, dtype)
+                row[f"{name}_p50_us"], row[f"{name}_p99_us"] = timing
             rows.append(row)
     finally:
         pool.close()
@@ -198,16 +198,16 @@ def run(width: int, cores: Sequence[int], tokens: Sequence[int], calls: int, see
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the first row of each number of workers: 16 tokens of 576; ratios by tokens and width."""
-    found: dict[str, float] = {}
+    """Returns round trips by number of workers (16 tokens of 576), and ratios by tokens and width."""
+    figures: dict[str, float] = {}
     for row in rows:
         name = f"{row['workers']}_{row['tokens']}x{row['width']}"
-        found.setdefault(f"roundtrip_p50_us_{row['workers']}", row["roundtrip_p50_us"])
-        found[f"over_socket_{name}"] = row["socket_p50_us"] / row["roundtrip_p50_us"]
-        found[f"roundtrip_over_pingpong_{name}"] = row["roundtrip_p50_us"] / row["pingpong_p50_us"]
-        found[f"pinned_over_threads_{name}"] = row["threads_p50_us"] / row["pinned_p50_us"]
-        found[f"bf16_over_fp32_{name}"] = row["bf16_p50_us"] / row["fp32_p50_us"]
-    return found
+        figures.setdefault(f"roundtrip_p50_us_{row['workers']}", row["roundtrip_p50_us"])
+        figures[f"over_socket_{name}"] = row["socket_p50_us"] / row["roundtrip_p50_us"]
+        figures[f"roundtrip_over_pingpong_{name}"] = row["roundtrip_p50_us"] / row["pingpong_p50_us"]
+        figures[f"pinned_over_threads_{name}"] = row["threads_p50_us"] / row["pinned_p50_us"]
+        figures[f"bf16_over_fp32_{name}"] = row["bf16_p50_us"] / row["fp32_p50_us"]
+    return figures
 
 
 def main() -> None:

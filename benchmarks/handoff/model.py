@@ -42,7 +42,7 @@ class SelfAnswered:
 
 
 class EngineAlone(WorkerPool):
-    """The engine's side of handoffs to so many workers, of which there are none."""
+    """The engine's side of handoffs to a number of workers that do not exist."""
 
     def __init__(self, case: HostCase, workers: int, tokens: int) -> None:
         layout = Layout(2, workers, tokens, case.widths, DTYPES.index(case.host.torch_dtype))
@@ -58,7 +58,7 @@ class EngineAlone(WorkerPool):
 
 def engine_us_per_worker(case: HostCase, time_of: Callable[[Callable[[], None]], float]) -> float:
     """Returns the microseconds that the engine works for each further worker of a handoff. `time_of` times a call."""
-    found = {}
+    us_by_workers = {}
     for workers in (1, 9):
         pool = EngineAlone(case, workers, 16)
         x = torch.zeros(16, case.widths[0][0], dtype=case.host.torch_dtype)
@@ -68,9 +68,9 @@ def engine_us_per_worker(case: HostCase, time_of: Callable[[Callable[[], None]],
             assert handoff is not None and handoff.wait()
             handoff.close()
 
-        found[workers] = time_of(call)
+        us_by_workers[workers] = time_of(call)
         pool.close()
-    return (found[9] - found[1]) / 8
+    return (us_by_workers[9] - us_by_workers[1]) / 8
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class HandoffModel:
     per_worker: float
     per_byte: float
     slice: CpuLora
-    """in seconds"""
+    """cost of a slice, in seconds"""
 
     def roundtrip(self, workers: int, size: int) -> float:
         return self.fixed + self.per_worker * workers + self.per_byte * size
 
     def pinned(self, workers: int, size: int, tokens: int, elements: int) -> float:
-        own, cpu = -(-tokens // workers), self.slice
-        work = cpu.fixed + elements * (cpu.per_element + own * cpu.per_product)
+        tokens_of_worker, cpu = -(-tokens // workers), self.slice
+        work = cpu.fixed + elements * (cpu.per_element + tokens_of_worker * cpu.per_product)
         return self.roundtrip(workers, size) + work * 1e6
 
 

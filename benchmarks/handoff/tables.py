@@ -35,7 +35,7 @@ def _handoff_case(row: dict[str, Any]) -> str:
 
 
 def _predicted(document: dict[str, Any]) -> list[str]:
-    """What the model of the handoff says of numbers of workers that the host has no cores for; nothing without one."""
+    """Renders predictions for numbers of workers that the host has no cores for; [] for a report without a model."""
     if "fitted" not in document["settings"]:
         return []
     model, error = document["settings"]["fitted"], document["figures"]["model_worst_error"]
@@ -53,7 +53,7 @@ def _predicted(document: dict[str, Any]) -> list[str]:
 
 
 def worker_products_table(document: dict[str, Any]) -> str:
-    """What a worker's long slices take in torch's two products, at one level."""
+    """Renders the times of a worker's long slices in torch's two products, at one level."""
     cells = [
         (
             f"{row['width']}, {row['tokens']}",

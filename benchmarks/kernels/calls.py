@@ -19,7 +19,6 @@ from kernels.sgmv import sgmv
 from tests.support.kernel_cases import draw_case
 
 HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 8, 128, 14336
-"""Llama 3.1 8B"""
 WINDOW = 4096
 BLOCK_TOKENS = 16
 LORA = {"bgmv": bgmv, "mbgmv": mbgmv, "sgmv": sgmv}
@@ -38,7 +37,7 @@ def every_call(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def lora_calls(dtype: torch.dtype) -> Iterator[Call]:
-    """On q, k, v."""
+    """Yields calls of the LoRA operations on q, k, v."""
     width = HEADS * HEAD_DIM
     case = draw_case([8, 16], [(0, 1), (1, 1)], width, (width, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM), dtype)
     for name, operation in LORA.items():
@@ -55,8 +54,8 @@ def layer_calls(dtype: torch.dtype, tokens: int = 2) -> Iterator[Call]:
     rotary = Rotary(*torch.zeros(2, 8, HEAD_DIM // 2, dtype=dtype).unbind())
     norms = torch.zeros(HEAD_DIM, dtype=dtype), torch.zeros(HEAD_DIM, dtype=dtype)
     at = torch.zeros(tokens, dtype=torch.int64)
-    for name, given in (("", None), (", head norms", norms)):
-        cache = empty_cache(Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, None, given, 1e-5), dtype)
+    for name, norm_weights in (("", None), (", head norms", norms)):
+        cache = empty_cache(Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, None, norm_weights, 1e-5), dtype)
         yield (
             f"rotate_and_store{name}",
             partial(operations.rotate_and_store, qkv, rotary, cache, positions=at, slots=at),

@@ -1,8 +1,8 @@
 """The LoRA operations, shape by shape: what each must read, and how long it takes where it can run.
 
-A GPU, when there is one: each Triton kernel with the cache flushed before every call, beside torch's own products, as
+A GPU, when there is one: each Triton kernel with the cache flushed before every call, next to torch's own products, as
 shares of the copy bandwidth measured in the same run. Without one: bytes and launches per shape, and the CPU's compiled
-operator beside torch and a plain read of the same bytes. What the compiler says is in `kernel_steps`.
+operator next to torch and a plain read of the same bytes. steps.py has the compiler's report.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from tests.support.kernel_cases import Case, draw_case, draw_slots
 
 MIXED = (8, 16, 32, 64, 128, 8, 16, 32)
 TIME_LIMIT_S = 330
-"""gpu_suite's bound on these, beside its checks: shapes that are left then are named in the report"""
+"""Limit of these in the GPU suite, after its checks. Shapes left out are named in the report."""
 
 
 @dataclass(frozen=True)
 class Shape:
     operation: str
-    """decode (bgmv, mbgmv) or prefill (sgmv)"""
     requests: int
     tokens: int
-    """per request"""
     ranks: tuple[int, ...]
     d_in: int
     d_outs: tuple[int, ...]
@@ -94,14 +92,14 @@ def cpu_rows(quick: bool, seed: int) -> list[dict[str, Any]]:
             for label, ranks in (("mixed", MIXED), ("padded", (128,) * 8)):
                 shape = Shape("decode", 8, 1, ranks, d_in, d_outs)
                 cases = [shape.case(dtype, "cpu", seed + layer) for layer in range(layers)]
-                found = _time_cpu(cases, rounds)
+                timings = _time_cpu(cases, rounds)
                 size = sum(case.weight_bytes() for case in cases)
-                rows.append({"model": name, "dtype": str(dtype)[6:], "ranks": label, "weight_bytes": size, **found})
+                rows.append({"model": name, "dtype": str(dtype)[6:], "ranks": label, "weight_bytes": size, **timings})
     return rows
 
 
 def segment_rows(quick: bool, seed: int) -> list[dict[str, Any]]:
-    """One prompt's segment of one adapter on SmolLM2's q,k,v, ten layers: from how many tokens on is torch faster?"""
+    """Times a prompt's segment of one adapter on SmolLM2's q,k,v, ten layers, by length: torch wins at long ones."""
     rounds, rows = 3 if quick else 9, []
     for dtype in (torch.bfloat16, torch.float32):
         for rank in (8, 64):
@@ -148,8 +146,8 @@ def _time_cpu(cases: list[Case], rounds: int) -> dict[str, float]:
 
 
 def _torch_views(case: Case) -> list[tuple[torch.Tensor, list[tuple[int, int, int, torch.Tensor, float]]]]:
-    """What the torch path reads: per segment one A for the whole group, and each projection's B."""
-    view, found = case.view, []
+    """Returns the tensors that the torch path reads: per segment one A for the whole group, and each projection's B."""
+    view, segments = case.view, []
     for slot in case.seg_slot.tolist():
         rank = case.ranks[slot]
         parts, a = [], []
@@ -160,8 +158,8 @@ def _torch_views(case: Case) -> list[tuple[torch.Tensor, list[tuple[int, int, in
             a.append(view.pool.as_strided((rank, case.x.shape[1]), (strides[0], 1), at[0]))
             b = view.pool.as_strided((rank, y.shape[1]), (strides[1], 1), at[1])
             parts.append((p, p * rank, (p + 1) * rank, b, float(view.scale[slot, p])))
-        found.append((torch.cat(a).t(), parts))
-    return found
+        segments.append((torch.cat(a).t(), parts))
+    return segments
 
 
 def gpu_rows(quick: bool, seed: int, limit: float = TIME_LIMIT_S) -> list[dict[str, Any]]:

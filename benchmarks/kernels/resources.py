@@ -37,11 +37,9 @@ class Compiled:
     """the operation, and the kernel where it has another name"""
     dtype: str
     shared_bytes: int
-    """shared memory of one program"""
     registers: int
-    """per thread, -1 when the assembler's report names none"""
+    """registers per thread; -1 if the assembler's report names none"""
     spills: int
-    """bytes of local memory per thread"""
 
 
 def compile_kernels(capability: int, dtype: torch.dtype) -> Iterator[Compiled]:
@@ -70,8 +68,8 @@ def _register_use(cubin: bytes | None) -> tuple[int, int]:
         done = subprocess.run(
             [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, timeout=60
         )
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)
-    return (int(found[1]), int(found[2]) + int(found[3])) if found else (-1, -1)
+    match = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", done.stdout)
+    return (int(match[1]), int(match[2]) + int(match[3])) if match else (-1, -1)
 
 
 def matrix(capabilities: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[dict[str, Any]]:

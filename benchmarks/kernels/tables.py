@@ -42,18 +42,18 @@ def steps_table(document: dict[str, Any]) -> str:
 
 
 def resource_table(document: dict[str, Any]) -> str:
-    found = [row["resources"] for row in document["rows"] if "resources" in row]
-    targets = sorted({(row["sm"], row["dtype"]) for row in found})
+    compiled = [row["resources"] for row in document["rows"] if "resources" in row]
+    targets = sorted({(row["sm"], row["dtype"]) for row in compiled})
     lines = [
         caption(document, f"Triton {document['versions']['triton']}."),
         "",
         "| kernel | " + " | ".join(f"sm_{sm} {dtype}" for sm, dtype in targets) + " |",
         "|---" * (len(targets) + 1) + "|",
     ]
-    for kernel in dict.fromkeys(row["kernel"] for row in found):
+    for kernel in dict.fromkeys(row["kernel"] for row in compiled):
         cells = {
             (row["sm"], row["dtype"]): f"{row['registers']}, {row['spills']} B, {row['shared_bytes'] / 1024:.0f} KiB"
-            for row in found
+            for row in compiled
             if row["kernel"] == kernel
         }
         lines.append(f"| `{kernel}` | " + " | ".join(cells[target] for target in targets) + " |")

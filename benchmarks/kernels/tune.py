@@ -39,10 +39,9 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
 }  # fmt: skip
 SECONDS = 150.0
 LEAST_GAIN = 0.01
-"""Below this share a difference is noise."""
+"""Smallest relative difference that is no noise."""
 
 Measure = Callable[[Callable[[], object]], float]
-"""Seconds of one call"""
 
 
 def tuning_cases(operation: str, device: str) -> list[Case]:
@@ -80,7 +79,7 @@ def tune(
     base = time_launch(operation, best, cases, measure)
     if base is None:
         raise WrongResult(f"{operation} is wrong, or does not run, with its default launch {best}")
-    least, before, until = 1.0, None, time.monotonic() + seconds
+    best_ratio, before, until = 1.0, None, time.monotonic() + seconds
     while best != before:
         before = best
         for name, values in choices.items():
@@ -90,9 +89,9 @@ def tune(
                     continue
                 times = time_launch(operation, how, cases, measure)
                 ratio = math.inf if times is None else _geometric_mean(times, base)
-                if ratio < least * (1 - LEAST_GAIN):
-                    best, least = how, ratio
-    return best, least
+                if ratio < best_ratio * (1 - LEAST_GAIN):
+                    best, best_ratio = how, ratio
+    return best, best_ratio
 
 
 def _geometric_mean(times: Sequence[float], base: Sequence[float]) -> float:
@@ -114,21 +113,21 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU is here: launch parameters are found on the GPU that they are for")
-    seconds, found, ratios = (5.0 if options.quick else options.seconds), {}, {}
+    seconds, launches, ratios = (5.0 if options.quick else options.seconds), {}, {}
     for operation in options.operations.split(","):
         choices = CHOICES["prefill" if operation == "sgmv" else "decode"]
         cases = tuning_cases(operation, "cuda")
-        found[operation], ratios[f"{operation}_over_default"] = tune(operation, cases, choices, gpu_seconds, seconds)
-    rows = [{"operation": name, "launch": msgspec.structs.asdict(how)} for name, how in found.items()]
+        launches[operation], ratios[f"{operation}_over_default"] = tune(operation, cases, choices, gpu_seconds, seconds)
+    rows = [{"operation": name, "launch": msgspec.structs.asdict(how)} for name, how in launches.items()]
     document = report("tune_kernels", {"quick": options.quick, "seconds": seconds}, options.seed, rows, ratios)
     publish(document, options.json)
     if not options.quick:
         versions = document["versions"]
         tuned = f"commit {document['commit']}, triton {versions['triton']}, torch {versions['torch']}"
-        whole = {name: launch_for(name, torch.device("cuda")) for name in OPERATIONS} | found
+        launches_by_name = {name: launch_for(name, torch.device("cuda")) for name in OPERATIONS} | launches
         device = torch.device("cuda")
         name, capability = torch.cuda.get_device_name(device), capability_of(device)
-        FILE.write_bytes(with_device(FILE.read_bytes(), name, tuned, whole, capability))
+        FILE.write_bytes(with_device(FILE.read_bytes(), name, tuned, launches_by_name, capability))
 
 
 if __name__ == "__main__":

@@ -42,13 +42,13 @@ def border_rows() -> Iterator[dict[str, Any]]:
 def layer_seconds(suite: dict[str, Any]) -> dict[int, float]:
     """Returns the seconds of a layer of the 7B shape on the GPU of a gpu_suite report, by tokens."""
     (profile,) = (row["profile"] for row in suite["rows"] if "profile" in row)
-    known = dict(profile["layer"])
+    measured = dict(profile["layer"])
     longer = {
         row["tokens"]: row["ms"] / 1e3 / LLAMA_2.layers
         for row in suite["rows"]
         if row["part"] == "prefill" and "ms" in row
     }
-    between = {tokens: float(np.interp(tokens, list(known), list(known.values()))) for tokens in TOKENS}
+    between = {tokens: float(np.interp(tokens, list(measured), list(measured.values()))) for tokens in TOKENS}
     return {tokens: longer.get(tokens, between[tokens]) for tokens in TOKENS}
 
 
@@ -77,8 +77,10 @@ def setting_rows() -> Iterator[dict[str, Any]]:
 
 
 def compared(layers: int, seconds: float, size: LayerBytes, rate: float) -> dict[str, float]:
-    """Returns pipeline and the best of assistance and pipeline over a warm prefill, the layers assisted, and the share
-    of the pipeline's time that is saved."""
+    """Returns the pipeline, and the best of assistance and pipeline, over a warm prefill.
+
+    Also the number of layers assisted, and the share of the pipeline's time that is saved.
+    """
     warm, pipeline = layers * seconds, first_token(layers, seconds, size, rate, 0)
     best, group = best_group(layers, seconds, size, rate)
     return {

@@ -21,7 +21,6 @@ class LayerBytes:
     """Bytes that one layer moves."""
 
     weights: float
-    """bytes of the adapter, to the device"""
     up: float
     """bytes of x, to the host, if the layer is assisted"""
     down: float
@@ -73,17 +72,17 @@ def first_token(layers: int, seconds: float, size: LayerBytes, rate: float, grou
     Results and weights that cross together have half of the rate each. An assisted layer whose weights are there
     already is computed like any other.
     """
-    now, left, order = 0.0, layers * size.weights, [*range(group, layers), *range(group)]
+    now, remaining, order = 0.0, layers * size.weights, [*range(group, layers), *range(group)]
     for layer in range(layers):
-        missing = max(left - (layers - 1 - order.index(layer)) * size.weights, 0.0)
+        missing = max(remaining - (layers - 1 - order.index(layer)) * size.weights, 0.0)
         if layer < group and missing > NOTHING:
-            end, shared = now + max(seconds, size.up / rate), min(left, size.down)
-            now, left = now + (size.down + shared) / rate, left - shared
+            end, shared = now + max(seconds, size.up / rate), min(remaining, size.down)
+            now, remaining = now + (size.down + shared) / rate, remaining - shared
         else:
-            now, left = now + missing / rate, left - missing
+            now, remaining = now + missing / rate, remaining - missing
             end = now + seconds
         end = max(now, end)
-        now, left = end, max(left - (end - now) * rate, 0.0)
+        now, remaining = end, max(remaining - (end - now) * rate, 0.0)
     return now
 
 

@@ -49,8 +49,8 @@ def link_table(document: dict[str, Any]) -> str:
         for link, rate in links.items()
         for targets in _distinct(rows, "targets")
     ]
-    most = document["figures"]["most_gain_from_512"]
-    rest = f"From 512 tokens on nothing saves more than {most * 100:.1f} %."
+    max_gain = document["figures"]["most_gain_from_512"]
+    rest = f"From 512 tokens on nothing saves more than {max_gain * 100:.1f} %."
     head = ("link, adapted", *(f"rank {rank}" for rank in ranks))
     return captioned_table(document, text, head, lines, rest)
 

@@ -1,4 +1,4 @@
-"""What benchmarks/many/many.py does with one running service: measures its limits, or calls it as the trace does."""
+"""Measurements of one running service for many.py: its limits, and its answers to the calls of the trace."""
 
 from __future__ import annotations
 
@@ -23,36 +23,33 @@ from benchmarks.common.processes import service_usage
 from benchmarks.many.trace_window import Window
 
 CONCURRENCY = 16
-"""Callers of the closed loop that measures capacity."""
 REPEATS = 5
 SHARES = (50, 95, 99)
-"""Percentiles."""
 BRING_ROUNDS = 5
-"""Of orders to the node, each of which takes at most 10 s, before adapters are on the device."""
+"""Rounds of orders to the node, each of at most 10 s, before adapters are on the device."""
 PATIENCE = 5.0
-"""A call counts as goodput if it takes at most so many times the warm E2E of its prompt."""
+"""Multiple of the warm E2E of its prompt within which a call counts as goodput."""
 EXPOSED_SHARE = 0.05
-"""Of a warm TTFT, above which a wait for adapter bytes makes a call cold."""
+"""Share of a warm TTFT above which a wait for adapter bytes makes a call cold."""
 TIES = {"float32": 1e-4, "bfloat16": 0.25}
 """Log probabilities closer than this may be swapped by another batch: by order of additions, or by two steps of logits
 of 16 to 32."""
 ORACLE_LEADS_S = (2.0, 0.5)
-"""Before each call, at which the oracle's orders are sent; the second is for adapters that have left again."""
+"""Seconds before each call at which the oracle sends its orders; the second is for adapters evicted meanwhile."""
 ORACLE_AT_ONCE = 12
 """Orders under way; a node takes 16."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the service with everything resident. `warm`: TTFT and E2E by prompt, seconds."""
+    """Limits of the service with all adapters resident. `warm`: TTFT and E2E by prompt, seconds."""
 
     capacity: float
-    """calls per second"""
     prefill_s: float
-    """of the longest prompt, to its first token"""
+    """seconds to the first token of the longest prompt"""
     warm: list[tuple[float, float]]
     alone: dict[tuple[str, int], Answer]
-    """what each function answers to each prompt that it will get, called alone"""
+    """answers by function and prompt, each called alone"""
 
 
 @dataclass(frozen=True)
@@ -62,13 +59,13 @@ class Load:
     window: Window
     warmup: int
     gap_s: float
-    """on average between two calls"""
+    """mean gap between two calls"""
     prompts: Sequence[str]
     tokens: int
 
     @property
     def functions(self) -> list[str]:
-        """Those called, most called first."""
+        """Functions that are called, the most called first."""
         return [f"a{adapter}" for adapter, _ in Counter(each.adapter for each in self.window.arrivals).most_common()]
 
     @property
@@ -98,12 +95,12 @@ async def measure_limits(
             begin, planned = monotonic(), loads[0].planned[: 4 * CONCURRENCY]
             check(await closed_loop(call, planned, CONCURRENCY))
             capacity = len(planned) / (monotonic() - begin)
-        asked = Caller(session, service.url, prompts, max_tokens=tokens, alternatives=2)
+        with_alternatives = Caller(session, service.url, prompts, max_tokens=tokens, alternatives=2)
         alone: dict[tuple[str, int], Answer] = {}
         for each in (each for load in loads for each in load.planned):
             key = (each.model, prompts.index(each.prompt))
             if key not in alone:
-                alone[key] = await _good(asked, each)
+                alone[key] = await _good(with_alternatives, each)
     return Limits(capacity, median(each.ttft for each in longs[1:]), warm, alone)
 
 
@@ -115,7 +112,7 @@ async def _good(call: Caller, planned: Planned) -> Answer:
 
 @asynccontextmanager
 async def operator(service: HttpService) -> AsyncIterator[Oracle]:
-    """Whoever orders prefetches of the node."""
+    """Yields an oracle that orders prefetches of the node."""
     async with open_session(service.admin_key) as session:
         session.headers["x-garnish-tenant"] = "bench"
         record = await node_record(session, service.url)
@@ -134,17 +131,17 @@ async def bring_all(oracle: Oracle, functions: Iterable[str]) -> None:
 
 
 async def run_cell(service: HttpService, load: Load, limits: Limits, *, told: bool, resident: bool, tie: float) -> Any:
-    """A row. `told`: each adapter's load is ordered before its call; `resident`: all are loaded before the first."""
+    """Returns a row. `is_announced`: each load is ordered before its call; `resident`: all loads precede the calls."""
     async with open_session(service.key) as session, operator(service) as oracle:
         if resident:
             await bring_all(oracle, load.functions)
-        call, due = Caller(session, service.url, load.prompts, max_tokens=load.tokens), load.due
+        call, schedule = Caller(session, service.url, load.prompts, max_tokens=load.tokens), load.due
         before = service_usage(service.pid)
         async with asyncio.TaskGroup() as group:
             if told:
                 names = [each.model for each in load.planned]
-                group.create_task(oracle.tell(list(zip(due, names, strict=True))))
-            samples = await open_loop(call, load.planned, due)
+                group.create_task(oracle.tell(list(zip(schedule, names, strict=True))))
+            samples = await open_loop(call, load.planned, schedule)
         after = service_usage(service.pid)
         record = await node_record(oracle.session, service.url)
     answers = [sample for sample in samples[load.warmup :] if isinstance(sample, Answer)]
@@ -158,7 +155,7 @@ async def run_cell(service: HttpService, load: Load, limits: Limits, *, told: bo
 
 
 def row_of(answers: Sequence[Answer], limits: Limits, tie: float) -> dict[str, Any]:
-    """What came of the calls. Shares are of those without an error; goodput counts from the first call's time."""
+    """Returns the outcome of the calls. Shares are of those without an error; goodput counts from the first call on."""
     good = [each for each in answers if not each.error]
     where = Counter({"none": "device", "host": "host"}.get(each.state, "absent") for each in good)
     gaps = gaps_of_different(good, limits)
@@ -185,21 +182,24 @@ def row_of(answers: Sequence[Answer], limits: Limits, tie: float) -> dict[str, A
 
 
 def is_cold(answer: Answer, limits: Limits) -> bool:
-    """Whether the adapter came from store or disk, or kept the computation waiting for long."""
+    """Returns whether the adapter came from store or disk, or delayed the computation by EXPOSED_SHARE."""
     waited = answer.exposed_s > EXPOSED_SHARE * limits.warm[answer.prompt][0]
     return answer.state not in ("none", "host") or waited
 
 
 def gaps_of_different(answers: Iterable[Answer], limits: Limits) -> list[float]:
-    """Returns, for each text that differs from what the function answers alone, how far apart that answer's two best
-    log probabilities were at the first token that differs; endless where no token does. The rest is not compared."""
-    found = []
+    """Returns a gap for each text that differs from what the function answers alone.
+
+    The gap is between that answer's two best log probabilities at the first token that differs, and infinite where no
+    token does. The rest is not compared.
+    """
+    gaps = []
     for answer in answers:
         alone = limits.alone[answer.model, answer.prompt]
         if answer.text != alone.text:
             pairs = zip(answer.tokens, alone.tokens, alone.gaps, strict=False)
-            found.append(next((gap for ours, theirs, gap in pairs if ours != theirs), inf))
-    return found
+            gaps.append(next((gap for ours, theirs, gap in pairs if ours != theirs), inf))
+    return gaps
 
 
 @dataclass
@@ -207,17 +207,17 @@ class Oracle:
     """Orders a node to bring in each adapter shortly before its call. `orders` has the statuses of the answers."""
 
     session: aiohttp.ClientSession
-    """with an operator's key"""
+    """session with an operator's key"""
     url: str
-    """of the node's prefetches, at the gateway"""
+    """URL of the node's prefetches, at the gateway"""
     orders: dict[int, int] = field(default_factory=dict)
 
     async def tell(self, calls: Sequence[tuple[float, str]]) -> None:
         """`calls`: seconds from now, ascending, and functions. Ends with the last order's answer."""
         begin, places = time.perf_counter(), asyncio.Semaphore(ORACLE_AT_ONCE)
-        due = sorted((max(0.0, at - lead), name) for at, name in calls for lead in ORACLE_LEADS_S)
+        schedule = sorted((max(0.0, at - lead), name) for at, name in calls for lead in ORACLE_LEADS_S)
         async with asyncio.TaskGroup() as group:
-            for at, name in due:
+            for at, name in schedule:
                 await asyncio.sleep(begin + at - time.perf_counter())
                 group.create_task(self.bring(name, places))
 

@@ -1,7 +1,7 @@
-"""vLLM's load generator, unchanged, in the place of benchmarks/many/many.py's own client.
+"""vLLM's load generator, unchanged, in place of the client of many.py.
 
-It calls the stretch's functions in their order, at times that it draws itself (Poisson, of the same rate), with prompts
-of its own. What it says of its calls is the row; all count, from a service that has nothing in memory.
+It calls the stretch's functions in their order, at times that it draws itself (Poisson, of the same rate), with its own
+prompts. Its figures are the row; all calls count, from a service that has nothing in memory.
 """
 
 from __future__ import annotations
@@ -39,26 +39,31 @@ def foreign_row(service: HttpService, load: Load, environment: Path) -> dict[str
         return row_of(json.loads(file.read_text()))
 
 
-def row_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Of what the client saved."""
+def row_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row of the client's result."""
     times = {
-        f"{ours}_p{share}_ms": found[f"p{share}_{theirs}_ms"]
+        f"{ours}_p{share}_ms": result[f"p{share}_{theirs}_ms"]
         for ours, theirs in (("ttft", "ttft"), ("e2e", "e2el"))
         for share in PERCENTILES
     }
-    return {"completed": found["completed"], "failed": found["failed"], "calls_s": found["request_throughput"], **times}
+    return {
+        "completed": result["completed"],
+        "failed": result["failed"],
+        "calls_s": result["request_throughput"],
+        **times,
+    }
 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Percentiles by variant, ms, and `forecast` over `ondemand`."""
-    found = {f"ttft_p{share}_{row['variant']}": row[f"ttft_p{share}_ms"] for row in rows for share in PERCENTILES}
-    if {"ttft_p95_ondemand", "ttft_p95_forecast"} <= found.keys():
-        found["ttft_p95_over_ondemand"] = found["ttft_p95_forecast"] / found["ttft_p95_ondemand"]
-    return found | {"failed": float(sum(row["failed"] for row in rows))}
+    figures = {f"ttft_p{share}_{row['variant']}": row[f"ttft_p{share}_ms"] for row in rows for share in PERCENTILES}
+    if {"ttft_p95_ondemand", "ttft_p95_forecast"} <= figures.keys():
+        figures["ttft_p95_over_ondemand"] = figures["ttft_p95_forecast"] / figures["ttft_p95_ondemand"]
+    return figures | {"failed": float(sum(row["failed"] for row in rows))}
 
 
 def foreign_table(document: dict[str, Any]) -> str:
-    """What the client says of each variant."""
+    """Renders the client's figures of each variant."""
     settings = document["settings"]
     text = (
         f"`vllm bench serve`, {2 * settings['calls']} calls to {settings['adapters']:,} adapters in the order of the "

@@ -4,10 +4,10 @@ Adapters of ranks 8 to 128 on q, k, v lie on moto's S3 server behind a network o
 remote_store.py, and are deployed over REST. A node's device holds a tenth of their bytes, its host memory a third, its
 disk none; bytes reach the device at the rate at which a rank-64 adapter takes 0.68 of a warm prefill of 256 tokens.
 Calls are those of a stretch of the Azure 2019 trace (trace_window.py), faster or slower, so that their rate is
-`--utilisation` of the capacity that was measured with everything resident. So many calls again go before those that
-count. Each row is a service started anew, with nothing in memory; a round's rows have the same calls. `--rates`: times
-the rates of network and link, each with a report of its own; calls are as many. `--foreign`: foreign.py too. On
-the disk 1,000 adapters take 8 GB, and as much again as the S3 server keeps them.
+`--utilisation` of the capacity that was measured with everything resident. As many calls precede those that count. Each
+row has a new service, with nothing in memory; a round's rows have the same calls. `--rates`: times the rates of network
+and link, each with a separate report and as many calls. `--foreign`: foreign.py too. On the disk 1,000 adapters take
+8 GB, and as much again as the S3 server keeps them.
 
 `oracle` is `eviction`, but the study orders a prefetch of each adapter 2 s before its call, and once more 0.5 s before:
 of what is on the device, the second does nothing. `pinned`: every called adapter is on the device before the first
@@ -46,15 +46,15 @@ from garnish.client import Client
 
 RANKS = (8, 16, 32, 64, 128)
 LINK_RANK, LINK_TOKENS, LINK_SHARE = 64, 256, 0.68
-"""One of this rank reaches the device in this share of a warm prefill of so many tokens (Toppings: 30 ms of 44)."""
+"""Rank of an adapter whose load takes this share of a warm prefill of these tokens (Toppings: 30 ms of 44)."""
 DEVICE_SHARE, HOST_SHARE = 0.1, 1 / 3
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 FILE_ITEM_BYTES = 2
 LIMITS = "limits"
 FOREIGN = ("ondemand", "forecast")
-"""Of whom another project's client is asked. It draws its calls' times itself, so that nobody could be told them."""
+"""Variants for another project's client. It draws its calls' times itself, so that no oracle could know them."""
 SLACK_BYTES = 16 << 20
-"""Of a pool for whole adapters: their last pages are not full."""
+"""Slack of a pool for whole adapters: their last pages are not full."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +82,18 @@ class Settings:
     dtype: str
     adapters: int
     calls: int
-    """of a row that count"""
+    """calls of a row that count"""
     rounds: int
     tokens: int
-    """of each answer"""
     utilisation: float
     most_prompt: int
-    """words"""
     variants: tuple[str, ...]
     rates: tuple[float, ...]
-    """factors of the network's and the link's"""
+    """factors of the rates of network and link"""
     foreign: Path | None
-    """where clients/foreign_clients.py installed vLLM"""
+    """folder in which clients/foreign_clients.py installed vLLM"""
     measured: bool
-    """whether the first service waits until its node has measured its costs"""
+    """True if the first service waits until its node has measured its costs"""
     seed: int
 
 
@@ -143,7 +141,7 @@ class Bench:
 
 
 def study(settings: Settings, root: Path) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
-    """What is measured, measured settings and its rows until then, after each row."""
+    """Yields, after each row, the report's name, the measured settings, and the rows until then."""
     with s3_server(max(os.sched_getaffinity(0)), in_memory=False) as registry:
         bench = Bench(settings, root, registry)
         loads, limits = _measure(bench)
@@ -216,36 +214,36 @@ def _measured(bench: Bench, loads: Sequence[Load], limits: Limits, *, gap_s: flo
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Medians over rounds, by variant; wrong tokens and ties of all rows. Times are in ms."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for variant in dict.fromkeys(row["variant"] for row in rows):
         of = [row for row in rows if row["variant"] == variant]
         for figure in ("cold_share", "goodput"):
-            found[f"{figure}_{variant}"] = median(row[figure] for row in of)
+            figures[f"{figure}_{variant}"] = median(row[figure] for row in of)
         for kind in ("ttft", "e2e"):
-            found[f"{kind}_p95_{variant}"] = median(row[f"{kind}_p95_ms"] for row in of)
+            figures[f"{kind}_p95_{variant}"] = median(row[f"{kind}_p95_ms"] for row in of)
     for figure in ("wrong_tokens", "ties"):
-        found[figure] = sum(row[figure] for row in rows)
-    return found | _compared(rows)
+        figures[figure] = sum(row[figure] for row in rows)
+    return figures | _compared(rows)
 
 
 def _compared(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """`forecast` beside other variants: medians of ratios in one round; cold calls of all rounds."""
+    """Compares `forecast` with other variants: medians of ratios in one round; cold calls of all rounds."""
     of = {name: [row for row in rows if row["variant"] == name] for name in VARIANTS}
-    ours, found = of["forecast"], {}
+    ours, figures = of["forecast"], {}
     if not ours:
         return {}
     for figure, key in (("goodput", "goodput"), ("ttft_p95", "ttft_p95_ms")):
         pairs = zip(ours, of["ondemand"], strict=False)
         if ratios := [mine[key] / base[key] for mine, base in pairs if base[key]]:
-            found[f"{figure}_over_ondemand"] = median(ratios)
+            figures[f"{figure}_over_ondemand"] = median(ratios)
     kinds = ("useful", "late", "wasted")
     sums = {kind: sum(row[f"prefetch_{kind}_bytes"] for row in ours) for kind in kinds}
-    found["prefetch_wasted"] = sums["wasted"] / max(1, sum(sums.values()))
+    figures["prefetch_wasted"] = sums["wasted"] / max(1, sum(sums.values()))
     cold = {name: sum(row["cold_share"] for row in each) for name, each in of.items()}
     if of["eviction"] and of["oracle"] and cold["eviction"] > cold["oracle"]:
         spared = cold["eviction"] - cold["forecast"]
-        found["share_of_oracle"] = spared / (cold["eviction"] - cold["oracle"])
-    return found
+        figures["share_of_oracle"] = spared / (cold["eviction"] - cold["oracle"])
+    return figures
 
 
 def _settings(options: argparse.Namespace) -> Settings:

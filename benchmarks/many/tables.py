@@ -17,7 +17,7 @@ NAMES = {
 
 
 def many_table(document: dict[str, Any]) -> str:
-    """What callers got, and what it cost, by variant."""
+    """Renders the times and costs of each variant."""
     settings, rows = document["settings"], document["rows"]
     text = (
         f"{settings['model']} in {settings['dtype']}, {settings['adapters']:,} adapters of ranks {settings['ranks']} "
@@ -77,8 +77,8 @@ _COMPARED = {
 
 
 def _cell(rows: Sequence[Row], value: Callable[[Row], float], form: str, *, lower_is_better: bool = True) -> str:
-    found = spread(map(value, rows), lower_is_better=lower_is_better)
-    return f"{form.format(found.median)} ({form.format(found.worst)})"
+    rounds = spread(map(value, rows), lower_is_better=lower_is_better)
+    return f"{form.format(rounds.median)} ({form.format(rounds.worst)})"
 
 
 def _cold(row: Row) -> float:

@@ -16,7 +16,7 @@ WITHOUT_TOP = 10
 @dataclass(frozen=True)
 class Arrival:
     at: float
-    """in units of the mean gap between calls: multiply by it"""
+    """time in units of the mean gap between calls"""
     adapter: int
     prompt: int
 
@@ -27,7 +27,6 @@ class Window:
 
     arrivals: list[Arrival]
     seconds: float
-    """that it takes in the trace"""
 
 
 def draw_window(adapters: int, calls: int, seed: int) -> Window:

@@ -82,10 +82,10 @@ def figures(reports: Reports) -> str:
 
 def peft_ratios(reports: Reports) -> Spread:
     """Tokens/s of eight adapters in one batch over those of PEFT's mixed batch: all studies, models and levels."""
-    found = [reports[name]["figures"]["over_peft_mixed_8"] for name in ENGINE if name in reports]
+    ratios = [reports[name]["figures"]["over_peft_mixed_8"] for name in ENGINE if name in reports]
     for report in (reports[name] for name in SERVE if name in reports):
-        found += [report["figures"][f"over_peft_{model}"] for model in report["settings"]["models"]]
-    return spread(found, lower_is_better=False)
+        ratios += [report["figures"][f"over_peft_{model}"] for model in report["settings"]["models"]]
+    return spread(ratios, lower_is_better=False)
 
 
 def gpu_cold_ratios(report: dict[str, Any]) -> list[float]:
@@ -97,7 +97,7 @@ def gpu_burst_ratios(report: dict[str, Any]) -> list[float]:
     """First tokens of cold calls that come together, at the link's own rate, over warm ones': all bursts, by `pipeline`
     and by `full`."""
     rows = [row for row in report["rows"] if row["part"] == "loads" and "full_ms" in row and row["gb_s"] is None]
-    return [row[f"{way}_ms"] / row["cached_ms"] for row in rows for way in ("pipeline", "full")]
+    return [row[f"{mode}_ms"] / row["cached_ms"] for row in rows for mode in ("pipeline", "full")]
 
 
 def _source(text: str, page: str, *names: str) -> str:
@@ -123,7 +123,7 @@ def _engine(report: dict[str, Any], name: str) -> str:
 
 
 def _first_tokens(of: dict[str, float]) -> str:
-    """Decode steps and first tokens beside their aims' references; nothing for a report without them."""
+    """Renders decode steps and first tokens over their aims' references; "" for a report without them."""
     if "step_over_peft_base_1" not in of:
         return ""
     steps, firsts = (
@@ -170,10 +170,10 @@ def _on_gpu(report: dict[str, Any], suite: dict[str, Any]) -> str:
     return _source(text, "docs/results/gpu.md#a-whole-service", "gpu_service", "gpu_suite_cold")
 
 
-def _many(found: list[dict[str, Any]]) -> str:
-    ttft = spread((report["figures"]["ttft_p95_over_ondemand"] for report in found), lower_is_better=True)
-    goodput = spread((report["figures"]["goodput_over_ondemand"] for report in found), lower_is_better=False)
-    hosts = " and ".join(sorted(set(map(host, found))))
+def _many(reports: list[dict[str, Any]]) -> str:
+    ttft = spread((report["figures"]["ttft_p95_over_ondemand"] for report in reports), lower_is_better=True)
+    goodput = spread((report["figures"]["goodput_over_ondemand"] for report in reports), lower_is_better=False)
+    hosts = " and ".join(sorted(set(map(host, reports))))
     text = (
         "**A thousand adapters**, room for a tenth of them on the device and a third on the host, called over HTTP as "
         "a trace calls functions, the defaults over loading on demand: first tokens at the 95th percentile "
@@ -198,11 +198,11 @@ def _fair(report: dict[str, Any]) -> str:
         f"{title} {_of_rounds(flood_ratio(report, key))}"
         for title, key in (("TTFT p50", "ttft_p50_ms"), ("TTFT p95", "ttft_p95_ms"), ("TPOT p50", "tpot_p50_ms"))
     )
-    kept = {
+    attainments = {
         case: [row["attain"] for row in report["rows"] if row["part"] == "strict" and row["case"] == case]
         for case in ("strict", "standard")
     }
-    shares = "; ".join(f"{case} {median(values):.1%} (worst {min(values):.1%})" for case, values in kept.items())
+    shares = "; ".join(f"{case} {median(values):.1%} (worst {min(values):.1%})" for case, values in attainments.items())
     model = ", on a node that has its performance model" if report["settings"]["performance_model"] else ""
     text = (
         f"**Fair shares**: backlogged tenants within {report['figures']['share_error']:.2%} of their weights. Beside a "
@@ -212,8 +212,8 @@ def _fair(report: dict[str, Any]) -> str:
     return _source(text, "docs/results/benchmarks.md#fair-shares", "fairness")
 
 
-def _of_rounds(found: tuple[float, float]) -> str:
-    return f"{found[0]:.2f} (worst round {found[1]:.2f})"
+def _of_rounds(rounds: tuple[float, float]) -> str:
+    return f"{rounds[0]:.2f} (worst round {rounds[1]:.2f})"
 
 
 def _faults(storm: dict[str, Any], minute: dict[str, Any]) -> str:
@@ -244,8 +244,8 @@ def _gateway(report: dict[str, Any]) -> str:
     return _source(text, "docs/results/benchmarks.md#the-gateway", "gateway")
 
 
-def _simulated(found: Iterable[dict[str, Any]]) -> str:
-    cases = [case for report in found for case in simulated_cases(report["rows"])]
+def _simulated(reports: Iterable[dict[str, Any]]) -> str:
+    cases = [case for report in reports for case in simulated_cases(report["rows"])]
     text = f"**Routing, simulated** (60 nodes, two profiles, each rate with all policies): {verdict(cases)}"
     return _source(text, "docs/guide/simulate.md#policies-compared", "scheduling", "scheduling_measured")
 

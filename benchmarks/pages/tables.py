@@ -170,7 +170,6 @@ TABLES: dict[Path, dict[str, Callable[[Reports], str]]] = {
     ROOT / "docs" / "operate" / "autoscale.md": {"autoscale": one("autoscale", autoscale_text)},
     ROOT / "docs" / "operate" / "performance-model.md": {"perfmodel": one("perfmodel", perfmodel_table)},
 }
-"""Page -> marker -> what makes the lines between its markers"""
 
 
 def committed() -> Reports:
@@ -179,12 +178,12 @@ def committed() -> Reports:
 
 
 def render(page: Path, text: str, reports: Reports) -> str:
-    """The page's text with its tables made anew. Raises ValueError."""
+    """Returns the page's text with its tables rendered again. Raises ValueError."""
     for marker, lines in TABLES[page].items():
         block = f"<!-- {marker} -->\n{lines(reports)}\n<!-- /{marker} -->"
         verbatim = block.replace("\\", r"\\")
-        text, found = re.subn(f"<!-- {marker} -->.*?<!-- /{marker} -->", verbatim, text, flags=re.DOTALL)
-        if found != 1:
+        text, count = re.subn(f"<!-- {marker} -->.*?<!-- /{marker} -->", verbatim, text, flags=re.DOTALL)
+        if count != 1:
             raise ValueError(f"{page} must have one pair of markers for {marker}")
     return text
 

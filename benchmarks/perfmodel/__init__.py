@@ -1,1 +1,1 @@
-"""How well the performance model describes a runner's passes."""
+"""Fit of the performance model to a runner's passes."""

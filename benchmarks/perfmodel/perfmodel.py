@@ -1,4 +1,4 @@
-"""How well the performance model describes passes of the real runner, and the paper's two-parameter form beside it.
+"""Fit of the performance model, and of the paper's two-parameter form, to passes of the real runner.
 
 Every configuration is measured once a round, in another order each time; fits see medians over all rounds but the
 first. The paper's grid (batches of 4, 8, 16 and 32, ranks 8 to 64) is measured apart, so that the whole model is judged
@@ -47,9 +47,9 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     )  # fmt: skip
     probe = ContentionProbe()
     try:
-        with bench(engine.engine, engine.base, effort) as made:
-            sweep = made.measure(all_cases(effort, made.bounds, options.seed), effort.rounds)
-            grid = _medians(measure_grid(made, effort.rounds))
+        with bench(engine.engine, engine.base, effort) as passes:
+            sweep = passes.measure(all_cases(effort, passes.bounds, options.seed), effort.rounds)
+            grid = _medians(measure_grid(passes, effort.rounds))
         engine.assert_clean()
         key, (to_device, exposed) = model_key(engine.engine, engine.base), cold_costs(engine.engine, engine.base)
     finally:
@@ -89,7 +89,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
 
 
 def _medians(samples: list[DecodeSample]) -> list[DecodeSample]:
-    """One sample a configuration."""
+    """Returns a sample for each configuration."""
     repeats = _repeats(samples)
     return [msgspec.structs.replace(case, seconds=median(seconds)) for case, seconds in repeats.items()]
 
@@ -103,7 +103,7 @@ def _repeats(samples: list[DecodeSample]) -> dict[DecodeSample, list[float]]:
 
 
 def _r2_on(model: DecodeModel, samples: list[DecodeSample]) -> float:
-    """Of samples that the model was not fitted to."""
+    """Returns R^2 on samples to which the model was not fitted."""
     seconds = np.array([sample.seconds for sample in samples])
     forecast = np.array([decode_forecast(model, sample) for sample in samples])
     return _r2(seconds, forecast)

@@ -1,1 +1,1 @@
-"""What the prefix cache brings."""
+"""Effect of the prefix cache on first tokens and rates."""

@@ -1,10 +1,10 @@
 """Calls that begin as earlier ones did, over HTTP, with `node.prefix_cache` `auto` and `off`.
 
 Two services of one base, each with one adapter of rank 16 on q, k, v, run side by side; both have measured their
-performance models before the first call. What a round asks is drawn anew and asked of both, in turn, who is first
-alternates. Answers have 16 tokens; base and adapter are asked in turn.
+performance models before the first call. Each round draws its calls, and makes them to both services, in an order
+that alternates. Answers have 16 tokens; base and adapter are asked in turn.
 
-- `first`, `later`: a text of so many words, then calls that have it before a question of 12 words of their own.
+- `first`, `later`: a text of this many words, then calls that have it before their own question of 12 words.
 - `turn`: a conversation: each call has all questions and answers before it. Its first turn is not counted.
 - `crowd`: sixteen such calls with one text, by eight callers at once, when a first one has been answered.
 - `apart`: twenty-four calls by eight callers that share nothing: what the cache costs where it brings nothing.
@@ -64,7 +64,7 @@ class Drawn:
 
 
 class Round:
-    """Of one service. `texts`: all that it was answered."""
+    """A round of calls to one service. `texts`: all its answers."""
 
     def __init__(self, call: Caller, models: Sequence[str], sizes: Sizes, seed: int) -> None:
         self._call, self._models, self._sizes, self._drawn, self._seed = call, models, sizes, Drawn(seed), seed
@@ -126,14 +126,14 @@ async def run_rounds(services: dict[str, HttpService], sizes: Sizes, seed: int) 
     apart = 0
     for number in range(-1, sizes.rounds):  # the first warms up
         texts: dict[str, list[str]] = {}
-        for way in WAYS if number % 2 else reversed(WAYS):
-            service = services[way]
+        for mode in WAYS if number % 2 else reversed(WAYS):
+            service = services[mode]
             async with open_session(service.key) as session:
                 call = Caller(session, service.url, [], max_tokens=TOKENS)
-                made = Round(call, (service.base, "a0"), sizes, seed + 1 + number)
-                found = await made.rows()
-            texts[way] = made.texts
-            rows += [{"round": number, "way": way, **row} for row in found if number >= 0]
+                asked_round = Round(call, (service.base, "a0"), sizes, seed + 1 + number)
+                rows_of_round = await asked_round.rows()
+            texts[mode] = asked_round.texts
+            rows += [{"round": number, "way": mode, **row} for row in rows_of_round if number >= 0]
         if number >= 0:
             apart += sum(ours != theirs for ours, theirs in zip(*texts.values(), strict=True))
     return rows, apart
@@ -143,29 +143,29 @@ TIME = {"crowd": "ttft_p90_ms"}
 
 
 def ratios(rows: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> dict[str, list[float]]:
-    """By part, auto over off of each round, words and model."""
-    by_way = {way: [row for row in rows if row["way"] == way] for way in WAYS}
-    found: dict[str, list[float]] = {}
+    """Returns ratios of auto to off, by part, of each round, words and model."""
+    by_way = {mode: [row for row in rows if row["way"] == mode] for mode in WAYS}
+    by_part: dict[str, list[float]] = {}
     for row in by_way["auto"]:
         key = [row[name] for name in ("round", "part", "model")] + [row.get("words")]
-        (other,) = (
+        (without_cache,) = (
             each
             for each in by_way["off"]
             if [each[name] for name in ("round", "part", "model")] + [each.get("words")] == key
         )
         name = f"{row['part']}_w{row['words']}" if "words" in row else row["part"]
-        found.setdefault(name, []).append(of(row) / of(other))
-    return found
+        by_part.setdefault(name, []).append(of(row) / of(without_cache))
+    return by_part
 
 
 def figures_of(rows: Sequence[dict[str, Any]], apart: int) -> dict[str, float]:
-    found: dict[str, float] = {"texts_apart": apart}
+    figures: dict[str, float] = {"texts_apart": apart}
     for name, values in ratios(rows, lambda row: row[TIME.get(row["part"], "ttft_p50_ms")]).items():
-        found |= {f"over_{name}": median(values), f"over_{name}_max": max(values)}
+        figures |= {f"over_{name}": median(values), f"over_{name}_max": max(values)}
     rates = [row for row in rows if "tok_s" in row]
     for name, values in ratios(rates, lambda row: row["tok_s"]).items():
-        found |= {f"tok_s_over_{name}": median(values), f"tok_s_over_{name}_min": min(values)}
-    return found
+        figures |= {f"tok_s_over_{name}": median(values), f"tok_s_over_{name}_min": min(values)}
+    return figures
 
 
 def study(options: Any, root: Path) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def study(options: Any, root: Path) -> dict[str, Any]:
     probe = ContentionProbe()
     with ExitStack() as stack:
         services = {
-            way: stack.enter_context(HttpService(model, adapters, root / way, options.dtype, 0, prefix_cache=way))
-            for way in WAYS
+            mode: stack.enter_context(HttpService(model, adapters, root / mode, options.dtype, 0, prefix_cache=mode))
+            for mode in WAYS
         }
         if not options.quick:  # one that is idle would measure while the other is called
             for service in services.values():

@@ -38,7 +38,7 @@ def prefix_cache_table(document: Row) -> str:
 def _cells(part: str, words: int | None, rows: Sequence[Row], figures: dict[str, float]) -> tuple[str, ...]:
     here = [row for row in rows if row["part"] == part and row.get("words") == words]
     kind = "ttft_p90_ms" if part == "crowd" else "ttft_p50_ms"
-    times = {way: median(row[kind] for row in here if row["way"] == way) for way in ("off", "auto")}
+    times = {mode: median(row[kind] for row in here if row["way"] == mode) for mode in ("off", "auto")}
     cached = [row for row in here if row["way"] == "auto"]
     share = sum(row["cached"] for row in cached) / sum(row["prompt_tokens"] for row in cached)
     name = part if words is None else f"{part}_w{words}"

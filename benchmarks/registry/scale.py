@@ -1,10 +1,10 @@
-"""Whether the registry stays as fast when it holds many functions.
+"""Times of the registry as it grows to many functions.
 
 Functions of tiny adapters are deployed one by one, each another adapter; `deploy_ms_at_*` is the median of the deploys
 around that count. What lies between is written straight into the directory, in the form in which deploys leave it, for
 deploys sync each file to the disk and would take an hour. Resolving is measured as the gateway does it, through its
 cache, with 40,000 names known to it; listing as a page of 100 in the midst of all functions. On S3
-(`benchmarks.registry.scale_s3`) listing, collecting and verifying are measured with as many functions.
+(scale_s3.py) listing, collecting and verifying are measured with as many functions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from gateway.config import GatewayConfig
 TENANT = "bench"
 PAGE = 100
 AROUND = 40
-"""Deploys that are timed at each count."""
 FIELDS = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -83,11 +82,11 @@ def measure(many: Many, counts: list[int], around: int) -> list[dict[str, Any]]:
         seconds = [many.deploy() for _ in range(around)]
         rows.append({"functions": count, "deploy_ms": median(seconds) * 1e3, "deploy_max_ms": max(seconds) * 1e3})
         pages = []
-        for turn in range(5):
+        for index in range(5):
             begin = time.perf_counter()
-            found, after = many.registry.functions(TENANT, _name(many.count // 2 + turn), min(PAGE, many.count // 4))
+            page, after = many.registry.functions(TENANT, _name(many.count // 2 + index), min(PAGE, many.count // 4))
             pages.append(time.perf_counter() - begin)
-            assert found and after is not None
+            assert page and after is not None
         rows[-1]["list_page_ms"] = median(pages) * 1e3
     return rows
 
@@ -100,15 +99,15 @@ async def resolve(many: Many, names: int, lookups: int) -> dict[str, float]:
     cache: GraceCache[Any, Any] = functions._cache
     begin = time.perf_counter()
     sample = [_name(number) for number in range(0, many.count, max(1, many.count // 200))]
-    known = [await functions.choices(TENANT, name, None) for name in sample]
+    choices = [await functions.choices(TENANT, name, None) for name in sample]
     read = (time.perf_counter() - begin) / len(sample)
     for number in range(names):
-        cache._known[TENANT, f"x{number}", ""] = (known[0], time.monotonic())
-    asked = [f"x{number * 7919 % names}" for number in range(lookups)]
+        cache._known[TENANT, f"x{number}", ""] = (choices[0], time.monotonic())
+    sample_names = [f"x{number * 7919 % names}" for number in range(lookups)]
     times = []
     for _ in range(5):
         begin = time.perf_counter()
-        for name in asked:
+        for name in sample_names:
             await functions.target(TENANT, name, None, "")
         times.append((time.perf_counter() - begin) / lookups)
     return {"names": names, "cached_us": median(times) * 1e6, "read_us": read * 1e6}

@@ -29,7 +29,7 @@ PAGES = 5
 
 
 class Requests:
-    """How many a store has sent."""
+    """The number of requests that a store has sent."""
 
     def __init__(self, store: S3Store) -> None:
         self.count = 0
@@ -46,7 +46,7 @@ class Requests:
 
 
 def measure(model_dir: Path, adapter: Path, functions: int, orphans: int) -> dict[str, Any]:
-    """One row, of a bucket with that many functions."""
+    """Returns the row of a bucket with this many functions."""
     with s3_server(max(os.sched_getaffinity(0))) as url:
         store = open_store(url)
         assert isinstance(store, S3Store)
@@ -54,9 +54,9 @@ def measure(model_dir: Path, adapter: Path, functions: int, orphans: int) -> dic
         fill(registry, adapter, functions, orphans)
         requests = Requests(store)
         size = min(PAGE, functions // 2)
-        starts = [function_name(turn * functions // (2 * PAGES)) for turn in range(PAGES)]
+        starts = [function_name(index * functions // (2 * PAGES)) for index in range(PAGES)]
         pages = [requests.of(partial(registry.functions, TENANT, after, size)) for after in starts]
-        assert all(len(found[0]) == size for found, _, _ in pages)
+        assert all(len(page[0]) == size for page, _, _ in pages)
         _, resolve, _ = requests.of(lambda: registry.choices(TENANT, function_name(functions // 2)))
         later = store.now() + ORPHAN_SECONDS + 600
         removed, gc, gc_requests = requests.of(lambda: collect(store, now=later))

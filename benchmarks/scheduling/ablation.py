@@ -1,4 +1,4 @@
-"""What each term of `rank_aware` brings: the policy with one term off at a time, in simulation, paired over seeds.
+"""Ablation of `rank_aware`: the policy with one term off at a time, in simulation, paired over seeds.
 
 Functions and seeds are split in halves: terms are chosen on one, figures are published from the other. `exact`: nodes
 take as long as their models say, and clones of a function burst in the same minute. `error`: each node is slower or
@@ -28,11 +28,9 @@ from garnish.simulation.simulator import Simulator
 from garnish.simulation.slo import DEFAULT_SLO, Slo, parse_slo
 
 NODE_SD, PASS_SD = 0.15, 0.1
-"""Of a node's factor, and of a pass's."""
 LENGTHS = (8, 32, 128)
-"""Answers are told apart by: up to so many tokens, and longer ones."""
+"""Upper bounds of the groups of answers, in tokens; a last group has longer ones."""
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Student's t by degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,8 @@ def ablation_rows(
         for case in CASES:
             requests = traces(load, case)
             for variant in variants:
-                found = _run(profile, nodes, variant, requests, slo, partial(pace, case, place["seed"]), seconds)
-                rows.append({**place, "load": load, "case": case.name, "variant": variant, **found})
+                measured = _run(profile, nodes, variant, requests, slo, partial(pace, case, place["seed"]), seconds)
+                rows.append({**place, "load": load, "case": case.name, "variant": variant, **measured})
                 print(*rows[-1].values(), file=sys.stderr, flush=True)
     return rows
 
@@ -98,13 +96,13 @@ def _run(
     began = time.perf_counter()
     simulator = Simulator(profile, nodes, maker(variant), make_jobs(requests, profile, slo), paces)
     simulator.run()
-    told, kept = summarise(simulator, slo), _kept(simulator, slo)
+    summary, attained = summarise(simulator, slo), _kept(simulator, slo)
     return {
-        "requests": told.requests, "attainment": told.attainment, "attainable": told.attainable,
-        "goodput": sum(job.end <= seconds for job in kept) / seconds, "mean_tpt_ms": told.tpt.mean * 1e3,
-        "ttft_p50_ms": told.ttft.p50 * 1e3, "ttft_p99_ms": told.ttft.p99 * 1e3,
-        "cold": 1 - told.cold_starts.get("none", 0) / max(1, told.done), "rejected": told.rejected,
-        "utilisation": told.utilisation, "by_length": _by_length(simulator.jobs, kept),
+        "requests": summary.requests, "attainment": summary.attainment, "attainable": summary.attainable,
+        "goodput": sum(job.end <= seconds for job in attained) / seconds, "mean_tpt_ms": summary.tpt.mean * 1e3,
+        "ttft_p50_ms": summary.ttft.p50 * 1e3, "ttft_p99_ms": summary.ttft.p99 * 1e3,
+        "cold": 1 - summary.cold_starts.get("none", 0) / max(1, summary.done), "rejected": summary.rejected,
+        "utilisation": summary.utilisation, "by_length": _by_length(simulator.jobs, attained),
         "decision_p99_us": float(np.percentile(simulator.decisions, 99)) * 1e6,
         "took_s": round(time.perf_counter() - began, 1),
     }  # fmt: skip
@@ -115,15 +113,15 @@ def _kept(simulator: Simulator, slo: Slo) -> list[Job]:
     return [job for job in simulator.jobs if job.outcome == "done" and slo.holds(job, overhead)]
 
 
-def _by_length(jobs: Sequence[Job], kept: Sequence[Job]) -> dict[str, list[float]]:
-    """By the longest answer of each group: its share of the requests, and how many of these kept the SLO."""
+def _by_length(jobs: Sequence[Job], attained: Sequence[Job]) -> dict[str, list[float]]:
+    """Returns, by the longest answer of each group, its share of the requests, and its SLO attainment."""
     bounds = (*LENGTHS, 1 << 30)
     of_all = np.bincount(np.searchsorted(bounds, [job.output for job in jobs]), minlength=len(bounds))
-    of_kept = np.bincount(np.searchsorted(bounds, [job.output for job in kept]), minlength=len(bounds))
+    of_kept = np.bincount(np.searchsorted(bounds, [job.output for job in attained]), minlength=len(bounds))
     names = [*(f"{bound}" for bound in LENGTHS), "more"]
     return {
-        name: [round(float(value), 4) for value in (every / max(1, len(jobs)), some / max(1, every))]
-        for name, every, some in zip(names, of_all, of_kept, strict=True)
+        name: [round(float(value), 4) for value in (total / max(1, len(jobs)), attained_count / max(1, total))]
+        for name, total, attained_count in zip(names, of_all, of_kept, strict=True)
     }
 
 
@@ -140,13 +138,13 @@ def paired(rows: Sequence[dict[str, Any]], measure: str, variant: str, against: 
 
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """`attain_` and `goodput_` of a variant, then the study, profile, load and case: means over seeds."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         place = f"{row['study']}_{row['profile']}_{row['load']:g}_{row['case']}"
-        found.setdefault(f"{row['variant'].replace(' ', '_')}_{place}", []).append(row)
+        groups.setdefault(f"{row['variant'].replace(' ', '_')}_{place}", []).append(row)
     return {
         f"{short}_{name}": mean(row[measure] for row in each)
-        for name, each in found.items()
+        for name, each in groups.items()
         for short, measure in (("attain", "attainment"), ("goodput", "goodput"))
     }
 

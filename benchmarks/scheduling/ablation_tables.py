@@ -1,4 +1,4 @@
-"""Tables of the ablation: what each term of `rank_aware` brings, and the policy that was left beside the others."""
+"""Tables of the ablation: the effect of each term of `rank_aware`, and the final policy against the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 STUDIES = {"sim60": "SIM-60", "testbed8": "TESTBED-8"}
 CASES = {"exact": "", "error": ", error and shifts"}
 KEPT, BEFORE = "kept", "today"
-"""As the confirming run calls the policy that the screen left, and the one before."""
+"""Names, in the confirming run, of the policy that the screen left, and of the one before."""
 FUNCTIONS = "385 measured functions resampled to"
 
 
@@ -39,19 +39,19 @@ def screen_table(document: dict[str, Any]) -> str:
 
 
 def confirmed_table(document: dict[str, Any]) -> str:
-    """The policy that was left beside the one before and `toppings`."""
+    """Renders the final policy against the one before and `toppings`."""
     rows, settings = document["rows"], document["settings"]
-    others = {BEFORE: "the one before", "toppings": "`toppings`"}
-    head = ("case", "within the SLO", "goodput", *(f"over {name}" for name in others.values()))
+    baselines = {BEFORE: "the one before", "toppings": "`toppings`"}
+    head = ("case", "within the SLO", "goodput", *(f"over {name}" for name in baselines.values()))
     cells = []
     for each in _cells(rows):
         ours = [row for row in each if row["variant"] == KEPT]
         differences = (
-            f"{_spread(paired(each, 'attainment', KEPT, other), 100)} points, {_goodput(each, other):+.1%}"
-            for other in others
+            f"{_spread(paired(each, 'attainment', KEPT, baseline), 100)} points, {_goodput(each, baseline):+.1%}"
+            for baseline in baselines
         )
-        kept, good = mean(row["attainment"] for row in ours), mean(row["goodput"] for row in ours)
-        cells.append((_title(each[0]), f"{kept:.1%}", f"{good:.1f}/s", *differences))
+        attainment, good = mean(row["attainment"] for row in ours), mean(row["goodput"] for row in ours)
+        cells.append((_title(each[0]), f"{attainment:.1%}", f"{good:.1f}/s", *differences))
     text = (
         f"Simulated, the half that chose nothing, run once: {settings['sim_nodes']} nodes, "
         f"{FUNCTIONS} {settings['functions']:,}, {settings['sim_seconds']:.0f} s; TESTBED-8 "
@@ -59,38 +59,38 @@ def confirmed_table(document: dict[str, Any]) -> str:
         "after them."
     )
     worst = []
-    for other in others:
-        each = min(_cells(rows), key=lambda each: paired(each, "attainment", KEPT, other)[0])
-        found = _spread(paired(each, "attainment", KEPT, other), 100)
-        worst.append(f"Worst case against {others[other]}: {found} points ({_title(each[0])}).")
+    for baseline in baselines:
+        each = min(_cells(rows), key=lambda each: paired(each, "attainment", KEPT, baseline)[0])
+        difference = _spread(paired(each, "attainment", KEPT, baseline), 100)
+        worst.append(f"Worst case against {baselines[baseline]}: {difference} points ({_title(each[0])}).")
     verdict = " ".join(worst)
     return captioned_table(_seeded(document), text, head, cells, verdict)
 
 
 def length_table(document: dict[str, Any]) -> str:
-    """Whose SLO is missed: by the length of the answer."""
+    """Renders SLO attainment by the length of the answer."""
     rows = [row for row in document["rows"] if row["variant"] == KEPT and row["case"] == "exact"]
     names = [*(f"{bound}" for bound in LENGTHS), "more"]
     head = ("answers of up to", *(f"{name} tokens" if name != "more" else name for name in names))
     cells = []
     for each in _cells(rows):
-        kept = (mean(row["by_length"][name][1] for row in each) for name in names)
+        attainment = (mean(row["by_length"][name][1] for row in each) for name in names)
         share = (mean(row["by_length"][name][0] for row in each) for name in names)
-        cells.append((_title(each[0]), *(f"{k:.1%} of {s:.1%}" for k, s in zip(kept, share, strict=True))))
+        cells.append((_title(each[0]), *(f"{k:.1%} of {s:.1%}" for k, s in zip(attainment, share, strict=True))))
     text = "Within the SLO, of answers so long, and their share of all calls:"
     return "\n".join([text, "", *table(head, cells)])
 
 
 def _cells(rows: Sequence[Row]) -> list[list[Row]]:
-    """By study, profile, load and case."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    """Returns the rows of each study, profile, load and case."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row["study"], row["profile"], -row["load"], row["case"] != "exact")):
-        found.setdefault((row["study"], row["profile"], row["load"], row["case"]), []).append(row)
-    return list(found.values())
+        groups.setdefault((row["study"], row["profile"], row["load"], row["case"]), []).append(row)
+    return list(groups.values())
 
 
-def _of(rows: Sequence[Row], **wanted: str) -> list[Row]:
-    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+def _of(rows: Sequence[Row], **values: str) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in values.items())]
 
 
 def _mean(rows: Sequence[Row], variant: str, against: str) -> float:
@@ -98,8 +98,8 @@ def _mean(rows: Sequence[Row], variant: str, against: str) -> float:
 
 
 def _goodput(rows: Sequence[Row], other: str) -> float:
-    found = {name: mean(row["goodput"] for row in rows if row["variant"] == name) for name in (KEPT, other)}
-    return float(found[KEPT] / found[other] - 1)
+    means = {name: mean(row["goodput"] for row in rows if row["variant"] == name) for name in (KEPT, other)}
+    return float(means[KEPT] / means[other] - 1)
 
 
 def _title(row: Row) -> str:
@@ -107,7 +107,7 @@ def _title(row: Row) -> str:
 
 
 def _seeded(document: dict[str, Any]) -> dict[str, Any]:
-    """With the seeds that its rows have."""
+    """Returns the document with the seeds of its rows."""
     seeds = sorted({row["seed"] for row in document["rows"]})
     return document | {"seed": f"{seeds[0]} to {seeds[-1]}"}
 
@@ -116,5 +116,5 @@ def _points(value: float) -> str:
     return f"{100 * value:+.1f}"
 
 
-def _spread(found: tuple[float, float], scale: float) -> str:
-    return f"{scale * found[0]:+.1f} ± {scale * found[1]:.1f}"
+def _spread(interval: tuple[float, float], scale: float) -> str:
+    return f"{scale * interval[0]:+.1f} ± {scale * interval[1]:.1f}"

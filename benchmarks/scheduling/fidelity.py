@@ -1,10 +1,10 @@
-"""How near the simulator comes to real nodes: two of one core each, at loads of up to 0.3, against their simulation.
+"""Errors of the simulator: two real nodes of one core each, at loads of up to 0.3, against their simulation.
 
-The host is profiled by `garnish profile` on one core, and the service started with two nodes of one thread, which tell
-that performance model of themselves. What HTTP, the gateway
-and the nodes' processes add before a first token is taken from calls of one token beforehand, and is the profile's
-`overhead`. Then, at each load, some calls are sent first, so that the nodes' models follow the host. A trace is
-sent to the service in an open loop, and simulated with the model that was told before it, and the same policy.
+The host is profiled by `garnish profile` on one core, and the service started with two nodes of one thread, which
+publish that performance model. The profile's `overhead` is what HTTP, the gateway and the nodes' processes add before a
+first token; earlier calls of one token show it. Then, at each load, some calls are sent first, so that the nodes'
+models follow the host. A trace is sent to the service in an open loop, and simulated with the model that was published
+before it, and the same policy.
 
 `ttft_error`, `tpt_error`: of the means, relative; `attain_gap`: difference of the shares within 1.5 x the base's TPT;
 `speedup_over_real_time`: the trace's length over the simulation's.
@@ -47,11 +47,9 @@ LOADS = (0.1, 0.2, 0.3)
 PROMPTS, ANSWERS = (8, 96), (8, 48)
 ADAPTERS = 4
 HOST_MEMORY = 1 << 30
-"""As serverless.yml has it by default."""
+"""default of serverless.yml"""
 CALIBRATING = 12
-"""Calls of one token."""
 WARM_UP = 24
-"""Calls before each trace."""
 
 
 def measure_host(service: HttpService, earlier: Path | None) -> None:
@@ -71,7 +69,7 @@ def measure_host(service: HttpService, earlier: Path | None) -> None:
 
 
 def node_profile(record: NodeRecord, assume: bool) -> NodeProfile:
-    """A node as it tells of itself. `assume`: it need not have measured itself, and figures mean nothing."""
+    """Returns the profile of a node's record. `assume`: it need not have measured itself, and figures mean nothing."""
     performance = record.performance or (ASSUMED if assume else None)
     if performance is None:
         raise RuntimeError(f"{record.id} tells no performance model of itself")
@@ -93,12 +91,12 @@ def node_profile(record: NodeRecord, assume: bool) -> NodeProfile:
 
 
 def records(service: HttpService, nodes: int) -> list[NodeRecord]:
-    """Of all nodes, once each is ready."""
+    """Returns the records of all nodes, once each is ready. Raises TimeoutError."""
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
-        found = _records(service)
-        if len(found) == nodes and all(record.state == "ready" for record in found):
-            return found
+        listed = _records(service)
+        if len(listed) == nodes and all(record.state == "ready" for record in listed):
+            return listed
         time.sleep(0.2)
     raise TimeoutError(f"of {nodes} nodes some are not ready after {READY_SECONDS:g} s")
 
@@ -120,10 +118,10 @@ def draw(rate: float, count: int, adapters: list[tuple[str, int, int]], rng: np.
     ]
 
 
-def overhead_of(found: Bed, profile: NodeProfile, name: str, words: float) -> float:
-    """What a call's first token takes beyond its prefill."""
+def overhead_of(testbed: Bed, profile: NodeProfile, name: str, words: float) -> float:
+    """Returns the seconds of a call's first token beyond its prefill."""
     calls = [TraceRequest(i * 0.2, name, 0, PROMPTS[0], 1) for i in range(CALIBRATING)]
-    samples = asyncio.run(play(found, calls, words, stream=True))
+    samples = asyncio.run(play(testbed, calls, words, stream=True))
     prompt = samples[-1].prompt_tokens
     prefill = profile.performance.prefill.seconds(prompt, prompt**2, 0)
     return max(0.0, median(_good(samples)[i].ttft for i in range(2, CALIBRATING)) - prefill)
@@ -137,10 +135,10 @@ def _good(samples: list[Sample]) -> list[Sample]:
 
 
 def compare(
-    found: Bed, profile: NodeProfile, requests: list[TraceRequest], words: float, load: float, nodes: int
+    testbed: Bed, profile: NodeProfile, requests: list[TraceRequest], words: float, load: float, nodes: int
 ) -> dict[str, Any]:
     """The trace on the service and simulated. Prompts are as long as the service counted them."""
-    samples = _good(asyncio.run(play(found, requests, words, stream=True)))
+    samples = _good(asyncio.run(play(testbed, requests, words, stream=True)))
     counted = [
         msgspec.structs.replace(request, prompt_tokens=sample.prompt_tokens, output_tokens=sample.output_tokens)
         for request, sample in zip(requests, samples, strict=True)
@@ -174,7 +172,7 @@ def capacity(profile: NodeProfile) -> float:
 def measure(
     model_dir: Path, settings: dict[str, Any], seed: int, earlier: Path | None
 ) -> tuple[list[dict[str, Any]], NodeProfile]:
-    """Rows, and what the nodes told of themselves."""
+    """Returns rows, and the profile of the nodes' records."""
     rng, words = np.random.default_rng(seed), 100 / len(BaseText(model_dir).encode_prompt("the " * 100))
     paths = sorted((ROOT / "examples" / "adapters" / model_dir.name).iterdir())[:ADAPTERS]
     with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
@@ -184,36 +182,36 @@ def measure(
         if settings["profiled"]:
             measure_host(service, earlier)
         stack.enter_context(service)
-        found = Bed(service.url, service.key, 1)
+        testbed = Bed(service.url, service.key, 1)
         profile = node_profile(records(service, nodes)[0], assume=not settings["profiled"])
-        overhead = overhead_of(found, profile, "a0", words)
+        overhead = overhead_of(testbed, profile, "a0", words)
         adapters = functions_of(service, [f"a{i}" for i in range(len(paths))])
         per_rank = round(median(size / rank for _, rank, size in adapters))
         profile = msgspec.structs.replace(profile, overhead=overhead, bytes_per_rank=per_rank)
         rows = []
         for load in settings["loads"]:
             rate = settings.get("rate", load * nodes * capacity(profile))
-            _good(asyncio.run(play(found, draw(rate, settings["warm_up"], adapters, rng), words, stream=True)))
+            _good(asyncio.run(play(testbed, draw(rate, settings["warm_up"], adapters, rng), words, stream=True)))
             model = corrected(service, nodes, profile.performance)
             requests = draw(rate, max(12, int(rate * settings["seconds"])), adapters, rng)
             row = {"overhead_ms": overhead * 1e3, "corrected": model.decode.base / profile.performance.decode.base}
             now = msgspec.structs.replace(profile, performance=model)
-            rows.append(row | compare(found, now, requests, words, load, nodes))
+            rows.append(row | compare(testbed, now, requests, words, load, nodes))
         return rows, profile
 
 
 def corrected(service: HttpService, nodes: int, measured: PerformanceModel) -> PerformanceModel:
     """The model that has moved furthest from what was measured: a light load may have left the other node idle."""
-    told = [record.performance for record in records(service, nodes) if record.performance is not None]
-    return max(told, key=lambda model: abs(model.decode.base / measured.decode.base - 1), default=measured)
+    models = [record.performance for record in records(service, nodes) if record.performance is not None]
+    return max(models, key=lambda model: abs(model.decode.base / measured.decode.base - 1), default=measured)
 
 
 def functions_of(service: HttpService, names: list[str]) -> list[tuple[str, int, int]]:
     """(name, rank, bytes) of each."""
     with service.client() as client:
         listed = client.get("/functions").raise_for_status().json()["functions"]
-    known = {function["name"]: function for function in listed}
-    return [(name, max(known[name]["ranks"], default=0), known[name]["bytes"]) for name in names]
+    by_name = {function["name"]: function for function in listed}
+    return [(name, max(by_name[name]["ranks"], default=0), by_name[name]["bytes"]) for name in names]
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ class Reply:
 
 
 class ModelNode:
-    """Its clock is `time.monotonic`; the simulated node is always brought up to now before anything else."""
+    """A simulated node on the clock `time.monotonic`, brought up to now before anything else."""
 
     def __init__(self, config: ModelNodeConfig, url: str) -> None:
         self._config, self._url = config, url
@@ -68,13 +68,13 @@ class ModelNode:
         self._received = Received()
 
     async def generate(self, request: Request) -> Response:
-        asked = msgspec.msgpack.decode(await request.body(), type=GenerateRequest)
+        call = msgspec.msgpack.decode(await request.body(), type=GenerateRequest)
         self._catch_up()
-        reply = Reply(self._job(asked), len(asked.generated))
+        reply = Reply(self._job(call), len(call.generated))
         self._replies.append(reply)
         self._node.submit(reply.job, reply.job.at)
         self._node.acknowledged.clear()
-        self._received = self._received.with_one(asked.place)
+        self._received = self._received.with_one(call.place)
         self._catch_up()
         return StreamingResponse(self._frames(reply))
 
@@ -93,9 +93,9 @@ class ModelNode:
         await asyncio.wait_for(reply.ended.wait(), 600)
         yield encode_event(Done("length", reply.job.prompt, reply.job.output, 0, TIMING))
 
-    def _job(self, asked: GenerateRequest) -> Job:
+    def _job(self, call: GenerateRequest) -> Job:
         self._calls += 1
-        adapter, profile = asked.adapter, self._config.profile
+        adapter, profile = call.adapter, self._config.profile
         rank = max(adapter.ranks, default=0) if adapter else 0
         return Job(
             number=self._calls,
@@ -103,18 +103,18 @@ class ModelNode:
             digest=adapter.digest if adapter else None,
             rank=rank,
             bytes=rank * profile.bytes_per_rank,
-            prompt=len(asked.token_ids),
-            generated=len(asked.generated),
-            moves=int(bool(asked.generated)),
-            output=min(max(1, asked.sampling.seed), asked.max_tokens),
-            max_tokens=asked.max_tokens,
-            tenant=asked.tenant,
-            ttft_slo=asked.ttft,
-            tpot_slo=asked.tpot,
+            prompt=len(call.token_ids),
+            generated=len(call.generated),
+            moves=int(bool(call.generated)),
+            output=min(max(1, call.sampling.seed), call.max_tokens),
+            max_tokens=call.max_tokens,
+            tenant=call.tenant,
+            ttft_slo=call.ttft,
+            tpot_slo=call.tpot,
         )
 
     def _catch_up(self) -> None:
-        """What was to happen by now happens, at its own time; then a timer is set for what comes next."""
+        """Runs all events until now, each at its time, and sets a timer for the next one."""
         node, loop = self._node, asyncio.get_running_loop()
         while node.next_time <= time.monotonic():
             node.wake(node.next_time)
@@ -131,7 +131,7 @@ class ModelNode:
             self._timer = loop.call_later(max(0.0, node.next_time - time.monotonic()), self._catch_up)
 
     async def publish(self) -> None:
-        """Until cancelled, as `node_agent/api/publisher.py` does. The gateway may not be there yet."""
+        """Publishes records until cancelled, as `node_agent/api/publisher.py`. The gateway may not be there yet."""
         headers = {**authorization(self._config.secret), "content-type": "application/msgpack"}
         url = self._config.gateway + "/cluster/record"
         async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=2)) as session:

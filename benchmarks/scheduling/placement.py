@@ -1,7 +1,7 @@
-"""How long placing a request takes in the gateway, by the number of nodes.
+"""Time of routing a request in the gateway, by the number of nodes.
 
-`scoring` is one choice of a policy among all nodes; `place` the whole of it over the cluster state in memory: who is
-able, the choice, the reservation, and what `garnish explain` will tell. Between two placements places are given back
+`scoring` is one choice of a policy among all nodes; `place` is all of it over the cluster state in memory: eligible
+nodes, the choice, the reservation, and the record for `garnish explain`. Between two placements places are given back
 and nodes publish their records, whose own time is `publish`. Nodes have drawn batches and resident adapters, and
 requests ask for drawn adapters, some of them called often. One process, one thread. `reserved` is `place` over the
 state in a Redis on the same host.
@@ -37,16 +37,14 @@ from tests.support.redis_server import redis_server
 RANKS = (8, 16, 32, 64)
 ADAPTERS = 40_000
 RESIDENT = 200
-"""Adapters on a node."""
 CHANGED = 3
-"""Of them, since the node's record before."""
+"""Adapters that changed since the node's record before."""
 OPEN = 500
-"""Reservations that are open at once."""
 
 
 @dataclass
 class Node:
-    """What it has told."""
+    """The last record that a node published, and its residents."""
 
     record: NodeRecord
     residents: list[Resident]
@@ -56,12 +54,12 @@ def next_news(draw: random.Random, index: int, before: Node | None = None) -> tu
     """Another batch, and a few adapters that came or went."""
     record = next_record(draw, index, before.record if before else None)
     count, tiers = CHANGED if before else RESIDENT, ("device", "host", "disk")
-    came = [Resident(digest(draw), draw.choice(tiers), 10**7, draw.randrange(2)) for _ in range(count)]
+    added = [Resident(digest(draw), draw.choice(tiers), 10**7, draw.randrange(2)) for _ in range(count)]
     if before is None:
-        return Node(record, came), whole(record, came, record.seq)
-    gone = [Resident(resident.digest, ABSENT_TIER, 0, 0) for resident in before.residents[:count]]
-    changes = Changes(before.record.seq, record.seq, [*gone, *came])
-    return Node(record, before.residents[count:] + came), News(heartbeat_of(record), None, changes)
+        return Node(record, added), whole(record, added, record.seq)
+    removed = [Resident(resident.digest, ABSENT_TIER, 0, 0) for resident in before.residents[:count]]
+    changes = Changes(before.record.seq, record.seq, [*removed, *added])
+    return Node(record, before.residents[count:] + added), News(heartbeat_of(record), None, changes)
 
 
 def next_record(draw: random.Random, index: int, before: NodeRecord | None) -> NodeRecord:
@@ -124,29 +122,29 @@ async def measure_shared(policy: str, nodes: int, count: int, seed: int) -> dict
 async def measure(policy: str, nodes: int, count: int, seed: int, state: ClusterState | None = None) -> dict[str, Any]:
     draw = random.Random(seed)
     state, chooser = state or MemoryClusterState(time.monotonic, expiry=1e9), make_policy(policy)
-    known = []
+    nodes_sent = []
     for index in range(nodes):
         node, news = next_news(draw, index)
-        known.append(node)
+        nodes_sent.append(node)
         await state.publish(news)
     scoring, placing, publishing = [], [], []
     open_ones: deque[tuple[str, str]] = deque()
     for number in range(count):
-        wanted = request(draw, number)
+        call = request(draw, number)
         table = await state.table()
-        candidates = able(table, "b", wanted, frozenset())
+        candidates = able(table, "b", call, frozenset())
         begin = time.perf_counter()
-        chooser.choose(table, candidates, wanted)
+        chooser.choose(table, candidates, call)
         scoring.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        placed = await place(state, chooser, "b", wanted, trace=Trace())
+        placed = await place(state, chooser, "b", call, trace=Trace())
         placing.append(time.perf_counter() - begin)
-        open_ones.append((placed.node_id, wanted.id))
+        open_ones.append((placed.node_id, call.id))
         while len(open_ones) > OPEN:
             await state.release(*open_ones.popleft())
         if number % 4 == 0:
             index = draw.randrange(nodes)
-            known[index], news = next_news(draw, index, known[index])
+            nodes_sent[index], news = next_news(draw, index, nodes_sent[index])
             begin = time.perf_counter()
             await state.publish(news)
             publishing.append(time.perf_counter() - begin)
@@ -176,10 +174,10 @@ def main() -> None:
         shared = runner.run(measure_shared("rank_aware", 60, settings["requests"], options.seed))
     rows.append(shared)
     settings |= probe.values()
-    own = [row for row in rows if row["policy"] == "rank_aware" and row is not shared]
+    rank_aware_rows = [row for row in rows if row["policy"] == "rank_aware" and row is not shared]
     figures = {
         f"{name}_{label}_us_at_{row['nodes']}": row[f"{name}_{label}_us"]
-        for row in own
+        for row in rank_aware_rows
         for name in ("scoring", "place", "publish")
         for label in ("p50", "p99")
     }

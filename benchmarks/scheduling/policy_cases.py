@@ -1,4 +1,4 @@
-"""One policy beside the best of the others, at every rate that was measured: also where another policy wins."""
+"""Comparison of one policy with the best of the others, at every measured rate, also where another policy wins."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ OURS = "rank_aware"
 class Result:
     policy: str
     tpt_ms: float
-    """mean"""
     attainment: float
-    """share of requests within the SLO"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Case:
 
     @property
     def steadiest_other(self) -> Result:
-        """Of the other policies, the one that keeps the SLO of the most requests."""
+        """The other policy with the highest SLO attainment."""
         return max(self.others, key=lambda result: result.attainment)
 
     @property
@@ -49,23 +47,23 @@ class Case:
 
 
 def bed_cases(rows: Sequence[dict[str, Any]]) -> list[Case]:
-    """Of TESTBED-8: each profile at each load."""
-    found: dict[str, list[Result]] = {}
+    """Returns the cases of TESTBED-8: each profile at each load."""
+    by_title: dict[str, list[Result]] = {}
     for row in rows:
         if row["study"] == "testbed8":
             result = Result(row["policy"], row["mean_tpt_ms"], row["attainment"])
-            found.setdefault(f"`{row['profile']}`, load {row['load']:g}", []).append(result)
-    return [_case(title, results) for title, results in found.items()]
+            by_title.setdefault(f"`{row['profile']}`, load {row['load']:g}", []).append(result)
+    return [_case(title, results) for title, results in by_title.items()]
 
 
 def simulated_cases(rows: Sequence[dict[str, Any]]) -> list[Case]:
-    """Of SIM-60: each profile at each rate, with and without the ten hottest functions."""
-    found: dict[str, list[Result]] = {}
+    """Returns the cases of SIM-60: each profile at each rate, with and without the ten hottest functions."""
+    by_title: dict[str, list[Result]] = {}
     for row in rows:
         if row["study"] == "sim60" and row["piece"] == "whole":
             result = Result(row["policy"], row["tpt"]["mean"] * 1e3, row["attainment"])
-            found.setdefault(f"`{row['profile']}`, {rate_title(row)}", []).append(result)
-    return [_case(title, results) for title, results in found.items()]
+            by_title.setdefault(f"`{row['profile']}`, {rate_title(row)}", []).append(result)
+    return [_case(title, results) for title, results in by_title.items()]
 
 
 def rate_title(row: dict[str, Any]) -> str:
@@ -79,7 +77,7 @@ def _case(title: str, results: list[Result]) -> Case:
 
 
 def ratios(cases: Sequence[Case]) -> tuple[Spread, Spread]:
-    """Of mean TPT over the best other policy's, and of the attainment less the best other one."""
+    """Returns the spreads of mean TPT over the best other policy's, and of attainment less the best other one."""
     return (
         spread((case.tpt_ratio for case in cases), lower_is_better=True),
         spread((case.attainment_gap for case in cases), lower_is_better=False),
@@ -87,15 +85,15 @@ def ratios(cases: Sequence[Case]) -> tuple[Spread, Spread]:
 
 
 def verdict(cases: Sequence[Case]) -> str:
-    """How often our policy is the best one, and by how much; a sentence."""
-    tpt, kept = ratios(cases)
+    """Renders, in a sentence, how often our policy is the best one, and by how much."""
+    tpt, attainment = ratios(cases)
     faster = sum(case.tpt_ratio < 1 for case in cases)
     steadier = sum(case.attainment_gap > 0 for case in cases)
     return (
         f"`{OURS}` has the lowest mean TPT in {faster} of {len(cases)} cases and the highest SLO attainment in "
         f"{steadier}. Against the best other policy of each case its TPT is {tpt.median:.2f} times in the median and "
-        f"{tpt.worst:.2f} at worst, its attainment {_points(kept.median)} in the median and {_points(kept.worst)} at "
-        "worst."
+        f"{tpt.worst:.2f} at worst, its attainment {_points(attainment.median)} in the median and "
+        f"{_points(attainment.worst)} at worst."
     )
 
 

@@ -18,32 +18,24 @@ from gateway.scheduling.request import PlacementRequest
 
 @dataclass(frozen=True)
 class Weights:
-    """As the policy has them."""
+    """Switches of the policy's terms; the defaults are the policy."""
 
     others: float = 1.0
-    """of what the request adds to the others; it was 0.6"""
+    """weight of what the request adds to the others; it was 0.6"""
     others_prefill: bool = True
-    """its prompt counts among that"""
     spread: bool = True
     """a second before the first token weighs the mean of 1 / tokens; else 1 / expected tokens"""
     missed_pass: bool = False
     """a cold prompt counts one step more; dropped"""
     two_passes: bool = False
-    """the prompts before it are in a pass of their own; dropped, they are in the one that computes it"""
+    """earlier prompts are in a separate pass; dropped, as they are in the one that computes it"""
     prompts: bool = True
-    """it waits for the prompts before it"""
     rows: bool = True
-    """it waits for a row, or for memory"""
     exposed: bool = True
-    """it waits for its adapter's bytes"""
     step: bool = True
-    """its own step's length counts"""
     rank: bool = True
-    """its rank is known"""
     promises: bool = True
-    """a node where a promise would be broken is out"""
     copies: bool = True
-    """one more copy of the adapter counts"""
 
 
 class Variant(RankAware):
@@ -59,27 +51,27 @@ class Variant(RankAware):
         return super().choose(nodes, candidates, request)
 
     def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
-        made, weights = super()._terms(nodes, candidates, request), self._weights
-        prompts, before = nodes.prompt_wait[candidates, STANDARD], made.wait
+        terms, weights = super()._terms(nodes, candidates, request), self._weights
+        prompts, before = nodes.prompt_wait[candidates, STANDARD], terms.wait
         if not weights.rows:
-            made.wait = prompts
+            terms.wait = prompts
         if not weights.prompts:
-            made.wait = made.wait - prompts
+            terms.wait = terms.wait - prompts
         if weights.two_passes:
-            made.wait = made.wait + np.where(prompts > 0.0, nodes.prefill_base[candidates], 0.0)
-        made.ttft = made.ttft - before + made.wait
+            terms.wait = terms.wait + np.where(prompts > 0.0, nodes.prefill_base[candidates], 0.0)
+        terms.ttft = terms.ttft - before + terms.wait
         if not weights.exposed:
-            made.ttft, made.exposed = made.ttft - made.exposed, np.zeros(candidates.size)
+            terms.ttft, terms.exposed = terms.ttft - terms.exposed, np.zeros(candidates.size)
         if not weights.promises:
-            made.tpot_limit, made.ttft_limit = np.full(candidates.size, np.inf), np.inf
-        return made
+            terms.tpot_limit, terms.ttft_limit = np.full(candidates.size, np.inf), np.inf
+        return terms
 
     def _plain(self, made: Terms) -> np.ndarray:
         weights = self._weights
         first = made.ttft + (made.tier != DEVICE) * made.step if weights.missed_pass else made.ttft
         added = made.decode + made.prefill / made.answer if weights.others_prefill else made.decode
-        own = made.step if weights.step else made.decode
-        plain: np.ndarray = first * made.inverse + own + weights.others * (made.requests - 1.0) * added
+        step = made.step if weights.step else made.decode
+        plain: np.ndarray = first * made.inverse + step + weights.others * (made.requests - 1.0) * added
         if weights.copies:
             plain = plain + made.requests * made.spreading / made.answer
         return plain
@@ -107,7 +99,7 @@ VARIANTS: Mapping[str, Weights] = {
 
 
 def maker(name: str) -> Callable[[Callable[[], float]], Policy]:
-    """Of a variant, or of one of the gateway's policies."""
+    """Returns a function that makes a variant, or one of the gateway's policies."""
     if name in VARIANTS:
         return lambda clock: Variant(VARIANTS[name], clock)
     return lambda _: make_policy(name)

@@ -1,4 +1,4 @@
-"""Where requests are placed: every policy on SIM-60 (simulated) and TESTBED-8 (model-timed nodes, the real gateway).
+"""Routing policies on SIM-60 (simulated) and TESTBED-8 (model-timed nodes, the real gateway).
 
 SIM-60: 60 simulated nodes, 40,000 functions with the popularity of the MAF sample's (each is given the counts of one
 drawn from it), 340 requests/s on the papers' node, and shares of them. TESTBED-8: eight nodes timed by the same model
@@ -55,7 +55,6 @@ QUICK = {
     "bed_seconds": 2.0, "bed_functions": 8, "bed_longest": 30, "bed_nodes": 2,
 }  # fmt: skip
 SCREEN = {"bed_loads": [0.8, 1.0], "ablate_bed_seconds": 60.0}
-"""Of FULL, while terms are chosen."""
 
 
 def work(profile: NodeProfile) -> float:
@@ -69,14 +68,16 @@ def work(profile: NodeProfile) -> float:
 
 
 def sim_rows(name: str, profile: NodeProfile, settings: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-    """A row per policy and load; at the whole load also without the ten functions that are called most, and the oracle
-    on a piece of the trace."""
-    whole = SIM_RATE * work(load_profile("papers")) / work(profile) * settings["sim_nodes"] / SIM_NODES
+    """Returns a row per policy and load.
+
+    At full load, also rows without the ten functions that are called most, and the oracle on a piece of the trace.
+    """
+    full_rate = SIM_RATE * work(load_profile("papers")) / work(profile) * settings["sim_nodes"] / SIM_NODES
     rows = []
     for load, skip in [(1.0, 10), *((load, 0) for load in settings["sim_loads"])]:
-        laws = Laws(seed, RANKS, settings["functions"], whole * load, settings["sim_seconds"], MEAN_OUTPUT, skip)
+        laws = Laws(seed, RANKS, settings["functions"], full_rate * load, settings["sim_seconds"], MEAN_OUTPUT, skip)
         requests = read_trace(MAF, laws)[1]
-        study = {"study": "sim60", "profile": name, "load": load, "rate": whole * load, "without_top": skip}
+        study = {"study": "sim60", "profile": name, "load": load, "rate": full_rate * load, "without_top": skip}
         for policy in settings["sim_policies"]:
             rows.append(
                 {**study, "piece": "whole", **_simulated(profile, settings["sim_nodes"], policy, requests, seed)}
@@ -95,11 +96,11 @@ def _simulated(
 ) -> dict[str, Any]:
     began = time.perf_counter()
     simulator, summary = simulate(requests, profile, nodes, policy, parse_slo(DEFAULT_SLO, profile), seed)
-    told = msgspec.to_builtins(summary)
+    columns = msgspec.to_builtins(summary)
     return {
         "policy": policy, "took_s": round(time.perf_counter() - began, 1),
         "decision_p50_us": float(np.percentile(simulator.decisions, 50)) * 1e6,
-        "decision_p99_us": float(np.percentile(simulator.decisions, 99)) * 1e6, **told,
+        "decision_p99_us": float(np.percentile(simulator.decisions, 99)) * 1e6, **columns,
     }  # fmt: skip
 
 
@@ -119,8 +120,8 @@ def bed_rows(
             requests = poisson_trace(rate, settings, functions, context, rng)
             for policy in settings["bed_policies"]:
                 folder = Path(root) / f"{policy}-{load}"
-                with bed(model_dir, registry, key, cached, policy, folder, settings["bed_nodes"]) as found:
-                    samples = asyncio.run(play(found, requests, words, stream=False))
+                with bed(model_dir, registry, key, cached, policy, folder, settings["bed_nodes"]) as testbed:
+                    samples = asyncio.run(play(testbed, requests, words, stream=False))
                 good = [sample for sample in samples if not sample.error]
                 tpt = [sample.tpt for sample in good]
                 rows.append({
@@ -160,28 +161,28 @@ def _words_per_token(model_dir: Path) -> float:
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Names end in `_sim60_PROFILE`, followed by `_LOAD` unless it is whole, or `_testbed8_PROFILE_LOAD`."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for row in rows:
         if row["study"] == "testbed8":
             end = f"{row['policy']}_testbed8_{row['profile']}_{row['load']:g}"
-            found |= {f"attain_{end}": row["attainment"], f"mean_tpt_{end}": row["mean_tpt_ms"]}
+            figures |= {f"attain_{end}": row["attainment"], f"mean_tpt_{end}": row["mean_tpt_ms"]}
             continue
         end = f"{row['policy']}_sim60_{row['profile']}"
         if row["piece"] == "short":
-            found[f"short_mean_tpt_{end}"] = row["tpt"]["mean"] * 1e3
+            figures[f"short_mean_tpt_{end}"] = row["tpt"]["mean"] * 1e3
         else:
             end += f"_without{row['without_top']}" if row["without_top"] else ""
             end += f"_{row['load']:g}" if row["load"] != 1.0 else ""
-            found |= {f"attain_{end}": row["attainment"], f"mean_tpt_{end}": row["tpt"]["mean"] * 1e3}
-            found[f"decision_p99_us_{end}"] = row["decision_p99_us"]
+            figures |= {f"attain_{end}": row["attainment"], f"mean_tpt_{end}": row["tpt"]["mean"] * 1e3}
+            figures[f"decision_p99_us_{end}"] = row["decision_p99_us"]
     for profile in {row["profile"] for row in rows if row["study"] == "sim60"}:
-        ours, best = (found[f"short_mean_tpt_{policy}_sim60_{profile}"] for policy in ("rank_aware", "oracle"))
-        found[f"oracle_gap_{profile}"] = ours / best - 1
-    return found
+        ours, best = (figures[f"short_mean_tpt_{policy}_sim60_{profile}"] for policy in ("rank_aware", "oracle"))
+        figures[f"oracle_gap_{profile}"] = ours / best - 1
+    return figures
 
 
 def ablate(profiles: list[str], half: str, variants: list[str], settings: dict[str, Any], file: Path | None) -> None:
-    """Writes the report anew after each seed: the whole takes long."""
+    """Runs the ablation, and writes the report after each seed, as all of them take long."""
     probe, rows = ContentionProbe(), []
     for seed in HALVES[half].seeds[: settings["ablate_seeds"]]:
         for name in profiles:
@@ -198,11 +199,11 @@ def _ablate_sim(
     place: dict[str, Any], profile: NodeProfile, variants: list[str], settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
     nodes, seconds = settings["sim_nodes"], settings["sim_seconds"]
-    whole = SIM_RATE * work(load_profile("papers")) / work(profile) * nodes / SIM_NODES
+    full_rate = SIM_RATE * work(load_profile("papers")) / work(profile) * nodes / SIM_NODES
 
     def trace(load: float, case: Case) -> list[TraceRequest]:
         laws = Laws(
-            place["seed"], RANKS, settings["functions"], whole * load, seconds, MEAN_OUTPUT,
+            place["seed"], RANKS, settings["functions"], full_rate * load, seconds, MEAN_OUTPUT,
             half=HALVES[place["half"]].functions, shifted=case.shifted,
         )  # fmt: skip
         return read_trace(MAF, laws)[1]

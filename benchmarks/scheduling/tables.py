@@ -17,29 +17,29 @@ def scheduling_table(document: dict[str, Any]) -> str:
     text = f"SLO {settings['slo']}, ranks {settings['ranks']}, {settings['mean_output']} output tokens on average."
     lines = [caption(document, text)]
     for profile in dict.fromkeys(row["profile"] for row in rows):
-        found = [row for row in rows if row["profile"] == profile]
-        lines += _simulated(profile, found, figures, settings) + _bed(profile, found)
+        of_profile = [row for row in rows if row["profile"] == profile]
+        lines += _simulated(profile, of_profile, figures, settings) + _bed(profile, of_profile)
     return "\n".join(lines)
 
 
 def _simulated(profile: str, rows: list[Row], figures: dict[str, float], settings: dict[str, Any]) -> list[str]:
-    found = [row for row in rows if row["study"] == "sim60" and row["piece"] == "whole"]
-    if not found:
+    whole_rows = [row for row in rows if row["study"] == "sim60" and row["piece"] == "whole"]
+    if not whole_rows:
         return []
     lines = ["", f"**Simulated: {settings['sim_nodes']} nodes, `{profile}`, {settings['sim_seconds']:.0f} s**"]
-    for title, each in groupby(found, rate_title):
+    for title, each in groupby(whole_rows, rate_title):
         lines += ["", f"{title}:", "", *_rate_lines(list(each))]
-    kept = [row["attainable"] for row in found]
+    attainable = [row["attainable"] for row in whole_rows]
     gap = figures[f"oracle_gap_{profile}"]
     return [
         *lines,
         "",
-        wrapped(verdict(simulated_cases(found))),
+        wrapped(verdict(simulated_cases(whole_rows))),
         "",
         wrapped(
-            f"Empty nodes would keep the SLO of {min(kept):.2%} to {max(kept):.2%} of the requests, by rate. Mean TPT "
-            f"of rank_aware over the oracle's, on the first {settings['oracle_seconds']:.0f} s: {gap:+.1%}. "
-            f"{_refused(found)} {_decisions(found)}"
+            f"Empty nodes would keep the SLO of {min(attainable):.2%} to {max(attainable):.2%} of the requests, by "
+            f"rate. Mean TPT of rank_aware over the oracle's, on the first {settings['oracle_seconds']:.0f} s: "
+            f"{gap:+.1%}. {_refused(whole_rows)} {_decisions(whole_rows)}"
         ),
     ]
 
@@ -58,7 +58,7 @@ def _rate_lines(rows: list[Row]) -> list[str]:
 
 
 def _refused(rows: list[Row]) -> str:
-    """Of requests that found every queue full: outside the SLO, and in no mean."""
+    """Renders the share of requests refused by full queues: outside the SLO, and in no mean."""
     shares = [row["rejected"] / row["requests"] for row in rows if row["rejected"]]
     if not shares:
         return "No request found every queue full."
@@ -73,11 +73,11 @@ def _decisions(rows: list[Row]) -> str:
 
 
 def _bed(profile: str, rows: list[Row]) -> list[str]:
-    found = [row for row in rows if row["study"] == "testbed8"]
-    if not found:
+    bed_rows = [row for row in rows if row["study"] == "testbed8"]
+    if not bed_rows:
         return []
     lines = ["", f"**Eight nodes timed by `{profile}` behind a real gateway**"]
-    for load, each in groupby(found, lambda row: row["load"]):
+    for load, each in groupby(bed_rows, lambda row: row["load"]):
         of_load = list(each)
         head = ("policy", "within the SLO", "mean TPT", "TTFT p50", "sent late by at most")
         cells = (
@@ -88,9 +88,9 @@ def _bed(profile: str, rows: list[Row]) -> list[str]:
             for row in of_load
         )  # fmt: skip
         lines += ["", f"Load {load:g}, {of_load[0]['rate']:.1f} requests/s:", "", *table(head, cells)]
-    errors = sum(row["errors"] for row in found)
-    slo = f"The SLO is a TPT of {found[0]['slo_ms']:.1f} ms. {errors} of {_requests(found)} calls failed."
-    return [*lines, "", wrapped(f"{slo} {verdict(bed_cases(found))}")]
+    errors = sum(row["errors"] for row in bed_rows)
+    slo = f"The SLO is a TPT of {bed_rows[0]['slo_ms']:.1f} ms. {errors} of {_requests(bed_rows)} calls failed."
+    return [*lines, "", wrapped(f"{slo} {verdict(bed_cases(bed_rows))}")]
 
 
 def _requests(rows: list[Row]) -> int:

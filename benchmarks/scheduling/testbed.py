@@ -30,7 +30,7 @@ from garnish.simulation.job import TraceRequest
 from garnish.simulation.profile import NodeProfile
 
 NODES = 8
-"""Each a process of its own; they share the cores of one machine, and a node is a few events each step."""
+"""Nodes, each a separate process. They share one machine's cores: a node is a few events each step."""
 TENANT = "bench"
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 ADAPTER = {
@@ -39,7 +39,7 @@ ADAPTER = {
 }  # fmt: skip
 MAX_TOKENS = 256
 RECORDS_SECONDS = 1.0
-"""Within which every node has told the gateway of itself."""
+"""Time within which every node has published its record."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,14 @@ class Bed:
     url: str
     key: str
     max_tokens: int
-    """that every call asks for, unless its answer is longer"""
+    """tokens that every call asks for, unless its answer is longer"""
 
 
 def registry_of(model_dir: Path, functions: dict[str, int], tpot: float, root: Path) -> tuple[Path, str]:
-    """A registry with one tiny adapter for each function, of its rank; and the key of its tenant, who is promised
-    `tpot` seconds between two tokens."""
+    """Writes a registry with one tiny adapter for each function, of its rank. Returns its folder, and its tenant's key.
+
+    The tenant's SLO is a TPOT of `tpot` seconds.
+    """
     store = LocalStore(root / "registry")
     tenants, registry = Tenants(store), Registry(store, load_base_model(model_dir, model_dir.name))
     tenants.put(TENANT, slo=Slo(tpot_ms=tpot * 1e3))
@@ -93,12 +95,12 @@ def bed(
         yield Bed(gateway.url, key, MAX_TOKENS)
 
 
-async def play(found: Bed, requests: Sequence[TraceRequest], words_per_token: float, stream: bool) -> list[Sample]:
-    """Each request at its time; what became of them, in order. `late` tells how well the client kept to its times.
+async def play(testbed: Bed, requests: Sequence[TraceRequest], words_per_token: float, stream: bool) -> list[Sample]:
+    """Sends each request at its time. Returns the samples in order; `late` shows how well the client kept to the times.
 
     Without `stream` the first token's time is the gateway's, and a token costs neither of them any work."""
     begin = asyncio.get_running_loop().time() + 0.5
-    headers = {"authorization": f"Bearer {found.key}"}
+    headers = {"authorization": f"Bearer {testbed.key}"}
     limits = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(
         headers=headers, timeout=limits, connector=aiohttp.TCPConnector(limit=0)
@@ -108,10 +110,10 @@ async def play(found: Bed, requests: Sequence[TraceRequest], words_per_token: fl
             await asyncio.sleep(begin + request.at - asyncio.get_running_loop().time())
             words = max(1, round(request.prompt_tokens * words_per_token))
             body = {
-                "prompt": "the " * words, "max_tokens": max(found.max_tokens, request.output_tokens),
+                "prompt": "the " * words, "max_tokens": max(testbed.max_tokens, request.output_tokens),
                 "seed": request.output_tokens, "ignore_eos": True, "stream": stream,
             }  # fmt: skip
-            url = f"{found.url}/invoke/{request.function}"
+            url = f"{testbed.url}/invoke/{request.function}"
             calls.append(asyncio.create_task(_call(session, url, body, begin + request.at)))
         return await asyncio.gather(*calls)
 
@@ -125,15 +127,15 @@ async def _call(session: aiohttp.ClientSession, url: str, body: dict[str, Any], 
         elif body["stream"]:
             sample.error = await _read_stream(reply.content, sample)
         else:
-            told = await reply.json()
-            sample.times.append(sample.sent + told["timing"]["ttft_ms"] / 1e3)
-            _note_usage(told, sample)
+            body_of_reply = await reply.json()
+            sample.times.append(sample.sent + body_of_reply["timing"]["ttft_ms"] / 1e3)
+            _note_usage(body_of_reply, sample)
     sample.end = clock()
     return sample
 
 
-def _note_usage(told: dict[str, Any], sample: Sample) -> None:
-    usage = told.get("usage", {})
+def _note_usage(reply: dict[str, Any], sample: Sample) -> None:
+    usage = reply.get("usage", {})
     sample.output_tokens, sample.prompt_tokens = usage.get("completion_tokens", 0), usage.get("prompt_tokens", 0)
 
 

@@ -25,7 +25,6 @@ READ_BYTES = 256 << 20
 """Many times any cache of one socket, so that it is memory that is read."""
 READS = 5
 WARM_TOKENS = 4
-"""Output tokens of the batches that load the adapters and take every code path once."""
 ADAPTER_MEMORY = 512 << 20
 """Room for the eight adapters and their padded twins: nothing is loaded while the time is taken."""
 
@@ -41,7 +40,7 @@ class Shape:
 
 
 class Batches:
-    """One base model with its adapters in the engine and in PEFT. Close it before the next is made."""
+    """A base model with its adapters in the engine and in PEFT. Close it before the next is made."""
 
     def __init__(self, model_dir: Path, root: Path, shape: Shape) -> None:
         self.shape = shape
@@ -63,7 +62,7 @@ class Batches:
         self.adapter_bytes = adapter_bytes(self.engine.base, RANKS, shape.dtype.itemsize)
 
     def variants(self, count: int) -> dict[str, Callable[[], Measured]]:
-        """One batch each, of `count` tokens per request."""
+        """Returns calls of a batch each, of `count` tokens per request."""
         engine, prompts = self.engine, self.prompts
         return {
             "base": lambda: run_engine(engine, self.adapters, BASE, prompts, count),
@@ -76,7 +75,7 @@ class Batches:
         }
 
     def measure(self) -> list[dict[str, Any]]:
-        """One row per round, every variant once in each, by turns forwards and backwards."""
+        """Returns a row per round with every variant once, in turn forwards and backwards."""
         for run in self.variants(WARM_TOKENS).values():
             run()
         variants = self.variants(self.shape.output_tokens)
@@ -85,10 +84,10 @@ class Batches:
         for index in range(self.shape.rounds):
             row: dict[str, Any] = {"round": index, "read_gb_s": round(read_bandwidth(buffer) / 1e9, 2)}
             for name in list(variants)[:: -1 if index % 2 else 1]:
-                found = variants[name]()
-                row[f"{name}_tok_s"] = round(found.tokens_per_second, 2)
-                row[f"{name}_ttft_ms"] = round(found.ttft * 1e3, 2)
-                row[f"{name}_step_ms"] = None if found.step is None else round(found.step * 1e3, 3)
+                measured = variants[name]()
+                row[f"{name}_tok_s"] = round(measured.tokens_per_second, 2)
+                row[f"{name}_ttft_ms"] = round(measured.ttft * 1e3, 2)
+                row[f"{name}_step_ms"] = None if measured.step is None else round(measured.step * 1e3, 3)
             rows.append(row)
         return rows
 
@@ -113,7 +112,7 @@ def read_bandwidth(buffer: torch.Tensor) -> float:
 
 
 def figures_of(rows: list[dict[str, Any]], weight_bytes: int) -> dict[str, float]:
-    """Medians over the rounds; every ratio is the median of the rounds' own ratios, with its worst round beside it."""
+    """Returns medians over the rounds; every ratio is the median of the rounds' own ratios, with its worst round."""
     rows = [row | _fastest_peer(rows, row) for row in rows]
     figures = {name: median(row[name] for row in rows) for name in rows[0] if name != "round"}
     added = [(row["mixed_step_ms"] - row["base_step_ms"]) / (weight_bytes / row["read_gb_s"] / 1e6) for row in rows]
@@ -129,9 +128,11 @@ def figures_of(rows: list[dict[str, Any]], weight_bytes: int) -> dict[str, float
 
 
 def _fastest_peer(rows: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, float]:
-    """This round's figures of PEFT in the dtype that is fastest in the median of all rounds, by batch."""
-    found: dict[str, float] = {}
+    """Returns this round's figures of PEFT in the dtype that is fastest in the median of all rounds, by batch."""
+    columns: dict[str, float] = {}
     for kind in ("base", "mixed"):
         best = max(PEER_DTYPES, key=lambda dtype: median(row[f"peft_{kind}_{dtype}_tok_s"] for row in rows))
-        found |= {f"peft_{kind}_{unit}": row[f"peft_{kind}_{best}_{unit}"] for unit in ("tok_s", "ttft_ms", "step_ms")}
-    return found
+        columns |= {
+            f"peft_{kind}_{unit}": row[f"peft_{kind}_{best}_{unit}"] for unit in ("tok_s", "ttft_ms", "step_ms")
+        }
+    return columns

@@ -63,7 +63,7 @@ async def _read(stream: aiohttp.StreamReader, sample: Sample) -> str:
 
 
 async def find_node(service: HttpService) -> tuple[str, str]:
-    """URL and base fingerprint of the service's only node, as its gateway tells an operator."""
+    """Returns URL and base fingerprint of the service's only node, as its gateway reports them to an operator."""
     async with (
         open_session(service.admin_key) as operator,
         operator.get(f"{service.url}/nodes", raise_for_status=True) as reply,

@@ -93,7 +93,7 @@ async def _gateway_added(service: HttpService, model_dir: Path, loads: Loads) ->
                 sample = await calls[name](planned)
                 if index:  # the first pair opens the connections
                     samples[name].append(sample)
-    return [{"call": name, **_rounded(summary(complete(found, count)))} for name, found in samples.items()]
+    return [{"call": name, **_rounded(summary(complete(of_call, count)))} for name, of_call in samples.items()]
 
 
 def complete(samples: Sequence[Sample], output_tokens: int) -> Sequence[Sample]:
@@ -107,5 +107,5 @@ def complete(samples: Sequence[Sample], output_tokens: int) -> Sequence[Sample]:
     return samples
 
 
-def _rounded(found: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in found.items()}
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in values.items()}

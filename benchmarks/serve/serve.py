@@ -30,7 +30,7 @@ from node_agent.cores import usable_cores
 
 
 async def drive(options: argparse.Namespace) -> tuple[list[Sample], int]:
-    """What became of the requests, and how many of the calls failed that went before, one to each model."""
+    """Returns the samples, and the number of failures among the warming calls, one to each model."""
     models = options.models.split(",")
     planned = plan(models, options.requests, options.prompt_tokens, options.seed)
     async with open_session(_key(options.key_file), options.timeout) as session:
@@ -73,10 +73,12 @@ def study(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for name, model_dir in models.items():
         batches = Batches(model_dir, root / name, shape)
-        found = batches.measure()
+        rows_of_model = batches.measure()
         batches.close()
-        rows += [{"model": name, **row} for row in found]
-        figures |= {f"{figure}_{name}": value for figure, value in figures_of(found, batches.adapter_bytes).items()}
+        rows += [{"model": name, **row} for row in rows_of_model]
+        figures |= {
+            f"{figure}_{name}": value for figure, value in figures_of(rows_of_model, batches.adapter_bytes).items()
+        }
     adapters = [root / "smollm2" / f"a{i}" for i in range(len(RANKS))]
     with HttpService(real, adapters, root / "service", "bfloat16", threads) as service:
         served, http = asyncio.run(measure(service, real, loads))
@@ -100,7 +102,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 2)
 
 
-def parse(given: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = arguments(__doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     one = parser.add_argument_group("load on a URL")
@@ -114,11 +116,11 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--prompt-tokens", type=_count, default=128, metavar="N", help="words of the drawn prompts")
     one.add_argument("--output-tokens", type=_count, default=64, metavar="N")
     one.add_argument("--timeout", type=_positive, default=TIMEOUT, metavar="S", help="seconds for one whole request")
-    own = parser.add_argument_group("the study, without --url")
-    own.add_argument("--base", default=ROOT / "models" / "SmolLM2-135M-Instruct", type=Path, metavar="DIR")
-    own.add_argument("--threads", type=_count)
-    own.add_argument("--rounds", type=_count, default=5)
-    options = parser.parse_args(given)
+    study_options = parser.add_argument_group("the study, without --url")
+    study_options.add_argument("--base", default=ROOT / "models" / "SmolLM2-135M-Instruct", type=Path, metavar="DIR")
+    study_options.add_argument("--threads", type=_count)
+    study_options.add_argument("--rounds", type=_count, default=5)
+    options = parser.parse_args(argv)
     if options.url and not options.models:
         parser.error("--url needs --models: the names to call")
     if options.rate is None and options.concurrency is None:
