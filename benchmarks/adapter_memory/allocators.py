@@ -33,7 +33,7 @@ class Shape:
 
 
 class Allocator(Protocol):
-    taken: int
+    used: int
     """Bytes that adapters occupy, padding included."""
 
     def place(self, name: int, shape: Shape) -> bool:
@@ -53,9 +53,9 @@ class Pages:
         self.map = PageMap(pool // self.page)
         self.runs = FreeRuns(rows_for(pool // ROW_ALIGN, base, 2))
         self.lost = pool % self.page
-        self.taken = 0
+        self.used = 0
         self._layouts: dict[Shape, AdapterLayout] = {}
-        self._held: dict[int, tuple[list[int], int, int]] = {}
+        self._placed: dict[int, tuple[list[int], int, int]] = {}
 
     def place(self, name: int, shape: Shape) -> bool:
         layout = self._layouts.get(shape) or self._layouts.setdefault(shape, self._lay_out(shape))
@@ -66,15 +66,15 @@ class Pages:
             return False
         pages = self.map.take(layout.pages, str(name))
         assert pages is not None
-        self._held[name] = pages, run, layout.rows
-        self.taken += layout.size
+        self._placed[name] = pages, run, layout.rows
+        self.used += layout.size
         return True
 
     def remove(self, name: int) -> None:
-        pages, run, rows = self._held.pop(name)
+        pages, run, rows = self._placed.pop(name)
         self.map.give(pages, str(name))
         self.runs.give(run, rows)
-        self.taken -= len(pages) * self.page
+        self.used -= len(pages) * self.page
 
     def unusable(self) -> int:
         return self.lost
@@ -92,18 +92,18 @@ class Slots:
     def __init__(self, pool: int, largest: Shape) -> None:
         self.slot = largest.live
         self.free, self.lost = divmod(pool, self.slot)
-        self.taken = 0
+        self.used = 0
 
     def place(self, name: int, shape: Shape) -> bool:  # noqa: ARG002 - one slot is as good as another, for any shape
         if not self.free:
             return False
         self.free -= 1
-        self.taken += self.slot
+        self.used += self.slot
         return True
 
     def remove(self, name: int) -> None:  # noqa: ARG002
         self.free += 1
-        self.taken -= self.slot
+        self.used -= self.slot
 
     def unusable(self) -> int:
         return self.lost
@@ -113,10 +113,10 @@ class BestFit:
     """A contiguous run of bytes per adapter, in the smallest gap that holds it."""
 
     def __init__(self, pool: int) -> None:
-        self.taken = 0
+        self.used = 0
         self._gaps = [(0, pool)] if pool else []
         """(start, length), by start."""
-        self._held: dict[int, tuple[int, int]] = {}
+        self._placed: dict[int, tuple[int, int]] = {}
 
     def place(self, name: int, shape: Shape) -> bool:
         need = shape.live
@@ -126,13 +126,13 @@ class BestFit:
         _, i = min(fitting)
         start, length = self._gaps[i]
         self._gaps[i : i + 1] = [(start + need, length - need)] if length > need else []
-        self._held[name] = start, need
-        self.taken += need
+        self._placed[name] = start, need
+        self.used += need
         return True
 
     def remove(self, name: int) -> None:
-        start, length = self._held.pop(name)
-        self.taken -= length
+        start, length = self._placed.pop(name)
+        self.used -= length
         i = bisect.bisect(self._gaps, (start, length))
         end = start + length
         low = high = i
@@ -153,8 +153,8 @@ class UnifiedRows:
     def __init__(self, pool: int, base: BaseModel) -> None:
         self.row = 2 * base.hidden_size
         self.free, self.lost = divmod(pool, self.row)
-        self.taken = 0
-        self._held: dict[int, int] = {}
+        self.used = 0
+        self._placed: dict[int, int] = {}
 
     def place(self, name: int, shape: Shape) -> bool:
         widths = [width for p in shape.projections for width in shape.base.widths[p]]
@@ -162,14 +162,14 @@ class UnifiedRows:
         if rows > self.free:
             return False
         self.free -= rows
-        self._held[name] = rows
-        self.taken += rows * self.row
+        self._placed[name] = rows
+        self.used += rows * self.row
         return True
 
     def remove(self, name: int) -> None:
-        rows = self._held.pop(name)
+        rows = self._placed.pop(name)
         self.free += rows
-        self.taken -= rows * self.row
+        self.used -= rows * self.row
 
     def unusable(self) -> int:
         return self.lost

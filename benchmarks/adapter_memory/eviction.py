@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.adapter_memory.eviction_bounds import Belady, least_miss_share
+from benchmarks.adapter_memory.eviction_bounds import Belady, min_miss_share
 from benchmarks.adapter_memory.eviction_traces import HELD_OUT, SERVEGEN_KEPT, TUNED, Trace, traces
 from benchmarks.adapter_memory.memory import RANKS
 from benchmarks.common.report import arguments, publish, report
@@ -86,12 +86,12 @@ class Forecasts:
         names = np.arange(len(trace.sizes))
         digests = names if right else np.roll(names, 1)
         self._calls = {str(digests[i]): [*trace.at[trace.adapter == i].tolist(), inf] for i in names}
-        self._demand, self._told = demand, -inf
+        self._demand, self._updated_at = demand, -inf
 
-    def tell(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Gives the demand new forecasts, unless the last ones are younger than TOLD_EVERY_S."""
-        if now - self._told >= TOLD_EVERY_S:
-            self._told = now
+        if now - self._updated_at >= TOLD_EVERY_S:
+            self._updated_at = now
             upcoming = {digest: at[bisect_right(at, now)] for digest, at in self._calls.items()}
             self._demand.expect({digest: KNOWN[at <= now + FORECAST_S] for digest, at in upcoming.items()})
 
@@ -106,7 +106,7 @@ def miss_share(trace: Trace, share: float, make: Callable[[Demand], Policy], rig
     for now, adapter in zip(trace.at.tolist(), trace.adapter.tolist(), strict=True):
         digest = str(adapter)
         if forecasts is not None and digest not in pool.residents:
-            forecasts.tell(now)
+            forecasts.update(now)
         missed += pool.load(digest, now) * trace.sizes[adapter]
         demand.note_call(digest, now)
         pool.policy.note_call(digest)
@@ -155,7 +155,7 @@ def rows_of(half: list[Trace]) -> list[dict[str, Any]]:
                 row[f"miss_cost_{kind}"] = miss_share(trace, share, POLICIES["cost"], right)
             row["miss_belady"] = miss_share(trace, share, lambda _, trace=trace: Belady(trace))  # type: ignore[misc]
             pool = max(int(sum(trace.pages) * share), max(trace.pages))
-            row["miss_bound"] = least_miss_share(trace, pool)
+            row["miss_bound"] = min_miss_share(trace, pool)
             if share == POOLS[0]:
                 row |= {f"reload_s_{name}": reload_seconds(trace, name) for name in POLICIES}
             rows.append(row)

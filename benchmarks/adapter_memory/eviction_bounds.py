@@ -44,7 +44,7 @@ class Belady:
     def note_eviction(self, digest: str) -> None: ...
 
 
-def least_miss_share(trace: Trace, pool: int) -> float:
+def min_miss_share(trace: Trace, pool: int) -> float:
     """Returns a lower bound on the share of the called bytes that any policy misses: PFOO-L of D. S. Berger, N.
     Beckmann and M. Harchol-Balter, "Practical Bounds on Optimal Caching with Variable Object Sizes", SIGMETRICS 2018.
 

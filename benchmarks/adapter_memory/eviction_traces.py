@@ -47,16 +47,18 @@ class Trace:
 def traces(half: int, seed: int) -> list[Trace]:
     """All of one half."""
     drawn = [_azure(f"azure-{window}", half, window, seed) for window in AZURE_WINDOWS[half]]
-    drawn += [_azure(f"azure-whole-{window}", half, window, seed, whole=True) for window in AZURE_WHOLE_WINDOWS[half]]
+    drawn += [
+        _azure(f"azure-whole-{window}", half, window, seed, with_busiest=True) for window in AZURE_WHOLE_WINDOWS[half]
+    ]
     return drawn + [_servegen(day, half, seed) for day in SERVEGEN_DAYS[half]]
 
 
-def _azure(name: str, half: int, window: int, seed: int, *, whole: bool = False) -> Trace:
+def _azure(name: str, half: int, window: int, seed: int, *, with_busiest: bool = False) -> Trace:
     """Calls are uniform within their minute. `with_busiest`: with the half's share of the busiest functions."""
     counts = minute_counts()
     mine = TOP + np.random.default_rng(SPLIT_SEED).permutation(len(counts) - TOP)[half::2]
     counts = counts[
-        np.concatenate([np.arange(half, TOP, 2), mine]) if whole else mine,
+        np.concatenate([np.arange(half, TOP, 2), mine]) if with_busiest else mine,
         window * WINDOW_MINUTES : (window + 1) * WINDOW_MINUTES,
     ]
     counts = counts[counts.sum(axis=1) > 0]

@@ -80,7 +80,7 @@ def replay(allocator: Allocator, pool: int, calls: list[int], shapes: list[Shape
         pins[name] += 1
         running.append(name)
         if evictions:
-            lost = allocator.taken - live + allocator.unusable()
+            lost = allocator.used - live + allocator.unusable()
             samples.append((live / pool, lost / pool, len(resident)))
     if not samples:
         raise ValueError("the adapters all fit the pool: there is no excess demand to measure")

@@ -75,10 +75,10 @@ class Node:
 
     trace: Trace
     waste: float
-    brought: dict[str, float] = field(default_factory=dict)
+    prefetched: dict[str, float] = field(default_factory=dict)
     """Time of prefetch by digest, of adapters that were not called yet."""
     wants: Sequence[WantedAdapter] = ()
-    found: Counter[str] = field(default_factory=Counter)
+    calls_by_tier: Counter[str] = field(default_factory=Counter)
     waits_s: float = 0.0
     """Seconds that all calls waited for their adapters."""
 
@@ -98,9 +98,9 @@ class Node:
     def call(self, adapter: int, now: float) -> None:
         digest = str(adapter)
         tier = "device" if digest in self.device.residents else "host" if digest in self.host.residents else "absent"
-        self.found[tier] += 1
-        if digest in self.brought:
-            del self.brought[digest]
+        self.calls_by_tier[tier] += 1
+        if digest in self.prefetched:
+            del self.prefetched[digest]
             self.record.note(now, useful=self.trace.sizes[adapter])
         if tier == "absent":
             self.host.load(digest, now)
@@ -114,7 +114,7 @@ class Node:
 
     def plan(self, likely: Likely, now: float) -> None:
         """The leader asks for what is likely, and the node brings it in where store and link had nothing else to do."""
-        self.wants = self._asked(likely)
+        self.wants = self._requests(likely)
         self.demand.expect({want.adapter.digest: want.chance for want in self.wants})
         idle = {link: PLAN_SECONDS - busy for link, busy in self._busy.items()}
         self._busy = dict.fromkeys(self._busy, 0.0)
@@ -124,7 +124,7 @@ class Node:
                 self._bring(want, now, idle)
         self._judge(now)
 
-    def _asked(self, likely: Likely) -> list[WantedAdapter]:
+    def _requests(self, likely: Likely) -> list[WantedAdapter]:
         requests = NodeWants(NodeMemory({"device": self.room["device"], "host": self.room["host"]}))
         for digest, chance in likely:
             near = digest in self.device.residents or digest in self.host.residents
@@ -142,11 +142,11 @@ class Node:
                 return
             self.host.load(digest, now)
             idle["store"] -= self.store_s[adapter]
-            self.brought[digest] = now
+            self.prefetched[digest] = now
         if want.tier == "device" and idle["link"] > 0 and self._make_room(self.device, want, now):
             self.device.load(digest, now)
             idle["link"] -= self.link_s[adapter]
-            self.brought[digest] = now
+            self.prefetched[digest] = now
 
     def _make_room(self, pool: Pool, want: WantedAdapter, now: float) -> bool:
         """Evicts adapters that are less likely to be called. Returns False, evicting nothing, if they are too few."""
@@ -160,10 +160,10 @@ class Node:
 
     def _judge(self, now: float) -> None:
         requested = {want.adapter.digest for want in self.wants}
-        for digest, at in list(self.brought.items()):
+        for digest, at in list(self.prefetched.items()):
             here = digest in self.host.residents or digest in self.device.residents
             if not here or (digest not in requested and now - at >= UNUSED_S):
-                del self.brought[digest]
+                del self.prefetched[digest]
                 self.record.note(now, wasted=self.trace.sizes[int(digest)])
 
     def _back_to_device(self, digest: str) -> float:
@@ -197,7 +197,9 @@ def row_of(trace: Trace, waste: float) -> dict[str, Any]:
     row: dict[str, Any] = {"trace": trace.name, "calls": len(trace.at), "adapters": names}
     for name, likely in sources.items():
         node = replay(trace, likely, waste)
-        row |= {f"{tier}_share_{name}": node.found[tier] / len(trace.at) for tier in ("device", "host", "absent")}
+        row |= {
+            f"{tier}_share_{name}": node.calls_by_tier[tier] / len(trace.at) for tier in ("device", "host", "absent")
+        }
         row[f"wait_ms_{name}"] = node.waits_s / len(trace.at) * 1e3
         row |= {f"{kind}_bytes_{name}": getattr(node.record, f"{kind}_bytes") for kind in ("useful", "wasted")}
     return row

@@ -35,18 +35,18 @@ HELD_LIMIT = 240.0
 
 
 @dataclass
-class Seen:
+class Observations:
     begin: float
     samples: list[Sample] = field(default_factory=list)
     looks: list[dict[str, Any]] = field(default_factory=list)
     callers: int = 0
 
 
-async def study(service: PoolService, steps: tuple[tuple[int, float], ...], seed: int) -> Seen:
-    observed = Seen(time.perf_counter())
+async def study(service: PoolService, steps: tuple[tuple[int, float], ...], seed: int) -> Observations:
+    observed = Observations(time.perf_counter())
     planned = iter(plan([service.base], 200_000, PROMPT_TOKENS, seed))
     async with open_session(service.key, HELD_LIMIT) as session, asyncio.TaskGroup() as group:
-        call, looking = OpenAiServer(session, service.url, TOKENS), group.create_task(_look(service, observed))
+        call, looking = OpenAiServer(session, service.url, TOKENS), group.create_task(_poll(service, observed))
         callers: list[asyncio.Task[None]] = []
         for number, seconds in steps:
             observed.callers = number
@@ -64,13 +64,13 @@ async def study(service: PoolService, steps: tuple[tuple[int, float], ...], seed
     return observed
 
 
-async def _caller(call: OpenAiServer, planned: Any, observed: Seen, place: int) -> None:
+async def _caller(call: OpenAiServer, planned: Any, observed: Observations, place: int) -> None:
     while place < observed.callers:
         request: Planned = next(planned)
         observed.samples.append(await call(request))
 
 
-async def _look(service: PoolService, observed: Seen) -> None:
+async def _poll(service: PoolService, observed: Observations) -> None:
     headers = {"authorization": f"Bearer {service.admin_key}"}
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=10)) as session:
         while True:
@@ -91,7 +91,7 @@ async def _look(service: PoolService, observed: Seen) -> None:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def rows_of(observed: Seen, decided: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(observed: Observations, decided: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Looks, TTFT in bins of when requests were sent, and the changes of size with their reasons."""
     bins: dict[int, list[float]] = {}
     for sample in observed.samples:
@@ -114,7 +114,7 @@ def rows_of(observed: Seen, decided: Sequence[dict[str, Any]]) -> list[dict[str,
     return [{"looks": observed.looks, "ttft": first, "moves": moves}]
 
 
-def figures_of(observed: Seen, steps: tuple[tuple[int, float], ...]) -> dict[str, float]:
+def figures_of(observed: Observations, steps: tuple[tuple[int, float], ...]) -> dict[str, float]:
     max_callers = max(number for number, _ in steps)
     step = next(sample["at"] for sample in observed.looks if sample["callers"] == max_callers)
     three = [sample["at"] for sample in observed.looks if sample["ready"] == 3]

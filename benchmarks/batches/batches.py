@@ -185,7 +185,7 @@ def loads_of(answers: Sequence[dict[str, Any]]) -> int:
     return loads
 
 
-async def beside(bed: Bed, ends: asyncio.Event) -> list[float]:
+async def call_until(bed: Bed, ends: asyncio.Event) -> list[float]:
     """Makes interactive calls, one after another until the event. Returns their TTFTs."""
     ttfts: list[float] = []
     while not ends.is_set() or not ttfts:
@@ -204,7 +204,7 @@ async def interactive(bed: Bed, file: Path) -> dict[str, list[float]]:
     """Returns TTFTs, in seconds, alone and while a batch of the file's calls runs."""
     alone = [await asyncio.to_thread(bed.ttft, "a0", PROMPT_TOKENS) for _ in range(ALONE_CALLS)]
     ends = asyncio.Event()
-    ttfts = asyncio.create_task(beside(bed, ends))
+    ttfts = asyncio.create_task(call_until(bed, ends))
     try:
         await asyncio.to_thread(bed.run_batch, file, grouped=True)
     finally:

@@ -59,7 +59,7 @@ KEPT = " ".join(field.name for field in fields(Kept))
 _TYPES = tuple(get_type_hints(Kept)[field.name] for field in fields(Kept))
 
 
-def kept(text: str) -> Kept:
+def parse_kept(text: str) -> Kept:
     """Reads what Kept.text wrote."""
     return Kept(*(kind(value) for value, kind in zip(text.split(), _TYPES, strict=True)))
 

@@ -124,7 +124,7 @@ class Study:
             if not self.measured:
                 size = self._adapters.file_bytes(LINK_RANK) * node.itemsize // FILE_ITEM_BYTES
                 self.measured = {"adapter_bytes": size, "prefill_s": asyncio.run(self._prefill(service, functions[0]))}
-        say(f"{self.measured}; without simulation {node.cpu_workers} workers: {node.reason}")
+        report_progress(f"{self.measured}; without simulation {node.cpu_workers} workers: {node.reason}")
 
     async def _prefill(self, service: HttpService, function: int) -> float:
         draw = Draw({}, self._adapters.vocabulary, self._seed)
@@ -144,7 +144,7 @@ class Study:
         with ExitStack() as stack:
             service = stack.enter_context(self._service("workers", functions, **link))
             node = node_of(service)
-            say(f"at {SLOW_LINK} {node.cpu_workers} workers: {node.reason}")
+            report_progress(f"at {SLOW_LINK} {node.cpu_workers} workers: {node.reason}")
             if "a" in parts:
                 row = {"part": "a", "cpu_workers": node.cpu_workers, "reason": node.reason}
                 column = replace(self._sizes.burst_column, rank=LINK_RANK)
@@ -180,7 +180,7 @@ class Study:
                     asyncio.run(until_idle(services.values()))
             nodes = {mode: node_of(service) for mode, service in services.items()}
             for mode, node_record in nodes.items():
-                say(f"ratio {ratio}, {mode}: {node_record.cpu_workers} workers: {node_record.reason}")
+                report_progress(f"ratio {ratio}, {mode}: {node_record.cpu_workers} workers: {node_record.reason}")
             for part, columns, count in (("b", singles, sizes.rounds), ("c", bursts, sizes.burst_rounds)):
                 if part in parts:
                     cells = asyncio.run(self._called(services, columns, count))
@@ -215,11 +215,11 @@ class Study:
                 cells[mode, column, at_once] += [call.text() for call in calls]
             ended += 1
             if ended % 10 == 0:
-                say(f"{ended} of {count} rounds")
+                report_progress(f"{ended} of {count} rounds")
         return cells
 
     def _service(self, name: str, functions: Sequence[int], **node: str) -> Any:
-        say(f"service {name} starts: {node}")
+        report_progress(f"service {name} starts: {node}")
         costs = self._root / PLAIN / COSTS
         return running(
             self._root / name,
@@ -231,7 +231,7 @@ class Study:
         )
 
 
-def say(text: str) -> None:
+def report_progress(text: str) -> None:
     """Report progress; the figures alone go to standard output."""
     print(text, file=sys.stderr, flush=True)
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.coldstart.calls import CACHED, Kept, kept
+from benchmarks.coldstart.calls import CACHED, Kept, parse_kept
 from benchmarks.coldstart.decode import CALLERS
 from benchmarks.coldstart.paired import PairedRatio, paired_ratio
 
@@ -18,7 +18,7 @@ FULL = "full"
 def calls_of(row: Row) -> list[list[Kept]]:
     """Returns the calls of a row that count, by burst: those of which all were cold, or all cached."""
     bursts: dict[int, list[Kept]] = {}
-    for call in map(kept, row["calls"]):
+    for call in map(parse_kept, row["calls"]):
         bursts.setdefault(call.round, []).append(call)
     expected = "none" if row.get("way") == CACHED else "host"
     return [burst for burst in bursts.values() if all(call.state == expected for call in burst)]

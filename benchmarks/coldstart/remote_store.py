@@ -62,19 +62,19 @@ def study(model: Path, root: Path, adapters: int, seed: int) -> list[dict[str, A
 
 @dataclass(frozen=True)
 class Service:
-    way: str
+    mode: str
     http: HttpService
     plain: PlainClient
     versions: list[Resolved]
 
 
 @contextmanager
-def _service(model: Path, paths: list[Path], root: Path, registry: str, way: str) -> Iterator[Service]:
-    node = "" if way == "auto" else f", cold_start: {way}"
-    with HttpService(model, paths, root / way, "auto", 0, node, registry=registry) as http:
+def _service(model: Path, paths: list[Path], root: Path, registry: str, mode: str) -> Iterator[Service]:
+    node = "" if mode == "auto" else f", cold_start: {mode}"
+    with HttpService(model, paths, root / mode, "auto", 0, node, registry=registry) as http:
         functions = Registry(open_store(registry), load_base_model(model, model.name))
         versions = [functions.resolve("bench", f"a{i}") for i in range(len(paths))]
-        yield Service(way, http, PlainClient(registry), versions)
+        yield Service(mode, http, PlainClient(registry), versions)
 
 
 class PlainClient:
@@ -99,7 +99,7 @@ async def _rows(services: Sequence[Service], seed: int) -> list[dict[str, Any]]:
         calls = {}
         for each in services:
             session = await stack.enter_async_context(open_session(each.http.key))
-            calls[each.way] = call = OpenAiServer(session, each.http.url, TOKENS)
+            calls[each.mode] = call = OpenAiServer(session, each.http.url, TOKENS)
             each.plain.fetch(each.versions[0].artifact_key)  # its connection is made
             for name in ("a0", each.http.base, each.http.base):  # what a service's first calls warm
                 await _good(call, Planned(name, " ".join(rng.choices(words, k=TOKENS))))
@@ -108,9 +108,9 @@ async def _rows(services: Sequence[Service], seed: int) -> list[dict[str, Any]]:
             for each in services if i % 2 else reversed(services):
                 version = each.versions[i]
                 fetch_s = await asyncio.to_thread(each.plain.fetch, version.artifact_key)
-                cold, *warm = [await _good(calls[each.way], planned) for _ in range(3)]
+                cold, *warm = [await _good(calls[each.mode], planned) for _ in range(3)]
                 fastest = min(warm, key=lambda sample: sample.e2e)
-                rows.append(measured(each.way, i, version.bytes, fetch_s, cold, fastest))
+                rows.append(measured(each.mode, i, version.bytes, fetch_s, cold, fastest))
     return rows
 
 
@@ -121,10 +121,10 @@ async def _good(call: OpenAiServer, planned: Planned) -> Sample:
     return sample
 
 
-def measured(way: str, adapter: int, size: int, plain_fetch_s: float, cold: Sample, warm: Sample) -> dict[str, Any]:
+def measured(mode: str, adapter: int, size: int, plain_fetch_s: float, cold: Sample, warm: Sample) -> dict[str, Any]:
     """Returns the row of one adapter; seconds."""
     row: dict[str, Any] = {
-        "way": way, "adapter": adapter, "bytes": size, "fetch_s": DELAY + size / RATE, "plain_fetch_s": plain_fetch_s,
+        "way": mode, "adapter": adapter, "bytes": size, "fetch_s": DELAY + size / RATE, "plain_fetch_s": plain_fetch_s,
         "cold_ttft_s": cold.ttft, "cold_e2e_s": cold.e2e, "warm_ttft_s": warm.ttft, "warm_e2e_s": warm.e2e,
     }  # fmt: skip
     return row | {"bound_s": _bound(row, row["fetch_s"])}

@@ -134,11 +134,11 @@ class Caller:
             return None
         answer.prompt_tokens, answer.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
         answer.cached_tokens = event.usage.cached_tokens
-        _note(answer, event.timing.cold_start)
+        _record_cold_start(answer, event.timing.cold_start)
         return "" if answer.output_tokens == self._max_tokens and answer.times else "too few tokens"
 
 
-def _note(answer: Answer, cold: _ColdStart) -> None:
+def _record_cold_start(answer: Answer, cold: _ColdStart) -> None:
     answer.state, answer.plan = cold.state, cold.plan
     answer.layers_cpu, answer.layers_device = cold.layers_cpu, cold.layers_device
     answer.exposed_s, answer.forecast_s = cold.exposed_ms / 1e3, cold.forecast_ms / 1e3

@@ -21,7 +21,7 @@ class Sample:
     """
 
     model: str
-    due: float | None = None
+    scheduled_at: float | None = None
     """time at which an open loop had to send it"""
     sent: float = 0.0
     times: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Sample:
     @property
     def late(self) -> float | None:
         """Seconds by which an open loop sent it too late; None in a closed loop."""
-        return None if self.due is None else self.sent - self.due
+        return None if self.scheduled_at is None else self.sent - self.scheduled_at
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, float]:

@@ -61,20 +61,20 @@ def poisson(rate: float, requests: int, seed: int) -> list[float]:
     return times
 
 
-async def open_loop(call: Call, planned: Sequence[Planned], due: Sequence[float]) -> list[Sample]:
+async def open_loop(call: Call, planned: Sequence[Planned], schedule: Sequence[float]) -> list[Sample]:
     """Sends each request at its time, in seconds from now, in order. Each sample says how late it was sent."""
     begin = time.perf_counter()
     calls: list[asyncio.Task[Sample]] = []
     async with asyncio.TaskGroup() as group:
-        for request, at in zip(planned, due, strict=True):
+        for request, at in zip(planned, schedule, strict=True):
             await asyncio.sleep(begin + at - time.perf_counter())
             calls.append(group.create_task(_at(call, request, begin + at)))
     return [task.result() for task in calls]
 
 
-async def _at(call: Call, request: Planned, due: float) -> Sample:
+async def _at(call: Call, request: Planned, scheduled_at: float) -> Sample:
     sample = await call(request)
-    sample.due = due
+    sample.scheduled_at = scheduled_at
     return sample
 
 
@@ -88,8 +88,8 @@ async def closed_loop(call: Call, planned: Sequence[Planned], concurrency: int) 
     return [samples[i] for i in range(len(planned))]
 
 
-async def _caller(call: Call, left: Iterator[tuple[int, Planned]], samples: dict[int, Sample]) -> None:
-    for i, request in left:
+async def _caller(call: Call, remaining: Iterator[tuple[int, Planned]], samples: dict[int, Sample]) -> None:
+    for i, request in remaining:
         samples[i] = await call(request)
 
 

@@ -70,8 +70,8 @@ class Link:
         """A piece crosses after those before it, not after this task was woken: timers are late by up to a
         millisecond, in which a piece crosses."""
         loop = asyncio.get_running_loop()
-        while (found := await pieces.get())[1]:
-            may_begin, piece = found
+        while (timed_piece := await pieces.get())[1]:
+            may_begin, piece = timed_piece
             self._free = max(may_begin, self._free) + len(piece) / self.rate
             await asyncio.sleep(self._free - loop.time())
             writer.write(piece)

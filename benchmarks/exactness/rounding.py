@@ -32,7 +32,7 @@ from tests.support.peft_reference import PeftReference
 RANKS = (8, 16, 32, 64, 128)
 ADAPTERS, QUICK_ADAPTERS = 40, 2
 TOKENS = 16
-MOST_WORDS, QUICK_WORDS = 1024, 16
+MAX_WORDS, QUICK_WORDS = 1024, 16
 MAX_ROWS = 16
 POOL = 1 << 30
 TWO_BEST = Sampling(temperature=0.0, logprobs=2)
@@ -107,7 +107,7 @@ def same_texts(outcomes: Iterable[Outcome], prompts: int) -> int:
 
 def study(options: Any, root: Path) -> dict[str, Any]:
     model = options.model
-    count, words = (QUICK_ADAPTERS, QUICK_WORDS) if options.quick else (options.adapters, MOST_WORDS)
+    count, words = (QUICK_ADAPTERS, QUICK_WORDS) if options.quick else (options.adapters, MAX_WORDS)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     texts = [make_prompt(n, options.seed + i) for i, n in enumerate(prompt_lengths(words))]
     prompts: list[list[int]] = [tokenizer.encode(text).ids for text in texts]

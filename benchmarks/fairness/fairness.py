@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.report import ROOT, SMOLLM2, ContentionProbe, arguments, publish, report
-from benchmarks.fairness.load import Client, Seen, drive, drive_backlogged, poisson
+from benchmarks.fairness.load import Client, ClientCall, drive, drive_backlogged, poisson
 from node_agent.performance.idle import IdleMeasurement
 from node_agent.performance.setup import use_performance
 from tests.support.local_engine import LocalEngine
@@ -50,7 +50,7 @@ WAITING = 6
 class Study:
     def __init__(self, engine: LocalEngine, adapters: list[Path], settings: dict[str, Any], seed: int) -> None:
         self.engine, self.settings, self.rng = engine, settings, np.random.default_rng(seed)
-        self.most = settings["most_tokens"]
+        self.max_tokens = settings["most_tokens"]
         self.rows: list[dict[str, Any]] = []
         deployed = [engine.deploy(path) for path in adapters[: len(LENGTHS)]]
         for adapter in deployed:
@@ -104,7 +104,7 @@ class Study:
                 load = [(client, STRICT_UTILISATION * self.capacity), (cheap, BEST_EFFORT_UTILISATION * self.capacity)]
                 called = self._run(load)
                 calls = [each for each in called if each.call.client is client]
-                attainments.append(sum(_held(each, promise) for each in calls) / len(calls))
+                attainments.append(sum(_is_within(each, promise) for each in calls) / len(calls))
                 preempted = sum(each.outcome.finished.preemptions for each in called if each.outcome.finished)
                 self.rows.append(
                     {"part": "strict", "round": index, "case": name, "attain": attainments[-1],
@@ -113,7 +113,7 @@ class Study:
                 )  # fmt: skip
         return {f"{name}_attain": median(attainments) for name, attainments in attained.items()}
 
-    def _run(self, load: list[tuple[Client, float]]) -> list[Seen]:
+    def _run(self, load: list[tuple[Client, float]]) -> list[ClientCall]:
         """Runs calls of each client that ask for this much of the node's service per second.
 
         Leaves out the calls of the beginning, when queues fill, and of the end, which had no time to begin.
@@ -122,7 +122,7 @@ class Study:
         calls = [
             call
             for client, cost in load
-            for call in poisson(client, cost / client.mean_cost, seconds, self.rng, limits.vocab_size, self.most)
+            for call in poisson(client, cost / client.mean_cost, seconds, self.rng, limits.vocab_size, self.max_tokens)
         ]
         called = drive(self.engine, calls, seconds)
         return [each for each in called if WINDOW[0] * seconds < each.call.at < WINDOW[1] * seconds]
@@ -144,16 +144,16 @@ class Study:
         """Seconds, median over calls, while the batch is full of the client's."""
         seconds, limits = self.settings["round_seconds"] / 2, self.engine.engine.limits
         rate = BEST_EFFORT_UTILISATION * self.capacity / client.mean_cost
-        calls = poisson(client, rate, seconds, self.rng, limits.vocab_size, self.most)
+        calls = poisson(client, rate, seconds, self.rng, limits.vocab_size, self.max_tokens)
         return median(each.tpot for each in drive(self.engine, calls, seconds) if each.tpot is not None)
 
 
-def _held(call: Seen, promise: dict[str, float]) -> bool:
+def _is_within(call: ClientCall, promise: dict[str, float]) -> bool:
     in_time = call.ttft is not None and call.ttft <= promise["ttft"]
     return in_time and (call.tpot is None or call.tpot <= promise["tpot"])
 
 
-def _summary(calls: list[Seen]) -> dict[str, float]:
+def _summary(calls: list[ClientCall]) -> dict[str, float]:
     ttft = sorted(each.ttft for each in calls if each.ttft is not None)
     tpot = sorted(each.tpot for each in calls if each.tpot is not None)
     at = {"ttft_p50_ms": (ttft, 0.5), "ttft_p95_ms": (ttft, 0.95), "tpot_p50_ms": (tpot, 0.5)}

@@ -46,7 +46,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ClientCall:
     call: Call
     outcome: Outcome
     ttft: float | None
@@ -86,7 +86,7 @@ def submit(engine: LocalEngine, call: Call) -> str:
     return engine.submit(call.prompt, call.output, client.adapter, ignore_eos=True, tenant=client.name, **client.owner)
 
 
-def drive(engine: LocalEngine, calls: Sequence[Call], seconds: float) -> list[Seen]:
+def drive(engine: LocalEngine, calls: Sequence[Call], seconds: float) -> list[ClientCall]:
     """Sends each call at its time, for `seconds`; calls that have not ended then are cancelled."""
     ordered = sorted(calls, key=lambda call: call.at)
     sent: list[tuple[Call, str]] = []
@@ -103,7 +103,7 @@ def drive(engine: LocalEngine, calls: Sequence[Call], seconds: float) -> list[Se
         else:
             following = ordered[len(sent)].at if len(sent) < len(ordered) else seconds
             time.sleep(max(0.0, min(following, seconds) - now))
-    called = [_seen(call, engine.outcomes[request], begin) for call, request in sent]
+    called = [_client_call(call, engine.outcomes[request], begin) for call, request in sent]
     clear(engine)
     return called
 
@@ -125,7 +125,7 @@ def drive_backlogged(
     took = time.perf_counter() - begin
     served = dict.fromkeys((client.name for client in clients), 0.0)
     for call, request in sent:
-        served[call.client.name] += _seen(call, engine.outcomes[request], begin).cost / took
+        served[call.client.name] += _client_call(call, engine.outcomes[request], begin).cost / took
     clear(engine)
     return served
 
@@ -136,5 +136,5 @@ def clear(engine: LocalEngine) -> None:
     engine.outcomes.clear()
 
 
-def _seen(call: Call, outcome: Outcome, begin: float) -> Seen:
-    return Seen(call, outcome, outcome.times[0] - begin - call.at if outcome.times else None)
+def _client_call(call: Call, outcome: Outcome, begin: float) -> ClientCall:
+    return ClientCall(call, outcome, outcome.times[0] - begin - call.at if outcome.times else None)

@@ -61,7 +61,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 @dataclass
-class Seen:
+class Outcomes:
     counts: Counter[str] = field(default_factory=Counter)
     """requests, done, refused, cut, wrong_tokens, unanswered"""
     deployed: dict[str, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Chaos:
     def __init__(self, service: HttpService, redis: RedisServer, seed: int, quick: bool) -> None:
         self.service, self.redis, self.seed = service, redis, seed
         self.rate, self.pause = (QUICK_RATE, QUICK_CALL_PAUSE) if quick else (RATE, CALL_PAUSE)
-        self.seen = Seen()
+        self.outcomes = Outcomes()
         self.expected: dict[tuple[str, str], str] = {}
         self.functions = [f"a{index}" for index in range(len(service.adapters))]
         self.jobs: Jobs | None = None
@@ -114,7 +114,7 @@ class Chaos:
 
     async def _call_on(self, session: aiohttp.ClientSession, until: float, draw: random.Random) -> None:
         """Makes one call after another; calls whose connection breaks are made again."""
-        counts = self.seen.counts
+        counts = self.outcomes.counts
         while time.monotonic() < until:
             function, prompt = draw.choice(self.functions), draw.choice(PROMPTS)
             counts["requests"] += 1
@@ -135,7 +135,7 @@ class Chaos:
                 await asyncio.sleep(draw.expovariate(self.rate))
 
     async def _call_once(self, session: aiohttp.ClientSession, function: str, prompt: str) -> None:
-        counts, begin = self.seen.counts, time.monotonic()
+        counts, begin = self.outcomes.counts, time.monotonic()
         counts["requests"] += 1
         if await self._call(session, function, prompt) == "cut":
             counts["refused"] += 1
@@ -144,12 +144,12 @@ class Chaos:
     async def _call(self, session: aiohttp.ClientSession, function: str, prompt: str) -> str:
         """Returns how the call ended."""
         outcome, text, reason = await self._stream(session, function, prompt)
-        self.seen.counts[outcome] += 1
+        self.outcomes.counts[outcome] += 1
         expected = self.expected[function, prompt]
         if text != expected if outcome == "done" else not expected.startswith(text):
-            self.seen.counts["wrong_tokens"] += 1
+            self.outcomes.counts["wrong_tokens"] += 1
         if outcome != "done":
-            self.seen.after.setdefault(self._last, Counter())[reason] += 1
+            self.outcomes.after.setdefault(self._last, Counter())[reason] += 1
         return outcome
 
     async def _stream(self, session: aiohttp.ClientSession, function: str, prompt: str) -> tuple[str, str, str]:
@@ -173,7 +173,7 @@ class Chaos:
         while time.monotonic() < until:
             number += 1
             folder = self.service.adapters[number % len(self.service.adapters)]
-            self.seen.counts["deploys_asked"] += 1
+            self.outcomes.counts["deploys_asked"] += 1
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                 await self._deploy_as(session, f"d{number}", folder)
             await asyncio.sleep(0.5)
@@ -184,7 +184,7 @@ class Chaos:
             form.add_field(file, (folder / file).read_bytes(), filename=file)
         async with session.post(f"{self.service.url}/deploy/{name}", data=form) as reply:
             if reply.status == 201:
-                self.seen.deployed[name] = (await reply.json())["digest"]
+                self.outcomes.deployed[name] = (await reply.json())["digest"]
 
     async def _harm(self, until: float, pause: float, harms: tuple[str, ...], draw: random.Random) -> None:
         for number in range(10_000):
@@ -194,36 +194,36 @@ class Chaos:
             harm = harms[number] if number < len(harms) else draw.choice(harms)
             self._last, begin = harm, time.monotonic()
             if await self._do(harm, draw):
-                self.seen.kills[harm] += 1
+                self.outcomes.kills[harm] += 1
             if "redis" in harm:
-                self.seen.redis_harms.append((begin, time.monotonic()))
+                self.outcomes.redis_harms.append((begin, time.monotonic()))
 
-    async def _do(self, way: str, draw: random.Random) -> bool:
+    async def _do(self, harm: str, draw: random.Random) -> bool:
         """Returns False if there was nothing to harm."""
-        if way == "redis":
+        if harm == "redis":
             await asyncio.to_thread(self.redis.kill)
             await asyncio.sleep(draw.uniform(0.2, 2.0))
             await asyncio.to_thread(self.redis.start)
-        elif way == "empty_redis":
+        elif harm == "empty_redis":
             await asyncio.to_thread(self.redis.empty)
-        elif way == "hang_redis":
+        elif harm == "hang_redis":
             self.redis.hang()
             await asyncio.sleep(draw.uniform(0.5, 2.0))
             self.redis.wake()
         else:
-            return await self._harm_process(way, draw)
+            return await self._harm_process(harm, draw)
         return True
 
-    async def _harm_process(self, way: str, draw: random.Random) -> bool:
-        if way == "leader":
+    async def _harm_process(self, harm: str, draw: random.Random) -> bool:
+        if harm == "leader":
             pids = await asyncio.to_thread(leader, self.service)
         else:
-            pids = children(self.service.pid)[way.removeprefix("hang_")]
+            pids = children(self.service.pid)[harm.removeprefix("hang_")]
         if not pids:
             return False
         pid = draw.choice(pids)
         with contextlib.suppress(ProcessLookupError):
-            if way.startswith("hang_"):
+            if harm.startswith("hang_"):
                 os.kill(pid, signal.SIGSTOP)
                 await asyncio.sleep(draw.uniform(1.0, 4.0))
                 os.kill(pid, signal.SIGCONT)
@@ -263,12 +263,12 @@ def main() -> None:
             chaos = Chaos(service, redis, options.seed, options.quick)
             asyncio.run(chaos.run(seconds, interval_s, pause))
             assert chaos.jobs is not None
-            jobs, wrong = chaos.jobs.check(chaos.seen.kills.total())
-            policies_wrong = chaos.policies.check(chaos.seen.redis_harms)
+            jobs, wrong = chaos.jobs.check(chaos.outcomes.kills.total())
+            policies_wrong = chaos.policies.check(chaos.outcomes.redis_harms)
             still_held = at_rest(service, redis, prefix_of(service.secret))
-            done = len(chaos.expected) + chaos.seen.counts["done"]
-            missing = lost(service, chaos.seen.deployed, chaos.functions, done)
-    outcomes = chaos.seen
+            done = len(chaos.expected) + chaos.outcomes.counts["done"]
+            missing = lost(service, chaos.outcomes.deployed, chaos.functions, done)
+    outcomes = chaos.outcomes
     figures: dict[str, float] = {"kills": outcomes.kills.total(), "lost_acknowledged": sum(missing.values())}
     counted = ("requests", "done", "refused", "cut", "wrong_tokens", "unanswered", "deploys_asked")
     figures |= {name: outcomes.counts[name] for name in counted}

@@ -113,7 +113,7 @@ class Policies:
     async def _bound(self, session: aiohttp.ClientSession, limit: int) -> bool:
         begin = time.monotonic()
         accepted = await self._write(session, self.writers[2], {"max_concurrency": limit})
-        self.judge.note_limit(limit, begin, time.monotonic() if accepted else None)
+        self.judge.record_limit(limit, begin, time.monotonic() if accepted else None)
         return accepted
 
     async def _write_on(self, session: aiohttp.ClientSession, until: float, writer: Writer) -> None:
@@ -174,7 +174,7 @@ class Policies:
             return
         if event == "done" and name == BOUNDED:
             self.counts["bounded_calls"] += 1
-            self.judge.note_call(sent, first, json.loads(data)["timing"]["total_ms"] / 1000)
+            self.judge.record_call(sent, first, json.loads(data)["timing"]["total_ms"] / 1000)
 
     # --- what became of it
 
@@ -252,11 +252,11 @@ class ConcurrencyJudge:
         self._limits: list[_Limit] = []
         self._calls: list[_Call] = []
 
-    def note_limit(self, value: int, sent: float, acknowledged: float | None) -> None:
+    def record_limit(self, value: int, sent: float, acknowledged: float | None) -> None:
         """A limit was set; None: nobody knows whether."""
         self._limits.append(_Limit(value, sent, acknowledged))
 
-    def note_call(self, sent: float, first: float, seconds: float) -> None:
+    def record_call(self, sent: float, first: float, seconds: float) -> None:
         """A call was done. `first`: when its first token came; `seconds`: that it took, as the service says."""
         self._calls.append(_Call(sent, first, sent + seconds))
 
@@ -269,13 +269,13 @@ class ConcurrencyJudge:
         over = over_twice = 0
         for call in self._calls:
             concurrent = sum(running.first <= call.sent and running.end >= call.first for running in self._calls)
-            limit = self._most(call.sent, call.first)
+            limit = self._max_limit(call.sent, call.first)
             is_away = any(begin <= call.first and call.sent <= end + AWAY_S for begin, end in away)
             over += not is_away and concurrent + 1 > limit
             over_twice += concurrent + 1 > 2 * limit
         return over, over_twice
 
-    def _most(self, begin: float, end: float) -> int:
+    def _max_limit(self, begin: float, end: float) -> int:
         """Returns the highest limit that may have been in force at some time between."""
         past = [
             at for at, each in enumerate(self._limits) if each.acknowledged and each.acknowledged + STALE_S <= begin

@@ -57,13 +57,13 @@ def at_rest(service: HttpService, redis: RedisServer, prefix: str) -> dict[str, 
     deadline = time.monotonic() + REST_SECONDS
     with service.client(admin=True) as client:
         while True:
-            still_held = _held(client, redis, prefix)
+            still_held = _still_held(client, redis, prefix)
             if not still_held or time.monotonic() > deadline:
                 return still_held
             time.sleep(0.2)
 
 
-def _held(client: httpx.Client, redis: RedisServer, prefix: str) -> dict[str, int]:
+def _still_held(client: httpx.Client, redis: RedisServer, prefix: str) -> dict[str, int]:
     try:
         nodes = client.get("/nodes").raise_for_status().json()["nodes"]
         metrics = client.get("/metrics").raise_for_status().text.splitlines()

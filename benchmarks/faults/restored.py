@@ -135,10 +135,10 @@ def _ready(operator: httpx.Client) -> int:
 
 def _supervisor(service: HttpService, node: str) -> int:
     """Returns the id of the process whose log is the node's."""
-    (found,) = (
+    (supervisor,) = (
         pid for pid in children(service.pid)["node"] if os.readlink(f"/proc/{pid}/fd/2").endswith(f"/{node}.log")
     )
-    return found
+    return supervisor
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ def rows_of(kind: str, judged: Judged, names: list[str], *, horizons: range, of:
     return [
         {
             "kind": kind, **case, "horizon_s": HORIZONS_S[horizon], "predictor": name,
-            **metrics(judged.chances[of, horizon, number], judged.came[of, horizon]),
+            **metrics(judged.chances[of, horizon, number], judged.arrived[of, horizon]),
         }
         for horizon in horizons
         for number, name in enumerate(names)
@@ -101,14 +101,14 @@ def functions_held_out(minutes: np.ndarray, parameters: Parameters, *, warm_up_s
     """Every predictor on functions that nothing was chosen on."""
     arrivals = second_arrivals(minutes, seed + 1, BEGIN)
     plain, wide = Forecaster(), Forecaster(mixed=with_lstm(Trainer(parameters)))
-    judged_plain = replay(plain, arrivals, every=EVERY, judged_from=warm_up_s)
-    with_network = replay(wide, arrivals, every=EVERY, judged_from=warm_up_s)
+    judged_plain = replay(plain, arrivals, stride=EVERY, judged_from=warm_up_s)
+    with_network = replay(wide, arrivals, stride=EVERY, judged_from=warm_up_s)
     more = with_network.chances[:, :, -2:]
     judged = Judged(
         judged_plain.unix,
         judged_plain.function,
         np.concatenate([judged_plain.chances, more], axis=2),
-        judged_plain.came,
+        judged_plain.arrived,
     )
     names = [*names_of(plain, "mix"), "lstm", "mix_with_lstm"]
     horizons, one = range(len(HORIZONS_S)), range(DECISIVE, DECISIVE + 1)
@@ -129,7 +129,7 @@ def functions_held_out(minutes: np.ndarray, parameters: Parameters, *, warm_up_s
 def days_held_out(seed: int, days: int) -> list[Row]:
     """The first half of the days is learned, the second reported."""
     forecaster = Forecaster()
-    judged = replay(forecaster, servegen_arrivals(seed, days), every=EVERY, judged_from=days / 2 * 86_400)
+    judged = replay(forecaster, servegen_arrivals(seed, days), stride=EVERY, judged_from=days / 2 * 86_400)
     names, last = names_of(forecaster, "mix"), range(3, 4)
     rows = rows_of("day", judged, names, horizons=last, of=np.ones(len(judged.unix), bool))
     hours, weekday = judged.unix % 86_400 // 3600 // 3 * 3, (judged.unix - MONDAY) // 86_400 % 7
@@ -170,7 +170,7 @@ def drift(minutes: np.ndarray, parameters: Parameters, seed: int) -> list[Row]:
         forecasters = {"mix": Freezing(), "lstm": Freezing(mixed={"lstm": partial(Lstm, trainer=trainer)})}
         for name, forecaster in forecasters.items():
             at_tick = partial(freeze, forecaster, trainer, freeze_at)
-            judged = replay(forecaster, arrivals, every=EVERY, judged_from=half * 60.0, at_tick=at_tick)
+            judged = replay(forecaster, arrivals, stride=EVERY, judged_from=half * 60.0, at_tick=at_tick)
             last = replace(judged, chances=judged.chances[:, :, -1:])
             rows += rows_of("drift", last, [name], horizons=range(len(HORIZONS_S)), of=last.unix > 0, frozen=frozen)
     return rows
@@ -184,10 +184,10 @@ def freeze(forecaster: Freezing, trainer: FreezingTrainer, at: int | None, tick:
 def windows(minutes: np.ndarray, scale: Scale, seed: int) -> list[Row]:
     """The last window, and the network without further training, by the length of a window; on functions held out."""
     forecaster = Forecaster(mixed={f"{window:g}": partial(LastWindow, window_s=window) for window in scale.windows_s})
-    judged = replay(forecaster, second_arrivals(minutes[1::2], seed, BEGIN), every=EVERY, judged_from=scale.warm_up_s)
+    judged = replay(forecaster, second_arrivals(minutes[1::2], seed, BEGIN), stride=EVERY, judged_from=scale.warm_up_s)
     rows = []
     for number, window in enumerate(scale.windows_s):
-        values = metrics(judged.chances[:, DECISIVE, number], judged.came[:, DECISIVE])
+        values = metrics(judged.chances[:, DECISIVE, number], judged.arrived[:, DECISIVE])
         rows.append({"kind": "window", "predictor": "last_window", "window_s": window, **values})
         lots = record(minutes, window, seed)
         parameters = train([pick(lot, 0) for lot in lots], scale.training_steps // 3, seed)

@@ -33,7 +33,7 @@ class Arrivals:
     before: np.ndarray
     """i32[ticks + 1, functions]: ticks with calls before each tick"""
 
-    def came(self, tick: int, functions: np.ndarray) -> np.ndarray:
+    def arrived(self, tick: int, functions: np.ndarray) -> np.ndarray:
         """bool[functions, horizons]: whether a call came in the ticks behind this one."""
         ends = [tick + 1 + max(1, round(horizon / self.tick_s)) for horizon in HORIZONS_S]
         rows = self.before[np.minimum(ends, len(self.before) - 1)][:, functions]
@@ -50,7 +50,7 @@ class Judged:
     """i64[forecasts]"""
     chances: np.ndarray
     """f32[forecasts, horizons, parts and their mixture]"""
-    came: np.ndarray
+    arrived: np.ndarray
     """bool[forecasts, horizons]"""
 
 
@@ -110,7 +110,7 @@ def replay(
     forecaster: Forecaster,
     arrivals: Arrivals,
     *,
-    every: int,
+    stride: int,
     judged_from: float,
     at_tick: Callable[[int], None] | None = None,
 ) -> Judged:
@@ -125,12 +125,12 @@ def replay(
             at_tick(tick)
         now = arrivals.begin + (tick + 1) * arrivals.tick_s
         forecaster.observe(now, counts)
-        if tick % every == 0 and now >= arrivals.begin + judged_from and tick < last:
+        if tick % stride == 0 and now >= arrivals.begin + judged_from and tick < last:
             keys, said = forecaster.forecast_parts(now)
             function.append(np.array(keys, np.int64))
             unix.append(np.full(len(keys), now))
             chances.append(said.astype(np.float32))
-            arrived.append(arrivals.came(tick, function[-1]))
+            arrived.append(arrivals.arrived(tick, function[-1]))
     return Judged(*(np.concatenate(each) for each in (unix, function, chances, arrived)))
 
 

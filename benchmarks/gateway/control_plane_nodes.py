@@ -53,7 +53,7 @@ RUN_SECONDS = 0.2
 TIMING = Timing(queue=0.0, prefill=0.0, total=0.0, cold_start=ColdStart("none", "none", 0.0, 0.0))
 
 
-class Wanted(msgspec.Struct):
+class NodesConfig(msgspec.Struct):
     gateway: str
     secret: str
     secret_file: str
@@ -69,25 +69,25 @@ class Wanted(msgspec.Struct):
 
 
 class Node:
-    def __init__(self, wanted: Wanted, number: int, weights: list[float]) -> None:
+    def __init__(self, nodes_config: NodesConfig, number: int, weights: list[float]) -> None:
         self.draw = random.Random(number)
-        count = round(wanted.residents * SPARE)
+        count = round(nodes_config.residents * SPARE)
         self.population = [f"{number:04x}{index:060x}" for index in range(count)]
         self.weights = list(accumulate(self.draw.choices(weights, k=count)))
-        self.host = OrderedDict.fromkeys(self.population[: wanted.residents])
+        self.host = OrderedDict.fromkeys(self.population[: nodes_config.residents])
         self.device = OrderedDict.fromkeys(self.population[:ON_DEVICE])
         self.used: dict[str, float] = {}
         self.residents: dict[str, Resident] = {}
         self._look_at(self.host)
-        engine = EngineConfig(model_dir=wanted.model_dir, base_id=wanted.base_id, registry="registry")
+        engine = EngineConfig(model_dir=nodes_config.model_dir, base_id=nodes_config.base_id, registry="registry")
         config = NodeConfig(
-            node_id=f"node-{number:03}", gateway_url=wanted.gateway, secret_file=wanted.secret_file, run_dir="run",
-            engine=engine,
+            node_id=f"node-{number:03}", gateway_url=nodes_config.gateway, secret_file=nodes_config.secret_file,
+            run_dir="run", engine=engine,
         )  # fmt: skip
         self.registry: Any = RequestRegistry(config, Limits(49152, 8192))
-        self.registry.engine_ready(Ready(wanted.base, "cpu", "float32", 8192, 4000, 16, 1 << 33, 32))
-        self.publisher = Publisher(self.registry, wanted.gateway, wanted.secret)
-        self.tell()
+        self.registry.engine_ready(Ready(nodes_config.base, "cpu", "float32", 8192, 4000, 16, 1 << 33, 32))
+        self.publisher = Publisher(self.registry, nodes_config.gateway, nodes_config.secret)
+        self.publish_stats()
 
     def call(self) -> None:
         """A drawn call: its adapter comes to the device, if need be through host memory."""
@@ -106,7 +106,7 @@ class Node:
             del self.used[name]
         self.used[digest] = now + RUN_SECONDS
         self._look_at(touched + ended)
-        self.tell()
+        self.publish_stats()
 
     def _look_at(self, digests: Iterable[str]) -> None:
         for digest in digests:
@@ -116,7 +116,7 @@ class Node:
             else:
                 self.residents.pop(digest, None)
 
-    def tell(self) -> None:
+    def publish_stats(self) -> None:
         """Publishes the next snapshot of the engine."""
         count = len(self.used)
         stats = Stats(
@@ -145,10 +145,10 @@ class Node:
 
 
 class Nodes:
-    def __init__(self, wanted: Wanted) -> None:
-        weights = trace_weights(Path(wanted.trace))
-        self.wanted = wanted
-        self.all = [Node(wanted, number, weights) for number in range(wanted.nodes)]
+    def __init__(self, nodes_config: NodesConfig) -> None:
+        weights = trace_weights(Path(nodes_config.trace))
+        self.nodes_config = nodes_config
+        self.all = [Node(nodes_config, number, weights) for number in range(nodes_config.nodes)]
         self.moving = True
 
     async def serve(self) -> None:
@@ -176,7 +176,7 @@ class Nodes:
     async def _move(self) -> None:
         draw, next_at = random.Random(0), time.monotonic()
         while True:
-            next_at += 1 / self.wanted.calls_s
+            next_at += 1 / self.nodes_config.calls_s
             await asyncio.sleep(max(0.0, next_at - time.monotonic()))
             if self.moving:
                 draw.choice(self.all).call()
@@ -201,7 +201,7 @@ def trace_weights(file: Path) -> list[float]:
     return [count for count in sums if count]
 
 
-async def placements(nodes_config: Wanted) -> dict[str, float]:
+async def placements(nodes_config: NodesConfig) -> dict[str, float]:
     """Milliseconds of CPU of one placement, between records that come at the rate of the nodes."""
     nodes = Nodes(nodes_config).all
     state: Any = MemoryClusterState(time.monotonic, expiry=1e9)
@@ -240,7 +240,7 @@ async def placements(nodes_config: Wanted) -> dict[str, float]:
 
 
 def main() -> None:
-    nodes_config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Wanted)
+    nodes_config = msgspec.json.decode(sys.stdin.buffer.readline(), type=NodesConfig)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if nodes_config.placements:
             print(json.dumps(runner.run(placements(nodes_config))), flush=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-MOST_STOLEN = 0.05
+MAX_STOLEN = 0.05
 KINDS = ("ttft", "gap", "delay")
 SHARES = (50, 99)
 
@@ -20,7 +20,7 @@ Round = tuple[dict[str, Any], dict[str, Any]]
 def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Returns medians over all rounds, the worst round of each (`*_max_ms`), and medians over the calm rounds."""
     rounds = list(pairs(rows))
-    calm = [both for both in rounds if max(row["stolen_share"] for row in both) <= MOST_STOLEN]
+    calm = [both for both in rounds if max(row["stolen_share"] for row in both) <= MAX_STOLEN]
     figures: dict[str, float] = {}
     for kind in KINDS:
         for share in SHARES:

@@ -41,7 +41,7 @@ class StubConfig(msgspec.Struct, frozen=True):
     prefill: float
 
 
-class _Asked(msgspec.Struct, frozen=True):
+class _Invocation(msgspec.Struct, frozen=True):
     """Fields of a client's call."""
 
     max_tokens: int
@@ -81,7 +81,7 @@ class Stub:
             head = HEAD % b"application/octet-stream" + _chunk(encode_event(Started(node="stub", cold_start="none")))
             end = encode_event(Done("length", 1, request.max_tokens, 0, TIMING))
             return head, self._stream(_frame, end, request.max_tokens, request.timeout, now)
-        called = msgspec.json.decode(body, type=_Asked)
+        called = msgspec.json.decode(body, type=_Invocation)
         end = b'event: done\ndata: {"usage":{"completion_tokens":%d}}\n\n' % called.max_tokens
         return HEAD % b"text/event-stream", self._stream(_sse, end, called.max_tokens, called.timeout, now)
 

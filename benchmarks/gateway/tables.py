@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common.report import captioned_table, probe_text
-from benchmarks.gateway.rounds import MOST_STOLEN, figures_of
+from benchmarks.gateway.rounds import MAX_STOLEN, figures_of
 
 ADDED = {"ttft": "time to first token", "gap": "gap between two tokens", "delay": "each token"}
 
@@ -31,7 +31,7 @@ def gateway_table(document: dict[str, Any]) -> str:
         rows.append((title, *cells, *("" if value is None else f"{value:.2f} ms" for value in calm)))
     rest = (
         f"*Calm* are the {added['calm_rounds']:.0f} rounds of which the host of the virtual machine took at most "
-        f"{MOST_STOLEN:.0%} of the processors' time. {figures['rps']:.0f} streamed calls of one token per second; "
+        f"{MAX_STOLEN:.0%} of the processors' time. {figures['rps']:.0f} streamed calls of one token per second; "
         f"{figures['idle_streams_held']:.0f} streams held open for {settings['idle_seconds']:.0f} s between two "
         f"tokens. {probe_text(settings)}"
     )

@@ -42,7 +42,7 @@ WAYS = {
 }
 """`ondmd`: load, then prefill, as S-LoRA does it; nothing else runs meanwhile."""
 MAX_COLD = 4
-MOST_WORKERS = 14
+MAX_WORKERS = 14
 SLOW_RATE = 1e9
 
 
@@ -105,11 +105,11 @@ class Bench:
         return drawn
 
     def serve(
-        self, way: Way, adapters: Sequence[Adapter], prompts: Sequence[list[int]], count: int = 1
+        self, mode: Way, adapters: Sequence[Adapter], prompts: Sequence[list[int]], count: int = 1
     ) -> list[tuple[float, list[int], list[Any], Any]]:
         """All at once: (seconds to the first token, tokens, their log probabilities, cold start) of each."""
         engine = self.engine
-        engine.engine.cold_start.way = way
+        engine.engine.cold_start.way = mode
         begin = time.perf_counter()
         how = Sampling(temperature=0.0, logprobs=0 if count > 1 else None)
         calls = [
@@ -145,7 +145,7 @@ def build(root: Path, shape: str, device: str, ranks: dict[int, int], seed: int,
     sizes = [(path / "adapter_model.safetensors").stat().st_size for group in paths.values() for path in group]
     size = sum(sizes) + max(sizes)  # room for a measured adapter, which then takes no other's
     size += size // 4 + (64 << 20)  # pages that are not full
-    workers = max(1, min(MOST_WORKERS, usable_cores() - 2))
+    workers = max(1, min(MAX_WORKERS, usable_cores() - 2))
     engine = LocalEngine(
         base, root / "registry", random_weights(runner, seed, torch.device(device)), runner=runner, device=device,
         dtype="bfloat16", threads=1, cpu_workers=workers, adapter_memory=size, host_memory=size,

@@ -214,7 +214,7 @@ class ColdStudy:
     def __init__(self, root: Path, shape: str, device: str, runner: str, *, quick: bool, seed: int) -> None:
         self.root, self.shape, self.device, self.runner = root, shape, device, runner
         self.quick, self.seed = quick, seed
-        self._made: Bench | None = None
+        self._built: Bench | None = None
 
     def parts(self) -> dict[str, Part]:
         return {
@@ -229,17 +229,17 @@ class ColdStudy:
 
     def close(self) -> None:
         """Gives the device's memory back. No part can follow that shares the engine."""
-        built, self._made = self._made, None
+        built, self._built = self._built, None
         if built is not None:
             built.engine.close()
 
     def _bench(self) -> Bench:
-        if self._made is None:
+        if self._built is None:
             if (self.root / self.shape).exists():
                 raise RuntimeError("the engine could not be built, as an earlier part says")
             adapters = QUICK_ADAPTERS if self.quick else ADAPTERS
-            self._made = build(self.root, self.shape, self.device, adapters, self.seed, self.runner)
-        return self._made
+            self._built = build(self.root, self.shape, self.device, adapters, self.seed, self.runner)
+        return self._built
 
     def _with_profile(self, until: float) -> Iterator[dict[str, Any]]:
         built = self._bench()

@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 BLOCK = 16
 CONTEXTS = (1, BLOCK, BLOCK + 1, LEAST_PIECE + 1)
 """Contexts of the first rows; others follow, of which the longest is cut into several pieces."""
-LONGEST, ROWS, MOST_CHUNK = 4 * LEAST_PIECE, 7, 24
+LONGEST, ROWS, MAX_CHUNK = 4 * LEAST_PIECE, 7, 24
 BLOCKS_OF_ROW = LONGEST // BLOCK
 SHAPES = (
     (4, 2, 16, None), (6, 6, 64, None), (8, 1, 80, None), (6, 2, 96, 150), (8, 2, 128, 40), (32, 8, 128, None),
@@ -37,11 +37,11 @@ def check_layers(device: torch.device, seed: int, shapes: tuple[Any, ...] = SHAP
         how = Heads(heads, kv_heads, width, width**-0.5, window)
         inputs = draw(rng, how)
         for dtype in TOLERANCE:
-            found = _run(operations, inputs, how, dtype, device)
+            of_gpu = _run(operations, inputs, how, dtype, device)
             rounded = {name: value.to(dtype).float() if value.is_floating_point() else value
                        for name, value in inputs.items()}  # fmt: skip
             expected = _run(plain, rounded, how, torch.float32, torch.device("cpu"))
-            for name, results in found.items():
+            for name, results in of_gpu.items():
                 error = max(map(_error, results, expected[name]))
                 if not error <= TOLERANCE[dtype]:
                     raise WrongResult(f"{name} in {dtype} with {how} is {error:.2e} off")
@@ -58,7 +58,7 @@ def draw(rng: random.Random, how: Heads) -> Given:
         return torch.randn(*shape, generator=generator)
 
     contexts = [*CONTEXTS, *(rng.randint(1, LONGEST) for _ in range(ROWS - len(CONTEXTS) - 1)), LONGEST]
-    chunks = [rng.randint(1, min(context, MOST_CHUNK)) for context in contexts]
+    chunks = [rng.randint(1, min(context, MAX_CHUNK)) for context in contexts]
     blocks = ROWS * BLOCKS_OF_ROW + 1
     free, tokens = list(range(1, blocks)), sum(chunks)
     rng.shuffle(free)

@@ -14,7 +14,7 @@ from typing import Any
 Rows = list[dict[str, Any]]
 Part = Callable[[float], Iterator[dict[str, Any]]]
 """(until when, by time.monotonic) -> its rows. Raises Skipped."""
-MOST_TEXT = 3000
+MAX_TEXT = 3000
 
 
 class Skipped(Exception):
@@ -37,7 +37,7 @@ def run_parts(
         except Skipped as why:
             rows.append({"part": name, "skipped": str(why)})
         except Exception:  # the border of a part: the others still have something to say
-            rows.append({"part": name, "failed": traceback.format_exc()[-MOST_TEXT:]})
+            rows.append({"part": name, "failed": traceback.format_exc()[-MAX_TEXT:]})
         rows.append({"part": name, "took_s": round(time.monotonic() - entered, 1)})
         done(rows)
     return rows

@@ -58,10 +58,10 @@ def times_of(document: dict[str, Any]) -> dict[Point, np.ndarray]:
     }
 
 
-def spread_of(one: Times, other: Times) -> np.ndarray:
+def spread_of(first: Times, second: Times) -> np.ndarray:
     """Returns the standard deviation, by plan, of the logarithm of one report's times around what both have in common:
     half of the variance of their difference."""
-    apart = np.array([np.log(one[point] / other[point]) for point in one if point in other])
+    apart = np.array([np.log(first[point] / second[point]) for point in first if point in second])
     deviation: np.ndarray = np.sqrt((apart**2).mean(axis=0) / 2)
     return deviation
 
@@ -81,17 +81,17 @@ def regret(seconds: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 
 
 def choices(
-    node: ReplayedNode, known: Mapping[Call, np.ndarray], calls: Sequence[Call], spread: np.ndarray, draws: int,
-    rng: np.random.Generator,
+    node: ReplayedNode, measured_calls: Mapping[Call, np.ndarray], calls: Sequence[Call], spread: np.ndarray,
+    draws: int, rng: np.random.Generator,
 ) -> np.ndarray:  # fmt: skip
     """Returns i64[draws, calls]: the plan that the node chooses first for each of the calls. In each draw it has
     measured ROUNDS passes of each of the `measured_calls` and plans, and nothing else."""
-    forecasts = {call: [node.forecast(call, plan) for plan in PLANS] for call in known}
+    forecasts = {call: [node.forecast(call, plan) for plan in PLANS] for call in measured_calls}
     plans = np.empty((draws, len(calls)), int)
     for draw in range(draws):
         samples = [
             PassSample(node.kind(call), plan, forecasts[call][i], float(measured[i]))
-            for call, seconds in known.items()
+            for call, seconds in measured_calls.items()
             for measured in drawn(rng, seconds, spread, ROUNDS)
             for i, plan in enumerate(PLANS)
         ]

@@ -45,9 +45,9 @@ class LearningNode:
         seconds = self._seconds(plan.name, plan.by_profile)
         if plan.name != "wait":
             starts.times.add(PassSample(kind, plan.name, plan.by_profile, seconds))
-        return seconds / self.least(call) - 1
+        return seconds / self.best_s(call) - 1
 
-    def least(self, call: Call) -> float:
+    def best_s(self, call: Call) -> float:
         """Returns the seconds of the call by the best of all plans."""
         possible = [(plan, self.forecasts[call, plan]) for plan in PLANS]
         return min(self._seconds(plan, forecast) for plan, forecast in possible if forecast)

@@ -29,7 +29,7 @@ BASE = BaseModel(
     "7b", "", "llama", SHAPE["num_hidden_layers"], SHAPE["hidden_size"], SHAPE["vocab_size"],
     SHAPE["max_position_embeddings"], projection_widths(SHAPE),
 )  # fmt: skip
-MOST_AT_ONCE = 8
+MAX_AT_ONCE = 8
 """Loads that the engine of the reports lets begin together: a quarter of its 32 rows. Other calls wait in its queue."""
 PLANS = ("wait", "pipeline", "assist")
 
@@ -83,11 +83,11 @@ class ReplayedNode:
     def kind(self, call: Call) -> CallKind:
         return kind_of(self.store.layout(call.lease), call.tokens)
 
-    def plan(self, call: Call, way: Way = WAYS["auto"]) -> Plan:
+    def plan(self, call: Call, mode: Way = WAYS["auto"]) -> Plan:
         """Returns the plan of the call, or of the first one of several that come at once. They ask for one token, as
         the reports' calls do."""
-        at_once = min(call.loads, MOST_AT_ONCE)
-        self.store.loads_in_flight, self.starts.way = at_once, way
+        at_once = min(call.loads, MAX_AT_ONCE)
+        self.store.loads_in_flight, self.starts.way = at_once, mode
         return self.starts.plan(call.lease, call.tokens, Contention(others=at_once - 1))
 
     def forecast(self, call: Call, plan: str) -> float:

@@ -91,7 +91,7 @@ class Bench:
         async with open_session(service.key) as session, operator(service):
             call = Caller(session, service.url, [], max_tokens=2)
             first = await self._each(call, self.functions, self.sizes.lengths[0])
-            rows.append({"load": "first calls", "words": self.sizes.lengths[0], **_told(first)})
+            rows.append({"load": "first calls", "words": self.sizes.lengths[0], **_ttft_columns(first)})
             begin = time.monotonic()
             try:
                 async with asyncio.timeout(self.sizes.measuring_s):
@@ -102,7 +102,9 @@ class Bench:
             for words in self.sizes.lengths:
                 names = self.functions if tight else self.functions[:1]
                 models = [names[i % len(names)] for i in range(self.sizes.calls)]
-                rows.append({"load": "one by one", "words": words, **_told(await self._each(call, models, words))})
+                rows.append(
+                    {"load": "one by one", "words": words, **_ttft_columns(await self._each(call, models, words))}
+                )
             loaded = Caller(session, service.url, [], max_tokens=self.sizes.load_tokens)
             for load, models in (("base", [service.base]), ("adapters", self.functions)):
                 planned = plan(models, self.sizes.requests, self.sizes.load_prompt, self.seed)
@@ -120,7 +122,7 @@ class Bench:
         return answers
 
 
-def _told(answers: Sequence[Answer]) -> dict[str, Any]:
+def _ttft_columns(answers: Sequence[Answer]) -> dict[str, Any]:
     return {"ttft_ms": [round(each.ttft * 1e3, 1) for each in answers], "states": _states(answers)}
 
 

@@ -48,9 +48,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * width**3 / median(device_seconds(device, partial(torch.mm, a, a)) for _ in range(9))
 
 
-def timed(made: Bench, case: Case, rounds: int) -> float:
+def timed(passes: Bench, case: Case, rounds: int) -> float:
     """Seconds; median of the rounds but the first."""
-    return median([made.run(case).seconds for _ in range(rounds)][1:])
+    return median([passes.run(case).seconds for _ in range(rounds)][1:])
 
 
 def decode(box: EngineBox, until: float) -> Iterator[dict[str, Any]]:

@@ -205,7 +205,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         document = study(
             Path(root), torch.device("cuda"), "7b", runner=options.runner, parts=parts, quick=options.quick,
-            seed=options.seed, seconds=seconds, done=lambda found: save(found, options.json),
+            seed=options.seed, seconds=seconds, done=lambda partial_report: save(partial_report, options.json),
         )  # fmt: skip
     publish(document, options.json)
     if bad := failures(document):

@@ -156,9 +156,9 @@ def gpu_ttft_table(document: Document) -> str:
         "`cached`. `full` had 14 CPU workers to choose from."
     )
 
-    def cell(tokens: int, way: str) -> str:
-        times_ms, warm = times[tokens, way], median(times[tokens, "cached"])
-        over = "" if way == "cached" else f", {median(times_ms) / warm:.2f}x"
+    def cell(tokens: int, mode: str) -> str:
+        times_ms, warm = times[tokens, mode], median(times[tokens, "cached"])
+        over = "" if mode == "cached" else f", {median(times_ms) / warm:.2f}x"
         return f"{median(times_ms):.1f} ({max(times_ms):.1f}){over}"
 
     groups = (("cached",), ("ondmd", "overlap"), ("pipeline",), ("full",))

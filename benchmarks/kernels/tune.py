@@ -38,7 +38,7 @@ CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
     },
 }  # fmt: skip
 SECONDS = 150.0
-LEAST_GAIN = 0.01
+MIN_GAIN = 0.01
 """Smallest relative difference that is no noise."""
 
 Measure = Callable[[Callable[[], object]], float]
@@ -89,7 +89,7 @@ def tune(
                     continue
                 times = time_launch(operation, how, cases, measure)
                 ratio = math.inf if times is None else _geometric_mean(times, base)
-                if ratio < best_ratio * (1 - LEAST_GAIN):
+                if ratio < best_ratio * (1 - MIN_GAIN):
                     best, best_ratio = how, ratio
     return best, best_ratio
 

@@ -73,7 +73,7 @@ class Load:
         return [Planned(f"a{each.adapter}", self.prompts[each.prompt]) for each in self.window.arrivals]
 
     @property
-    def due(self) -> list[float]:
+    def schedule(self) -> list[float]:
         return [each.at * self.gap_s for each in self.window.arrivals]
 
 
@@ -130,17 +130,19 @@ async def bring_all(oracle: Oracle, functions: Iterable[str]) -> None:
     raise RuntimeError(f"{absent} do not reach the device; the node's answers: {oracle.orders}")
 
 
-async def run_cell(service: HttpService, load: Load, limits: Limits, *, told: bool, resident: bool, tie: float) -> Any:
+async def run_cell(
+    service: HttpService, load: Load, limits: Limits, *, is_announced: bool, resident: bool, tie: float
+) -> Any:
     """Returns a row. `is_announced`: each load is ordered before its call; `resident`: all loads precede the calls."""
     async with open_session(service.key) as session, operator(service) as oracle:
         if resident:
             await bring_all(oracle, load.functions)
-        call, schedule = Caller(session, service.url, load.prompts, max_tokens=load.tokens), load.due
+        call, schedule = Caller(session, service.url, load.prompts, max_tokens=load.tokens), load.schedule
         before = service_usage(service.pid)
         async with asyncio.TaskGroup() as group:
-            if told:
+            if is_announced:
                 names = [each.model for each in load.planned]
-                group.create_task(oracle.tell(list(zip(schedule, names, strict=True))))
+                group.create_task(oracle.order_ahead(list(zip(schedule, names, strict=True))))
             samples = await open_loop(call, load.planned, schedule)
         after = service_usage(service.pid)
         record = await node_record(oracle.session, service.url)
@@ -212,7 +214,7 @@ class Oracle:
     """URL of the node's prefetches, at the gateway"""
     orders: dict[int, int] = field(default_factory=dict)
 
-    async def tell(self, calls: Sequence[tuple[float, str]]) -> None:
+    async def order_ahead(self, calls: Sequence[tuple[float, str]]) -> None:
         """`calls`: seconds from now, ascending, and functions. Ends with the last order's answer."""
         begin, places = time.perf_counter(), asyncio.Semaphore(ORACLE_AT_ONCE)
         schedule = sorted((max(0.0, at - lead), name) for at, name in calls for lead in ORACLE_LEADS_S)

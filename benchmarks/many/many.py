@@ -62,7 +62,7 @@ class Variant:
     """`node`: what serverless.yml says of the node."""
 
     node: str
-    told: bool = False
+    is_announced: bool = False
     resident: bool = False
 
 
@@ -71,7 +71,7 @@ VARIANTS = {
     "pipeline": Variant("cold_start: auto, eviction: lru, prefetch: 'off'"),
     "eviction": Variant("cold_start: auto, eviction: cost, prefetch: 'off'"),
     "forecast": Variant("cold_start: auto, eviction: cost, prefetch: auto"),
-    "oracle": Variant("cold_start: auto, eviction: cost, prefetch: 'off'", told=True),
+    "oracle": Variant("cold_start: auto, eviction: cost, prefetch: 'off'", is_announced=True),
     "pinned": Variant("cold_start: auto, eviction: cost, prefetch: 'off'", resident=True),
 }
 
@@ -196,7 +196,7 @@ def _row(bench: Bench, limits: Limits, load: Load, *, name: str, number: int) ->
     variant, tie = VARIANTS[name], TIES[bench.settings.dtype]
     resident = load.functions if variant.resident else []
     with bench.service(f"{name}-{number}-{bench.rate:g}", variant.node, resident) as service:
-        cell = run_cell(service, load, limits, told=variant.told, resident=variant.resident, tie=tie)
+        cell = run_cell(service, load, limits, is_announced=variant.is_announced, resident=variant.resident, tie=tie)
         return {"variant": name, "round": number, "rate": bench.rate, **asyncio.run(cell)}
 
 

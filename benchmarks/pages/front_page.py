@@ -217,7 +217,7 @@ def _of_rounds(rounds: tuple[float, float]) -> str:
 
 
 def _faults(storm: dict[str, Any], minute: dict[str, Any]) -> str:
-    def told(report: dict[str, Any], harmed: str) -> str:
+    def sentence(report: dict[str, Any], harmed: str) -> str:
         of, minutes = report["figures"], report["settings"]["seconds"] / 60
         return (
             f"{minutes:.0f} minutes with {of['kills']:.0f} parts {harmed}: {refused_share(of)} of {of['requests']:,} "
@@ -225,8 +225,8 @@ def _faults(storm: dict[str, Any], minute: dict[str, Any]) -> str:
             f"{of['lost_acknowledged']:.0f} acknowledged and lost, {of['leaked']:.0f} leaked."
         )
 
-    usual = told(minute, f"killed, one every {minute['settings']['every']:.0f} s")
-    worst = told(storm, f"killed, hung or emptied, one every {storm['settings']['pause']:.0f} s")
+    usual = sentence(minute, f"killed, one every {minute['settings']['every']:.0f} s")
+    worst = sentence(storm, f"killed, hung or emptied, one every {storm['settings']['pause']:.0f} s")
     text = f"**Faults**: {usual} A storm of {worst} {storm['settings']['model']}."
     return _source(text, "docs/results/benchmarks.md#faults", "chaos_minute", "chaos")
 

@@ -76,9 +76,9 @@ class Round:
             for words in self._sizes.lengths:
                 shared = self._drawn.text(words)
                 answers = [await self._ask(model, shared) for _ in range(1 + self._sizes.later)]
-                rows.append({"part": "first", "model": model, "words": words, **_told(answers[:1])})
-                rows.append({"part": "later", "model": model, "words": words, **_told(answers[1:])})
-            rows.append({"part": "turn", "model": model, **_told((await self._talk(model))[1:])})
+                rows.append({"part": "first", "model": model, "words": words, **_ttft_columns(answers[:1])})
+                rows.append({"part": "later", "model": model, "words": words, **_ttft_columns(answers[1:])})
+            rows.append({"part": "turn", "model": model, **_ttft_columns((await self._talk(model))[1:])})
             rows.append({"part": "crowd", "model": model, **await self._crowd(model)})
         planned = plan(self._models, self._sizes.apart, self._sizes.apart_words, self._seed)
         return [*rows, {"part": "apart", "model": "both", **await self._together(planned)}]
@@ -114,7 +114,7 @@ class Round:
         return {"cached": sum(answer.cached_tokens for answer in answers), **summary(answers)}
 
 
-def _told(answers: Sequence[Answer]) -> dict[str, Any]:
+def _ttft_columns(answers: Sequence[Answer]) -> dict[str, Any]:
     ttft = [answer.ttft * 1e3 for answer in answers]
     tokens = {"prompt_tokens": sum(a.prompt_tokens for a in answers), "cached": sum(a.cached_tokens for a in answers)}
     return {"ttft_p50_ms": median(ttft), "ttft_max_ms": max(ttft), **tokens}

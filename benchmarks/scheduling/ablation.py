@@ -96,7 +96,7 @@ def _run(
     began = time.perf_counter()
     simulator = Simulator(profile, nodes, maker(variant), make_jobs(requests, profile, slo), paces)
     simulator.run()
-    summary, attained = summarise(simulator, slo), _kept(simulator, slo)
+    summary, attained = summarise(simulator, slo), _attained(simulator, slo)
     return {
         "requests": summary.requests, "attainment": summary.attainment, "attainable": summary.attainable,
         "goodput": sum(job.end <= seconds for job in attained) / seconds, "mean_tpt_ms": summary.tpt.mean * 1e3,
@@ -108,7 +108,7 @@ def _run(
     }  # fmt: skip
 
 
-def _kept(simulator: Simulator, slo: Slo) -> list[Job]:
+def _attained(simulator: Simulator, slo: Slo) -> list[Job]:
     overhead = simulator.profile.overhead
     return [job for job in simulator.jobs if job.outcome == "done" and slo.holds(job, overhead)]
 

@@ -97,9 +97,9 @@ def _mean(rows: Sequence[Row], variant: str, against: str) -> float:
     return mean(paired(each, "attainment", variant, against)[0] for each in _cells(rows))
 
 
-def _goodput(rows: Sequence[Row], other: str) -> float:
-    means = {name: mean(row["goodput"] for row in rows if row["variant"] == name) for name in (KEPT, other)}
-    return float(means[KEPT] / means[other] - 1)
+def _goodput(rows: Sequence[Row], baseline: str) -> float:
+    means = {name: mean(row["goodput"] for row in rows if row["variant"] == name) for name in (KEPT, baseline)}
+    return float(means[KEPT] / means[baseline] - 1)
 
 
 def _title(row: Row) -> str:

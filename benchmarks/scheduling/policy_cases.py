@@ -24,16 +24,16 @@ class Case:
 
     title: str
     ours: Result
-    others: tuple[Result, ...]
+    other_results: tuple[Result, ...]
 
     @property
     def fastest_other(self) -> Result:
-        return min(self.others, key=lambda result: result.tpt_ms)
+        return min(self.other_results, key=lambda result: result.tpt_ms)
 
     @property
     def steadiest_other(self) -> Result:
         """The other policy with the highest SLO attainment."""
-        return max(self.others, key=lambda result: result.attainment)
+        return max(self.other_results, key=lambda result: result.attainment)
 
     @property
     def tpt_ratio(self) -> float:

@@ -20,7 +20,7 @@ from gateway.scheduling.request import PlacementRequest
 class Weights:
     """Switches of the policy's terms; the defaults are the policy."""
 
-    others: float = 1.0
+    others_weight: float = 1.0
     """weight of what the request adds to the others; it was 0.6"""
     others_prefill: bool = True
     spread: bool = True
@@ -66,14 +66,14 @@ class Variant(RankAware):
             terms.tpot_limit, terms.ttft_limit = np.full(candidates.size, np.inf), np.inf
         return terms
 
-    def _plain(self, made: Terms) -> np.ndarray:
+    def _plain(self, terms: Terms) -> np.ndarray:
         weights = self._weights
-        first = made.ttft + (made.tier != DEVICE) * made.step if weights.missed_pass else made.ttft
-        added = made.decode + made.prefill / made.answer if weights.others_prefill else made.decode
-        step = made.step if weights.step else made.decode
-        plain: np.ndarray = first * made.inverse + step + weights.others * (made.requests - 1.0) * added
+        first = terms.ttft + (terms.tier != DEVICE) * terms.step if weights.missed_pass else terms.ttft
+        added = terms.decode + terms.prefill / terms.answer if weights.others_prefill else terms.decode
+        step = terms.step if weights.step else terms.decode
+        plain: np.ndarray = first * terms.inverse + step + weights.others_weight * (terms.requests - 1.0) * added
         if weights.copies:
-            plain = plain + made.requests * made.spreading / made.answer
+            plain = plain + terms.requests * terms.spreading / terms.answer
         return plain
 
 
@@ -83,7 +83,7 @@ expected length; copies."""
 VARIANTS: Mapping[str, Weights] = {
     "rank_aware": Weights(),
     "minimal": MINIMAL,
-    "others 0.6": Weights(others=0.6),
+    "others 0.6": Weights(others_weight=0.6),
     "no prompt of others": Weights(others_prefill=False),
     "1 / mean": Weights(spread=False),
     "missed pass": Weights(missed_pass=True),

@@ -118,9 +118,9 @@ async def play(testbed: Bed, requests: Sequence[TraceRequest], words_per_token: 
         return await asyncio.gather(*calls)
 
 
-async def _call(session: aiohttp.ClientSession, url: str, body: dict[str, Any], due: float) -> Sample:
+async def _call(session: aiohttp.ClientSession, url: str, body: dict[str, Any], scheduled_at: float) -> Sample:
     clock = asyncio.get_running_loop().time
-    sample = Sample(url.rpartition("/")[2], due=due, sent=clock())
+    sample = Sample(url.rpartition("/")[2], scheduled_at=scheduled_at, sent=clock())
     async with recorded(sample), session.post(url, json=body) as reply:
         if reply.status != 200:
             sample.error = str(reply.status)
@@ -129,12 +129,12 @@ async def _call(session: aiohttp.ClientSession, url: str, body: dict[str, Any], 
         else:
             body_of_reply = await reply.json()
             sample.times.append(sample.sent + body_of_reply["timing"]["ttft_ms"] / 1e3)
-            _note_usage(body_of_reply, sample)
+            _record_usage(body_of_reply, sample)
     sample.end = clock()
     return sample
 
 
-def _note_usage(reply: dict[str, Any], sample: Sample) -> None:
+def _record_usage(reply: dict[str, Any], sample: Sample) -> None:
     usage = reply.get("usage", {})
     sample.output_tokens, sample.prompt_tokens = usage.get("completion_tokens", 0), usage.get("prompt_tokens", 0)
 
@@ -145,6 +145,6 @@ async def _read_stream(stream: aiohttp.StreamReader, sample: Sample) -> str:
         if kind == "token":
             sample.times.append(asyncio.get_running_loop().time())
         else:
-            _note_usage(json.loads(data), sample)
+            _record_usage(json.loads(data), sample)
             return "" if kind == "done" else "error event"
     return "cut off"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.coldstart.calls import KEPT, Column, Draw, Kept, kept, rounds
+from benchmarks.coldstart.calls import KEPT, Column, Draw, Kept, parse_kept, rounds
 from benchmarks.coldstart.default import _before
 from benchmarks.coldstart.figures import calls_of, figures_of, refused
 from benchmarks.coldstart.paired import paired_ratio
@@ -75,7 +75,7 @@ def row(way: str, calls: list[str], part: str = "b", at_once: int = 1, ratio: fl
 
 def test_a_call_is_read_as_it_was_written() -> None:
     given = Kept(4, 17, "host", "assist", 12, 18, 31.25, 0.0, 310.26, 702.0)
-    read = kept(given.text())
+    read = parse_kept(given.text())
     assert read == Kept(4, 17, "host", "assist", 12, 18, 31.2, 0.0, 310.3, 702.0)
     assert KEPT.split()[0] == "round" and len(KEPT.split()) == len(given.text().split())
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.adapter_memory import eviction, eviction_traces
 from benchmarks.adapter_memory.eviction import Pool, gap_closed, miss_share, reload_seconds
-from benchmarks.adapter_memory.eviction_bounds import Belady, least_miss_share
+from benchmarks.adapter_memory.eviction_bounds import Belady, min_miss_share
 from benchmarks.adapter_memory.eviction_traces import HELD_OUT, TUNED, Trace, traces
 from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.eviction import POLICIES
@@ -59,7 +59,7 @@ def test_bounds(calls: list[int], pages: list[int], share: float, equal: bool) -
     demand = Demand()
     pool = Pool(trace, share, POLICIES["lru"](demand), lambda _: 1.0).total
     least = best(calls, trace.pages, pool)
-    assert least_miss_share(trace, pool) <= least + 1e-9
+    assert min_miss_share(trace, pool) <= least + 1e-9
     makers: list[Callable[[Demand], eviction.Policy]] = [*POLICIES.values(), lambda _: Belady(trace)]
     found = [miss_share(trace, share, make) for make in makers]
     assert min(found) >= least - 1e-9

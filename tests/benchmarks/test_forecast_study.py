@@ -65,7 +65,7 @@ def test_arrivals_have_the_trace_counts() -> None:
     for second in (0, 17, 600):
         behind = arrivals.counts[second + 1 :]
         expected = [[any(str(each) in of for of in behind[:h]) for h in (1, 5, 30, 300)] for each in functions]
-        assert arrivals.came(second, functions).tolist() == expected
+        assert arrivals.arrived(second, functions).tolist() == expected
 
 
 def test_servegen_arrivals_are_in_their_ten_minutes() -> None:

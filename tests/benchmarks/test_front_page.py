@@ -126,12 +126,12 @@ def test_cases_also_show_where_another_policy_wins() -> None:
     cases = bed_cases(reports["testbed"]["rows"])
     rows = [row for row in reports["testbed"]["rows"] if row["study"] == "testbed8"]
     assert len(cases) == len({(row["profile"], row["load"]) for row in rows})
-    assert sum(len(case.others) + 1 for case in cases) == len(rows)
+    assert sum(len(case.other_results) + 1 for case in cases) == len(rows)
     lost = [case for case in cases if case.attainment_gap < 0]
     assert all(case.steadiest_other.attainment > case.ours.attainment for case in lost)
     text = "\n".join(case_lines(cases))
     assert all(f"{case.steadiest_other.attainment:.1%}, {case.steadiest_other.policy}" in text for case in lost)
-    won = sum(case.ours.tpt_ms < min(other.tpt_ms for other in case.others) for case in cases)
+    won = sum(case.ours.tpt_ms < min(other.tpt_ms for other in case.other_results) for case in cases)
     assert f"lowest mean TPT in {won} of {len(cases)}" in verdict(cases)
     for name in ("scheduling", "scheduling_measured"):
         assert len(simulated_cases(reports[name]["rows"])) == 5

@@ -72,7 +72,7 @@ def test_prompts_are_the_middles_of_the_law() -> None:
 def answer(name: str, state: str = "none", exposed: float = 0.0, e2e: float = 1.0, **rest: Any) -> Answer:
     rest = {"text": " 0 1", "tokens": [0, 1], "gaps": [1.0, 0.2], "prompt": 0} | rest
     return Answer(
-        name, due=4.5, sent=5.0, times=[5.2, 5.0 + e2e], end=5.0 + e2e, output_tokens=2, state=state,
+        name, scheduled_at=4.5, sent=5.0, times=[5.2, 5.0 + e2e], end=5.0 + e2e, output_tokens=2, state=state,
         exposed_s=exposed, **rest,
     )  # fmt: skip
 
@@ -113,7 +113,7 @@ async def limits_of(loads: list[Load]) -> Limits:
 
 async def cell(calls: Load, limits: Limits, told: bool, resident: bool) -> Any:
     async with scripted_service() as (_, service):
-        return await run_cell(service, calls, limits, told=told, resident=resident, tie=0.1)
+        return await run_cell(service, calls, limits, is_announced=told, resident=resident, tie=0.1)
 
 
 def test_cells() -> None:
@@ -178,7 +178,7 @@ def test_the_oracle_orders_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Oracle, "bring", bring)
     monkeypatch.setattr(cells.time, "perf_counter", lambda: 0.0)
     oracle = Oracle(cast(aiohttp.ClientSession, None), "")
-    asyncio.run(oracle.tell([(2.0, "a"), (7.0, "b"), (7.5, "c")]))
+    asyncio.run(oracle.order_ahead([(2.0, "a"), (7.0, "b"), (7.5, "c")]))
     assert slept == [0.0, 1.5, 5.0, 5.5, 6.5, 7.0]
     assert brought == ["a", "a", "b", "c", "b", "c"]
 

@@ -30,25 +30,25 @@ def test_books(data: st.DataObject, kind: str) -> None:
     shapes = st.builds(Shape, st.just(BASE), st.sampled_from(RANKS), st.sampled_from([ATTENTION, ALL]))
     held: dict[int, Shape] = {}
     for name, shape in enumerate(data.draw(st.lists(shapes, max_size=25))):
-        before = allocator.taken
+        before = allocator.used
         if allocator.place(name, shape):
             held[name] = shape
-            assert allocator.taken - before >= shape.live
+            assert allocator.used - before >= shape.live
         else:
-            assert allocator.taken == before
+            assert allocator.used == before
         if held and data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(held)))
             del held[gone]
             allocator.remove(gone)
         live = sum(s.live for s in held.values())
-        assert live <= allocator.taken <= POOL - allocator.unusable()
+        assert live <= allocator.used <= POOL - allocator.unusable()
         if isinstance(allocator, BestFit):
-            spans = sorted([*allocator._gaps, *allocator._held.values()])
+            spans = sorted([*allocator._gaps, *allocator._placed.values()])
             assert all(sum(a) == b[0] for a, b in pairwise(spans))
             assert spans[0][0] == 0 and sum(spans[-1]) == POOL
     for name in held:
         allocator.remove(name)
-    assert allocator.taken == 0
+    assert allocator.used == 0
     largest = Shape(BASE, max(RANKS), ALL)
     assert allocator.place(99, largest)
 
