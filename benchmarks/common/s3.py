@@ -44,8 +44,9 @@ def s3_server(core: int | None = None, *, in_memory: bool = True, log: Path | No
         assert server.stdin is not None and server.stdout is not None
         try:
             url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-            for task in Path(f"/proc/{server.pid}/task").iterdir() if core is not None else ():
-                os.sched_setaffinity(int(task.name), {core})
+            if core is not None:
+                for task in Path(f"/proc/{server.pid}/task").iterdir():
+                    os.sched_setaffinity(int(task.name), {core})
             for name in [name for name in os.environ if name.startswith("AWS_")]:
                 del os.environ[name]
             os.environ |= {

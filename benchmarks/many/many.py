@@ -38,9 +38,8 @@ from benchmarks.common.invoke import make_prompt, prompt_lengths, until_measured
 from benchmarks.common.report import SMOLLM2, ContentionProbe, arguments, publish, report
 from benchmarks.common.s3 import s3_server
 from benchmarks.common.slow_link import slow_s3
+from benchmarks.many import foreign
 from benchmarks.many.cells import ORACLE_LEADS_S, TIES, Limits, Load, measure_limits, run_cell
-from benchmarks.many.foreign import foreign_row
-from benchmarks.many.many import foreign
 from benchmarks.many.trace_window import WITHOUT_TOP, draw_window
 from garnish.client import Client
 
@@ -162,7 +161,7 @@ def study(settings: Settings, root: Path) -> Iterator[tuple[str, dict[str, Any],
             with slow_s3(RATE, DELAY):
                 for name in FOREIGN:
                     with bench.service(f"{name}-foreign", VARIANTS[name].node) as service:
-                        rows.append({"variant": name, **foreign_row(service, timed, settings.foreign)})
+                        rows.append({"variant": name, **foreign.foreign_row(service, timed, settings.foreign)})
                     yield "foreign", _measured(bench, loads, limits, gap_s=gap_s), rows
 
 

@@ -37,7 +37,7 @@ async def measure(service: HttpService, model_dir: Path, loads: Loads) -> tuple[
     rows = await closed_rounds(service, {"base": [service.base], "mixed": adapters}, loads)
 
     def middle(load: str, unit: str) -> float:
-        return median(row[unit] for row in rows if row["load"] == load)
+        return float(median(row[unit] for row in rows if row["load"] == load))
 
     figures = {f"http_{kind}_tok_s": middle(kind, "tok_s") for kind in ("base", "mixed")}
     rate = OPEN_SHARE * middle("mixed", "requests_s")

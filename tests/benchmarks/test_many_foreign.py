@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.foreign_clients import Run
+from benchmarks.many import foreign
 from benchmarks.many.cells import Load
-from benchmarks.many.many import foreign
 from benchmarks.many.trace_window import Arrival, Window
 
 TIMES = {"ttft": 0.0, "e2el": 1000.0}
