@@ -72,66 +72,66 @@ lint: install-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m benchmarks.check_pages
+	$(BIN)/python -m tests.lint.pages
 	$(BIN)/python -m tests.lint.words
 	@echo "product: $$(git ls-files "adapters/*.py" "cluster/*.py" "garnish/*.py" "gateway/*.py" "infra/*.py" "kernels/*.py" "node_agent/*.py" | xargs cat | wc -l) lines"
 
 bench: install-dev demo-model
-	$(BIN)/python -m benchmarks.exactness --json benchmarks/results/exactness.json
-	$(BIN)/python -m benchmarks.rounding --json benchmarks/results/rounding.json
-	$(BIN)/python -m benchmarks.prefix_cache --json benchmarks/results/prefix_cache.json
-	$(BIN)/python -m benchmarks.engine --json benchmarks/results/engine.json
-	$(BIN)/python -m benchmarks.serve --json benchmarks/results/serve.json
-	$(BIN)/python -m benchmarks.memory --json benchmarks/results/memory.json
-	$(BIN)/python -m benchmarks.eviction --json benchmarks/results/eviction.json
-	$(BIN)/python -m benchmarks.prefetch --json benchmarks/results/prefetch.json
-	$(BIN)/python -m benchmarks.forecast --json benchmarks/results/forecast.json
-	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json
-	$(BIN)/python -m benchmarks.handoff --json benchmarks/results/handoff.json
-	$(BIN)/python -m benchmarks.link_bytes --json benchmarks/results/link_bytes.json
-	$(BIN)/python -m benchmarks.plan_replay --json benchmarks/results/plan_replay.json
-	$(BIN)/python -m benchmarks.coldstart_default --json benchmarks/results/coldstart_default.json
-	$(BIN)/python -m benchmarks.gateway --json benchmarks/results/gateway.json
-	$(BIN)/python -m benchmarks.random_keys --json benchmarks/results/random_keys.json
-	$(BIN)/python -m benchmarks.control_plane --json benchmarks/results/control_plane.json
-	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
-	$(BIN)/python -m benchmarks.placement --json benchmarks/results/placement.json
-	$(BIN)/python -m benchmarks.perfmodel --json benchmarks/results/perfmodel.json
-	$(BIN)/python -m benchmarks.scheduling --only sim60 --profiles papers --json benchmarks/results/scheduling.json
-	$(BIN)/python -m benchmarks.scheduling --only sim60 --profiles smollm2-cpu --json benchmarks/results/scheduling_measured.json
-	$(BIN)/python -m benchmarks.scheduling --only testbed8 --json benchmarks/results/testbed.json
-	$(BIN)/python -m benchmarks.fidelity --json benchmarks/results/fidelity.json
-	$(BIN)/python -m benchmarks.fairness --json benchmarks/results/fairness.json
-	$(BIN)/python -m benchmarks.autoscale --json benchmarks/results/autoscale.json
-	$(BIN)/python -m benchmarks.tables
-	$(BIN)/python -m benchmarks.plots
+	$(BIN)/python -m benchmarks.exactness.exactness --json benchmarks/results/exactness.json
+	$(BIN)/python -m benchmarks.exactness.rounding --json benchmarks/results/rounding.json
+	$(BIN)/python -m benchmarks.prefix_cache.prefix_cache --json benchmarks/results/prefix_cache.json
+	$(BIN)/python -m benchmarks.engine.engine --json benchmarks/results/engine.json
+	$(BIN)/python -m benchmarks.serve.serve --json benchmarks/results/serve.json
+	$(BIN)/python -m benchmarks.adapter_memory.memory --json benchmarks/results/memory.json
+	$(BIN)/python -m benchmarks.adapter_memory.eviction --json benchmarks/results/eviction.json
+	$(BIN)/python -m benchmarks.adapter_memory.prefetch --json benchmarks/results/prefetch.json
+	$(BIN)/python -m benchmarks.forecast.forecast --json benchmarks/results/forecast.json
+	$(BIN)/python -m benchmarks.kernels.kernels --json benchmarks/results/kernels.json
+	$(BIN)/python -m benchmarks.handoff.handoff --json benchmarks/results/handoff.json
+	$(BIN)/python -m benchmarks.link_bytes.link_bytes --json benchmarks/results/link_bytes.json
+	$(BIN)/python -m benchmarks.gpu.plan_replay --json benchmarks/results/plan_replay.json
+	$(BIN)/python -m benchmarks.coldstart.default --json benchmarks/results/coldstart_default.json
+	$(BIN)/python -m benchmarks.gateway.gateway --json benchmarks/results/gateway.json
+	$(BIN)/python -m benchmarks.gateway.random_keys --json benchmarks/results/random_keys.json
+	$(BIN)/python -m benchmarks.gateway.control_plane --json benchmarks/results/control_plane.json
+	$(BIN)/python -m benchmarks.registry.scale --json benchmarks/results/scale.json
+	$(BIN)/python -m benchmarks.scheduling.placement --json benchmarks/results/placement.json
+	$(BIN)/python -m benchmarks.perfmodel.perfmodel --json benchmarks/results/perfmodel.json
+	$(BIN)/python -m benchmarks.scheduling.scheduling --only sim60 --profiles papers --json benchmarks/results/scheduling.json
+	$(BIN)/python -m benchmarks.scheduling.scheduling --only sim60 --profiles smollm2-cpu --json benchmarks/results/scheduling_measured.json
+	$(BIN)/python -m benchmarks.scheduling.scheduling --only testbed8 --json benchmarks/results/testbed.json
+	$(BIN)/python -m benchmarks.scheduling.fidelity --json benchmarks/results/fidelity.json
+	$(BIN)/python -m benchmarks.fairness.fairness --json benchmarks/results/fairness.json
+	$(BIN)/python -m benchmarks.autoscale.autoscale --json benchmarks/results/autoscale.json
+	$(BIN)/python -m benchmarks.pages.tables
+	$(BIN)/python -m benchmarks.pages.plots
 
 # Half an hour: parts of a service are killed, a minute apart and in a storm; docs/results/benchmarks.md.
 chaos: install-dev demo-model
-	$(BIN)/python -m benchmarks.chaos --minutes 10 --every 60 --json benchmarks/results/chaos_minute.json
-	$(BIN)/python -m benchmarks.chaos --minutes 20 --json benchmarks/results/chaos.json
-	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.faults.chaos --minutes 10 --every 60 --json benchmarks/results/chaos_minute.json
+	$(BIN)/python -m benchmarks.faults.chaos --minutes 20 --json benchmarks/results/chaos.json
+	$(BIN)/python -m benchmarks.pages.tables
 
 # Hours: 128 adapters, then 1,000, called as a trace calls functions; docs/results/benchmarks.md.
 many: install-dev demo-model
-	$(BIN)/python -m benchmarks.many --json benchmarks/results/many.json
-	$(BIN)/python -m benchmarks.many --adapters 1000 --json benchmarks/results/many_1000.json
-	$(BIN)/python -m benchmarks.batches --json benchmarks/results/batches.json
-	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.many.many --json benchmarks/results/many.json
+	$(BIN)/python -m benchmarks.many.many --adapters 1000 --json benchmarks/results/many_1000.json
+	$(BIN)/python -m benchmarks.batches.batches --json benchmarks/results/batches.json
+	$(BIN)/python -m benchmarks.pages.tables
 
 # vLLM's and guidellm's load generators, each in an environment of its own, against the service; docs/guide/clients.md.
 foreign-clients: install-dev demo-model
-	$(BIN)/python -m benchmarks.foreign_clients --json benchmarks/results/foreign_clients.json
+	$(BIN)/python -m benchmarks.clients.foreign_clients --json benchmarks/results/foreign_clients.json
 
 # GPU kernels compiled for sm_80, sm_90 and sm_100, which needs no GPU: by the installed Triton, by the oldest that is
 # supported, and handoff.cu by NVRTC (.kernels-matrix: 800 MB).
 kernels-matrix: install-dev
-	$(BIN)/python -m benchmarks.kernel_resources
+	$(BIN)/python -m benchmarks.kernels.resources
 	$(BIN)/python -m pip install $(PIP_ARGS) --upgrade --no-deps --target .kernels-matrix triton==$(OLDEST_TRITON) \
 		cuda-bindings cuda-pathfinder nvidia-cuda-nvrtc
-	PYTHONPATH=.kernels-matrix $(BIN)/python -m benchmarks.kernel_resources
+	PYTHONPATH=.kernels-matrix $(BIN)/python -m benchmarks.kernels.resources
 	LD_LIBRARY_PATH=$$(echo $(CURDIR)/.kernels-matrix/nvidia/*/lib) PYTHONPATH=.kernels-matrix \
-		$(BIN)/python -m benchmarks.kernel_resources --nvrtc
+		$(BIN)/python -m benchmarks.kernels.resources --nvrtc
 
 # For instances that `garnish infra` starts: copy dist/*.whl to S3 and name it in infra.aws.package.
 # setuptools would take files that no longer exist from a former build.

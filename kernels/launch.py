@@ -66,7 +66,7 @@ def read_table(text: bytes) -> dict[str, Tuned]:
     try:
         table = msgspec.json.decode(text, type=dict[str, Tuned])
     except msgspec.MsgspecError as error:
-        raise ValueError(f"launch table: {error}; make it again with benchmarks.tune_kernels") from error
+        raise ValueError(f"launch table: {error}; make it again with benchmarks.kernels.tune") from error
     if DEFAULT not in table:
         raise ValueError(f"launch table: there is no {DEFAULT!r}, which every unlisted device needs")
     return table

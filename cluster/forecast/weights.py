@@ -11,7 +11,7 @@ FADING = (0.998, 0.998, 0.99, 0.98)
 """For each horizon: an outcome multiplies the weight of earlier losses of its function by this."""
 TRUST = (2.0, 1.0, 0.6, 0.6)
 """For each horizon: how much a nat of loss counts. Forecasts of longer horizons overlap more, so that each outcome is
-less evidence. TRUST and SHARED_WEIGHT were chosen on the functions that `benchmarks.forecast` does not report on."""
+less evidence. TRUST and SHARED_WEIGHT were chosen on the functions that `benchmarks/forecast` does not report on."""
 SHARED_WEIGHT = 60.0
 """The mean loss over all functions counts as so many outcomes of each function."""
 SHARED_FADING = 0.999

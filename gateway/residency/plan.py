@@ -18,7 +18,7 @@ DEVICE_CHANCE = 0.5
 """Of a call within 30 s, from which an adapter is brought to the device at once."""
 WANTED_SHARE = 0.75
 """Of each tier of a node's adapter memory that what it is asked to have there may take: calls that nobody foresaw have
-the rest. Tuned, as DEVICE_CHANCE, on one half of the traces of benchmarks/prefetch.py."""
+the rest. Tuned, as DEVICE_CHANCE, on one half of the traces of benchmarks/adapter_memory/prefetch.py."""
 PROVISIONED_SHARE = 0.5
 """The same of copies that are provisioned there, which calls' adapters can't push out."""
 TENANT_PROVISIONED_SHARE = 0.5

@@ -10,7 +10,7 @@ from math import exp, expm1, log, log1p
 RECENT_S = 120.0
 LONG_S = 3600.0
 """Time constants of the two counts of calls, each of which decays exponentially: recency and frequency. Tuned, as
-FORECAST_WEIGHT, on one half of the traces of benchmarks/eviction.py."""
+FORECAST_WEIGHT, on one half of the traces of benchmarks/adapter_memory/eviction.py."""
 FORECAST_S = 30.0
 """The horizon of the probabilities that `expect` is told."""
 FORECAST_WEIGHT = 1 / 3

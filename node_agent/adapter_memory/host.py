@@ -29,7 +29,7 @@ FAILURE_MEMORY = 1.0
 
 REPEATED_SHARE = 0.2
 """Of its score that an adapter keeps in host memory while it is on the device too: it is read there only if it leaves
-the device before its next call. Tuned on one half of the traces of benchmarks/eviction.py."""
+the device before its next call. Tuned on one half of the traces of benchmarks/adapter_memory/eviction.py."""
 
 
 class HostTier:

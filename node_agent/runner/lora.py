@@ -24,7 +24,7 @@ Add = Callable[[int, str, Sequence[torch.Tensor], torch.Tensor], None]
 """(layer, group, ys, x): adds the adapters' part to ys[p] [T, d_out] in place, x [T, d_in]"""
 
 LONG_SEGMENT = {torch.bfloat16: 32, torch.float32: 12, torch.float16: 1 << 20}
-"""Tokens from which on torch's matrix products are faster than the compiled operator (benchmarks/kernels.py's segments:
+"""Tokens from which on torch's matrix products are faster than the compiled operator (segments in benchmarks/kernels:
 for ranks of 64; at rank 8 the operator stays ahead for twice as long). Few processors multiply fp16: never there."""
 
 

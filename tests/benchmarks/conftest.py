@@ -17,8 +17,6 @@ IN_EVERY_RUN: dict[str, tuple[str, ...]] = {
     "test_chaos_policies.py": ("test_an_acknowledged_write_must_be_there_or_a_later_one",),
     "test_coldstart_default.py": ("test_table", "test_all_services_get_the_same_calls"),
     "test_coldstart_gpu.py": ("test_every_part_runs_and_one_that_fails_is_named",),
-    "test_coldstart_study.py": ("test_an_interrupted_study_goes_on",),
-    "test_dlora.py": ALL,
     "test_engine_tables.py": ("test_neighbours",),
     "test_eviction_study.py": ("test_quick_run",),
     "test_forecast_study.py": ("test_quick_run",),
@@ -35,7 +33,6 @@ IN_EVERY_RUN: dict[str, tuple[str, ...]] = {
     "test_memory_study.py": ("test_quick_run",),
     "test_neighbours.py": ("test_figures_are_of_the_rounds_own_ratios",),
     "test_pages.py": ALL,
-    "test_peer.py": ("test_both_get_the_same_load",),
     "test_perfmodel_report.py": ("test_the_table_has_the_figures",),
     "test_placement_study.py": ("test_quick_run",),
     "test_plan_replay.py": (

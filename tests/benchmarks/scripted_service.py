@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from benchmarks.http_service import HttpService
+from benchmarks.common.http_service import HttpService
 
 KEY, ADMIN_KEY = "key", "admin"
 

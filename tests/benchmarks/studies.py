@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.http_service import HttpService
+from benchmarks.common.http_service import HttpService
 
 
 def run_study(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:

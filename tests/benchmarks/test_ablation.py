@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ablation import CASES, pace, paired
-from benchmarks.ablation_tables import BEFORE, KEPT, confirmed_table, length_table, screen_table
+from benchmarks.scheduling.ablation import CASES, pace, paired
+from benchmarks.scheduling.ablation_tables import BEFORE, KEPT, confirmed_table, length_table, screen_table
 from tests.benchmarks.studies import run_study
 
 
 def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
     variants = ("--variants", "rank_aware,no rank,toppings,minimal")
-    run_study(monkeypatch, "scheduling", "--quick", "--ablate", "chosen", "--json", str(file), *variants)
+    run_study(monkeypatch, "scheduling.scheduling", "--quick", "--ablate", "chosen", "--json", str(file), *variants)
     document = json.loads(file.read_text())
     assert {(row["study"], row["case"]) for row in document["rows"]} == {
         (study, case.name) for study in ("sim60", "testbed8") for case in CASES

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.autoscale import Seen, figures_of, rows_of
-from benchmarks.autoscale_report import autoscale_plot, autoscale_text
-from benchmarks.latency import Sample
-from benchmarks.plots import save
+from benchmarks.autoscale.autoscale import Observations, figures_of, rows_of
+from benchmarks.autoscale.tables import autoscale_plot, autoscale_text
+from benchmarks.common.latency import Sample
+from benchmarks.pages.plots import save
 
 STEPS = ((1, 10.0), (80, 20.0), (0, 10.0))
 
@@ -21,13 +21,13 @@ def look(at: float, callers: int, ready: int) -> dict[str, Any]:
     return {"at": at, "callers": callers, "open": callers, "ready": ready, "desired": ready, "demand": 0.1}
 
 
-def run() -> Seen:
-    seen = Seen(begin=100.0)
-    seen.looks = [look(0.0, 1, 0), look(8.0, 1, 1), look(10.0, 80, 1), look(22.0, 80, 3), look(30.0, 80, 3)]
-    seen.looks += [look(32.0, 0, 3), look(40.0, 0, 0)]
-    seen.samples = [sample(0.0, 7.5), sample(9.0, 0.1), sample(11.0, 2.0), sample(12.5, 4.0), sample(12.6, 3.0)]
-    seen.samples += [sample(25.0, 0.5), sample(26.0, 9.0, "503")]
-    return seen
+def run() -> Observations:
+    observed = Observations(begin=100.0)
+    observed.looks = [look(0.0, 1, 0), look(8.0, 1, 1), look(10.0, 80, 1), look(22.0, 80, 3), look(30.0, 80, 3)]
+    observed.looks += [look(32.0, 0, 3), look(40.0, 0, 0)]
+    observed.samples = [sample(0.0, 7.5), sample(9.0, 0.1), sample(11.0, 2.0), sample(12.5, 4.0), sample(12.6, 3.0)]
+    observed.samples += [sample(25.0, 0.5), sample(26.0, 9.0, "503")]
+    return observed
 
 
 def document() -> dict[str, Any]:

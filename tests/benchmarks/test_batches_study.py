@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.batches import JOINED, QUICK, figures_of, loads_of
+from benchmarks.batches.batches import JOINED, QUICK, figures_of, loads_of
 from tests.benchmarks.studies import run_study
 
 
@@ -39,7 +39,7 @@ def test_figures_compare_the_orders_by_medians() -> None:
 @pytest.mark.slow
 def test_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stories_dir: Path) -> None:
     file = tmp_path / "batches.json"
-    run_study(monkeypatch, "batches", "--quick", "--model", str(stories_dir), "--json", str(file))
+    run_study(monkeypatch, "batches.batches", "--quick", "--model", str(stories_dir), "--json", str(file))
     found = json.loads(file.read_text())
     assert found["settings"]["calls"] == QUICK.calls
     assert {"over_file_order", "loads_over_adapters", "interactive_ttft_p95_ratio"} <= found["figures"].keys()

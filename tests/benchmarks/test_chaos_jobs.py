@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks import chaos_jobs
-from benchmarks.chaos_jobs import BATCHED, ROWS, WRONG, Jobs
+from benchmarks.faults import jobs
+from benchmarks.faults.jobs import BATCHED, ROWS, WRONG, Jobs
 from gateway.batches.run import FLUSH_LINES
 
 PROMPTS = ["a", "b", "a"]
@@ -64,7 +64,7 @@ def _line(at: int, text: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos_jobs, "USAGE_S", 0.0)
+    monkeypatch.setattr(jobs, "USAGE_S", 0.0)
     monkeypatch.setattr(time, "sleep", lambda _: None)
 
 

@@ -16,8 +16,19 @@ import pytest
 
 from adapters.local_store import LocalStore
 from adapters.standing import STANDING_KEY, Entry, Standing
-from benchmarks.chaos_limits import AWAY_S, STALE_S, ConcurrencyJudge
-from benchmarks.chaos_policies import COPIES, FUNCTIONS, IDLED, KEPT, TUNED, WRONG, Policies, Writer
+from benchmarks.faults.policies import (
+    AWAY_S,
+    COPIES,
+    FUNCTIONS,
+    IDLED,
+    KEPT,
+    STALE_S,
+    TUNED,
+    WRONG,
+    ConcurrencyJudge,
+    Policies,
+    Writer,
+)
 
 CALLERS = 6
 
@@ -31,7 +42,7 @@ def simulated(rng: random.Random, *, extra: int = 0, seconds: float = 60.0) -> C
         takes_effect = begin + rng.uniform(0, STALE_S) if acknowledged else begin + rng.uniform(0, 1.0)
         if acknowledged or rng.random() < 0.5:
             changes.append((takes_effect if changes else 0.0, value))
-        judge.note_limit(value, begin, acknowledged)
+        judge.record_limit(value, begin, acknowledged)
         at += rng.uniform(STALE_S + 0.5, 8.0)
     ends = list[float]()
     ready = [0.5] * CALLERS
@@ -45,7 +56,7 @@ def simulated(rng: random.Random, *, extra: int = 0, seconds: float = 60.0) -> C
             continue
         first, end = admitted + rng.uniform(0.01, 0.1), admitted + rng.uniform(0.2, 2.0)
         ends.append(end)
-        judge.note_call(sent, first + rng.uniform(0, 0.3), end - sent - rng.uniform(0, 0.005))
+        judge.record_call(sent, first + rng.uniform(0, 0.3), end - sent - rng.uniform(0, 0.005))
         ready[caller] = end + rng.uniform(0, 0.2)
     return judge
 
@@ -66,9 +77,9 @@ def test_one_call_too_many_is_seen(seed: int) -> None:
 
 def test_redis_is_in_order_again_a_while_after_its_harm() -> None:
     judge = ConcurrencyJudge()
-    judge.note_limit(1, 0.0, 0.1)
+    judge.record_limit(1, 0.0, 0.1)
     for at in (10.0, 10.2):
-        judge.note_call(at, at + 0.1, 5.0)
+        judge.record_call(at, at + 0.1, 5.0)
     assert judge.over([]) == (1, 0)
     assert judge.over([(10.25, 11.0)]) == (0, 0)
     assert judge.over([(1.0, 10.1 - AWAY_S)]) == (1, 0)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import default_calls, default_service
-from benchmarks.coldstart_default import _before
-from benchmarks.default_calls import KEPT, Column, Draw, Kept, kept, rounds
-from benchmarks.default_figures import calls_of, figures_of, refused
-from benchmarks.default_tables import default_table
-from benchmarks.paired import paired_ratio
+from benchmarks.coldstart.calls import KEPT, Column, Draw, Kept, parse_kept, rounds
+from benchmarks.coldstart.default import _before
+from benchmarks.coldstart.figures import calls_of, figures_of, refused
+from benchmarks.coldstart.paired import paired_ratio
+from benchmarks.coldstart.services import until_idle
+from benchmarks.coldstart.tables import default_table
 from tests.benchmarks.scripted_service import scripted_service
 
 WAYS = ("full", "pipeline", "overlap", "assist", "cached")
@@ -75,7 +75,7 @@ def row(way: str, calls: list[str], part: str = "b", at_once: int = 1, ratio: fl
 
 def test_a_call_is_read_as_it_was_written() -> None:
     given = Kept(4, 17, "host", "assist", 12, 18, 31.25, 0.0, 310.26, 702.0)
-    read = kept(given.text())
+    read = parse_kept(given.text())
     assert read == Kept(4, 17, "host", "assist", 12, 18, 31.2, 0.0, 310.3, 702.0)
     assert KEPT.split()[0] == "round" and len(KEPT.split()) == len(given.text().split())
 
@@ -214,7 +214,7 @@ def test_all_services_get_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     async def rested(services: Iterable[object]) -> None:
         rests.append(len(list(services)))
 
-    monkeypatch.setattr(default_calls, "until_idle", rested)
+    monkeypatch.setattr("benchmarks.coldstart.calls.until_idle", rested)
 
     async def scenario() -> None:
         async with scripted_service() as (service, cold), scripted_service() as (_, warm):
@@ -245,21 +245,21 @@ def test_all_services_get_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_services_are_left_alone_while_a_process_of_one_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("CHECK_S", 0.01), ("QUIET_S", 0.03), ("IDLE_LIMIT_S", 0.3)):
-        monkeypatch.setattr(default_service, name, seconds)
+        monkeypatch.setattr(f"benchmarks.coldstart.services.{name}", seconds)
     services: Any = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
     looks, busy_looks = [0], [6]
 
-    def processes(pid: int) -> dict[str, tuple[float, int]]:
+    def usage(pid: int) -> dict[str, tuple[float, int]]:
         """Process 8 computes until the last busy look, at half a core; process 7 never does."""
         looks[0] += pid == 8
         return {"engine": (0.005 * min(looks[0], busy_looks[0]) * (pid == 8), 0), "api": (1.0, 0)}
 
-    monkeypatch.setattr(default_service, "processes", processes)
-    asyncio.run(default_service.until_idle(services))
+    monkeypatch.setattr("benchmarks.coldstart.services.service_usage", usage)
+    asyncio.run(until_idle(services))
     assert looks[0] == 6 + 3
     busy_looks[0] = 10**6
     with pytest.raises(TimeoutError, match="still computes"):
-        asyncio.run(default_service.until_idle(services))
+        asyncio.run(until_idle(services))
 
 
 def test_a_run_goes_on_only_with_its_own_report(tmp_path: Path) -> None:

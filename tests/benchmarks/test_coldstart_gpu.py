@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import coldstart_gpu, gpu_cold_rig, gpu_ttft
-from benchmarks.coldstart_gpu import PLANS, SHARES, WAYS, ColdStudy, failures, figures_of, study
+from benchmarks.gpu import cold_rig, cold_starts, ttft
+from benchmarks.gpu.cold_starts import PARTS, PLANS, WAYS, ColdStudy, figures_of
+from benchmarks.gpu.parts import failures, run_parts
 from node_agent.cores import spare_cores
 from node_agent.runner.cuda_runner import CudaRunner
 
@@ -18,21 +19,24 @@ def test_every_part_runs_and_one_that_fails_is_named(tmp_path: Path, monkeypatch
     def broken(*_: object) -> Any:
         raise ValueError("no such stream")
 
-    monkeypatch.setattr(coldstart_gpu, "handoff", broken)
-    monkeypatch.setattr(coldstart_gpu, "ROUNDS", 1)
-    monkeypatch.setattr(gpu_cold_rig, "SLOW_RATE", 5e5)  # so small an adapter would be there at once
-    saved: list[dict[str, Any]] = []
-    document = study(tmp_path, "cpu", "tiny", 1e4, True, 3, saved.append, {"exact": 0.0})
-    assert len(saved) == len(SHARES) and saved[-1] == document
-    (failed,) = failures(document)
+    monkeypatch.setattr(cold_starts, "handoff", broken)
+    monkeypatch.setattr(cold_starts, "ROUNDS", 1)
+    monkeypatch.setattr(cold_rig, "SLOW_RATE", 5e5)  # so small an adapter would be there at once
+    cold = ColdStudy(tmp_path, "tiny", "cpu", "auto", quick=True, seed=3)
+    assert tuple(cold.parts()) == PARTS
+    try:
+        rows = run_parts(cold.parts(), {"exact": 0.0}, 1e4, lambda _: None)
+    finally:
+        cold.close()
+    figures = figures_of(rows)
+    (failed,) = failures({"rows": rows, "figures": figures})
     assert failed.startswith("handoff: ") and "no such stream" in failed
-    figures = document["figures"]
     assert figures["cases"] >= 1 and figures["mismatches"] == 0
     for name in set(WAYS) - {"cached"}:
         assert figures[f"ttft_over_cached_{name}_r64_t64_gbsfull_n1"] > 0
         assert figures[f"ttft_over_cached_{name}_r64_t16_gbs4_n2"] > 0
     assert "planner_regret" in figures
-    (first, *_) = [row for row in document["rows"] if row["part"] == "same" and "rank" in row]
+    (first, *_) = [row for row in rows if row["part"] == "same" and "rank" in row]
     assert first["warm_plain_logprob"] < 0.1 and first["cold_warm_logprob"] < 0.1
     assert first["layers_cpu"] and not first["replays"]
 
@@ -40,7 +44,7 @@ def test_every_part_runs_and_one_that_fails_is_named(tmp_path: Path, monkeypatch
 @pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
 def test_the_runner_for_gpus_is_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With PEFT, and with plain torch, which computes no captured step."""
-    monkeypatch.setattr(gpu_cold_rig, "SLOW_RATE", 5e5)
+    monkeypatch.setattr(cold_rig, "SLOW_RATE", 5e5)
     cold = ColdStudy(tmp_path, "tiny", "cpu", "cuda", quick=True, seed=3)
     try:
         parts = cold.parts()
@@ -71,12 +75,12 @@ def test_figures() -> None:
 
 def test_first_tokens_by_way(tmp_path: Path) -> None:
     """Each way's calls, and its median over the warm calls' one."""
-    document = gpu_ttft.study(tmp_path, "tiny", "cpu", 4, (16, 40), 2, 0)
+    document = ttft.study(tmp_path, "tiny", "cpu", 4, (16, 40), 2, 0)
     assert [(row["tokens"], row["way"]) for row in document["rows"]] == [
-        (tokens, way) for tokens in (16, 40) for way in gpu_ttft.WAYS
+        (tokens, way) for tokens in (16, 40) for way in ttft.WAYS
     ]
     assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 for row in document["rows"])
-    found = gpu_ttft.figures_of([
+    found = ttft.figures_of([
         {"tokens": 16, "way": "cached", "ms": [2.0, 4.0, 3.0]}, {"tokens": 16, "way": "full", "ms": [9.0, 6.0, 4.0]},
     ])  # fmt: skip
     assert found == {"ttft_ms_t16": 3.0, "full_over_cached_t16": 2.0}

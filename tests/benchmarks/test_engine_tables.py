@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.engine import WORKLOADS, summarise
-from benchmarks.engine_tables import engine_table, neighbours_table
-from benchmarks.neighbours import figures_of
-from benchmarks.prompts import prompt_figures
-from benchmarks.report import load, report
+from benchmarks.common.report import load, report
+from benchmarks.engine.engine import WORKLOADS, summarise
+from benchmarks.engine.neighbours import figures_of
+from benchmarks.engine.prompts import prompt_figures
+from benchmarks.engine.tables import engine_table, neighbours_table
 
 
 def rows() -> list[dict[str, object]]:

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import eviction, eviction_traces
-from benchmarks.eviction import Pool, gap_closed, miss_share, reload_seconds
-from benchmarks.eviction_bounds import Belady, least_miss_share
-from benchmarks.eviction_traces import HELD_OUT, TUNED, Trace, traces
+from benchmarks.adapter_memory import eviction, eviction_traces
+from benchmarks.adapter_memory.eviction import Pool, gap_closed, miss_share, reload_seconds
+from benchmarks.adapter_memory.eviction_bounds import Belady, min_miss_share
+from benchmarks.adapter_memory.eviction_traces import HELD_OUT, TUNED, Trace, traces
 from node_agent.adapter_memory.demand import Demand
 from node_agent.adapter_memory.eviction import POLICIES
 from tests.benchmarks.studies import run_study
@@ -59,7 +59,7 @@ def test_bounds(calls: list[int], pages: list[int], share: float, equal: bool) -
     demand = Demand()
     pool = Pool(trace, share, POLICIES["lru"](demand), lambda _: 1.0).total
     least = best(calls, trace.pages, pool)
-    assert least_miss_share(trace, pool) <= least + 1e-9
+    assert min_miss_share(trace, pool) <= least + 1e-9
     makers: list[Callable[[Demand], eviction.Policy]] = [*POLICIES.values(), lambda _: Belady(trace)]
     found = [miss_share(trace, share, make) for make in makers]
     assert min(found) >= least - 1e-9
@@ -107,7 +107,7 @@ def test_the_gap() -> None:
 
 def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    run_study(monkeypatch, "eviction", "--quick", "--json", str(file))
+    run_study(monkeypatch, "adapter_memory.eviction", "--quick", "--json", str(file))
     document = json.loads(file.read_text())
     figures = document["figures"]
     assert document["simulated"]

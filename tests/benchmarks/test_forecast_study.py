@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.forecast_replay import metrics, second_arrivals, servegen_arrivals
-from benchmarks.forecast_tables import (
+from benchmarks.common.trace import minute_counts
+from benchmarks.forecast.replay import metrics, second_arrivals, servegen_arrivals
+from benchmarks.forecast.tables import (
     cost_table,
     day_table,
     drift_table,
@@ -21,7 +22,6 @@ from benchmarks.forecast_tables import (
     time_table,
     window_table,
 )
-from benchmarks.trace import minute_counts
 from tests.benchmarks.studies import run_study
 from tests.support.draws import draws
 
@@ -65,7 +65,7 @@ def test_arrivals_have_the_trace_counts() -> None:
     for second in (0, 17, 600):
         behind = arrivals.counts[second + 1 :]
         expected = [[any(str(each) in of for of in behind[:h]) for h in (1, 5, 30, 300)] for each in functions]
-        assert arrivals.came(second, functions).tolist() == expected
+        assert arrivals.arrived(second, functions).tolist() == expected
 
 
 def test_servegen_arrivals_are_in_their_ten_minutes() -> None:
@@ -77,7 +77,7 @@ def test_servegen_arrivals_are_in_their_ten_minutes() -> None:
 
 def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    run_study(monkeypatch, "forecast", "--quick", "--seed", "3", "--json", str(file))
+    run_study(monkeypatch, "forecast.forecast", "--quick", "--seed", "3", "--json", str(file))
     document = json.loads(file.read_text())
     figures = document["figures"]
     assert {"accuracy", "ewma_accuracy", "always_no_accuracy", "predict_ms", "memory_mb"} <= set(figures)

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import front_page
-from benchmarks.check_pages import LINK
-from benchmarks.engine_tables import engine_table, serve_table
-from benchmarks.front_page import peft_ratios
-from benchmarks.gateway_rounds import figures_of, pairs
-from benchmarks.gpu_tables import gpu_regret_text
-from benchmarks.policy_cases import bed_cases, case_lines, simulated_cases, verdict
-from benchmarks.report import ROOT
-from benchmarks.rule import WIDTH
-from benchmarks.tables import TABLES, committed, render
+from benchmarks.common.report import ROOT
+from benchmarks.common.rule import WIDTH
+from benchmarks.engine.tables import engine_table
+from benchmarks.gateway.rounds import figures_of, pairs
+from benchmarks.gpu.tables import gpu_regret_text
+from benchmarks.pages import front_page
+from benchmarks.pages.front_page import peft_ratios
+from benchmarks.pages.tables import TABLES, committed, render
+from benchmarks.scheduling.policy_cases import bed_cases, case_lines, simulated_cases, verdict
+from benchmarks.serve.tables import serve_table
+from tests.lint.pages import LINK
 
 README = ROOT / "README.md"
 
@@ -125,12 +126,12 @@ def test_cases_also_show_where_another_policy_wins() -> None:
     cases = bed_cases(reports["testbed"]["rows"])
     rows = [row for row in reports["testbed"]["rows"] if row["study"] == "testbed8"]
     assert len(cases) == len({(row["profile"], row["load"]) for row in rows})
-    assert sum(len(case.others) + 1 for case in cases) == len(rows)
+    assert sum(len(case.other_results) + 1 for case in cases) == len(rows)
     lost = [case for case in cases if case.attainment_gap < 0]
     assert all(case.steadiest_other.attainment > case.ours.attainment for case in lost)
     text = "\n".join(case_lines(cases))
     assert all(f"{case.steadiest_other.attainment:.1%}, {case.steadiest_other.policy}" in text for case in lost)
-    won = sum(case.ours.tpt_ms < min(other.tpt_ms for other in case.others) for case in cases)
+    won = sum(case.ours.tpt_ms < min(other.tpt_ms for other in case.other_results) for case in cases)
     assert f"lowest mean TPT in {won} of {len(cases)}" in verdict(cases)
     for name in ("scheduling", "scheduling_measured"):
         assert len(simulated_cases(reports[name]["rows"])) == 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.gpu_service import QUICK, study
+from benchmarks.gpu.service import QUICK, study
 
 
 def test_a_service_is_called_cold_and_warm(tmp_path: Path, smollm_dir: Path) -> None:

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from adapters.base_model import projection_widths
-from benchmarks import coldstart_gpu, gpu_exact, gpu_layer_check, gpu_peer, gpu_steps, gpu_suite
-from benchmarks.gpu_check import WrongResult
-from benchmarks.gpu_engine import adapter_bytes
-from benchmarks.gpu_parts import Skipped, failures, run_parts
-from benchmarks.gpu_suite import QUICK_S, SECONDS, figures_of, study
+from benchmarks.gpu import cold_starts, exact, layer_check, steps, suite
+from benchmarks.gpu.check import WrongResult
+from benchmarks.gpu.engine import adapter_bytes
+from benchmarks.gpu.parts import Skipped, failures, run_parts
+from benchmarks.gpu.suite import QUICK_S, SECONDS, figures_of, study
 from kernels.gpu_ops import LEAST_PIECE, Rows
 from kernels.gpu_reference import TorchOperations
 from tests.benchmarks.studies import run_study
 from tests.support.random_model import SHAPES
 
 CPU = torch.device("cpu")
-PARTS = ["smoke", "merged", "graphs", "decode", "prefill", "lora", "kernels", "peer"]
+PARTS = ["smoke", "merged", "graphs", "decode", "prefill", "lora", "kernels"]
 """tests/benchmarks/test_coldstart_gpu.py has the others."""
 
 
@@ -42,7 +42,6 @@ def test_every_part_runs_or_says_why_not(tmp_path: Path) -> None:
     skipped = {row["part"]: row["skipped"] for row in document["rows"] if "skipped" in row}
     assert skipped == {
         "graphs": "runner auto captures no graphs", "kernels": "Triton's interpreter says nothing of times",
-        "peer": "vllm is not installed",
     }  # fmt: skip
     assert {row["operation"] for row in rows_of(document, "smoke")[:-1]} == {
         "bgmv", "mbgmv", "sgmv", "add_rms_norm", "rotate_and_store", "silu_mul", "decode_attention",
@@ -55,7 +54,7 @@ def test_every_part_runs_or_says_why_not(tmp_path: Path) -> None:
     for targets in ("qkv", "all"):
         assert figures[f"lora_over_base_cpu_{targets}_n3_rmixed"] > 0
     assert set(rows_of(document, "lora")[-2]["paper_r2"]) == {"bgmv", "mbgmv"}
-    assert figures["merged_control_below"] > gpu_exact.TOLERANCE > figures["merged_adapter_below"]
+    assert figures["merged_control_below"] > exact.TOLERANCE > figures["merged_adapter_below"]
 
 
 def test_a_layer_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +63,9 @@ def test_a_layer_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
             super().silu_mul(gate_up, out=out)
             out[0, 0] += 0.1 * out.abs().max()
 
-    monkeypatch.setattr(gpu_layer_check, "layer_operations", lambda _: Wrong())
+    monkeypatch.setattr(layer_check, "layer_operations", lambda _: Wrong())
     with pytest.raises(WrongResult, match=r"silu_mul in torch\.float32"):
-        list(gpu_layer_check.check_layers(CPU, 1, gpu_layer_check.SHAPES[:1]))
+        list(layer_check.check_layers(CPU, 1, layer_check.SHAPES[:1]))
 
 
 def test_a_kernel_that_forgets_pieces_of_a_context_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +74,9 @@ def test_a_kernel_that_forgets_pieces_of_a_context_is_noticed(monkeypatch: pytes
             first = Rows(rows.context_len.clamp(max=LEAST_PIECE), rows.block_table)
             super().decode_attention(q, cache, first, **named)
 
-    monkeypatch.setattr(gpu_layer_check, "layer_operations", lambda _: Wrong())
+    monkeypatch.setattr(layer_check, "layer_operations", lambda _: Wrong())
     with pytest.raises(WrongResult, match=r"decode_attention in torch\.float32"):
-        list(gpu_layer_check.check_layers(CPU, 1, gpu_layer_check.SHAPES[:1]))
+        list(layer_check.check_layers(CPU, 1, layer_check.SHAPES[:1]))
 
 
 def test_the_runner_for_gpus_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +89,9 @@ def test_the_runner_for_gpus_is_measured(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(gpu_suite, "study", note)
-        patch.setattr(gpu_suite, "publish", lambda *_: None)
-        run_study(patch, "gpu_suite")
+        patch.setattr(suite, "study", note)
+        patch.setattr(suite, "publish", lambda *_: None)
+        run_study(patch, "gpu.suite")
     assert asked == ["cuda"]
     document = run(tmp_path, ["graphs", "decode"], runner="cuda")
     assert not failures(document)
@@ -106,26 +105,26 @@ def test_floors() -> None:
     engine: Any = SimpleNamespace(base=base)
     store: Any = SimpleNamespace(base=base, pool=SimpleNamespace(data=torch.zeros(1, dtype=torch.bfloat16)))
     assert adapter_bytes(store, 16, (0, 1, 2)) == 32 * 3 * 16 * (4096 + 4096) * 2
-    assert gpu_steps.prompt_flops(engine, 1) == pytest.approx(2 * (6_738_415_616 - 2 * 32000 * 4096), rel=1e-3)
-    assert gpu_steps.prompt_flops(engine, 2048) - 2048 * gpu_steps.prompt_flops(engine, 1) == pytest.approx(
+    assert steps.prompt_flops(engine, 1) == pytest.approx(2 * (6_738_415_616 - 2 * 32000 * 4096), rel=1e-3)
+    assert steps.prompt_flops(engine, 2048) - 2048 * steps.prompt_flops(engine, 1) == pytest.approx(
         32 * 2 * 4096 * (2048**2 - 2048)
     )
 
 
 def test_a_merge_that_is_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_exact, "merge", lambda *_: None)
+    monkeypatch.setattr(exact, "merge", lambda *_: None)
     (wrong,) = failures(run(tmp_path, ["merged"]))
     assert wrong.startswith("merged: the adapter changes too little")
 
 
 def test_an_adapter_that_is_left_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = gpu_exact._answers
+    real = exact._answers
 
     def without(engine: Any, prompts: Any, adapters: Any) -> Any:
         found = real(engine, prompts, (None,))
         return found | {(adapters[1].digest, i): found[None, i] for i in range(len(prompts))}
 
-    monkeypatch.setattr(gpu_exact, "_answers", without)
+    monkeypatch.setattr(exact, "_answers", without)
     (wrong,) = failures(run(tmp_path, ["merged"]))
     assert wrong.startswith("merged: adapter: ") and "below the best, PEFT's 0.0" in wrong
 
@@ -163,26 +162,6 @@ def test_a_part_that_fails_leaves_the_others_their_time() -> None:
     assert "no such stream" in first and second == "2 answers differ from PEFT's"
 
 
-def test_a_peers_step_is_the_time_of_a_further_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that moves half a second for the prompts and 10 ms for each token."""
-    clock = [0.0]
-
-    class Engine:
-        def __init__(self, model: str, **_: object) -> None:
-            assert (Path(model) / "config.json").exists()
-
-        def generate(self, prompts: list[Any], how: Any, use_tqdm: bool) -> None:
-            clock[0] += 0.5 + 0.01 * (how.max_tokens - 1)
-
-    vllm = SimpleNamespace(LLM=Engine, SamplingParams=lambda **how: SimpleNamespace(**how), __version__="0.30")
-    monkeypatch.setattr(gpu_peer, "find_spec", lambda _: vllm)
-    monkeypatch.setattr(gpu_peer, "import_module", lambda _: vllm)
-    monkeypatch.setattr(gpu_peer, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=lambda: 0.0))
-    rows = list(gpu_peer.decode(tmp_path, "tiny", 1.0))
-    assert [row["rows"] for row in rows] == list(gpu_peer.ROWS)
-    assert [row["ms"] for row in rows] == pytest.approx([10.0] * len(rows))
-
-
 def test_all_parts_have_a_time(tmp_path: Path) -> None:
-    assert {*PARTS, *coldstart_gpu.SHARES} == set(SECONDS)
+    assert {*PARTS, *cold_starts.PARTS} == set(SECONDS)
     assert sum(SECONDS.values()) < 480, "eight minutes"

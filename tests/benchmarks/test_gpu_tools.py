@@ -10,10 +10,9 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from benchmarks import gpu_check
-from benchmarks.gpu_check import WrongResult, check_operations, draw_cases
-from benchmarks.peers import _stacked
-from benchmarks.tune_kernels import tune, with_device
+from benchmarks.gpu import check
+from benchmarks.gpu.check import WrongResult, check_operations, draw_cases
+from benchmarks.kernels.tune import tune, with_device
 from kernels.launch import OPERATIONS, TABLE, Launch, default_launch, read_table
 from kernels.mbgmv import mbgmv
 from kernels.view import LoraCall
@@ -49,7 +48,7 @@ def write_elsewhere(call: LoraCall, how: Launch) -> None:
 def test_a_wrong_operation_ends_the_check(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., None]) -> None:
     case = draw_case([5], [(-1, 1), (0, 1)], 20, [12], torch.float32, device=DEVICE)
     assert check_operations(iter([case]), 0)
-    monkeypatch.setitem(gpu_check.OPERATIONS, "mbgmv", wrong)
+    monkeypatch.setitem(check.OPERATIONS, "mbgmv", wrong)
     with pytest.raises(WrongResult, match=r"mbgmv in torch.float32 .* ranks \[5\], slots \[-1, 0\]"):
         check_operations(iter([case]), 0)
 
@@ -80,17 +79,8 @@ def test_a_tuned_device_is_added_to_the_table() -> None:
         with_device(TABLE.read_bytes(), "Some GPU", "today", {"mbgmv": default_launch("mbgmv")})
 
 
-def test_weights_for_peers_are_the_same_weights() -> None:
-    case = draw_case([5, 0, 3], [(0, 1), (1, 1), (2, 2)], 20, [12, 9], torch.float32, device=DEVICE)
-    a, b = _stacked(case)
-    for p, (before, want) in enumerate(zip(case.ys, case.expected(), strict=True)):
-        for token, slot in enumerate(case.token_slot.tolist()):
-            found = before[token].double() + b[p][slot, 0].double() @ (a[p][slot, 0].double() @ case.x[token].double())
-            assert torch.allclose(found, want[token], rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["gpu_suite", "tune_kernels", "coldstart_gpu"])
+@pytest.mark.parametrize("name", ["gpu.suite", "kernels.tune", "gpu.ttft"])
 def test_without_a_gpu_it_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"^no GPU is here"):
         run_study(monkeypatch, name)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.handoff_model import HandoffModel, fit, predictions, worst_error
+from benchmarks.handoff.model import HandoffModel, fit, predictions, worst_error
 from node_agent.coldstart.profile import CpuLora
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="NOT RUN: a worker needs a core beside the engine's")
 def test_quick(tmp_path: Path) -> None:
     target = tmp_path / "handoff.json"
-    command = [sys.executable, "-m", "benchmarks.handoff", "--quick", "--json", str(target)]
+    command = [sys.executable, "-m", "benchmarks.handoff.handoff", "--quick", "--json", str(target)]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=250)
     document = json.loads(target.read_text())
     assert {row["width"] for row in document["rows"]} == {576, 4096}

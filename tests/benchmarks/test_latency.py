@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.latency import Sample, percentiles, summary
+from benchmarks.common.latency import Sample, percentiles, summary
 
 
 def test_definitions() -> None:
-    sample = Sample("a", due=9.5, sent=10.0, times=[10.5, 10.75, 11.5], end=12.0, prompt_tokens=7, output_tokens=4)
+    sample = Sample(
+        "a", scheduled_at=9.5, sent=10.0, times=[10.5, 10.75, 11.5], end=12.0, prompt_tokens=7, output_tokens=4
+    )
     assert sample.ttft == 0.5
     assert sample.e2e == 2.0
     assert sample.tpt == 0.5

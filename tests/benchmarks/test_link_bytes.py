@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.link_bytes import SHAPES, TARGETS, study
-from benchmarks.link_model import LayerBytes, Shape, Targets, best_group, first_token
-from benchmarks.report import load
+from benchmarks.common.report import load
+from benchmarks.link_bytes.link_bytes import SHAPES, TARGETS, study
+from benchmarks.link_bytes.model import LayerBytes, Shape, Targets, best_group, first_token
 from tests.benchmarks.studies import run_study
 
 SIZE = st.integers(1, 5000)
@@ -91,7 +91,7 @@ def test_the_border_is_where_results_outweigh_weights(shape: Shape, targets: Tar
 
 def test_the_study_writes_a_whole_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    run_study(monkeypatch, "link_bytes", "--quick", "--seed", "3", "--json", str(file))
+    run_study(monkeypatch, "link_bytes.link_bytes", "--quick", "--seed", "3", "--json", str(file))
     document = json.loads(file.read_text())
     assert (document["study"], document["seed"]) == ("link_bytes", 3)
     assert {row["part"] for row in document["rows"]} == {"border", "links", "settings"}

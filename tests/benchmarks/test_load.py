@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_server import scripted_server
 
-from benchmarks.latency import Sample, summary
-from benchmarks.load import OpenAiServer, Planned, check_url, closed_loop, open_loop, open_session, plan, poisson
-from benchmarks.node_call import NodeServer
+from benchmarks.common.latency import Sample, summary
+from benchmarks.common.load import OpenAiServer, Planned, check_url, closed_loop, open_loop, open_session, plan, poisson
+from benchmarks.serve.node_call import NodeServer
 from cluster.messages import ColdStart as Cold
 from cluster.messages import Done, Event, Failed, Timing, Token, encode_event
 from tests.benchmarks.studies import run_study
@@ -52,7 +52,7 @@ def test_what_is_sent_and_noted() -> None:
             assert len(sample.times) == TOKENS, "neither the end of the choice nor the usage is a token"
             moments = [sample.sent, *sample.times, sample.end]
             assert moments == sorted(moments)
-            assert sample.due is None
+            assert sample.scheduled_at is None
 
     run(scenario())
 
@@ -130,7 +130,11 @@ def test_an_open_loop_waits_for_nobody() -> None:
             assert server.most_at_once == count
             assert [body["prompt"] for body in server.bodies] == [request.prompt for request in planned]
             for a, b, first, second in zip(samples, samples[1:], due, due[1:], strict=False):
-                assert a.due is not None and b.due is not None and b.due - a.due == pytest.approx(second - first)
+                assert (
+                    a.scheduled_at is not None
+                    and b.scheduled_at is not None
+                    and b.scheduled_at - a.scheduled_at == pytest.approx(second - first)
+                )
             assert all(sample.late is not None and sample.late > 0 for sample in samples)
 
     run(scenario())

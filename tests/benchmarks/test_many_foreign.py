@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import many_foreign
-from benchmarks.foreign_clients import Run
-from benchmarks.many_cells import Load
-from benchmarks.many_load import Arrival, Window
+from benchmarks.clients.foreign_clients import Run
+from benchmarks.many import foreign
+from benchmarks.many.cells import Load
+from benchmarks.many.trace_window import Arrival, Window
 
 TIMES = {"ttft": 0.0, "e2el": 1000.0}
 SAVED = {"completed": 3, "failed": 1, "request_throughput": 0.5} | {
@@ -35,7 +35,7 @@ def test_it_calls_the_functions_in_their_order(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Run, "call", call)
     load = Load(Window([Arrival(0.5, 7, 0), Arrival(1.0, 2, 1), Arrival(2.0, 7, 0)], 60.0), 0, 0.25, ["p", "q"], 16)
     service: Any = Service()
-    row = many_foreign.foreign_row(service, load, tmp_path)
+    row = foreign.foreign_row(service, load, tmp_path)
     (command,) = commands
     at = command.index("--lora-modules")
     assert command[at + 1 : at + 5] == ("a7", "a2", "a7", "--lora-assignment")
@@ -44,5 +44,5 @@ def test_it_calls_the_functions_in_their_order(tmp_path: Path, monkeypatch: pyte
     assert "secret" not in command
     assert row["ttft_p95_ms"] == 95 and row["e2e_p99_ms"] == 1099 and (row["completed"], row["failed"]) == (3, 1)
     rows = [{"variant": "ondemand", **row}, {"variant": "forecast", **row, "ttft_p95_ms": 38.0}]
-    figures = many_foreign.figures_of(rows)
+    figures = foreign.figures_of(rows)
     assert figures["ttft_p95_over_ondemand"] == pytest.approx(0.4) and figures["failed"] == 2

@@ -14,13 +14,15 @@ import aiohttp
 import numpy as np
 import pytest
 
-from benchmarks import many_load
-from benchmarks.load import Planned, open_session
-from benchmarks.many import figures_of
-from benchmarks.many_cells import Limits, Load, bring_all, measure_limits, operator, processes, row_of, run_cell
-from benchmarks.many_load import Answer, Arrival, Caller, Oracle, Window, draw_window, prompt_lengths
-from benchmarks.many_tables import many_table
-from benchmarks.workloads import chat_lengths
+from benchmarks.common.invoke import Answer, Caller, prompt_lengths
+from benchmarks.common.load import Planned, open_session
+from benchmarks.common.processes import service_usage
+from benchmarks.many import cells, trace_window
+from benchmarks.many.cells import Limits, Load, Oracle, bring_all, measure_limits, operator, row_of, run_cell
+from benchmarks.many.many import figures_of
+from benchmarks.many.tables import many_table
+from benchmarks.many.trace_window import Arrival, Window, draw_window
+from garnish.simulation.traces.laws import chat_prompts
 from tests.benchmarks.scripted_service import scripted_service
 from tests.benchmarks.studies import run_study
 
@@ -32,7 +34,7 @@ WARM = (0.1, 1.0)
 @pytest.mark.parametrize("seed", range(4))
 def test_calls_come_in_the_minutes_of_the_trace(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Function i is called in minute i alone, so that a call's function tells its minute."""
-    monkeypatch.setattr(many_load, "minute_counts", lambda without_top: np.eye(MINUTES, dtype=np.int64))
+    monkeypatch.setattr(trace_window, "minute_counts", lambda without_top: np.eye(MINUTES, dtype=np.int64))
     monkeypatch.setattr(np.random, "default_rng", rng_without_permutation(np.random.default_rng))
     window = draw_window(MINUTES, 20, seed)
     first = window.arrivals[0].adapter
@@ -62,7 +64,7 @@ def rng_without_permutation(make: Any) -> Any:
 
 
 def test_prompts_are_the_middles_of_the_law() -> None:
-    drawn = chat_lengths(200_000, np.random.default_rng(3))
+    drawn = chat_prompts(200_000, np.random.default_rng(3))
     assert prompt_lengths(10**6) == pytest.approx(np.quantile(drawn, [1 / 8, 3 / 8, 5 / 8, 7 / 8]), rel=0.05)
     assert max(prompt_lengths(64)) == 64
 
@@ -70,7 +72,7 @@ def test_prompts_are_the_middles_of_the_law() -> None:
 def answer(name: str, state: str = "none", exposed: float = 0.0, e2e: float = 1.0, **rest: Any) -> Answer:
     rest = {"text": " 0 1", "tokens": [0, 1], "gaps": [1.0, 0.2], "prompt": 0} | rest
     return Answer(
-        name, due=4.5, sent=5.0, times=[5.2, 5.0 + e2e], end=5.0 + e2e, output_tokens=2, state=state,
+        name, scheduled_at=4.5, sent=5.0, times=[5.2, 5.0 + e2e], end=5.0 + e2e, output_tokens=2, state=state,
         exposed_s=exposed, **rest,
     )  # fmt: skip
 
@@ -111,7 +113,7 @@ async def limits_of(loads: list[Load]) -> Limits:
 
 async def cell(calls: Load, limits: Limits, told: bool, resident: bool) -> Any:
     async with scripted_service() as (_, service):
-        return await run_cell(service, calls, limits, told=told, resident=resident, tie=0.1)
+        return await run_cell(service, calls, limits, is_announced=told, resident=resident, tie=0.1)
 
 
 def test_cells() -> None:
@@ -156,7 +158,7 @@ def test_adapters_are_ordered_so_many_at_once() -> None:
 async def order_many() -> None:
     async with scripted_service() as (script, service), operator(service) as oracle:
         await bring_all(oracle, (f"a{i}" for i in range(40)))
-        assert script.most_orders <= many_load.ORACLE_AT_ONCE and len(script.here) == 40
+        assert script.most_orders <= cells.ORACLE_AT_ONCE and len(script.here) == 40
         with pytest.raises(RuntimeError, match=r"refused.*429"):
             await bring_all(oracle, ["refused"])
 
@@ -172,11 +174,11 @@ def test_the_oracle_orders_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def bring(_: Oracle, name: str, __: asyncio.Semaphore) -> None:
         brought.append(name)
 
-    monkeypatch.setattr(many_load.asyncio, "sleep", sleep)
+    monkeypatch.setattr(cells.asyncio, "sleep", sleep)
     monkeypatch.setattr(Oracle, "bring", bring)
-    monkeypatch.setattr(many_load.time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(cells.time, "perf_counter", lambda: 0.0)
     oracle = Oracle(cast(aiohttp.ClientSession, None), "")
-    asyncio.run(oracle.tell([(2.0, "a"), (7.0, "b"), (7.5, "c")]))
+    asyncio.run(oracle.order_ahead([(2.0, "a"), (7.0, "b"), (7.5, "c")]))
     assert slept == [0.0, 1.5, 5.0, 5.5, 6.5, 7.0]
     assert brought == ["a", "a", "b", "c", "b", "c"]
 
@@ -189,11 +191,11 @@ def test_processes_are_counted_with_what_they_started() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None and child.stdout is not None
         child.stdout.readline()
-        seconds, memory = processes(os.getpid())["gateway"]
+        seconds, memory = service_usage(os.getpid())["gateway"]
         child.stdin.write(b"\n")
         child.stdin.close()
     assert seconds >= 0.29 and 32 << 20 <= memory < 200 << 20
-    assert "gateway" not in processes(os.getpid())
+    assert "gateway" not in service_usage(os.getpid())
 
 
 def rows() -> list[dict[str, Any]]:
@@ -242,7 +244,7 @@ def test_figures_and_tables() -> None:
 def test_quick_run(stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
     arguments = ["--model", str(stories_dir), "--dtype", "float32", "--rates", "1", "4", "--json", str(file)]
-    run_study(monkeypatch, "many", "--quick", *arguments)
+    run_study(monkeypatch, "many.many", "--quick", *arguments)
     for report in (file, tmp_path / "report_4x.json"):
         document = json.loads(report.read_text())
         assert document["figures"]["wrong_tokens"] == 0

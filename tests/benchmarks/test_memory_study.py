@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.allocators import BestFit, Shape
-from benchmarks.memory import ALL, ATTENTION, BASES, RANKS, makers
-from benchmarks.trace import draw_calls, minute_counts
+from benchmarks.adapter_memory.allocators import BestFit, Shape
+from benchmarks.adapter_memory.memory import ALL, ATTENTION, BASES, RANKS, makers
+from benchmarks.common.trace import draw_calls, minute_counts
 from tests.benchmarks.studies import run_study
 from tests.support.draws import draws
 
@@ -30,25 +30,25 @@ def test_books(data: st.DataObject, kind: str) -> None:
     shapes = st.builds(Shape, st.just(BASE), st.sampled_from(RANKS), st.sampled_from([ATTENTION, ALL]))
     held: dict[int, Shape] = {}
     for name, shape in enumerate(data.draw(st.lists(shapes, max_size=25))):
-        before = allocator.taken
+        before = allocator.used
         if allocator.place(name, shape):
             held[name] = shape
-            assert allocator.taken - before >= shape.live
+            assert allocator.used - before >= shape.live
         else:
-            assert allocator.taken == before
+            assert allocator.used == before
         if held and data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(held)))
             del held[gone]
             allocator.remove(gone)
         live = sum(s.live for s in held.values())
-        assert live <= allocator.taken <= POOL - allocator.unusable()
+        assert live <= allocator.used <= POOL - allocator.unusable()
         if isinstance(allocator, BestFit):
-            spans = sorted([*allocator._gaps, *allocator._held.values()])
+            spans = sorted([*allocator._gaps, *allocator._placed.values()])
             assert all(sum(a) == b[0] for a, b in pairwise(spans))
             assert spans[0][0] == 0 and sum(spans[-1]) == POOL
     for name in held:
         allocator.remove(name)
-    assert allocator.taken == 0
+    assert allocator.used == 0
     largest = Shape(BASE, max(RANKS), ALL)
     assert allocator.place(99, largest)
 
@@ -65,7 +65,7 @@ def test_calls_follow_the_trace() -> None:
 @pytest.mark.parametrize("seed", [3])
 def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     file = tmp_path / "report.json"
-    run_study(monkeypatch, "memory", "--quick", "--seed", str(seed), "--json", str(file))
+    run_study(monkeypatch, "adapter_memory.memory", "--quick", "--seed", str(seed), "--json", str(file))
     figures = json.loads(file.read_text())["figures"]
     assert figures["utilisation"] > 0.97
     assert figures["fragmentation"] < 0.02

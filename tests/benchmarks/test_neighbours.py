@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from benchmarks.neighbours import busy_processes, figures_of
+from benchmarks.engine.neighbours import busy_processes, figures_of
 from node_agent.cores import usable_cores
 
 

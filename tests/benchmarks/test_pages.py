@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.check_pages import INDEX, pages, problems
-from benchmarks.plots import cpu_plot, floor_plot, memory_plot, save
-from benchmarks.report import ROOT, load
-from benchmarks.tables import TABLES, committed, render
+from benchmarks.common.report import ROOT, load
+from benchmarks.pages.plots import cpu_plot, floor_plot, memory_plot, save
+from benchmarks.pages.tables import TABLES, committed, render
+from tests.lint.pages import INDEX, pages, problems
 
 
 @pytest.mark.parametrize("page", TABLES, ids=lambda page: page.stem)

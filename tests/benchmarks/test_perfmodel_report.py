@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.perfmodel_report import perfmodel_plot, perfmodel_table
-from benchmarks.plots import save
-from benchmarks.report import PACKAGES
+from benchmarks.common.report import PACKAGES
+from benchmarks.pages.plots import save
+from benchmarks.perfmodel.tables import perfmodel_plot, perfmodel_table
 from cluster.performance_fit import DecodeSample, PaperForm
 from tests.cluster.measured import PROFILE
 

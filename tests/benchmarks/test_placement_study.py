@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gateway_tables import placement_table
+from benchmarks.scheduling.tables import placement_table
 from gateway.scheduling.policy import POLICIES
 from tests.benchmarks.studies import run_study
 
 
 def test_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    run_study(monkeypatch, "placement", "--quick", "--seed", "3", "--json", str(file))
+    run_study(monkeypatch, "scheduling.placement", "--quick", "--seed", "3", "--json", str(file))
     document = json.loads(file.read_text())
     assert (document["study"], document["seed"]) == ("placement", 3)
     names = {

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.plan_replay import REPORTS, Point, choices, judged, judged_rows, regret, spread_of, study, times_of
-from benchmarks.replay_learning import KINDS, LearningNode, regrets
-from benchmarks.replayed_node import PLANS, Call, ReplayedNode, profile_at
-from benchmarks.report import RESULTS, load
+from benchmarks.common.report import RESULTS, load
+from benchmarks.gpu.plan_replay import REPORTS, Point, choices, judged, judged_rows, regret, spread_of, study, times_of
+from benchmarks.gpu.replay_learning import KINDS, LearningNode, regrets
+from benchmarks.gpu.replayed_node import PLANS, Call, ReplayedNode, profile_at
 from node_agent.coldstart.costs import pipelined_costs
 from tests.benchmarks.studies import run_study
 
@@ -150,8 +150,8 @@ def test_a_node_without_workers_learns_its_plain_plans() -> None:
 
 def test_the_study_writes_a_whole_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.json"
-    monkeypatch.setattr("benchmarks.plan_replay.QUICK_DRAWS", 1)
-    run_study(monkeypatch, "plan_replay", "--quick", "--seed", "3", "--json", str(file))
+    monkeypatch.setattr("benchmarks.gpu.plan_replay.QUICK_DRAWS", 1)
+    run_study(monkeypatch, "gpu.plan_replay", "--quick", "--seed", "3", "--json", str(file))
     document = json.loads(file.read_text())
     assert (document["study"], document["seed"], document["simulated"]) == ("plan_replay", 3, True)
     assert {row["part"] for row in document["rows"]} == {"choices", "unmeasured", "learning"}

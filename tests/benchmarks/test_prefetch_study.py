@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.eviction_traces import HELD_OUT, Trace
-from benchmarks.prefetch import Likely, Node, figures_of, forecasts_of, oracle_of, replay, row_of
-from benchmarks.prefetch_tables import prefetch_table
-from benchmarks.report import report
+from benchmarks.adapter_memory.eviction_traces import HELD_OUT, Trace
+from benchmarks.adapter_memory.prefetch import Likely, Node, figures_of, forecasts_of, oracle_of, replay, row_of
+from benchmarks.adapter_memory.tables import prefetch_table
+from benchmarks.common.report import report
 
 
 def drawn(seed: int, seconds: float = 2000.0, calls: int = 300, functions: int = 40) -> Trace:
@@ -34,8 +34,8 @@ def test_a_node_keeps_its_books(seed: int) -> None:
     for pool in (node.device, node.host):
         assert pool.free >= 0
         assert pool.free + sum(pool.pages[digest] for digest in pool.residents) == pool.total
-    assert node.found.total() == len(trace.at)
-    brought = sum(trace.sizes[int(digest)] for digest in node.brought)
+    assert node.calls_by_tier.total() == len(trace.at)
+    brought = sum(trace.sizes[int(digest)] for digest in node.prefetched)
     judged = node.record.useful_bytes + node.record.wasted_bytes
     assert judged > 0
     assert brought + judged <= sum(trace.sizes) * 2000 / 2
@@ -44,7 +44,7 @@ def test_a_node_keeps_its_books(seed: int) -> None:
 def test_without_wants_it_is_the_eviction_study() -> None:
     trace = drawn(1)
     off, none = replay(trace, None, 0.25), replay(trace, lambda _: (), 0.25)
-    assert (off.found, off.waits_s) == (none.found, none.waits_s)
+    assert (off.calls_by_tier, off.waits_s) == (none.calls_by_tier, none.waits_s)
 
 
 def test_an_oracle_spares_waits() -> None:

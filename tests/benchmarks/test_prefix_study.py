@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from studies import run_study
 
-from benchmarks.prefix_cache import figures_of, ratios
-from benchmarks.prefix_tables import prefix_cache_table
+from benchmarks.prefix_cache.prefix_cache import figures_of, ratios
+from benchmarks.prefix_cache.tables import prefix_cache_table
 
 
 def row(way: str, part: str, time: float, number: int = 0, model: str = "m", **more: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def test_a_crowd_counts_by_its_last_ones_and_its_rate() -> None:
 def test_study(monkeypatch: pytest.MonkeyPatch, stories_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "prefix.json"
     arguments = ["--quick", "--model", str(stories_dir), "--dtype", "float32", "--json", str(file)]
-    run_study(monkeypatch, "prefix_cache", *arguments)
+    run_study(monkeypatch, "prefix_cache.prefix_cache", *arguments)
     document = json.loads(file.read_text())
     for each in document["rows"]:
         shares = each["part"] in ("later", "turn", "crowd")

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.latency import Sample
-from benchmarks.remote_store import DELAY, RATE, figures_of, measured
-from benchmarks.slow_link import slow_link
+from benchmarks.coldstart.remote_store import DELAY, RATE, figures_of, measured
+from benchmarks.common.latency import Sample
+from benchmarks.common.slow_link import slow_link
 
 SIZE = 300_000
 

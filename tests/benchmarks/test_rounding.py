@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cold_rig import make_adapters
-from benchmarks.rounding import Errors, answers, apart, hold, same_texts
+from benchmarks.common.adapters import make_adapters
+from benchmarks.exactness.rounding import Errors, answers, apart, hold, same_texts
 from node_agent.ipc import Top
 from tests.benchmarks.studies import run_study
 from tests.support.local_engine import LocalEngine, Outcome
@@ -62,7 +62,9 @@ def test_an_answer_of_another_adapter_stands_out(stories_dir: Path, tmp_path: Pa
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_quick_run(stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     file = tmp_path / "report.json"
-    run_study(monkeypatch, "rounding", "--quick", "--model", str(stories_dir), "--dtype", dtype, "--json", str(file))
+    run_study(
+        monkeypatch, "exactness.rounding", "--quick", "--model", str(stories_dir), "--dtype", dtype, "--json", str(file)
+    )
     document = json.loads(file.read_text())
     assert [row["of"] for row in document["rows"]] == ["PEFT", "alone", "company"]
     assert document["settings"]["answers"] == 8

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.report import LEVEL_NAMES, load, machine
-from benchmarks.rule import WIDTH, host, spread, table, wrapped
+from benchmarks.common.report import LEVEL_NAMES, load, machine
+from benchmarks.common.rule import WIDTH, host, spread, table, wrapped
 from kernels.level import level_of
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20)

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from adapters.base_model import load_base_model
-from benchmarks.in_process import TARGETS, Workload, run_engine, shared_steps
-from benchmarks.latency import Sample
-from benchmarks.random_llama import make_random_llama
-from benchmarks.serve import parse
-from benchmarks.serve_batches import adapter_bytes, figures_of, read_bandwidth
-from benchmarks.serve_http import complete
+from benchmarks.common.latency import Sample
+from benchmarks.engine.in_process import TARGETS, Workload, run_engine, shared_steps
+from benchmarks.serve.batches import adapter_bytes, figures_of, read_bandwidth
+from benchmarks.serve.over_http import complete
+from benchmarks.serve.serve import make_random_llama, parse
 from tests.support.draws import draws
 from tests.support.local_engine import LocalEngine, Outcome
 from tests.support.peft_reference import make_adapter, pad_adapter
@@ -147,8 +146,6 @@ def test_incomplete_requests_are_no_measurement() -> None:
         (["--url", "http://a", "--models", "x", "--rate", "1", "--concurrency", "2"], "not allowed with"),
         (["--url", "http://a", "--models", "x", "--rate", "nan"], "above 0"),
         (["--url", "http://a", "--models", "x", "--requests", "0"], "below 1"),
-        (["--peer-url", "http://a"], "--peer-models with 9 names"),
-        (["--peer-url", "http://a", "--peer-models", "base,a"], "--peer-models with 9 names"),
     ],
 )
 def test_wrong_usage(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,11 @@
 """Each study runs in its quick form and writes a whole report.
 
-The four that take longest are in `make test-long` alone.
+Those that take longest are in `make test-long` alone.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 
 from tests.benchmarks.studies import KeptService, run_study
 
-ROOT = Path(__file__).parents[2]
 KEYS = {"study", "commit", "machine", "versions", "settings", "seed", "simulated", "rows", "figures"}
 SERVE = {
     *(f"{figure}_{model}" for model in ("smollm2", "llama12") for figure in (
@@ -24,11 +21,10 @@ SERVE = {
     )),
     "gateway_added_p50_ms", "http_mixed_tok_s", "open_ttft_p99_ms", "open_late_max_ms",
 }  # fmt: skip
-OWN_PROCESS = ("coldstart",)
-"""It moves threads between cores."""
-SHARING = ("engine", "serve")
+STUDIES = {"coldstart.default": "coldstart_default"}
+"""Studies that reports call by another name than the module's."""
+SHARING = ("engine.engine", "serve.serve")
 """They start equal services."""
-COLD_WAYS = ("ondmd", "overlap", "pipeline", "assist", "dlora", "full", "full_slowed")
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +38,26 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
     ("name", "options", "figures"),
     [
         (
-            "engine",
+            "engine.engine",
             ["--dtype", "float32", "--model"],
             {"base_tok_s_1", "mixed_tok_s_8", "peft_base_tok_s_8", "over_peft"},
         ),
-        pytest.param("serve", ["--base"], SERVE, marks=pytest.mark.slow),
+        pytest.param("serve.serve", ["--base"], SERVE, marks=pytest.mark.slow),
         pytest.param(
-            "restored",
+            "faults.restored",
             ["--model"],
             {"all_s_6", "worst_s_6", "link_share_6", "leader_s", "worst_leader_s"},
             marks=pytest.mark.slow,
         ),
-        ("random_keys", ["--model"], {"ttft_p99_ms_beside_nothing", "ttft_p99_ms_beside_flood", "flood_rps"}),
+        ("gateway.random_keys", ["--model"], {"ttft_p99_ms_beside_nothing", "ttft_p99_ms_beside_flood", "flood_rps"}),
         (
-            "control_plane",
+            "gateway.control_plane",
             ["--model"],
             {"redis_in_mb_s", "record_cpu_share", "placement_cpu_p99_ms", "wall_p99_ratio", "store_reads_s"},
         ),
-        ("gateway", ["--model"], {"rps", "added_p50_ms", "added_p99_ms", "idle_streams_held"}),
+        ("gateway.gateway", ["--model"], {"rps", "added_p50_ms", "added_p99_ms", "idle_streams_held"}),
         (
-            "scheduling",
+            "scheduling.scheduling",
             ["--model"],
             {
                 *(
@@ -82,51 +78,30 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptService]:
             },
         ),
         (
-            "fidelity",
+            "scheduling.fidelity",
             ["--dtype", "float32", "--model"],
             {"ttft_error", "tpt_error", "attain_gap", "speedup_over_real_time"},
         ),
         (
-            "scale",
+            "registry.scale",
             ["--model"],
             {"deploy_ms_at_40", "deploy_ms_at_400", "resolve_us_at_4000", "list_page_ms", "s3_gc_s"},
         ),
-        ("exactness", ["--model"], {"cases", "tokens", "mismatches", "ties"}),
+        ("exactness.exactness", ["--model"], {"cases", "tokens", "mismatches", "ties"}),
         (
-            "perfmodel",
+            "perfmodel.perfmodel",
             ["--dtype", "float32", "--threads", "1", "--adapter-memory", "16", "--model"],
             {"r2_decode", "r2_prefill", "r2_paper_form", "heldout_median_error", "eval_us"},
         ),
-        ("fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
+        ("fairness.fairness", ["--model"], {"share_error", "victim_ttft_ratio", "strict_attain", "standard_attain"}),
         pytest.param(
-            "coldstart_default",
+            "coldstart.default",
             ["--model"],
             {
                 *(f"full_over_pipeline_{kind}{end}" for kind in ("ttft", "tpt", "e2e") for end in ("", "_upper")),
                 "pairs_pipeline_S3_t16_0.68",
                 "cpu_workers_e",
                 "refused",
-            },
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "coldstart",
-            ["--model"],
-            {
-                *(f"{kind}_over_cached_{way}" for kind in ("ttft", "tpt", "e2e") for way in COLD_WAYS),
-                "full_4x_tokens_per_core",
-                "full_over_assist_r64",
-                "full_over_assist_r128",
-                "interruption_share",
-                *(f"interruptions_p50_{rps}rps" for rps in (3, 6, 9)),
-                "exposed_p50_share",
-                "exposed_p99_ms",
-                "others_tpot_ratio",
-                "cpu_busy",
-                "device_busy",
-                "planner_regret",
-                "stream_gain",
-                *(f"stream_over_ideal_{ratio}" for ratio in ("0.25", "0.5", "1", "2", "7")),
             },
             marks=pytest.mark.slow,
         ),
@@ -143,21 +118,15 @@ def test_quick_run(
 ) -> None:
     file = tmp_path / "report.json"
     arguments = ["--quick", "--seed", "3", "--json", str(file), *options, str(stories_dir)]
-    if name in OWN_PROCESS:
-        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stdout + done.stderr
-    else:
-        if name in SHARING:
-            monkeypatch.setattr(f"benchmarks.{name}.HttpService", kept.open)
-        run_study(monkeypatch, name, *arguments)
-        if name == SHARING[-1]:
-            kept.close()
+    if name in SHARING:
+        monkeypatch.setattr(f"benchmarks.{name}.HttpService", kept.open)
+    run_study(monkeypatch, name, *arguments)
+    if name == SHARING[-1]:
+        kept.close()
     document = json.loads(file.read_text())
     assert set(document) == KEYS
-    assert (document["study"], document["seed"]) == (name, 3)
+    assert (document["study"], document["seed"]) == (STUDIES.get(name, name.partition(".")[2]), 3)
     assert figures <= set(document["figures"])
-    assert "over_vllm" not in document["figures"], "no peer was named"
-    if name == "exactness":
+    if name == "exactness.exactness":
         assert document["figures"]["mismatches"] == 0
         assert document["figures"]["tokens"] > 100

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gateway_rig import process
+from benchmarks.common.processes import process
 from tests.support.processes import processes
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ WAIT = ["-c", "import sys; print('here', flush=True); sys.stdin.read()"]
 BENCHMARK = """
 import sys
 from pathlib import Path
-from benchmarks.gateway_rig import process
+from benchmarks.common.processes import process
 with process(sys.argv[2:], None, Path(sys.argv[1])) as child:
     print(child.stdout.readline().decode().strip(), child.pid, flush=True)
     sys.stdin.read()

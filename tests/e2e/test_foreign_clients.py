@@ -1,7 +1,7 @@
 """What `vllm bench serve` 0.32 and guidellm 0.8.1 sent, sent again to a whole service: the answers are what they read.
 
-data/foreign_clients.jsonl has the first request of each kind and function that `benchmarks.foreign_clients --record`
-wrote.
+data/foreign_clients.jsonl has the first request of each kind and function that `benchmarks.clients.foreign_clients
+--record` wrote.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def written(service: Service, function: str) -> list[int]:
     return [event["token_id"] for event in events[:-1] if event["token_id"] is not None]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks.gpu_suite --runner lightllm is the GPU's test")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks.gpu.suite --runner lightllm is the GPU's test")
 def test_tokens_are_pefts(make_service: MakeService, half_llama: Path, tmp_path: Path) -> None:
     """Two adapters of different ranks and the base at once, by the padded kernel."""
     paths: dict[str, Path | None] = {

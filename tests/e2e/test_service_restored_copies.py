@@ -13,7 +13,7 @@ FUNCTION = "copied"
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 2, "temperature": 0}
 PROMISED_SECONDS = 5.0
 SLACK_SECONDS = 5.0
-"""For a host that other tests share. `benchmarks/restored.py` has the figure of one at rest."""
+"""For a host that other tests share. `benchmarks/faults/restored.py` has the figure of one at rest."""
 LONGEST_LOOK = LONGEST_POLL_S
 """A look that took longer counts as this: the host stood still."""
 

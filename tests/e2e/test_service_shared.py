@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_nothing_is_wrong_unanswered_lost_or_leaked(stories_dir: Path, tmp_path: Path, form: tuple[str, ...]) -> None:
     file = tmp_path / "report.json"
-    command = [sys.executable, "-m", "benchmarks.chaos", "--quick", "--seed", "1", "--json", str(file), *form]
+    command = [sys.executable, "-m", "benchmarks.faults.chaos", "--quick", "--seed", "1", "--json", str(file), *form]
     done = subprocess.run(
         [*command, "--model", str(stories_dir)], cwd=ROOT, capture_output=True, text=True, timeout=280
     )

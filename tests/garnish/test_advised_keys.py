@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.check_pages import pages
 from garnish.config import load_service_file
 from garnish.errors import ServiceFileError
 from garnish.file_schema import document
+from tests.lint.pages import pages
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("adapters", "cluster", "garnish", "gateway", "infra", "kernels", "node_agent")

@@ -42,7 +42,7 @@ def compiling(cache: Path, *command: str) -> str:
 
 
 def test_compile_matrix(compiled: Path) -> None:
-    lines = compiling(compiled, "-m", "benchmarks.kernel_resources").splitlines()
+    lines = compiling(compiled, "-m", "benchmarks.kernels.resources").splitlines()
     kernels = [json.loads(line) for line in lines]
     found = {(kernel["sm"], kernel["kernel"].rpartition(": ")[2].partition(",")[0]) for kernel in kernels}
     assert found == {(sm, kernel) for sm in (80, 90, 100) for kernel in SERVING | HANDOFF}

@@ -1,0 +1,1 @@
+"""Allocators, eviction and prefetch of adapters, replayed on traces."""

@@ -1,0 +1,1 @@
+"""A load step on a pool of local nodes."""

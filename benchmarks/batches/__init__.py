@@ -1,0 +1,1 @@
+"""A batch over many adapters, grouped by adapter or in file order."""

@@ -1,0 +1,1 @@
+"""Other projects' load generators against a service."""

@@ -1,0 +1,1 @@
+"""Cold starts over HTTP: by default settings, and with a registry far away."""

@@ -1,0 +1,1 @@
+"""The engine in process against transformers and PEFT; a decode step next to busy processes."""

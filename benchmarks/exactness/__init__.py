@@ -1,0 +1,1 @@
+"""Tokens and log probabilities against PEFT's."""

@@ -1,0 +1,1 @@
+"""Shares of tenants and SLO attainment in one engine."""

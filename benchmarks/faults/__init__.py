@@ -1,0 +1,1 @@
+"""A service whose parts are killed, hung and emptied."""

@@ -1,0 +1,1 @@
+"""Quality and cost of the forecasts of calls."""

@@ -1,0 +1,1 @@
+"""Overhead of the gateway under streams, random keys and many nodes."""

@@ -1,0 +1,1 @@
+"""Handoffs to CPU LoRA workers."""

@@ -1,0 +1,1 @@
+"""LoRA operations shape by shape, GPU kernels compiled and counted, and tuned."""

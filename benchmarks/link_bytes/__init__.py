@@ -1,0 +1,1 @@
+"""Bounds of CPU-assisted cold starts, computed from bytes."""

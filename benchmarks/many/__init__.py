@@ -1,0 +1,1 @@
+"""Many adapters, called over HTTP as a trace calls functions."""

@@ -1,0 +1,1 @@
+"""The figures, tables and plots of README and docs, from the committed reports."""

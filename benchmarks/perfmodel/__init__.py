@@ -1,0 +1,1 @@
+"""Fit of the performance model to a runner's passes."""

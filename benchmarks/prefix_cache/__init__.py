@@ -1,0 +1,1 @@
+"""Effect of the prefix cache on first tokens and rates."""

@@ -1,0 +1,1 @@
+"""A registry with many functions, in a directory and in a bucket."""

@@ -1,0 +1,1 @@
+"""Eight requests at once, in process and over HTTP; a load generator for any server."""

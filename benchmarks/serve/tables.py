@@ -1,0 +1,60 @@
+"""The table of the serving study, for docs/results/benchmarks.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.common.report import ON_ONE_CORE, caption, probe_text
+from benchmarks.common.rule import host, table, wrapped
+from benchmarks.engine.tables import dtypes
+
+
+def serve_table(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    text = (
+        f"{dtypes(settings)}, {settings['threads']} threads for each, {settings['concurrency']} requests at once, "
+        f"{settings['prompt_tokens']} prompt and {settings['output_tokens']} output tokens, median of "
+        f"{settings['rounds']} alternated rounds, the worst round in brackets."
+    )
+    speeds, steps = [], []
+    for name, title in settings["models"].items():
+        of = {key.removesuffix(f"_{name}"): value for key, value in document["figures"].items() if key.endswith(name)}
+        speeds.append((
+            title, f"{of['base_tok_s']:.0f}", f"{of['mixed_tok_s']:.0f}",
+            *(_ratio(of, figure, "min") for figure in ("over_peft_static_base", "over_peft")),
+        ))  # fmt: skip
+        base, mixed, padded = (f"{of[f'{kind}_step_ms']:.1f} ms" for kind in ("base", "mixed", "padded"))
+        steps.append((
+            title, base, f"{mixed}, {_ratio(of, 'added_step_over_floor', 'max')}",
+            padded, _ratio(of, "padded_over_mixed_step", "min"),
+        ))  # fmt: skip
+    return "\n".join([
+        f"**{host(document)}**",
+        "",
+        caption(document, text),
+        "",
+        *table(("tokens/s", "base", "eight adapters", "over PEFT: base", "adapters"), speeds),
+        "",
+        *table(("median step", "base", "eight adapters, added / floor", "padded", "padded / adapters"), steps),
+        "",
+        _over_http(document),
+        "",
+        probe_text(document["figures"], ON_ONE_CORE),
+    ])  # fmt: skip
+
+
+def _ratio(figures: dict[str, float], name: str, worst: str) -> str:
+    return f"{figures[name]:.2f} ({figures[f'{name}_{worst}']:.2f})"
+
+
+def _over_http(document: dict[str, Any]) -> str:
+    figures, settings = document["figures"], document["settings"]
+    return wrapped(
+        f"Over HTTP ({settings['models']['smollm2']}, the client on the same cores): "
+        f"{figures['http_base_tok_s']:.0f} tokens/s for the base and {figures['http_mixed_tok_s']:.0f} for eight "
+        f"adapters. Open loop, {figures['open_rate']:.2f} requests/s: TTFT p50 {figures['open_ttft_p50_ms']:.0f} ms "
+        f"and p99 {figures['open_ttft_p99_ms']:.0f} ms, TPOT p50 {figures['open_tpot_p50_ms']:.0f} ms, E2E p50 "
+        f"{figures['open_e2e_p50_ms']:.0f} ms, sends late by {figures['open_late_max_ms']:.1f} ms at most. The gateway "
+        f"adds {figures['gateway_added_p50_ms']:.1f} ms to the median TTFT of {settings['pairs']} short requests, each "
+        "sent through it and straight to the node."
+    )
