@@ -1,13 +1,33 @@
-"""What a deploy says of an adapter."""
+"""What a deploy is given of an adapter, and what it says of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from adapters.functions import Manifest
-from adapters.validate import LoraLayout
+
+if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
+    from adapters.validate import LoraLayout
+
+
+@dataclass(frozen=True)
+class AdapterUpload:
+    """An adapter's two files, and what its deploy states beside them. `weights` must not change during the deploy."""
+
+    config: bytes
+    """Content of adapter_config.json."""
+    weights: Path
+    """File in the format of adapter_model.safetensors."""
+    alias: str | None = None
+    """None: `latest`."""
+    policy: dict[str, Any] | None = None
+    """Fields of the function's policy to change."""
+    source: str | None = None
+    """Where the files came from, if not with the request."""
 
 
 class Deployment(msgspec.Struct, frozen=True):

@@ -14,8 +14,6 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -23,7 +21,7 @@ from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
 from adapters.choices import Choice, Resolved, pick
 from adapters.contents import Contents, Inspect
-from adapters.deployment import Deployment, Staged, deployment_of
+from adapters.deployment import AdapterUpload, Deployment, Staged, deployment_of
 from adapters.errors import (
     ArtifactPending,
     CorruptFunction,
@@ -73,38 +71,22 @@ class Registry:
         self.quota = Quota(store)
         self._versions = VersionFiles(store, base, self.contents)
 
-    def check(
-        self,
-        config: bytes,
-        weights: Path,
-        name: str = "",
-        alias: str | None = None,
-        policy: dict[str, Any] | None = None,
-    ) -> Deployment:
+    def check(self, upload: AdapterUpload, name: str = "") -> Deployment:
         """Returns what a deploy would find in the files, and writes nothing. The store is not asked: raises what
         `deploy` raises for its arguments and files."""
         if name:
             self._check_name(name)
-        return deployment_of(name, None, self._layout(config, weights, alias, policy), created=False)
+        return deployment_of(name, None, self._layout(upload), created=False)
 
-    def stage(
-        self,
-        tenant: str,
-        name: str,
-        config: bytes,
-        weights: Path,
-        alias: str | None = None,
-        policy: dict[str, Any] | None = None,
-        source: str | None = None,
-    ) -> Staged:
+    def stage(self, tenant: str, name: str, upload: AdapterUpload) -> Staged:
         """Stores what `deploy` of the same arguments stores, and lists nothing: no call can get the version yet. What
         is not deployed afterwards is left to garbage collection. Raises what `deploy` does."""
         self._check_name(name)
         _check_tenant(tenant)
-        layout = self._layout(config, weights, alias, policy)
+        layout = self._layout(upload)
         record = self._read(tenant, name) or FunctionRecord(name=name, created=time.time())
         with self.quota.deploying(tenant) as room:
-            deploy = Storing(layout, config, weights, source, room)
+            deploy = Storing(upload, layout, room)
             entry = self._versions.listed(tenant, record, deploy)
         return Staged(deployment_of(name, entry.version, layout, created=deploy.created), layout, deploy.manifest)
 
@@ -112,37 +94,32 @@ class Registry:
         self,
         tenant: str,
         name: str,
-        config: bytes,
-        weights: Path,
-        alias: str | None = None,
-        policy: dict[str, Any] | None = None,
-        source: str | None = None,
+        upload: AdapterUpload,
         staged: Staged | None = None,
         memory: Memory | None = None,
     ) -> Deployment:
         """Stores an adapter as a version of a function and points an alias (`latest`) to it.
 
-        `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
-        `staged`: what `stage` made of the same arguments. `memory`: what provisioned copies that `policy` asks for must
-        fit in.
+        The same adapter again makes no new version and only moves the alias. `staged`: what `stage` made of the same
+        arguments. `memory`: what provisioned copies that the policy asks for must fit in.
         Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, InspectionBusy, StoreUnavailable, and
         Conflict when the function has too many versions or aliases, the tenant too many adapters, or its policy asks
         for more than there is.
         """
         self._check_name(name)
         _check_tenant(tenant)
-        layout = staged.layout if staged is not None else self._layout(config, weights, alias, policy)
+        layout = staged.layout if staged is not None else self._layout(upload)
 
         def commit(record: FunctionRecord | None) -> FunctionRecord:
             record = record or FunctionRecord(name=name, created=time.time())
             entry = self._versions.listed(tenant, record, deploy)
-            changed = msgspec.structs.replace(record, policy=parse_policy(policy or {}, record.policy))
+            changed = msgspec.structs.replace(record, policy=parse_policy(upload.policy or {}, record.policy))
             if changed.policy.warm:
                 note_schedule(self.store, tenant, name)
-            return with_version(changed, entry, alias or "latest", time.time())
+            return with_version(changed, entry, upload.alias or "latest", time.time())
 
         with self.quota.deploying(tenant) as room:
-            deploy = Storing(layout, config, weights, source, room, None if staged is None else staged.manifest)
+            deploy = Storing(upload, layout, room, None if staged is None else staged.manifest)
             record = update_function(self.store, tenant, name, commit, memory)
             if deploy.created:
                 room.made()
@@ -299,10 +276,10 @@ class Registry:
         if name == self.base.id:
             raise InvalidRequest("name", f"{name!r} is the base model's id")
 
-    def _layout(self, config: bytes, weights: Path, alias: str | None, policy: dict[str, Any] | None) -> LoraLayout:
+    def _layout(self, upload: AdapterUpload) -> LoraLayout:
         """Raises what `deploy` does for its arguments and files."""
-        check_options(alias, policy)
-        return check_values(self._inspect(config, weights), weights)
+        check_options(upload.alias, upload.policy)
+        return check_values(self._inspect(upload.config, upload.weights), upload.weights)
 
     def _read(self, tenant: str, name: str) -> FunctionRecord | None:
         try:

@@ -9,6 +9,7 @@ import pytest
 from peft_files import changed
 
 from adapters.base_model import BaseModel
+from adapters.deployment import AdapterUpload
 from adapters.registry import Registry
 from adapters.store import ObjectStore
 from adapters.verify import Damage, Verified, verify
@@ -20,9 +21,9 @@ Good = tuple[bytes, Path]
 def registry(new_store: Callable[[], ObjectStore], base: BaseModel, good: Good) -> Registry:
     """Two functions of one adapter, and one of another; they share the weights' file."""
     registry = Registry(new_store(), base)
-    registry.deploy("acme", "f", *good)
-    registry.deploy("other", "f", *good)
-    registry.deploy("other", "g", changed(good[0], lora_alpha=9), good[1])
+    registry.deploy("acme", "f", AdapterUpload(*good))
+    registry.deploy("other", "f", AdapterUpload(*good))
+    registry.deploy("other", "g", AdapterUpload(changed(good[0], lora_alpha=9), good[1]))
     return registry
 
 
