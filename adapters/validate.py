@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,6 @@ import numpy as np
 
 from adapters.base_model import PROJECTIONS, BaseModel
 from adapters.errors import MAX_PROBLEMS, InvalidAdapter, Problem
-from adapters.other_base import other_base_problem
 from adapters.peft_config import LoraSettings, check_config, field_problem, scale
 from adapters.peft_format import PeftAdapter, TensorRef, read_peft, read_tensor
 from adapters.peft_targets import Target, find_targets, module_names
@@ -206,11 +205,35 @@ def _map(
         if a is not None and b is not None:
             factor = scale(target.alpha, target.rank, use_rslora)
             layers[layer].append(LoraPair(projection=projection, rank=target.rank, scale=factor, a=a, b=b))
-    if (other := other_base_problem(adapter, base, pairs)) is not None:
+    if (other := _other_base_problem(adapter, base, pairs)) is not None:
         return (), [other]
     problems += [_unmapped(ref, base) for name, ref in adapter.tensors.items() if name not in used]
     ordered = tuple(tuple(sorted(pairs, key=lambda pair: pair.projection)) for pairs in layers)
     return ordered, problems
+
+
+def _other_base_problem(
+    adapter: PeftAdapter, base: BaseModel, pairs: Iterable[tuple[int, TensorRef | None, TensorRef | None]]
+) -> Problem | None:
+    """Returns the problem if not one targeted module has this base's widths; None if one fits or too little is known.
+
+    `pairs`: projection, A [rank, d_in] and B [d_out, rank] of each targeted module, None for a tensor that is missing.
+    """
+    widths = {
+        projection: (a.shape[1], b.shape[0])
+        for projection, a, b in pairs
+        if a is not None and b is not None and len(a.shape) == len(b.shape) == 2
+    }
+    if not widths or any(found == base.widths[projection] for projection, found in widths.items()):
+        return None
+    projection, found = next(iter(widths.items()))
+    return field_problem(
+        "base_model_name_or_path",
+        f"trained for another base model, for no module has the widths of {base.id}; "
+        "deploy it to a service with its own base_model",
+        f"{base.widths[projection][0]} to {base.widths[projection][1]}",
+        f"{adapter.config.get('base_model_name_or_path')}, {found[0]} to {found[1]}",
+    )
 
 
 def _place(module: str, base: BaseModel) -> tuple[int, int] | None:

@@ -6,7 +6,10 @@ silent for WORKER_SECONDS. Buckets that are full are not kept. While Redis is aw
 
 from __future__ import annotations
 
-from cluster.gate import Gate
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from cluster.limits import Call, MemoryLimits, Refusal
 from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink, Value
 
@@ -14,6 +17,39 @@ PLACES_SECONDS = 7200
 """Longer than a call may last: how long places are kept that nobody takes or gives back."""
 OWNERS_TOGETHER = 500
 """Whose places are counted anew by one script."""
+
+
+class Gate:
+    """A gate that many pass at once, and that can be closed for a while. Both must end in bounded time: others wait."""
+
+    def __init__(self) -> None:
+        self._passing = 0
+        self._empty, self._open = asyncio.Event(), asyncio.Event()
+        self._empty.set()
+        self._open.set()
+
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        while not self._open.is_set():
+            await self._open.wait()
+        self._passing += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._passing -= 1
+            if not self._passing:
+                self._empty.set()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """Closes the gate: nobody passes while the context lasts. One may close it at a time."""
+        self._open.clear()
+        try:
+            await self._empty.wait()
+            yield
+        finally:
+            self._open.set()
 
 
 class RedisLimits:

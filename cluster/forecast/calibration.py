@@ -1,15 +1,18 @@
-"""Calibration makes forecasts probabilities: of all forecasts of 0.3, three in ten come true."""
+"""Calibration makes forecasts probabilities: of all forecasts of 0.3, three in ten come true. Their error is measured."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from cluster.forecast.chances import HORIZONS_S, Chances
 from cluster.forecast.table import Array
 
 FARTHEST, STEP = 8.0, 0.5
 """Log-odds from -FARTHEST to FARTHEST are counted in bins, one at every STEP."""
 BINS = round(2 * FARTHEST / STEP) + 1
 ALL = slice(None)
+ERROR_FADING = 0.99
+"""Each batch of outcomes multiplies the weight of earlier ones in the mean errors of its horizon by this."""
 PRIOR_WEIGHT = 10.0
 """Each bin starts with so many outcomes that agree with its log-odds."""
 
@@ -63,6 +66,28 @@ class Calibration:
             low = np.bincount(at, ((1 - part) * counted).ravel(), shape[0] * BINS)
             high = np.bincount(at + 1, (part * counted).ravel(), shape[0] * BINS)
             into[horizon] = into[horizon] * fading + (low + high).reshape(shape)
+
+
+class ForecastError:
+    """Keeps exponentially weighted means of log loss and Brier score for each horizon."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros((len(HORIZONS_S), 2))
+        self._outcomes = np.zeros(len(HORIZONS_S))
+
+    def add(self, horizon: int, chances: Array, came: Array) -> None:
+        """Adds outcomes, bool[functions], of f32[functions] forecasts."""
+        brier = (chances - came) ** 2
+        self._sums[horizon] = self._sums[horizon] * ERROR_FADING + (log_loss(chances, came).sum(), brier.sum())
+        self._outcomes[horizon] = self._outcomes[horizon] * ERROR_FADING + len(came)
+
+    def means(self) -> dict[str, float]:
+        """Returns the means by `log_loss_` or `brier_` and the name of a field of Chances."""
+        means: dict[str, float] = {}
+        for field, sums, outcomes in zip(Chances._fields, self._sums, self._outcomes, strict=True):
+            if outcomes:
+                means |= {f"log_loss_{field}": float(sums[0] / outcomes), f"brier_{field}": float(sums[1] / outcomes)}
+        return means
 
 
 def _place(odds: Array) -> tuple[Array, Array]:

@@ -7,9 +7,8 @@ from itertools import compress
 
 import numpy as np
 
-from cluster.forecast.calibration import ALL, Calibration, log_odds
+from cluster.forecast.calibration import ALL, Calibration, ForecastError, log_odds
 from cluster.forecast.chances import HORIZONS_S, Forecasts
-from cluster.forecast.forecast_error import ForecastError
 from cluster.forecast.idle_times import IdleTimes
 from cluster.forecast.lstm import Lstm
 from cluster.forecast.outcomes import Outcomes

@@ -17,7 +17,7 @@ from adapters.aliases import Alias
 from adapters.deployment import AdapterUpload
 from adapters.functions import Defaults, FunctionRecord, Policy, VersionEntry
 from adapters.local_store import LocalStore
-from adapters.stored import decode_record, encode_over
+from adapters.records import decode_record, encode_over
 from adapters.registry import Registry
 from adapters.slo import Slo
 from adapters.standing import function_key
