@@ -51,10 +51,9 @@ class Epoch(msgspec.Struct, frozen=True):
 
     id: str
     """Drawn when the object is made: the numbers of another one say nothing."""
+    since: float
+    """By the store's clock: all marks that were made later are here."""
     marks: tuple[Mark, ...] = ()
-    since: float | None = None
-    """By the store's clock: all marks that were made later are here. None: whoever wrote last was of a release that
-    does not say, and nothing is known of the marks' times."""
 
     @property
     def number(self) -> int:
@@ -78,10 +77,9 @@ def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> Non
     def marked(known: Epoch | None) -> Epoch:
         now = store.now()
         epoch = known or _new(now)
-        since = now if epoch.since is None else epoch.since
         marks = (*epoch.marks, Mark(epoch.number + 1, key, ended, number, now))
         dropped, kept = marks[:-MAX_MARKS], marks[-MAX_MARKS:]
-        return Epoch(epoch.id, kept, max([since, *(each.at for each in dropped)]))
+        return Epoch(epoch.id, max([epoch.since, *(each.at for each in dropped)]), kept)
 
     try:
         update_record(store, EPOCH_KEY, Epoch, marked)
@@ -105,4 +103,4 @@ def update_marked(store: ObjectStore, key: str, kind: type[T], change: Callable[
 
 
 def _new(now: float) -> Epoch:
-    return Epoch(secrets.token_hex(8), since=now)
+    return Epoch(secrets.token_hex(8), now)

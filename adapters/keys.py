@@ -28,7 +28,7 @@ class KeyRecord(msgspec.Struct, frozen=True):
     revoked: float | None = None
     made_by: Literal["start", "operator"] | None = None
     """A service that starts makes keys for itself, and takes keys that its operator has written into a file. None: an
-    administrator by the API, or a release that did not say."""
+    administrator by the API."""
 
 
 class Principal(msgspec.Struct, frozen=True):

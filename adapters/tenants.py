@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,12 +15,14 @@ from adapters.keys import KeyRecord, Principal, new_key, opens, operator_key, pa
 from adapters.names import is_name
 from adapters.records import find_record
 from adapters.slo import Slo, Weight
-from adapters.start_keys import bounded, unmarked_start_keys
 from adapters.store import ObjectStore
 
 ADMIN_KEY = "admin.json"
 MAX_KEYS = 1000
 """Keys of one tenant that are kept, besides those that starts make; revoked ones as long as there is room."""
+
+MAX_START_KEYS = 50
+"""Keys of starts that are kept, of one tenant and of administrators: as many gateways may have a state of their own."""
 
 MAX_RESERVED = 32
 """Functions of one tenant with reserved concurrency: each call looks at the places of all of them."""
@@ -224,22 +226,22 @@ class Tenants:
 
     def bound_start_keys(self, names: Sequence[str], used: Sequence[str]) -> None:
         """Forgets surplus keys that earlier starts made for these tenants and for administrators; `used`: texts of keys
-        that stay in any case. See adapters.start_keys."""
-        admin, ids = self.admin_keys(), {claim.key_id for text in used if (claim := parse_key(text)) is not None}
+        that stay in any case.
 
-        def left(keys: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
-            return bounded(keys, unmarked_start_keys(keys, admin), ids)
+        Where the registry persists and the local state does not (containers with S3), each start makes some.
+        """
+        ids = {claim.key_id for text in used if (claim := parse_key(text)) is not None}
 
-        for name in names:  # before the admin keys go, by whose times those of tenants are known
+        def bounded(keys: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
+            return _without_surplus(keys, ids)
+
+        for name in names:
             record = self._read(name)
-            if record is not None and not record.deleted and left(record.keys) is not record.keys:
-                self._change_keys(name, left)
-
-        def left_of_admin(keys: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
-            return bounded(keys, {key.key_id for key in keys if key.made_by is None}, ids)
-
-        if left_of_admin(admin) is not admin:
-            self._change_keys(None, left_of_admin)
+            if record is not None and not record.deleted and bounded(record.keys) is not record.keys:
+                self._change_keys(name, bounded)
+        admin = self.admin_keys()
+        if bounded(admin) is not admin:
+            self._change_keys(None, bounded)
 
     def admin_keys(self) -> tuple[KeyRecord, ...]:
         """Returns the keys of all administrators, revoked ones included."""
@@ -337,6 +339,14 @@ def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]
         first = min(revoked, key=lambda known: known.revoked or 0.0)
         keys = tuple(known for known in keys if known is not first)
     return (*keys, key)
+
+
+def _without_surplus(keys: tuple[KeyRecord, ...], used: Collection[str]) -> tuple[KeyRecord, ...]:
+    """Returns the keys without surplus ones of starts; the same object if there are none. The first key that a start
+    made, which was most likely handed on, and the newest stay, and so do those whose ids are in `used`."""
+    made = sorted((key for key in keys if key.made_by == "start"), key=lambda key: key.created)
+    surplus = {key.key_id for key in made[1 : 1 - MAX_START_KEYS]} - set(used)
+    return tuple(key for key in keys if key.key_id not in surplus) if surplus else keys
 
 
 def _adopted(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
