@@ -1,4 +1,4 @@
-"""Messages between gateway and nodes, as msgpack. Every message carries PROTOCOL_VERSION in its `v`.
+"""Messages between gateway and nodes, as msgpack. Every message has PROTOCOL_VERSION in its `v`; others are refused.
 
 Gateway -> node (HTTP, each with `authorization: Bearer <cluster secret>`):
 
@@ -22,16 +22,7 @@ import msgspec
 
 from cluster.frames import frame
 
-PROTOCOL_VERSION = 1
-PARAMETERS_VERSION = 2
-"""Of a GenerateRequest that states one of NEWER_PARAMETERS. Nodes that would ignore these refuse the version, and get
-no such call (`NodeRecord.accepts`). A request that states none of them is version 1, which all nodes serve."""
-RESUMPTION_VERSION = 3
-"""Of a GenerateRequest with tokens that another node has `generated`."""
-ACCEPTED_VERSIONS = (PROTOCOL_VERSION, PARAMETERS_VERSION, RESUMPTION_VERSION)
-"""The version before the current one joins this tuple when there is one."""
-NEWEST_VERSION = ACCEPTED_VERSIONS[-1]
-
+PROTOCOL_VERSION = 3
 
 SloClass = Literal["strict", "standard", "best_effort"]
 
@@ -68,28 +59,6 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
     include_stop: bool = False
     """The stop string, or the token that ends the text, is part of the text."""
-
-
-NEWER_PARAMETERS = (
-    "repetition_penalty",
-    "logit_bias",
-    "min_tokens",
-    "stop_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "include_stop",
-)
-"""Fields of Sampling that nodes of protocol version 1 don't know."""
-
-
-def version_for(sampling: Sampling) -> int:
-    """Returns the protocol version that a node must serve so as not to ignore any of these parameters."""
-    plain = all(getattr(sampling, field) == getattr(_PLAIN, field) for field in NEWER_PARAMETERS)
-    return PROTOCOL_VERSION if plain else PARAMETERS_VERSION
-
-
-_PLAIN = Sampling()
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -139,7 +108,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     while fewer of its function's than that wait there."""
     place: int = 0
     """Number of the place that is reserved for it (cluster.received); 0: it has none."""
-    v: int = PROTOCOL_VERSION
+    v: int = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)  # a plain default would not be sent
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -251,8 +220,9 @@ class VersionMismatch(ValueError):
 
 
 def check_version(v: int) -> None:
-    if v not in ACCEPTED_VERSIONS:
-        raise VersionMismatch(f"message version {v} is not served; served: {ACCEPTED_VERSIONS}")
+    """Raises VersionMismatch unless `v` is PROTOCOL_VERSION."""
+    if v != PROTOCOL_VERSION:
+        raise VersionMismatch(f"message version {v} is not served; served: {PROTOCOL_VERSION}")
 
 
 _event_encoder = msgspec.msgpack.Encoder()

@@ -1,7 +1,6 @@
 """What a node reports of itself: sums that change all the time, facts that hardly do, and which adapters it holds.
 
 A node posts News every RECORD_INTERVAL seconds, and passes on only what changed since the gateway last took it in.
-cluster.old_record has what nodes of the release before report.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from cluster.messages import PROTOCOL_VERSION
 from cluster.performance_model import PerformanceModel
 from cluster.received import Received
 
-RECORD_VERSION = 2
-"""Of what nodes report; cluster.old_record has version 1."""
 RECORD_INTERVAL = 0.2
 """Seconds between two records of a node."""
 RECORD_EXPIRY = 2.0
@@ -92,7 +89,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How much of the measurement that will give it a `performance` is done (0 to 1); None: none goes on."""
     received: Received = Received()
     """Which places given away on it have become requests; ends their reservations."""
-    v: int = RECORD_VERSION
+    v: int = PROTOCOL_VERSION
     prefetches: int = 0
     """Predicted ones that are under way."""
     prefetch_useful_bytes: int = 0
@@ -104,7 +101,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     gpu_load: GpuLoad | None = None
     """None: it has no GPU, or knows nothing of it."""
     best_effort: int = 0
-    """Requests of this class, of `running` and `queued`; older nodes don't report it."""
+    """Requests of this class, of `running` and `queued`."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -135,8 +132,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why the engine is not ready, when it is not."""
     pool: str = ""
     """The node pool that it belongs to; empty: none."""
-    accepts: int = PROTOCOL_VERSION
-    """The newest version of GenerateRequest that it serves."""
     cpu_workers: int | None = None
     """CPU LoRA workers that help cold calls; None: not reported."""
     cpu_workers_reason: str = ""
@@ -167,7 +162,6 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
     device: str = ""
     error: str = ""
     pool: str = ""
-    accepts: int = PROTOCOL_VERSION
     cpu_workers: int | None = None
     cpu_workers_reason: str = ""
     cpu_workers_ms: dict[str, float] = {}
@@ -215,8 +209,6 @@ class Changes(msgspec.Struct, frozen=True, array_like=True):
     at: int = 0
     """Number of the last change."""
     residents: list[Resident] = []
-    acknowledged: list[str] = []
-    """Of a node of protocol version 1, which numbers nothing: ids of requests whose reservations end."""
 
 
 class News(msgspec.Struct, frozen=True, array_like=True):

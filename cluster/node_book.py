@@ -112,9 +112,8 @@ class NodeBook:
         node = self._nodes.get(heartbeat.id)
         if node is None and len(self._nodes) >= self.max_nodes:
             raise TooManyNodes(f"{self.max_nodes} nodes are known already; {heartbeat.id} was not added")
-        came = list(changes.acknowledged)
-        if node is not None:
-            came += [request for request, place in node.places.items() if heartbeat.received.has(place.number)]
+        places = node.places.items() if node is not None else ()
+        came = [request for request, place in places if heartbeat.received.has(place.number)]
         facts = news.facts if news.facts is not None or node is None else facts_of(node.record)
         assert facts is not None
         record = record_from(heartbeat, facts)
@@ -137,11 +136,6 @@ class NodeBook:
         """Returns all that is known of a known node, for somebody who knows nothing."""
         node = self._nodes[node_id]
         return whole(node.record, list(self.table.residents(node.row).values()), node.at)
-
-    def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
-        """Returns what the node holds, by digest; None unless `epoch` is that of the node's latest record."""
-        node = self._nodes.get(node_id)
-        return self.table.residents(node.row) if node is not None and node.record.epoch == epoch else None
 
     def hold(self, node_id: str, request_id: str, demand: Demand, end: float, number: int = 0) -> None:
         """Holds a place on the node for the request, until `end` at the latest. Does nothing at an unknown node."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cluster.messages import NEWEST_VERSION
 from cluster.model_check import problem_of
 from cluster.news import NodeRecord, Resident
 from cluster.node_load import (
@@ -116,8 +115,6 @@ class NodeTable:
         """Its record has not expired."""
         self.heard = np.zeros(capacity, np.float64)
         """When its record came in, by the receiver's clock."""
-        self.older: dict[int, int] = {}
-        """By row, the newest version that the node serves, of nodes that would not serve NEWEST_VERSION."""
         self._rows: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._residents = ResidentIndex(capacity)
@@ -216,9 +213,6 @@ class NodeTable:
         self._residents.change(row, changed)
         if before is None or (before.performance, before.base) != (record.performance, record.base):
             self._model(row, record.performance, record.base)
-        self.older.pop(row, None)
-        if record.accepts < NEWEST_VERSION:
-            self.older[row] = record.accepts
         self._refresh(row)
         self.heard[row] = heard
         if before is None or not self.live[row] or _counts(before) != _counts(record):
@@ -239,7 +233,6 @@ class NodeTable:
         self._residents.put(row, [])
         self._problems.pop(row, None)
         self.table[row], self.live[row], self.heard[row] = 0, False, 0.0
-        self.older.pop(row, None)
         self.ids[row], self._records[row], self._loads[row], self.generation[row] = None, None, None, 0
         self._demands[row].clear()
         self._free.append(row)

@@ -25,7 +25,7 @@ POOL = re.compile(r"([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?")
 STATES = ("warming", "ready", "draining")
 MOST = 1 << 53
 RECORDS_PER_SECOND = 60.0
-"""Of one node; a node sends 5, one of the release before 50 at most."""
+"""Of one node; a node sends 5."""
 BURST_SECONDS = 2.0
 MOST_RATES = 4096
 

@@ -175,8 +175,6 @@ class RedisClusterState(ClusterState):
             heartbeat.received.last,
             heartbeat.received.came,
             self._longest_silence_ms,
-            len(changes.acknowledged),
-            *changes.acknowledged,
         ]
         for resident in changes.residents:
             args += [resident.digest, b"" if resident.tier == ABSENT_TIER else _encode(resident)]

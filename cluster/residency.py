@@ -78,7 +78,7 @@ class WantedResidency(msgspec.Struct, frozen=True, omit_defaults=True):
     idle_ttls: dict[str, float] = {}
     """By digest: seconds without a request after which the adapter leaves the device, and after twice as many host
     memory, unless it is wanted."""
-    v: int = PROTOCOL_VERSION
+    v: int = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)  # a plain default would not be sent
 
 
 MAX_WANTED = 64

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, TypedDict, Unpack
 
 from cluster.messages import check_version
-from cluster.news import RECORD_EXPIRY, News, Resident
+from cluster.news import RECORD_EXPIRY, News
 from cluster.node_book import FORGET_SECONDS, NodeBook, NodeView
 from cluster.node_table import Demand, NodeTable
 
@@ -66,10 +66,6 @@ class ClusterState(ABC):
     @abstractmethod
     async def release(self, node_id: str, request_id: str) -> None:
         """Gives back a place that will not be used; does nothing when the reservation has ended already."""
-
-    def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
-        """Returns what this process of the node holds, by digest; None when that is not known. Not to be changed."""
-        return self._book.residents(node_id, epoch)
 
     async def table(self) -> NodeTable:
         """Returns this process's snapshot of the nodes, with what is known now. No round trip to anywhere."""

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cluster.errors import ServiceError
-from cluster.messages import NEWEST_VERSION, GenerateRequest
+from cluster.messages import GenerateRequest
 from cluster.news import News, NodeRecord, StrictRoom, rank_sums, whole
 from cluster.queue_shares import QueueShares, room_for_others
 from cluster.received import Received
@@ -336,7 +336,6 @@ class RequestRegistry:
             received=self._received,
             error=self.error,
             pool=self._config.pool,
-            accepts=NEWEST_VERSION,
             gpu=gpu.facts if gpu is not None else None,
             gpu_load=gpu.load if gpu is not None else None,
             best_effort=sum(entry.slo_class == "best_effort" for entry in self._in_flight.values()),

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from worlds import World, news, record, until
 
 from cluster.news import RECORD_EXPIRY, RECORD_INTERVAL, WHOLE, News, NodeRecord, Resident
-from cluster.old_record import record_of_old
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState
@@ -50,7 +49,7 @@ class Node:
 
     def record(self) -> NodeRecord:
         self.seq += 1
-        return record_of_old(record(epoch=str(self.epoch), seq=self.seq, pool=self.pool))
+        return record(epoch=str(self.epoch), seq=self.seq, pool=self.pool).to_record()
 
     def news(self) -> News:
         return msgspec.convert(

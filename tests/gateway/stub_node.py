@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from cluster.frames import frame
 from cluster.http_protocol import BoundedHttp
 from cluster.messages import (
-    NEWEST_VERSION,
     ColdStart,
     Done,
     Event,
@@ -108,7 +107,6 @@ class StubNode:
             kv_blocks=100,
             block_tokens=16,
             received=self.places,
-            accepts=NEWEST_VERSION,
         )
         if state == "warming":  # as a node whose engine has not said yet what it has
             unknown = {"base": "", "max_context": 0, "kv_blocks": 0, "kv_blocks_free": 0}

@@ -18,6 +18,7 @@ from running_gateway import Running, plain_client, upload
 
 import gateway.routes
 from adapters.local_store import LocalStore
+from cluster.messages import PROTOCOL_VERSION
 from cluster.news import Resident, whole
 from cluster.secret import authorization
 from gateway.app import ROUTES
@@ -67,7 +68,10 @@ def test_records_that_are_none(reused: Running, body: bytes) -> None:
 
 
 def test_records_of_another_version_or_size(reused: Running) -> None:
-    assert reused.nodes[0].publish(reused.url, v=99).status_code == 400
+    for v in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
+        reply = reused.nodes[0].publish(reused.url, v=v)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"] == f"message version {v} is not served; served: {PROTOCOL_VERSION}"
     assert reused.nodes[0].publish(reused.url, error="x" * (5 << 20)).status_code == 413
 
 
