@@ -26,7 +26,7 @@ class FoundVersion(msgspec.Struct, frozen=True):
     function: str
     version: int
     entry: VersionEntry | None
-    """As function.json lists it; None: it does not, so the version does not exist for anyone."""
+    """Entry of function.json; None: the function does not list the version, so it does not exist for anyone."""
     manifest: Manifest | None
     info: ObjectInfo | None
     """The manifest's object; None: there is none."""
@@ -54,7 +54,7 @@ def all_versions(store: ObjectStore) -> Iterator[FoundVersion]:
 
 
 def is_listed(store: ObjectStore, found: FoundVersion) -> bool:
-    """Whether the function lists the version now."""
+    """Returns whether the function lists the version now. Reads function.json. Raises StoreUnavailable."""
     record = find_record(store, f"{_folder(found.tenant)}{found.function}/function.json", FunctionRecord)
     return record is not None and any(entry.version == found.version for entry in record.versions)
 

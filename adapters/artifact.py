@@ -36,7 +36,7 @@ FIRST_READ = 64 << 10
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """One adapted projection of one layer. Offsets are in bytes from the start of the layer's block."""
+    """Adapted projection of one layer. Offsets are in bytes from the start of the layer's block."""
 
     projection: int
     rank: int
@@ -46,7 +46,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class LayerBlock(msgspec.Struct, frozen=True):
-    """Where a layer's bytes are (absolute offset in the file) and what they must hash to."""
+    """Position of a layer's block (absolute offset in the file, bytes) and the hash of its bytes."""
 
     offset: int
     size: int

@@ -1,12 +1,12 @@
 """Garbage collection: removes what no function lists, once it is so old that no deploy can still be about to list it.
 
 Orphans are what deploys leave that died, and what deletes leave. First everything that is listed is noted, and then
-objects are removed; an error while noting removes nothing. Ages count from the start of the run: a deploy writes
-content anew that it meets at half the age, so what is old enough when the run starts and is not listed is not
-wanted by a deploy under way. What a deploy wrote anew since then is young, and is looked at again before it is removed;
-a deploy that writes between that look and the removal finds it missing before it lists it, and writes it again.
-A version that was taken off its function's list since is kept, too: calls of it may still load it. All times are by
-the store's clock.
+objects are removed; an error while noting removes nothing. Ages count from the start of the run: a deploy that finds
+content of half the age writes it again, so what is old enough when the run starts and is not listed is not wanted by a
+deploy under way. What a deploy has written again since then is young, and is checked again before it is removed; a
+deploy that writes between that check and the removal finds it missing before it lists it, and writes it again. A
+version that was taken off its function's list since is kept, too: calls of it may still load it. All times are by the
+store's clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ARTIFACT = re.compile(r"artifacts/v\d+/[^/]+/([0-9a-f]{64})", re.ASCII)
 
 
 class Collected(msgspec.Struct):
-    """What was removed, or would be in a dry run, and what was left."""
+    """Counts of what was removed, or would be in a dry run, and of what was kept."""
 
     dry_run: bool
     blobs: int = 0
@@ -48,7 +48,7 @@ def collect(
     tell: Callable[[ObjectInfo], None] = lambda _: None,
 ) -> Collected:
     """Removes orphans that are ORPHAN_SECONDS old at `now` (Unix time by the store's clock; default: as it is), and
-    returns what was removed; `tell` is called for each. With `dry_run` nothing is removed.
+    returns what was removed; `on_removal` is called for each. With `dry_run` nothing is removed.
 
     Raises StoreUnavailable, and CorruptArtifact when a listed version has no manifest, so that what it needs is not
     known.
@@ -69,8 +69,8 @@ def collect(
 
 
 def _note(found: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
-    """Notes in `needed` the digest and files that the version needs, or in `manifests` that its manifest is an orphan.
-    Raises CorruptArtifact when a listed version's manifest is missing or can't be read."""
+    """Records in `needed` the digest and files that the version needs, or in `manifests` that its manifest is an
+    orphan. Raises CorruptArtifact when a listed version's manifest is missing or can't be read."""
     young = found.removed >= before or (found.info is not None and found.info.modified >= before)
     if found.entry is None and found.info is not None and not young:
         manifests.put(found.key, str(found.info.size))

@@ -1,4 +1,4 @@
-"""What a deploy is given of an adapter, and what it says of it."""
+"""Input and result of a deploy."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
 
 @dataclass(frozen=True)
 class AdapterUpload:
-    """An adapter's two files, and what its deploy states beside them. `weights` must not change during the deploy."""
+    """An adapter's two files, and what its deploy states with them. `weights` must not change during the deploy."""
 
     config: bytes
     """Content of adapter_config.json."""
     weights: Path
     """File in the format of adapter_model.safetensors."""
     alias: str | None = None
-    """None: `latest`."""
+    """Alias that is moved to the version; None: `latest`."""
     policy: dict[str, Any] | None = None
     """Fields of the function's policy to change."""
     source: str | None = None
-    """Where the files came from, if not with the request."""
+    """Origin of the files, if they did not come with the request."""
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """What a deploy did, or (version None) what a dry run would do."""
+    """Result of a deploy, or of a dry run (version None)."""
 
     function: str
     version: int | None
@@ -41,9 +41,9 @@ class Deployment(msgspec.Struct, frozen=True):
     bytes: int
     warnings: tuple[str, ...]
     created: bool
-    """Whether a new version was made; False when this adapter was deployed under this name before, and in a dry run."""
+    """A new version was made. False when this adapter was deployed under this name before, and in a dry run."""
     dtype: str
-    """Of the tensors as stored: `bytes` counts them in it."""
+    """Dtype of the tensors as stored: `bytes` counts them in it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Staged:
     made: Deployment
     layout: LoraLayout
     manifest: Manifest | None
-    """Of a new version, which has taken its number."""
+    """Manifest of a new version, which has taken its number; None when the function lists the adapter already."""
 
 
 def deployment_of(name: str, version: int | None, layout: LoraLayout, *, created: bool) -> Deployment:

@@ -1,4 +1,4 @@
-"""What the registry keeps of a function: the records of function.json and of a version's manifest."""
+"""Records that the registry keeps of a function: function.json and the manifests of its versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_ALIASES = 1000
 """Function.json is read for each call that is not cached, so it may not grow without end."""
 
 REMOVED_SECONDS = 48 * 3600.0
-"""For which a removal is remembered: longer than anything waits for what it left."""
+"""Seconds for which a removal is remembered: longer than any call waits for a removed version."""
 
 MAX_TEMPLATE = 1 << 15
 """Characters of a chat template; the longest of known models have half of it."""
@@ -45,15 +45,16 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Provisioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Copies of the adapter that are kept on nodes, each on a node of its own."""
+    """Copies of the adapter that are kept on nodes, each on another node."""
 
     device: Annotated[int, Meta(ge=0, le=MAX_COPIES)] = 0
     host: Annotated[int, Meta(ge=0, le=MAX_COPIES)] = 0
-    """On further nodes, in host memory."""
+    """Copies in host memory, on further nodes."""
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a function is served. Only what the gateway enforces is here, so nothing is accepted and then ignored."""
+    """Rules by which a function is served. Only what the gateway enforces is here, so nothing is accepted and then
+    ignored."""
 
     timeout: Annotated[float, Meta(gt=0, le=3600)] | None = None
     """Seconds that a call may take when it does not state less."""
@@ -67,23 +68,23 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     idle_ttl: Annotated[float, Meta(gt=0, le=30 * 86400)] | None = None
     """Seconds without a call after which the adapter leaves a node's device, and after as many more its host memory."""
     warm: Annotated[list[WarmWindow], Meta(max_length=MAX_WINDOWS)] = []
-    """When its adapter is wanted on nodes before calls come."""
+    """Times at which its adapter is wanted on nodes before calls come."""
     prefetch: Literal["auto", "off"] | None = None
     """`off`: no forecast of its calls brings its adapter to a node. What is provisioned, ordered or scheduled comes."""
     slo_class: SloClass | None = None
-    """None: the tenant's. A higher one than the tenant's has the effect of the tenant's."""
+    """SLO class of its calls; None: the tenant's. A higher one than the tenant's counts as the tenant's."""
     retries: Annotated[int, Meta(ge=0, le=10)] | None = None
-    """Of an asynchronous call, after its first attempt."""
+    """Further attempts of an asynchronous call."""
     max_age: Annotated[float, Meta(ge=1, le=7 * 86400)] | None = None
     """Seconds from the acceptance of an asynchronous call, after which no attempt begins."""
     on_success: Destination | None = None
-    """Of asynchronous calls that state none themselves; so is `on_failure`."""
+    """Destination for asynchronous calls that state none themselves; so is `on_failure`."""
     on_failure: Destination | None = None
 
 
 SUPPORTED_POLICY = Policy.__struct_fields__
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Of an element, by the dtypes that adapters may have."""
+"""Bytes of an element, by the dtypes that adapters may have."""
 
 
 class VersionEntry(msgspec.Struct, frozen=True):
@@ -151,7 +152,7 @@ class Manifest(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
     created: float
     source: str | None = None
-    """Where the files came from, if not with the request."""
+    """Origin of the files, if they did not come with the request."""
 
 
 def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.") -> Policy:

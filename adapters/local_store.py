@@ -25,15 +25,15 @@ SHARDS = 256
 STALE_SECONDS = 60.0
 """Age from which a temporary file without a living writer is removed."""
 PLACE_ATTEMPTS = 100
-"""At naming a file in a folder that others remove again and again."""
+"""Attempts to name a file in a folder that others remove again and again."""
 CHUNK = 1 << 20
 
 
 class LocalStore:
     """Objects are files under `root` (0700 and 0600); `.tmp` and `.locks` inside it are the store's own.
 
-    An etag is the SHA-256 of the content: no record beside the object can disagree with it, and only small records
-    are ever read whole. Large immutable objects are hashed once, while they are written.
+    An etag is the SHA-256 of the content: no separate record can disagree with it, and only small records are ever read
+    whole. Large immutable objects are hashed once, while they are written.
     """
 
     readers = 1

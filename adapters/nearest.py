@@ -11,11 +11,11 @@ from itertools import takewhile
 CLOSE = 0.7
 """difflib's ratio from which a name counts as meant: one letter wrong in four at most, two in ten."""
 MAX_CHARACTERS = 80
-"""So many characters of what was typed are compared, and the rest is not."""
+"""Characters of the typed name that are compared; the rest is ignored."""
 WINDOW = 48
-"""Names that are looked at on each side of where the typed one would stand."""
+"""Names that are compared on each side of the typed one's place in the order."""
 COMPARED = 8
-"""Of these, the ones that difflib compares: it takes a tenth of a millisecond for two long names."""
+"""Candidates that difflib compares: it takes a tenth of a millisecond for two long names."""
 
 
 def nearest(typed: str, known: Iterable[str], count: int = 1) -> list[str]:

@@ -1,4 +1,5 @@
-"""Which fields of adapter_config.json are served, which are harmless, and which are refused and why."""
+"""Checks the fields of adapter_config.json: some are served, some are harmless, and the others are refused with a
+reason."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ TRAINING = frozenset(
 """Names of what only concerned the training run."""
 
 TRAINERS = ("axolotl_", "llamafactory_", "llama_factory_", "swift_", "trl_", "unsloth_", "wandb_")
-"""Beginnings of names that a trainer gave to notes of its own."""
+"""Prefixes of names that trainers give to their own notes."""
 
 OTHER_COMPUTATION = {
     "enable_lora": "LoRA on parts of a merged projection (PEFT before 0.3) is not served",
@@ -168,8 +169,8 @@ def _check_kind(config: dict[str, Any]) -> list[Problem]:
 
 
 def _other_file(config: dict[str, Any]) -> Problem | None:
-    """Returns one problem that says what the file is, instead of one for each of its fields, if it is evidently not
-    PEFT's config of an adapter; None otherwise."""
+    """Returns the problem of a file that is evidently no adapter's config of PEFT's; None for others. It stands for the
+    problems of all its fields."""
     if "peft_type" in config:
         return None
     if "architectures" in config or "hidden_size" in config:
@@ -196,7 +197,7 @@ def _check_others(config: dict[str, Any]) -> tuple[list[Problem], list[str]]:
 
 
 def _is_training_note(field: str) -> bool:
-    """Whether a field that PEFT does not read can be ignored."""
+    """Returns whether a field that PEFT does not read can be ignored."""
     return field in TRAINING or field.startswith(TRAINERS)
 
 
@@ -272,7 +273,7 @@ class _Reader:
         return (value,) if isinstance(value, str) else value
 
     def check_combination(self, settings: LoraSettings) -> None:
-        """Notes problems of combinations of fields that PEFT itself refuses to load."""
+        """Records problems of combinations of fields that PEFT itself refuses to load."""
         if isinstance(settings.target_modules, str) and settings.layers_to_transform is not None:
             self.wrong(
                 "layers_to_transform",

@@ -28,7 +28,7 @@ ITEM_BITS = {
 
 
 class TensorRef(msgspec.Struct, frozen=True):
-    """Where a tensor lies in the weights file."""
+    """Position of a tensor in the weights file."""
 
     name: str
     dtype: str
@@ -130,7 +130,7 @@ def read_tensor(weights: Path, ref: TensorRef) -> npt.NDArray[Any]:
 
 
 def _refuse_other_formats(start: bytes) -> None:
-    """Raises InvalidAdapter for the formats that people upload by mistake, told apart by their first bytes alone."""
+    """Raises InvalidAdapter for formats that people upload by mistake. Their first bytes alone decide."""
     if start.startswith(b"PK\x03\x04"):
         raise _file_problem(f"a zip archive, as torch.save writes it: {PICKLE_PROBLEM}")
     # A safetensors header of 640 + 256 n bytes starts like a pickle, but its ninth byte opens a JSON object.

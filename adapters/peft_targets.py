@@ -1,7 +1,7 @@
-"""Which modules of the base a config adapts, decided as PEFT decides it.
+"""Finds the modules of the base that a config adapts, by PEFT's own rules.
 
 Patterns in a config are regular expressions from strangers, and one of a few characters can keep Python's `re` busy for
-years: who serves strangers matches in a process with a limit (adapters.inspector_process).
+years. A service for strangers matches in a process with a limit (adapters.inspector_process).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from adapters.model_families import FAMILIES
 from adapters.peft_config import LoraSettings, field_problem
 
 ALL_LINEAR = tuple({f".{path}" for family in FAMILIES.values() for path in family.projections})
-"""What PEFT's `all-linear` means: names of modules that end so."""
+"""Endings of the modules' names that PEFT's `all-linear` means."""
 OTHER_MODULES = ("model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One adapted module, with its rank and alpha."""
+    """Adapted module, with its rank and alpha."""
 
     module: str
     rank: int

@@ -1,9 +1,9 @@
-"""How many adapters a tenant may have, and how many bytes of them: held by all gateways together.
+"""Limits on the number and bytes of a tenant's adapters, enforced by all gateways together.
 
 Only tenants with such a limit are counted. `Tenant.held` is an upper bound that every deploy raises by compare-and-swap
-before it writes anything, so racing deploys can't pass the limit together; no deploy reads all functions for it. What
-dies in between, or can't be told apart, leaves the bound too high, never too low: the functions are counted anew when
-the bound would refuse a deploy and may be wrong.
+before it writes anything. So racing deploys can't exceed the limit together, and no deploy reads all functions for it.
+A deploy that dies, or whose outcome is unknown, leaves the bound too high, never too low. The functions are counted
+again when the bound would refuse a deploy and may be wrong.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Quota:
 
     @contextmanager
     def removing(self, tenant: str) -> Iterator[Freed]:
-        """Gives back, at its end, the quota of what was removed meanwhile: tell `Freed` what was there."""
+        """Gives back, at its end, the quota of what was removed meanwhile: the caller sets `Freed`."""
         record = self._read(tenant)
         held = record.held if record else None
         freed = Freed()
@@ -152,7 +152,7 @@ class Quota:
 
 
 class QuotaReservation:
-    """What one deploy holds of its tenant's quota."""
+    """Quota that one deploy has reserved."""
 
     def __init__(self, quota: Quota, tenant: str) -> None:
         self._quota = quota
@@ -186,14 +186,14 @@ class QuotaReservation:
 
 
 class Freed:
-    """What a removal has removed."""
+    """Count and bytes of what a removal has removed."""
 
     def __init__(self) -> None:
         self.adapters = 0
         self.bytes = 0
 
     def set(self, adapters: int, size: int) -> None:
-        """Notes what the last try removed, in place of earlier tries: one that lost a race removed nothing."""
+        """Records what the last try removed, in place of earlier tries: one that lost a race removed nothing."""
         self.adapters, self.bytes = adapters, size
 
 
@@ -215,8 +215,8 @@ def _check(limits: Limits, held: Held, size: int) -> None:
 
 
 def _must_count(held: Held, now: float) -> bool:
-    """Whether the functions must be counted before a deploy: they never were, or not since the last deploy that may not
-    have known of the limit has ended."""
+    """Returns whether the functions must be counted before a deploy: they never were, or not since the limit was known
+    to all deploys."""
     known = held.since + HOLD_SECONDS
     return held.counted is None or held.counted < known < now
 

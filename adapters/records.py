@@ -142,7 +142,7 @@ def encode_over(stored: bytes, known: T, changed: T) -> bytes:
     of its sections, such as a function's policy. What is below a section is a value: it is written as it was stored if
     it is the same, else as it is now. `known`: what `stored` was read as.
 
-    A record that is deleted, or was, keeps nothing: it begins anew.
+    A record that is deleted, or was, keeps nothing: it begins from scratch.
     """
     data = msgspec.json.encode(changed)
     if getattr(known, "deleted", False) or getattr(changed, "deleted", False):

@@ -234,8 +234,8 @@ class Registry:
 
     def _end_if_deleted(self, tenant: str, name: str) -> None:
         """Deletes what was just deployed if its tenant is deleted. A deletion of the tenant that began before the
-        deploy may have listed its functions already, and what it missed would belong to whoever makes a tenant of this
-        name next. Raises NotFound then."""
+        deploy may have listed its functions already. What it missed would belong to the next tenant of this name.
+        Raises NotFound then."""
         try:
             self.quota.check(tenant)
         except NotFound:

@@ -1,4 +1,4 @@
-"""One call to S3: a client without retries of its own, and ours, bounded in number and in time.
+"""Calls to S3: a client with its own retries off, and our retries, bounded in number and in time.
 
 botocore's retries are off for two reasons. They know no deadline, and they hide whether an earlier attempt may have
 taken effect, which decides what a refused condition means: a 412 after a lost reply can be our own success.
@@ -72,7 +72,7 @@ class Interrupted(Exception):
 
 
 MAY_PASS = (aws.HTTPClientError, aws.ConnectionError)
-"""Of botocore's errors; the others (no credentials, say) are there to stay."""
+"""Errors of botocore that may pass; the others (no credentials, say) are there to stay."""
 FAILURES = (BotoCoreError, ClientError, ResponseParserError, urllib3.exceptions.HTTPError, Interrupted)
 
 
@@ -87,7 +87,7 @@ class S3Calls:
         except (BotoCoreError, ValueError) as error:
             raise StoreUnavailable(f"no S3 client can be made ({type(error).__name__}): {error}") from error
         self._told: tuple[float, float] | None = None
-        """The server's clock, and `time.monotonic()` when it told it."""
+        """The server's clock, and `time.monotonic()` when the server reported it."""
         self.client.meta.events.register("after-call.s3", self._note_time)
 
     def server_time(self) -> float:

@@ -24,7 +24,8 @@ from adapters.s3_url import S3Place
 from adapters.store import MAX_KEY, MAX_LIST, Arrived, Object, ObjectInfo, check_key, is_key
 
 TRANSFERS = 8
-"""Parts and pieces in flight at once, over all callers of a store: at most so many times `S3Limits.part` of memory."""
+"""Parts and pieces in flight at once, over all callers of a store. They take at most this many times `S3Limits.part` of
+memory."""
 WRITE_ID = "write-id"
 _ETAG = re.compile(r"[!#-~]{1,200}", re.ASCII)
 _LAST = "~"

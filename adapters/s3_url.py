@@ -17,7 +17,7 @@ _URL = re.compile(r"s3://([^/?#]*)/?(.*)", re.DOTALL)
 class S3Place(msgspec.Struct, frozen=True):
     bucket: str
     prefix: str = ""
-    """Without a slash at its ends; empty: the whole bucket."""
+    """Prefix without a slash at its ends; empty: the whole bucket."""
 
 
 def parse_s3_url(url: str) -> S3Place:

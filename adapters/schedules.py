@@ -16,7 +16,7 @@ from adapters.store import ObjectStore
 
 SCHEDULES_KEY = "schedules.json"
 SETTLED_SECONDS = 600.0
-"""Within which whoever has noted a function has committed its policy, or never will."""
+"""Seconds after which a writer that has recorded a function has committed its policy, or never will."""
 MAX_SCHEDULED = 5000
 MAX_TENANT_SCHEDULED = 500
 
@@ -25,11 +25,11 @@ class Schedules(msgspec.Struct, frozen=True):
     """The content of schedules.json."""
 
     functions: dict[str, float] = {}
-    """By `tenant/function`, when it was noted, by the store's clock."""
+    """Maps `tenant/function` to the time at which it was recorded, by the store's clock."""
 
 
 def note_schedule(store: ObjectStore, tenant: str, function: str) -> None:
-    """Notes that the function has warm windows. Raises Conflict when there are too many, StoreUnavailable."""
+    """Records that the function has warm windows. Raises Conflict when there are too many, StoreUnavailable."""
     key = f"{tenant}/{function}"
 
     def noted(known: Schedules | None) -> Schedules:

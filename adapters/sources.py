@@ -77,7 +77,7 @@ class Sources:
 
 
 class _Copy:
-    """One source on its way; `left` bytes may still come."""
+    """Source that is being copied; `remaining_bytes` may still come."""
 
     def __init__(self, calls: S3Calls, place: S3Place, limit: int, deadline: float, stop: Event) -> None:
         self._calls = calls

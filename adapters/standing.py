@@ -1,9 +1,9 @@
-"""What of functions' policies holds while no call runs: provisioned copies, idle limits, reserved concurrency, and
-whether their calls are forecast.
+"""Parts of functions' policies that hold while no call runs: provisioned copies, idle limits, reserved concurrency,
+`prefetch`.
 
 Copies, idle limits and `prefetch` of all functions are in one object, so that the leader need not look at all records;
 places that are reserved are in the tenant's record, which every call reads. Both are claimed before a policy is
-committed, so that it is refused if the sum does not fit, and settled by the committed record behind it.
+committed, so that it is refused if the sum does not fit, and settled by the committed record afterwards.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """A function of which something is wanted while nobody calls it."""
 
     since: float
-    """By the store's clock."""
     device: int = 0
     host: int = 0
     """Copies."""
     bytes: int = 0
-    """Of one copy of all that `latest` stands for."""
+    """Bytes of one copy of all that `latest` stands for."""
     elements: int = 0
-    """Of those, together. 0: not known."""
+    """Elements of that copy. 0: not known."""
     idle_ttl: float | None = None
     digests: tuple[str, ...] = ()
     reserved: int = 0
@@ -51,7 +50,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Forecasts may bring its adapters to nodes."""
 
     def says(self, policy: Policy) -> bool:
-        """Whether the entry has what the policy asks for."""
+        """Returns whether the entry has what the policy asks for."""
         return _asked(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, elements=0, digests=())
 
 
@@ -59,20 +58,20 @@ class Standing(msgspec.Struct, frozen=True):
     """The content of standing.json."""
 
     functions: dict[str, Entry] = {}
-    """By `tenant/function`."""
+    """Maps `tenant/function` to its entry."""
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """What provisioned copies may take of the nodes that serve, all together; None: not known, and not checked."""
+    """Limits of provisioned copies, over all nodes that serve. None: not known, and not checked."""
 
     nodes: int | None = None
     device: float | None = None
     """Bytes."""
     host: float | None = None
     copies: int | None = None
-    """Of all functions, in either tier."""
+    """Copies of all functions, in either tier."""
     tenant_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Of these bytes, that one tenant may have."""
+    """Share of these bytes that one tenant may have."""
     itemsize: int = 0
     """Bytes of an element there. 0: not known; then copies count as many bytes as they have in the registry."""
 
@@ -90,7 +89,7 @@ def update_function(
 ) -> FunctionRecord:
     """Does what `update_marked` does for function.json. What stands of its policy is claimed first, and settled last.
 
-    Raises what `change` and `update_marked` do, and Conflict for a claim that does not fit beside the others; `memory`
+    Raises what `change` and `update_marked` do, and Conflict for a claim that does not fit next to the others; `memory`
     is checked only where a policy asks for more copies than before.
     """
     stands = False
@@ -158,7 +157,7 @@ def live_versions(record: FunctionRecord) -> list[VersionEntry]:
 
 
 def stands_in(policy: Policy) -> bool:
-    """Whether anything of the policy holds while no call runs."""
+    """Returns whether anything of the policy holds while no call runs."""
     standing = (policy.provisioned, policy.idle_ttl, policy.reserved_concurrency)
     return policy.prefetch == "off" or any(field is not None for field in standing)
 
@@ -167,8 +166,8 @@ def stands_in(policy: Policy) -> bool:
 
 
 def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRecord, memory: Memory) -> None:
-    """Notes what the changed policy reserves and keeps standing, if there is room for it. Raises Conflict with the sum
-    that does not fit."""
+    """Records what the changed policy reserves and keeps standing, if there is room for it. Raises Conflict with the
+    sum that does not fit."""
     policy, owner = changed.policy, f"{tenant}/{changed.name}"
     places = policy.reserved_concurrency or 0
     if places > (before.reserved_concurrency or 0) and find_record(store, tenant_key(tenant), Tenant) is not None:
@@ -193,7 +192,7 @@ def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRec
 
 
 def _rises(before: Policy, policy: Policy) -> bool:
-    """Whether more copies are asked for than before, in either tier."""
+    """Returns whether more copies are asked for than before, in either tier."""
     old, new = before.provisioned or Provisioned(), policy.provisioned or Provisioned()
     return new.device > old.device or new.host > old.host
 
@@ -230,7 +229,7 @@ def _asked(policy: Policy) -> Entry:
 
 
 def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
-    """Raises Conflict where the provisioned copies of `owner` do not fit in `memory` beside the others."""
+    """Raises Conflict where the provisioned copies of `owner` and the others do not fit in `memory`."""
     entry, tenant = standing.functions[owner], owner.partition("/")[0]
     copies = entry.device + entry.host
     if memory.nodes is not None and copies > memory.nodes:
@@ -258,8 +257,8 @@ def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
 
 
 def _claimed(known: Tenant | None, tenant: str, name: str, places: int) -> Tenant:
-    """Returns the tenant's record with so many places reserved for the function. Raises Conflict when the tenant may
-    not have as many places, or has too many functions that reserve some."""
+    """Returns the tenant's record with `places` reserved for the function. Raises Conflict when the tenant may not have
+    as many, or has too many functions with reserved places."""
     known = known or Tenant(tenant)
     changed = _with_reserved(known, name, places)
     limit, total = known.limits.concurrent, sum(changed.reserved.values())
@@ -271,8 +270,8 @@ def _claimed(known: Tenant | None, tenant: str, name: str, places: int) -> Tenan
 
 
 def _with_reserved(known: Tenant, name: str, places: int) -> Tenant:
-    """Returns the tenant's record with so many places reserved for the function; the same object if it says so already,
-    or is deleted."""
+    """Returns the tenant's record with `places` reserved for the function. Returns the same object if it has them
+    already, or is deleted."""
     if known.deleted or known.reserved.get(name, 0) == places:
         return known
     others = {function: kept for function, kept in known.reserved.items() if function != name}

@@ -15,8 +15,8 @@ class InvalidJson(ValueError):
 def loads(data: bytes) -> Any:
     """Parses UTF-8 JSON. Raises InvalidJson where parsers disagree or values can't be kept.
 
-    Refused beside plain syntax errors: NaN and Infinity (also by overflow, as 1e999), duplicate keys, lone surrogates,
-    nesting deeper than the interpreter's stack, integers of more than 4,300 digits.
+    Refused, in addition to plain syntax errors: NaN and Infinity (also by overflow, as 1e999), duplicate keys, lone
+    surrogates, nesting deeper than the interpreter's stack, integers of more than 4,300 digits.
     """
     try:
         if data.startswith(codecs.BOM_UTF8):

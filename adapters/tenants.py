@@ -33,13 +33,13 @@ WebhookHost = Annotated[str, Meta(min_length=1, max_length=253)]
 
 FileBytes = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
 FILE_BYTES = 10 << 30
-"""Of a tenant's files, unless it may have more or less."""
+"""Bytes of a tenant's files, unless its record states another limit."""
 
 Positive = Annotated[float, Meta(gt=0)]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """None: not limited."""
+    """Limits of a tenant. None: not limited."""
 
     rps: Positive | None = None
     tokens_per_minute: Positive | None = None
@@ -48,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     adapters: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
     """Versions of functions."""
     bytes: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
-    """Of their tensors, as served."""
+    """Bytes of their tensors, as served."""
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -59,19 +59,20 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """How much of `limits.adapters` and `limits.bytes` is taken: never less than what there is (see adapters.quota)."""
+    """Part of `limits.adapters` and `limits.bytes` that is taken: never less than what there is (see
+    adapters.quota)."""
 
     since: float
-    """When the limits came to be."""
+    """Time at which the limits were set."""
     adapters: int = 0
     bytes: int = 0
     holds: dict[str, Hold] = {}
     counted: float | None = None
-    """When the functions were last counted; None: not yet."""
+    """Time of the last count of the functions; None: not counted yet."""
     epoch: int = 0
     """Rises by one with each count."""
     exact: bool = False
-    """Whether nothing has happened since the count that may have left the sums too high."""
+    """False: something may have left the sums too high since the count."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -83,19 +84,19 @@ class Tenant(msgspec.Struct, frozen=True):
     limits: Limits = Limits()
     weight: Weight = 1.0
     declared: bool = False
-    """Whether serverless.yml declares it: then only its keys may be changed through the API."""
+    """True: serverless.yml declares it, and only its keys may be changed through the API."""
     webhook_hosts: Annotated[tuple[WebhookHost, ...], Meta(max_length=MAX_WEBHOOK_HOSTS)] = ()
-    """Where the tenant's webhooks may go, beside where all may."""
+    """Hosts to which the tenant's webhooks may go, in addition to those of all tenants."""
     file_bytes: FileBytes = FILE_BYTES
-    """Of all its files (/v1/files) together."""
+    """Bytes of all its files (/v1/files) together."""
     reserved: dict[str, int] = {}
-    """By function: generations for which calls of the others leave room (adapters.standing)."""
+    """Maps functions to generations for which calls of the others leave room (adapters.standing)."""
     held: Held | None = None
-    """None without a limit that needs it."""
+    """Quota in use; None without a limit that needs it."""
     deleted: bool = False
-    """A deleted tenant stays as a tombstone, so that whoever makes it again begins with nothing."""
+    """A deleted tenant stays as a tombstone, so that a new tenant of this name begins with nothing."""
     removed: bool = False
-    """Of a deleted tenant: whether its functions are deleted, too."""
+    """True: the functions of the deleted tenant are deleted, too."""
 
 
 class Admin(msgspec.Struct, frozen=True):
@@ -196,7 +197,7 @@ class Tenants:
         self._update(tenant, bury)
 
     def removed(self, tenant: str) -> None:
-        """Notes that nothing of a deleted tenant is left, so that its name is free. Raises NotFound."""
+        """Records that nothing of a deleted tenant is left, so that its name is free. Raises NotFound."""
 
         def end(record: Tenant | None) -> Tenant:
             if record is None or not record.deleted:
@@ -206,7 +207,7 @@ class Tenants:
         self._update(tenant, end)
 
     def add_key(self, owner: str | None, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
-        """Makes a key of an existing tenant, or of an administrator when `owner` is None; returns its text, which is
+        """Makes a key of an existing tenant, or of an administrator when `owner` is None. Returns its text, which is
         not kept anywhere, and its record. Raises NotFound, or Conflict at MAX_KEYS."""
         text, key = new_key(owner, made_by)
         self._change_keys(owner, lambda keys: _added(keys, key))

@@ -48,8 +48,7 @@ def with_plain_names(adapter: PeftAdapter) -> PeftAdapter:
 
 
 def _refuse_other_files(names: list[str]) -> None:
-    """Raises InvalidAdapter with one problem for a file whose tensors' names tell that it is something else than a PEFT
-    adapter."""
+    """Raises InvalidAdapter with one problem for a file whose tensors' names show that it is no PEFT adapter."""
     if not names:
         raise _refused(WEIGHTS_FILE, "it holds no tensors: training may have been stopped before it saved any")
     if any(name.endswith("_proj.base_layer.weight") for name in names):

@@ -23,7 +23,7 @@ DIGEST_FORMAT = 1
 
 TENSORS_PER_LAYER = 2 * len(PROJECTIONS)
 SPARE_TENSORS = 4096
-"""Beyond those that an adapter of the base may have: so many are refused one by one, more with one problem."""
+"""Tensors beyond those of any adapter of the base that are refused one by one; more are one problem."""
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -64,10 +64,10 @@ class LoraLayout(msgspec.Struct, frozen=True):
 
 
 class Inspection(msgspec.Struct, frozen=True, tag=True):
-    """What the config and the header tell of an adapter; no tensor's values have been read."""
+    """Content of the config and the header; no tensor's values have been read."""
 
     layers: tuple[tuple[LoraPair, ...], ...]
-    """As in LoraLayout; only part of them when there are problems."""
+    """Layers as in LoraLayout; only part of them when there are problems."""
     tensors: tuple[TensorRef, ...]
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
@@ -85,7 +85,7 @@ def inspect_files(config: bytes, weights: Path, base: BaseModel, find: FindTarge
 
 def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
     """Maps the adapter to the base model, and returns the outcome with its problems. Raises InvalidAdapter when the
-    tensors' names tell of another kind of file."""
+    tensors' names show another kind of file."""
     settings, problems, warnings = check_config(adapter.config)
     try:
         adapter = with_plain_names(adapter)

@@ -1,4 +1,4 @@
-"""Whether a registry holds what its functions list: every file and artifact is read and hashed again."""
+"""Checks that a registry holds what its functions list: every file and artifact is read and hashed again."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def verify(
     tell: Callable[[Damage], None] = lambda _: None,
     progress: Callable[[FoundVersion], None] = lambda _: None,
 ) -> Verified:
-    """Reads everything that is listed, and returns the counts; `tell` is called with each damage, `progress` with each
-    version. Raises StoreUnavailable."""
+    """Reads everything that is listed, and returns the counts. `on_damage` is called with each damage, `progress` with
+    each version. Raises StoreUnavailable."""
     done = Verified()
     with DiskMap() as checked:
         for found in all_versions(store):

@@ -36,7 +36,7 @@ class Storing:
 
 
 class VersionFiles:
-    """Of all functions for one base model. Methods block."""
+    """Stores the files of all functions' versions for one base model. Methods block."""
 
     def __init__(self, store: ObjectStore, base: BaseModel, contents: Contents) -> None:
         self._store, self._base, self._contents = store, base, contents

@@ -1,10 +1,10 @@
-"""Whose turn it is: weighted virtual token counters (VTC, Sheng et al., OSDI 2024) of tenants, and in a tenant of
-functions.
+"""Fair order of requests: weighted virtual token counters (VTC, Sheng et al., OSDI 2024) of tenants, and of each
+tenant's functions.
 
 A counter holds the service that its owner has had, divided by its weight; the next to be served is the one with the
-least. Who comes to wait after a pause is lifted to the least counter of those who wait, so that a pause banks no
-credit. Between any two who wait all the time, service per weight then differs by no more than one request's prompt or
-one batch's output costs, whatever they send. The engine and the simulator share this code.
+least. An owner that comes to wait after a pause is lifted to the least counter of those that wait, so that a pause
+banks no credit. Between any two owners that wait all the time, service per weight then differs by no more than one
+request's prompt or one batch's output costs, whatever they send. The engine and the simulator share this code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
 """Per token, as in the paper: a token of output takes about twice the time of one of a prompt."""
 RANK_PRICE = 1 / 256
-"""What a token costs more for each rank of its adapter: a quarter at rank 64."""
+"""Extra cost of a token for each rank of its adapter: a quarter at rank 64."""
 MOST_IDLE_TENANTS, MOST_IDLE_FUNCTIONS = 4096, 64
 """Remembered while they don't wait; those who are ahead least are forgotten first."""
 
@@ -29,8 +29,8 @@ def token_cost(prompt: int, output: int, rank: int) -> float:
 
 
 class Counters:
-    """One level of counters: the service that each owner had, by weight. `join` is to be called when a request of an
-    owner begins to wait, `leave` when it waits no more."""
+    """Counters of one level: the service that each owner had, by weight. The caller calls `join` when a request of an
+    owner begins to wait, and `leave` when it waits no more."""
 
     def __init__(self, most_idle: int) -> None:
         self._most_idle = most_idle
@@ -103,7 +103,7 @@ class FairShares:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all counters, so that whoever comes next begins equal; called when nothing waits or runs."""
+        """Forgets all counters, so that all tenants begin equal; called when nothing waits or runs."""
         self._tenants = Counters(MOST_IDLE_TENANTS)
         self._functions: dict[str, Counters] = {}
 
@@ -113,7 +113,7 @@ class FairShares:
         self._of(tenant).join(function)
 
     def leave(self, tenant: str, function: str) -> None:
-        """Notes that one of the function's requests waits no more: it was taken up, or has gone."""
+        """Counts one waiting request of the function less: it was started, or was cancelled."""
         self._tenants.leave(tenant)
         self._of(tenant).leave(function)
 
@@ -158,9 +158,9 @@ R = TypeVar("R", bound=Waits)
 
 
 def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
-    """Yields each waiting request once: of the tenant with the least counter and its function with the least counter,
-    the one that is due first. Counters may be charged meanwhile: they are read anew for each request, but must not
-    fall."""
+    """Yields each waiting request once. The tenant with the least counter comes first, then its function with the least
+    counter, then the earliest deadline. Counters may be charged meanwhile: they are read again for each request, but
+    must not fall."""
     groups: dict[str, dict[str, list[R]]] = {}
     for request in sorted(waiting, key=attrgetter("due")):
         groups.setdefault(request.tenant, {}).setdefault(request.function, []).append(request)

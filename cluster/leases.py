@@ -1,4 +1,4 @@
-"""Leases: of several that could do a thing, one may, for as long as it goes on saying so.
+"""Leases: of several processes that could do a thing, one may, for as long as it prolongs its lease.
 
 A lease that is not prolonged ends by itself. Its holder counts the time from before it asked, so that it stops sooner
 than anyone else can begin.
@@ -19,7 +19,7 @@ class Lease(msgspec.Struct, frozen=True):
     holder: str
     """Empty: nobody."""
     seconds: float
-    """Until it ends by itself."""
+    """Time until it ends by itself."""
 
 
 NOBODY = Lease("", 0.0)
@@ -29,8 +29,8 @@ class Leases(Protocol):
     """Leases that all gateway workers share. Every method may raise RedisAway."""
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
-        """Takes the lease, or prolongs it, for so many seconds from now. Another holder's lease, while it lasts, is
-        left as it is and returned."""
+        """Takes the lease, or prolongs it, for `seconds` from now. Another holder's lease, while it lasts, is left as
+        it is and returned."""
         ...
 
     async def free(self, name: str, holder: str) -> None:

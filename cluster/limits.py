@@ -1,4 +1,4 @@
-"""What a tenant may ask for: requests per second, tokens per minute, and places (generations under way at once).
+"""Limits of a tenant: requests per second, tokens per minute, and places (generations under way at once).
 
 The rates are token buckets. That of the requests holds one second's worth, one request at least; that of the tokens one
 minute's. A call takes one request, and the tokens that it may use at most; what it did not use is given back at its
@@ -15,13 +15,13 @@ from typing import Literal, Protocol
 import msgspec
 
 IDLE_BUCKETS = 1000
-"""From which on buckets that are full again are looked for and forgotten."""
+"""Number of buckets from which on full ones are forgotten."""
 LONGEST_WAIT = 1e9
 """Seconds: of rates that allow next to nothing."""
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """None: not limited."""
+    """Rate limits of a tenant. None: not limited."""
 
     rps: float | None = None
     tokens_per_minute: float | None = None
@@ -35,15 +35,15 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What one call asks for."""
+    """Demand of one call."""
 
     tenant: str
     rates: Rates
     tokens: int
-    """That it may use, prompt included."""
+    """Tokens that it may use, prompt included."""
     places: int
     owners: tuple[Owner, ...] = ()
-    """Of the places, the tenant first if it has a limit, the function last: it takes as many from each."""
+    """Owners of the places, the tenant first if it has a limit, the function last: it takes as many from each."""
     reserved: int = 0
     """Places that are kept for the function."""
     others: tuple[Owner, ...] = ()
@@ -58,9 +58,9 @@ class Call(msgspec.Struct, frozen=True):
 class Refusal(msgspec.Struct, frozen=True):
     why: Literal["requests", "tokens", "places"]
     owner: Owner | None = None
-    """Whose places are taken."""
+    """Owner whose places are in use."""
     seconds: float | None = None
-    """Until it would be allowed, if nothing else came; None: nobody knows."""
+    """Time until it would be allowed, if nothing else came; None: unknown."""
 
 
 class LimitState(Protocol):
@@ -72,7 +72,7 @@ class LimitState(Protocol):
         ...
 
     async def settle(self, call: Call, unused_tokens: int) -> None:
-        """Notes that the call which `take` allowed has ended: gives back its places and its `unused_tokens`."""
+        """Ends the call which `take` allowed: gives back its places and its `unused_tokens`."""
         ...
 
 
@@ -84,7 +84,7 @@ class Bucket:
         self.level, self._at = capacity, now
 
     def adjust(self, rate: float, capacity: float, now: float) -> None:
-        """Lets time pass until `now`, then goes on with this rate and capacity."""
+        """Lets time pass until `now`, then continues with this rate and capacity."""
         self.level = min(self.capacity, self.level + max(0.0, now - self._at) * self.rate)
         self.rate, self.capacity, self._at = rate, capacity, max(now, self._at)
         self.level = min(capacity, self.level)
@@ -112,8 +112,8 @@ class Bucket:
 
 
 class MemoryLimits:
-    """Of one process, where nothing is waited for: a call is taken or settled in one step. `share`: of each limit, what
-    this process may give away; a place at least."""
+    """Limits of one process, where nothing is waited for: a call is taken or settled in one step. `share`: the part of
+    each limit that this process may give away, a place at least."""
 
     def __init__(self, clock: Callable[[], float], share: Callable[[], float] = lambda: 1.0) -> None:
         self._clock = clock

@@ -1,8 +1,8 @@
-"""One process's snapshot of the nodes: their latest records, when they were heard of, and places that are held.
+"""Snapshot of the nodes in one process: their latest records, when each was last seen, and reserved places.
 
 It decides nothing about who may write it: MemoryClusterState owns one, and RedisClusterState keeps one as a mirror.
-`now` is monotonic seconds of this process. `aged`, and when a node was heard of, are of the clock by which records grow
-old: the same one, unless their owner knows of times in which no record could have come.
+`now` is monotonic seconds of this process. `aged`, and when a node was last seen, are of the clock by which records
+grow old. That is the same one, unless the owner knows of times in which no record could have come.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class NodeView(msgspec.Struct, frozen=True):
 
     record: NodeRecord
     reserved: int
-    """Places given away that the node has not acknowledged yet."""
+    """Reserved places that the node has not acknowledged yet."""
     age: float
     """Seconds since the record came in, by the receiver's clock."""
     residents: Mapping[str, Resident]
-    """Its adapters by digest. Changes with the node's news."""
+    """Adapters of the node by digest. Changes with the node's reports."""
 
 
 class _Place(NamedTuple):
     """A place that is held on a node."""
 
     end: float
-    """When it ends by itself."""
+    """Time at which it ends by itself."""
     number: int
     """0: it has none."""
 
@@ -57,7 +57,7 @@ class _Node:
         self.at = 0
         """Number of the last change that is known of its facts and residents."""
         self.places: dict[str, _Place] = {}
-        """By request."""
+        """Reserved places by request."""
         self.past: deque[str] = deque(maxlen=PAST_EPOCHS)
         """Epochs that were replaced."""
 
@@ -204,7 +204,7 @@ class NodeBook:
         ]
 
     def silence(self, node_id: str, epoch: str, aged: float) -> float:
-        """Returns the seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
+        """Returns the seconds since this epoch of the node was last seen; infinite when it is forgotten or replaced."""
         node = self._nodes.get(node_id)
         if node is None or node.record.epoch != epoch:
             return math.inf

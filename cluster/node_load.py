@@ -1,4 +1,4 @@
-"""What a node has to do, as sums: of its record, made once when it comes in, and of places given away since."""
+"""Work of a node as sums: of its record, computed once when it comes in, and of places reserved since."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cluster.performance_model import PerformanceModel, PrefillModel
 MOST = 1 << 53
 """No count is above it: what a record says stays exact as a float, and sums stay inside 64 bits."""
 MARGIN = 0.8
-"""Of a promised time between tokens, that nodes plan passes with: forecasts err, and passes vary."""
+"""Share of a promised time between tokens that nodes plan passes with: forecasts err, and passes vary."""
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a place that is given away will ask of its node, until the node's own record shows it."""
+    """Demand of a reserved place on its node, until the node's own record shows the request."""
 
     rank: int = 0
     """the adapter's largest; 0: the base alone"""
@@ -27,14 +27,14 @@ class Demand(msgspec.Struct, frozen=True):
     tpot: float | None = None
     """seconds, as promised"""
     displaces: bool = False
-    """its tenant has less waiting than another, so that it may take a place in a full queue from that one; or it is
-    strict, and may take one of best effort"""
+    """True: it may take another request's place in a full queue. Either its tenant has less waiting, or it is strict
+    and takes one of best effort."""
     slo_class: SloClass = "standard"
 
 
 class StrictLoad(msgspec.Struct, frozen=True):
-    """What the next strict request finds on a node: the record's news.StrictRoom, its numbers checked and KV
-    blocks counted in tokens."""
+    """Room for the next strict request on a node: the record's news.StrictRoom, its numbers checked and KV blocks
+    counted in tokens."""
 
     rows: int
     kv_tokens: int
@@ -69,7 +69,7 @@ class NodeLoad(msgspec.Struct, frozen=True):
     best_effort: int = 0
     """of the running and queued ones"""
     adapter_itemsize: int = 0
-    """bytes of an adapter's element on the device; 0: not told"""
+    """bytes of an adapter's element on the device; 0: not reported"""
 
 
 def load_of(record: NodeRecord) -> NodeLoad:
@@ -121,8 +121,8 @@ def count(value: int) -> int:
 
 
 class ReservedLoad(msgspec.Struct):
-    """What the requests with reserved places add up to: prompt tokens, prompt + `max_tokens`, prompt tokens x rank; of
-    `max_rank` the largest; how many are of best effort."""
+    """Sums over the requests with reserved places: prompt tokens, prompt + `max_tokens`, prompt tokens x rank, the
+    largest rank, and the requests of best effort."""
 
     tokens: int = 0
     prompt_tokens: int = 0
@@ -158,7 +158,7 @@ def prompts_before(model: PrefillModel, tokens: int, token_ranks: int) -> float:
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a request that comes now would find."""
+    """Room and waiting time that a request which comes now would find."""
 
     rows_free: float
     kv_room: float

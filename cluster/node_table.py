@@ -1,7 +1,7 @@
-"""The nodes as columns, so that a placement looks at all of them at once.
+"""Nodes as columns, so that a placement reads all of them at once.
 
-Whoever keeps the picture of the nodes (cluster.state, the simulator) changes a node's row when a record comes in and
-when a place on it is taken or given back; policies only read. A row stays the node's own until the node is forgotten.
+The owner of the snapshot (cluster.state, the simulator) changes a node's row when a record comes in and when a place on
+it is reserved or released; policies only read. A row stays the node's own until the node is forgotten.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ ROW = np.dtype(
         ("exposed_share", "f8"),
     ]
 )
-"""What follows of a node from its record, the places given away on it and its model."""
+"""Columns that follow from a node's record, the places reserved on it and its model."""
 COLUMNS = ("live", "heard", *(ROW.names or ()))
 STANDARD, STRICT = range(2)
-"""Which of two."""
+"""Index of the columns with two values."""
 
 
 ASSUMED = PerformanceModel(
@@ -87,7 +87,8 @@ ASSUMED = PerformanceModel(
     to_device=Transfer(latency=1e-3, bandwidth=8e9),
     from_store=Transfer(latency=2e-2, bandwidth=2e8),
 )
-"""Of a node that was never measured, so that it is neither free nor out of the question. A 7B on an A10, roughly."""
+"""Model of a node that was never measured, so that it is neither free nor out of the question. A 7B on an A10,
+roughly."""
 
 
 log = logging.getLogger("cluster")
@@ -112,9 +113,9 @@ class NodeTable:
         """Rises with every reservation on the node, by whomever."""
         self.table = np.zeros(capacity, ROW)
         self.live = np.zeros(capacity, np.bool_)
-        """Its record has not expired."""
+        """True: the node's record has not expired."""
         self.heard = np.zeros(capacity, np.float64)
-        """When its record came in, by the receiver's clock."""
+        """Time at which its record came in, by the receiver's clock."""
         self._rows: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._residents = ResidentIndex(capacity)
@@ -124,10 +125,10 @@ class NodeTable:
         self._loads: list[NodeLoad | None] = [None] * capacity
         self._models = [ASSUMED] * capacity
         self._serving: dict[str, Serving] = {}
-        """By base. Emptied when a node comes, goes, or changes what counts here: records come all the time, and hardly
-        any of them does."""
+        """Nodes that serve each base. Emptied when a node comes, goes, or changes what counts here: records come all
+        the time, and hardly any of them does."""
         self.now = math.nan
-        """By the clock of `heard`, when the table was last asked for; NaN where nobody keeps it."""
+        """Time at which the table was last read, by the clock of `last_seen`; NaN where nobody keeps it."""
         vars(self).update({name: self.table[name] for name in ROW.names or ()})
 
     if TYPE_CHECKING:
@@ -147,13 +148,13 @@ class NodeTable:
         return found
 
     def load(self, row: int) -> NodeLoad:
-        """Returns the load that the node's latest record tells."""
+        """Returns the load of the node's latest record."""
         found = self._loads[row]
         assert found is not None
         return found
 
     def model(self, row: int) -> PerformanceModel:
-        """Returns the performance model that the node is reckoned with; ASSUMED where its own is missing or wrong."""
+        """Returns the performance model that forecasts of the node use; ASSUMED where its own is missing or wrong."""
         return self._models[row]
 
     def tiers(self, digest: str) -> dict[int, int]:
@@ -238,8 +239,8 @@ class NodeTable:
         self._free.append(row)
 
     def reserve(self, row: int, request_id: str, demand: Demand) -> None:
-        """Adds a reservation of the request to the row. One that is known already changes the generation alone: a
-        worker hears of its own reservations twice."""
+        """Adds a reservation of the request to the row. A known one changes the generation alone: a worker receives its
+        own reservations twice."""
         known = self._demands[row].get(request_id) == demand
         self._demands[row][request_id] = demand
         self.generation[row] += 1

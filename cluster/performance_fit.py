@@ -47,7 +47,7 @@ class BadSample(ValueError):
 
 
 class BadFit(ValueError):
-    """The model does not describe what was measured; `r2` says how badly."""
+    """The model does not describe what was measured; `r2` is its R^2."""
 
     def __init__(self, what: str, r2: float, samples: int, reason: str) -> None:
         super().__init__(
@@ -57,7 +57,7 @@ class BadFit(ValueError):
 
 
 class DecodeSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One decode step."""
+    """Measured decode step."""
 
     rows: int
     contexts: int
@@ -72,7 +72,7 @@ class DecodeSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pass over prompts."""
+    """Measured pass over prompts."""
 
     tokens: int
     squares: int
@@ -88,7 +88,7 @@ class TransferSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How well a model describes what it was fitted to. R^2 is of the plain times, in seconds."""
+    """Quality of a model's fit. R^2 is of the plain times, in seconds."""
 
     r2: float
     heldout_median_error: float
@@ -124,7 +124,7 @@ class PaperForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_forecast(model: DecodeModel, sample: DecodeSample) -> float:
-    """Returns the seconds that the sample's step would take by the model; its measured ones are not looked at."""
+    """Returns the seconds that the sample's step would take by the model; its measured ones are not used."""
     ranks: int = getattr(sample, model.rank_term)
     return model.seconds(sample.rows, sample.contexts, ranks)
 

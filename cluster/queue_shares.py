@@ -1,4 +1,4 @@
-"""Who gives way in a full queue, so that no tenant can lock the others out by filling it."""
+"""Displacement in a full queue, so that no tenant can lock the others out by filling it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def room_for_others(queue_limit: int) -> int:
 
 
 class QueueShares:
-    """Counts how many requests of each tenant wait, and says which tenant has more than its share."""
+    """Counts how many requests of each tenant wait, and finds the tenant that has more than its share."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[int, float]] = {}
@@ -30,7 +30,7 @@ class QueueShares:
         self._waiting[tenant] = count + 1, weight
 
     def leave(self, tenant: str) -> None:
-        """Notes that one of the tenant's requests waits no more. Raises KeyError when none of the tenant's waits."""
+        """Counts one waiting request of the tenant less. Raises KeyError when none of the tenant's waits."""
         count, weight = self._waiting[tenant]
         if count > 1:
             self._waiting[tenant] = count - 1, weight

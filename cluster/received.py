@@ -1,7 +1,7 @@
-"""Which of the places that were given away on a node have become requests there.
+"""Reserved places of a node that have become requests there.
 
-Places are numbered in the order in which they are given away. A node says the last number that it has seen, and for the
-WINDOW before it which ones came; what is older has come, or never will.
+Places are numbered in the order in which they are reserved. A node reports the last number that it has received, and
+for the WINDOW before it which ones came; what is older has come, or never will.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a gateway believes of what a node reports.
+"""Checks of what a node reports, before a gateway believes it.
 
 The cluster secret says that the sender belongs to the cluster, not that what it says is right: a broken node must not
 make every placement wrong, and no node may have the gateway send prompts and the secret to a host that is not itself.
-Its performance model is another matter (cluster.model_check): one that can't be reckoned with is left out.
+Its performance model is another matter (cluster.model_check): one that can't be used is left out.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ POOL = re.compile(r"([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?")
 STATES = ("warming", "ready", "draining")
 MOST = 1 << 53
 RECORDS_PER_SECOND = 60.0
-"""Of one node; a node sends 5."""
+"""Rate of one node's records; a node sends 5."""
 BURST_SECONDS = 2.0
 MOST_RATES = 4096
 
 
 class BadRecord(ValueError):
-    """The record contradicts itself or its sender; the message says in what."""
+    """The record contradicts itself or its sender; the message names the field."""
 
 
 def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
@@ -100,7 +100,7 @@ def _address(host: str) -> str:
 
 
 class RecordRates:
-    """Bounds how often one node's records are looked at. `clock` is monotonic seconds."""
+    """Bounds how often one node's records are checked. `clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -16,7 +16,7 @@ from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink, Value
 PLACES_SECONDS = 7200
 """Longer than a call may last: how long places are kept that nobody takes or gives back."""
 OWNERS_TOGETHER = 500
-"""Whose places are counted anew by one script."""
+"""Owners whose places one script counts again."""
 
 
 class Gate:
@@ -60,7 +60,7 @@ class RedisLimits:
         self._link = link
         self._here = MemoryLimits(link.clock, lambda: 1 / max(workers, link.workers))
         self._alone: dict[Call, int] = {}
-        """Under way, and allowed by this worker alone: none of their tokens were taken in Redis."""
+        """Calls under way that this worker alone has allowed: none of their tokens were taken in Redis."""
         self._unreported: set[str] = set()
         """Owners of whose places Redis may know something else than this worker."""
         self._gate = Gate()

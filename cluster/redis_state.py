@@ -73,7 +73,7 @@ class RedisClusterState(ClusterState):
         self._version_risen = asyncio.Event()
         """Another one for each version."""
         self._version_before = 0
-        """What Redis had at the last heartbeat."""
+        """Version in Redis at the last heartbeat."""
         link.on_message[CHANGES] = self._changed
         link.on_resume.append(self._resume)
         link.on_heartbeat.append(self._check_version)
@@ -254,7 +254,8 @@ class RedisClusterState(ClusterState):
         self._book.put(news, heard)
 
     async def _resume(self) -> None:
-        """Takes everything in anew from Redis; what Redis lost and we still know, it gets back. Raises RedisAway."""
+        """Reads everything again from Redis; what Redis lost and this worker still has, it gets back. Raises
+        RedisAway."""
         key = self._link.key
         begins = [key("node", ""), key("ends", ""), key("demands", ""), key("residents", "")]
         version, *nodes = await self._link.catch_up_run("snapshot", [key("nodes"), key("version")], begins)

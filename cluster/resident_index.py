@@ -1,4 +1,4 @@
-"""Which nodes hold an adapter: the nodes' residents, turned round."""
+"""Index from adapters to the nodes that hold them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOBODY: set[int] = set()
 
 
 class ResidentIndex:
-    """Which adapters the nodes hold, by rows of a table. Taking a record in touches only what changed: nodes hold
+    """Adapters that the nodes hold, by rows of a table. Taking a record in touches only what changed: nodes hold
     thousands of adapters, and most stay where they are."""
 
     def __init__(self, rows: int) -> None:

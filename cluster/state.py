@@ -1,4 +1,4 @@
-"""What gateways know of nodes: their latest records, and places reserved on them but not yet acknowledged."""
+"""State of the nodes in gateways: their latest records, and places reserved on them but not yet acknowledged."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class ClusterState(ABC):
 
     @abstractmethod
     async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
-        """Takes a place on a live node. Returns its number, by which the node says that the request came (0: it ends by
-        itself). Returns None when the node is full or gone, or when its generation is no longer `seen` (None: whatever
-        it is); the table then shows why. At most one round trip."""
+        """Reserves a place on a live node. Returns its number, by which the node reports that the request came (0: it
+        ends by itself). Returns None when the node is full or gone. It does so, too, when its generation is not
+        `expected_generation` (None: any); the table then shows why. At most one round trip."""
 
     @abstractmethod
     async def release(self, node_id: str, request_id: str) -> None:
@@ -76,7 +76,7 @@ class ClusterState(ABC):
         return self._book.views(self._clock(), self._aged())
 
     async def silence(self, node_id: str, epoch: str) -> float:
-        """Returns the seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
+        """Returns the seconds since this epoch of the node was last seen; infinite when it is forgotten or replaced."""
         return self._book.silence(node_id, epoch, self._aged())
 
     def _publish_here(self, news: News) -> PublishResult:

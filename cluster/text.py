@@ -52,8 +52,8 @@ class BaseText:
     def encode_prompt(self, prompt: str, limit: int | None = None, keep: int | None = None) -> list[int]:
         """Returns the token ids of a raw prompt with the tokenizer's special tokens; BOS alone when it is empty.
 
-        With `keep`, at most so many: the last ones, but those that the tokenizer adds stay.
-        Raises TextTooLong, at once, when there are certainly more than `limit` tokens.
+        With `keep`, at most that number: the last ones, but those that the tokenizer adds stay. Raises TextTooLong, at
+        once, when there are certainly more than `limit` tokens.
         """
         if not prompt:
             return [self.bos_id]
@@ -109,8 +109,8 @@ class BaseText:
         return self._ids(text, limit, special=special)
 
     def encode_rendered(self, text: str, limit: int | None = None, *, special: bool = False) -> list[int]:
-        """Returns the token ids of a conversation that another template has made a text of, special tokens included;
-        with `special` between those of a raw prompt. Raises TextTooLong as `encode_prompt` does."""
+        """Returns the token ids of a conversation that another template has rendered, special tokens included. With
+        `special` they stand between those of a raw prompt. Raises TextTooLong as `encode_prompt` does."""
         return self._ids(text, limit, special=special)
 
     def _ids(self, text: str, limit: int | None, special: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""How much text one token can stand for: what is certainly too long for a context needs no tokenising."""
+"""Bounds on the text that one token can stand for: what is certainly too long for a context needs no tokenising."""
 
 from __future__ import annotations
 

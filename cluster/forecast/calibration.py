@@ -1,4 +1,4 @@
-"""Calibration makes forecasts probabilities: of all forecasts of 0.3, three in ten come true. Their error is measured."""
+"""Calibration makes forecasts probabilities: of all forecasts of 0.3, three in ten come true. Measures their error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = slice(None)
 ERROR_FADING = 0.99
 """Each batch of outcomes multiplies the weight of earlier ones in the mean errors of its horizon by this."""
 PRIOR_WEIGHT = 10.0
-"""Each bin starts with so many outcomes that agree with its log-odds."""
+"""Outcomes with which each bin starts; they agree with its log-odds."""
 
 
 def log_odds(chances: Array) -> Array:

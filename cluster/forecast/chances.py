@@ -1,4 +1,4 @@
-"""What a forecast says of functions."""
+"""Forecasts of calls, by function."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Likely(NamedTuple):
 
     key: str
     chance: float
-    """Within 30 s."""
+    """Probability of a call within 30 s."""
 
 
 class Forecasts(Mapping[str, Chances]):
-    """The chances of all functions, kept as an array: tens of thousands of tuples, made anew every 2 s, would have the
+    """The chances of all functions, kept as an array. Tens of thousands of tuples, made again every 2 s, would have the
     garbage collector stop the process for longer than an event loop may be held up."""
 
     def __init__(self, keys: list[str], chances: Array) -> None:

@@ -12,11 +12,11 @@ EDGES_S = np.array([0, 1, 2, 3, 5, 8, 12, 20, 30, 45, *range(60, 2101, 60)], dty
 paper, finer below a minute. The last edge is the longest idle time that is forecast from, plus the longest horizon."""
 WIDTHS_S = np.diff(EDGES_S)
 SHARED_WEIGHT = 2.0
-"""The histogram of all functions counts as so many idle times in that of each function."""
+"""Idle times as which the histogram of all functions counts in that of each function."""
 HALF_LIFE = 64.0
-"""An idle time counts half after so many later ones of its function."""
+"""Later idle times of its function after which one counts half."""
 SHARED_HALF_LIFE = 200_000.0
-"""In the histogram of all functions, it counts half after so many later ones."""
+"""Later idle times after which one counts half in the histogram of all functions."""
 
 
 class IdleTimes:

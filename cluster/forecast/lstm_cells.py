@@ -14,9 +14,9 @@ from cluster.forecast.table import Array
 UNITS = 64
 EMBEDDING = 16
 FEATURES = 2
-"""Of a window: log(1 + calls), and whether there was one."""
+"""Inputs of a window: log(1 + calls), and whether there was one."""
 MOMENT = 4
-"""Of the moment of a forecast; `lstm.py` says what they are."""
+"""Inputs of the moment of a forecast; `lstm.py` says what they are."""
 SHAPES = {
     "lower": (FEATURES + EMBEDDING + UNITS, 4 * UNITS),
     "lower_bias": (4 * UNITS,),
@@ -59,8 +59,8 @@ def read_out(parameters: Parameters, state: Array, moment: Array) -> Array:
 def loss_and_gradients(
     parameters: Parameters, windows: Array, embedding: Array, moment: Array, came: Array
 ) -> tuple[float, Parameters, Array]:
-    """Returns the mean cross-entropy over functions and horizons of [n, horizons] `came` (0 or 1), its gradients by the
-    parameters but `embedding`, and by each function's embedding, [n, EMBEDDING]."""
+    """Returns the mean cross-entropy over functions and horizons of the outcomes [n, horizons] (0 or 1), and its
+    gradients. Those are by the parameters but `embedding`, and by each function's embedding, [n, EMBEDDING]."""
     tape: list[tuple[_Tape, _Tape]] = []
     zero: Array = np.zeros((len(windows), UNITS), windows.dtype)
     lower = upper = zero, zero
@@ -82,7 +82,8 @@ def loss_and_gradients(
 
 
 _Tape = tuple[Array, Array, Array, Array]
-"""Of one step of one layer: its input with its own state, the cell before, the four gates, tanh of the cell behind."""
+"""Values of one step of one layer: its input with its own state, the cell before, the four gates, tanh of the cell
+after it."""
 
 
 def _cell(parameters: Parameters, layer: str, below: Array, state: Array, cell: Array) -> tuple[Array, Array, _Tape]:
@@ -118,7 +119,7 @@ def _backward(parameters: Parameters, tape: list[tuple[_Tape, _Tape]], by_state:
 def _cell_backward(
     parameters: Parameters, layer: str, tape: _Tape, by_behind: tuple[Array, Array], gradients: Parameters
 ) -> tuple[Array, Array]:
-    """Returns the gradients by a step's input (with the state before it) and by the cell before it, from those by the
+    """Returns the gradients by a step's input (with the state before it) and by the cell before it. Needs those by the
     step's state and cell. Adds those by the layer's parameters to `gradients`."""
     seen, cell, gates, shown = tape
     let_in, keep, new, show = np.split(gates, 4, axis=1)

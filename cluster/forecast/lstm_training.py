@@ -11,18 +11,18 @@ from cluster.forecast.lstm_cells import EMBEDDING, Parameters, loss_and_gradient
 from cluster.forecast.table import Array
 
 REPLAY = 10_000
-"""So many observations are kept, at most; the oldest give way."""
+"""Observations that are kept; the oldest are dropped."""
 UPDATE_EVERY = 100
 """Requests between two updates; there is at most one update a second."""
 BATCH = 64
 LEARNING_RATE = 1e-3
 MAX_EMBEDDINGS = 40_000
-"""At most so many functions have an embedding of their own; the least recently trained return to the shared one."""
+"""Functions with their own embedding; the least recently trained return to the shared one."""
 
 
 @dataclass(frozen=True)
 class Observations:
-    """What was seen of functions at a moment, and what came."""
+    """Inputs of functions at a moment, and the calls that came."""
 
     keys: list[str]
     windows: Array

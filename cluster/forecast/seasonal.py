@@ -13,9 +13,9 @@ DAY_S = 86_400.0
 MONDAY_S = 4 * DAY_S
 """Unix time of its first Monday."""
 SHRINKAGE = 4.0
-"""A slot's usual share counts as so many calls, so that with few calls an hour is taken for a usual one."""
+"""Calls as which a slot's usual share counts, so that with few calls an hour is taken for a usual one."""
 MAX_REMEMBERED = 40_000
-"""At most so many functions are remembered while they are not in the table; the first to leave is forgotten first."""
+"""Functions that are remembered while they are not in the table; the first to leave is forgotten first."""
 
 
 @dataclass(frozen=True)

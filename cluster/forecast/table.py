@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 FIRST_ROOM = 1024
-"""Columns start with so many rows, and double until the table's limit."""
+"""Rows with which columns start; they double until the table's limit."""
 
 
 class Column:
-    """One value, or one small array, for each function. The table moves, resets and grows it."""
+    """Value, or small array, of each function. The table moves, resets and grows it."""
 
     def __init__(self, table: FunctionTable, room: int, shape: tuple[int, ...], fill: float, dtype: type) -> None:
         self._table = table
@@ -54,7 +54,7 @@ class FunctionTable:
         self._columns: list[Column] = []
         self._rows: dict[str, int] = {}
         self.keys: list[str] = []
-        """Of the rows."""
+        """Keys of the functions, by row."""
         self.entered: list[Callable[[list[str], int], None]] = []
         """Called with the keys that enter and the first of their rows, which follow each other."""
         self.leaving: list[Callable[[list[str], Array], None]] = []
