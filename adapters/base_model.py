@@ -98,16 +98,16 @@ def fingerprint(directory: Path) -> str:
     stamp = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     memo = directory / ".garnish-fingerprint.json"
     try:
-        known = json.loads(memo.read_bytes())
-        if known["stamp"] == stamp:
-            return str(known["fingerprint"])
+        cached = json.loads(memo.read_bytes())
+        if cached["stamp"] == stamp:
+            return str(cached["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # no memo, or a broken one: hash again
-    whole = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
-            whole.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
-    value = whole.hexdigest()
+            sha256.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
+    value = sha256.hexdigest()
     with contextlib.suppress(OSError):  # a read-only model directory only costs the next start a second hash
         memo.write_text(json.dumps({"stamp": stamp, "fingerprint": value}))
     return value

@@ -56,8 +56,8 @@ def collect(
     before = (store.now() if now is None else now) - ORPHAN_SECONDS
     done = Collected(dry_run)
     with DiskMap() as needed, DiskMap() as manifests:
-        for found in all_versions(store):
-            _note(found, before, needed, manifests)
+        for version in all_versions(store):
+            _note(version, before, needed, manifests)
         for kind, info in _orphans(store, before, needed, manifests, done):
             if dry_run or store.delete_older(info.key, before):
                 tell(info)
@@ -68,24 +68,24 @@ def collect(
     return done
 
 
-def _note(found: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
+def _note(version: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
     """Records in `needed` the digest and files that the version needs, or in `manifests` that its manifest is an
     orphan. Raises CorruptArtifact when a listed version's manifest is missing or can't be read."""
-    young = found.removed >= before or (found.info is not None and found.info.modified >= before)
-    if found.entry is None and found.info is not None and not young:
-        manifests.put(found.key, str(found.info.size))
+    young = version.removed >= before or (version.info is not None and version.info.modified >= before)
+    if version.entry is None and version.info is not None and not young:
+        manifests.put(version.key, str(version.info.size))
         return
-    if found.entry is not None:
-        needed.put(found.entry.digest)
-        if found.manifest is None:
+    if version.entry is not None:
+        needed.put(version.entry.digest)
+        if version.manifest is None:
             raise CorruptArtifact(
-                f"the manifest of {found.name} is missing or can't be read, so it is not known which files it needs: "
+                f"the manifest of {version.name} is missing or can't be read, so it is not known which files it needs: "
                 "nothing was removed; `garnish registry verify` names what is damaged"
             )
-    if found.manifest is not None:
-        needed.put(found.manifest.digest)
-        needed.put(blob_key(found.manifest.config_sha256))
-        needed.put(blob_key(found.manifest.weights_sha256))
+    if version.manifest is not None:
+        needed.put(version.manifest.digest)
+        needed.put(blob_key(version.manifest.config_sha256))
+        needed.put(blob_key(version.manifest.weights_sha256))
 
 
 def _orphans(

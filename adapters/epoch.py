@@ -63,23 +63,23 @@ class Epoch(msgspec.Struct, frozen=True):
 def read_epoch(store: ObjectStore) -> Epoch:
     """Returns the epoch; makes it when there is none, or none that can be read. Raises StoreUnavailable."""
     try:
-        found = find_record(store, EPOCH_KEY, Epoch)
+        epoch = find_record(store, EPOCH_KEY, Epoch)
     except CorruptRecord:
         store.delete(EPOCH_KEY)
-        found = None
-    return found or update_record(store, EPOCH_KEY, Epoch, lambda known: known or _new(store.now()))
+        epoch = None
+    return epoch or update_record(store, EPOCH_KEY, Epoch, lambda current: current or _new(store.now()))
 
 
 def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> None:
     """Adds a mark to the epoch: the record under `key` is about to change, or generations of its function end (`ended`
     says why, and `number` is the id by which those who hear of it twice know it). Raises StoreUnavailable."""
 
-    def marked(known: Epoch | None) -> Epoch:
+    def marked(current: Epoch | None) -> Epoch:
         now = store.now()
-        epoch = known or _new(now)
+        epoch = current or _new(now)
         marks = (*epoch.marks, Mark(epoch.number + 1, key, ended, number, now))
-        dropped, kept = marks[:-MAX_MARKS], marks[-MAX_MARKS:]
-        return Epoch(epoch.id, max([epoch.since, *(each.at for each in dropped)]), kept)
+        dropped, newest = marks[:-MAX_MARKS], marks[-MAX_MARKS:]
+        return Epoch(epoch.id, max([epoch.since, *(each.at for each in dropped)]), newest)
 
     try:
         update_record(store, EPOCH_KEY, Epoch, marked)

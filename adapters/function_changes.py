@@ -44,11 +44,11 @@ class FunctionChanges:
         PreconditionFailed, and Conflict when the alias remembers nothing earlier."""
 
         def back(record: FunctionRecord) -> FunctionRecord:
-            known = record.aliases.get(alias)
-            if known is None:
+            current = record.aliases.get(alias)
+            if current is None:
                 hint = did_you_mean(alias, record.aliases)
                 raise NotFound(f"function {name} has no alias {alias[:100]!r}{hint}")
-            earlier = rolled_back(known, record.numbers(), time.time(), history_room(len(record.aliases)))
+            earlier = rolled_back(current, record.numbers(), time.time(), history_room(len(record.aliases)))
             return with_aliases(record, {alias: earlier})
 
         return self.change(tenant, name, matches, back)

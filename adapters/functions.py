@@ -168,9 +168,9 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
     try:
         stated = msgspec.convert({field: value for field, value in policy.items() if value is not None}, Policy)
     except msgspec.ValidationError as error:
-        told, _, path = str(error).partition(" - at `$.")
+        reason, _, path = str(error).partition(" - at `$.")
         field = f"{within}{path.rstrip('`')}"
-        raise InvalidRequest(field, f"{field}: {told}") from None
+        raise InvalidRequest(field, f"{field}: {reason}") from None
     for index, window in enumerate(stated.warm):
         try:
             window_state(window, time.time())
@@ -180,10 +180,10 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
     check_destination(stated.on_success, f"{within}on_success")
     check_destination(stated.on_failure, f"{within}on_failure")
     changed = msgspec.structs.replace(current, **{field: getattr(stated, field) for field in policy})
-    reserved, most = changed.reserved_concurrency, changed.max_concurrency
-    if reserved is not None and most is not None and reserved > most:
+    reserved, maximum = changed.reserved_concurrency, changed.max_concurrency
+    if reserved is not None and maximum is not None and reserved > maximum:
         field = f"{within}reserved_concurrency"
-        raise InvalidRequest(field, f"{field}: {reserved} is more than max_concurrency, {most}, lets run at once")
+        raise InvalidRequest(field, f"{field}: {reserved} is more than max_concurrency, {maximum}, lets run at once")
     return changed
 
 
@@ -193,14 +193,14 @@ def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: f
     Another alias than `latest` leaves `latest` where it is, unless the function has none yet.
     Raises Conflict at MAX_VERSIONS or MAX_ALIASES.
     """
-    others = [known for known in record.versions if known.version != entry.version]
-    if len(others) >= MAX_VERSIONS:
+    older = [each for each in record.versions if each.version != entry.version]
+    if len(older) >= MAX_VERSIONS:
         raise Conflict(f"function {record.name} has {MAX_VERSIONS} versions already")
     listed = msgspec.structs.replace(
         record,
         next_version=max(record.next_version, entry.version + 1),
         deleted=False,
-        versions=tuple(sorted([*others, entry], key=lambda known: known.version)),
+        versions=tuple(sorted([*older, entry], key=lambda each: each.version)),
     )
     weights = {str(entry.version): 1.0}
     aliases = {alias: _moved(listed, alias, weights, now)}
@@ -239,9 +239,9 @@ def without_version(record: FunctionRecord, version: int, now: float) -> Functio
     if naming:
         more = f" and {len(naming) - 3} more" if len(naming) > 3 else ""
         raise Conflict(f"version {version} is in use by the alias {', '.join(naming[:3])}{more}; move it first")
-    left = tuple(entry for entry in record.versions if entry.version != version)
+    remaining = tuple(entry for entry in record.versions if entry.version != version)
     removed = _removed(record, [str(version)], now)
-    return msgspec.structs.replace(record, generation=record.generation + 1, versions=left, removed=removed)
+    return msgspec.structs.replace(record, generation=record.generation + 1, versions=remaining, removed=removed)
 
 
 def buried(record: FunctionRecord, now: float) -> FunctionRecord:
@@ -260,8 +260,8 @@ def _removed(record: FunctionRecord, versions: Iterable[str], now: float) -> dic
     """Returns the record's removals (version -> Unix time) with `versions` added at `now`. Removals that are
     REMOVED_SECONDS old are left out, since no call can want those versions any more; at most the last MAX_VERSIONS are
     kept."""
-    kept = {version: when for version, when in record.removed.items() if now - when < REMOVED_SECONDS}
-    return dict(list((kept | dict.fromkeys(versions, now)).items())[-MAX_VERSIONS:])
+    recent = {version: when for version, when in record.removed.items() if now - when < REMOVED_SECONDS}
+    return dict(list((recent | dict.fromkeys(versions, now)).items())[-MAX_VERSIONS:])
 
 
 def _moved(record: FunctionRecord, alias: str, weights: dict[str, float], now: float) -> Alias:

@@ -116,8 +116,10 @@ class HelperProcess:
 
 
 def _environment() -> dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if name in GIVEN or name.startswith(("PYTHON", "LC_"))}
-    return given | {"OPENBLAS_NUM_THREADS": "1"}
+    inherited = {
+        name: value for name, value in os.environ.items() if name in GIVEN or name.startswith(("PYTHON", "LC_"))
+    }
+    return inherited | {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def _exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:

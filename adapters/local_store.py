@@ -124,8 +124,8 @@ class LocalStore:
     def folders(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
         with _translated():
             marked = [name for name in self._entries(prefix) if name.endswith("/") and name > (after and after + "/")]
-            kept = (name[:-1] for name in marked if next(self._walk(prefix + name, prefix + name, ""), None))
-            return tuple(islice(kept, min(limit, MAX_LIST)))
+            nonempty = (name[:-1] for name in marked if next(self._walk(prefix + name, prefix + name, ""), None))
+            return tuple(islice(nonempty, min(limit, MAX_LIST)))
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -272,12 +272,12 @@ def _translated() -> Iterator[None]:
 
 def _copy(data: bytes | Path, out: BinaryIO) -> str:
     """Writes the content to `out`; returns its SHA-256."""
-    whole = hashlib.sha256()
+    sha256 = hashlib.sha256()
     with BytesIO(data) if isinstance(data, bytes) else data.open("rb") as source:
         while chunk := source.read(CHUNK):
-            whole.update(chunk)
+            sha256.update(chunk)
             out.write(chunk)
-    return whole.hexdigest()
+    return sha256.hexdigest()
 
 
 def _make_parents(directory: Path, root: Path) -> None:

@@ -55,15 +55,15 @@ class NameIndex:
         return nearest(typed, heapq.nlargest(COMPARED, candidates, key=lambda name: _shared_ends(folded, name)), count)
 
 
-def _shared_ends(one: str, other: str) -> int:
+def _shared_ends(first: str, second: str) -> int:
     """Returns how many characters two names share at their beginning and at their end, less the difference in
     length."""
-    return _common(one, other) + _common(reversed(one), reversed(other)) - abs(len(one) - len(other))
+    return _common(first, second) + _common(reversed(first), reversed(second)) - abs(len(first) - len(second))
 
 
-def _common(one: Iterable[str], other: Iterable[str]) -> int:
+def _common(first: Iterable[str], second: Iterable[str]) -> int:
     """Returns in how many characters both begin alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _around(ordered: Sequence[str], typed: str) -> Sequence[str]:

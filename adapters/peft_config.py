@@ -113,8 +113,8 @@ class LoraSettings(msgspec.Struct, frozen=True):
 
 def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Problem], list[str]]:
     """Returns (settings, problems, warnings); settings are None if a field that they need is unusable."""
-    if (other := _other_file(config)) is not None:
-        return None, [other], []
+    if (problem := _other_file(config)) is not None:
+        return None, [problem], []
     refused, ignored = _check_others(config)
     problems = [*_check_kind(config), *refused]
     warnings = [_ignored_warning(ignored)] if ignored else []
@@ -138,7 +138,7 @@ def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Prob
 
 
 def field_problem(field: str, problem: str, expected: str | None = None, found: object = None) -> Problem:
-    """Returns a problem of a field of the config; `found` is shortened."""
+    """Returns a problem of a field of the config; `actual` is shortened."""
     shown = None if found is None else repr(found)[:200]
     return Problem(f"{CONFIG_FILE}#{field[:100]}", problem, expected, shown)
 
@@ -203,10 +203,10 @@ def _is_training_note(field: str) -> bool:
 
 def _ignored_warning(fields: list[str]) -> str:
     """Returns one warning that names the ignored fields, MAX_NAMED at most."""
-    named = ", ".join(field[:100] for field in fields[:MAX_NAMED])
+    names = ", ".join(field[:100] for field in fields[:MAX_NAMED])
     more = f" and {len(fields) - MAX_NAMED} more" if len(fields) > MAX_NAMED else ""
     verb = "is" if len(fields) == 1 else "are"
-    return f"{named}{more} in adapter_config.json {verb} ignored: only the training run is concerned"
+    return f"{names}{more} in adapter_config.json {verb} ignored: only the training run is concerned"
 
 
 class _Reader:
@@ -216,8 +216,8 @@ class _Reader:
         self.config = config
         self.problems: list[Problem] = []
 
-    def wrong(self, field: str, problem: str, expected: str, found: object) -> None:
-        self.problems.append(field_problem(field, problem, expected, found))
+    def wrong(self, field: str, problem: str, expected: str, value: object) -> None:
+        self.problems.append(field_problem(field, problem, expected, value))
 
     def rank(self, field: str, value: object) -> int:
         if type(value) is int and 1 <= value <= MAX_RANK:

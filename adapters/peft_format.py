@@ -144,9 +144,9 @@ def _refuse_other_formats(start: bytes) -> None:
         raise _file_problem("not a safetensors file")
 
 
-def _check_count(tensors: int, most: int) -> None:
-    if tensors > most:
-        raise _file_problem("its header lists too many tensors", f"at most {most}", str(tensors))
+def _check_count(tensors: int, limit: int) -> None:
+    if tensors > limit:
+        raise _file_problem("its header lists too many tensors", f"at most {limit}", str(tensors))
 
 
 def _check_table(table: dict[str, Any], data_start: int, total: int) -> dict[str, TensorRef]:

@@ -51,31 +51,31 @@ def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
 
 
 def _targeted(settings: LoraSettings, names: Sequence[str]) -> list[str]:
-    wanted = settings.target_modules or ()
-    if isinstance(wanted, str):
-        if wanted.lower() == "all-linear":
+    modules = settings.target_modules or ()
+    if isinstance(modules, str):
+        if modules.lower() == "all-linear":
             chosen = [name for name in names if name.endswith(ALL_LINEAR)]
         else:
-            pattern = _compile("target_modules", wanted)
+            pattern = _compile("target_modules", modules)
             chosen = [name for name in names if pattern.fullmatch(name)]
     else:
-        chosen = [name for name in names if _names_it(wanted, name)]
+        chosen = [name for name in names if _names_it(modules, name)]
         if settings.layers_to_transform is not None:
             # PEFT looks at the layer only of modules that a suffix names, not of those named in full.
             inside = set(_in_layers(settings, chosen))
-            chosen = [name for name in chosen if name in wanted or name in inside]
+            chosen = [name for name in chosen if name in modules or name in inside]
     return _without_excluded(settings.exclude_modules, chosen)
 
 
 def _in_layers(settings: LoraSettings, names: list[str]) -> list[str]:
     sources = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in settings.layers_pattern]
     patterns = [_compile("layers_pattern", source) for source in sources or [r".*?\.[^.]*\.(?P<idx>\d+)\."]]
-    kept = []
+    inside = []
     for name in names:
-        found = next((hit for hit in (pattern.match(name) for pattern in patterns) if hit), None)
-        if found and int(found["idx"]) in (settings.layers_to_transform or ()):
-            kept.append(name)
-    return kept
+        match = next((hit for hit in (pattern.match(name) for pattern in patterns) if hit), None)
+        if match and int(match["idx"]) in (settings.layers_to_transform or ()):
+            inside.append(name)
+    return inside
 
 
 def _without_excluded(exclude: tuple[str, ...] | str | None, names: list[str]) -> list[str]:
@@ -87,8 +87,8 @@ def _without_excluded(exclude: tuple[str, ...] | str | None, names: list[str]) -
     return [name for name in names if not _names_it(exclude, name)]
 
 
-def _names_it(wanted: Sequence[str], name: str) -> bool:
-    return name in wanted or name.endswith(tuple(f".{item}" for item in wanted))
+def _names_it(suffixes: Sequence[str], name: str) -> bool:
+    return name in suffixes or name.endswith(tuple(f".{item}" for item in suffixes))
 
 
 def _compile(field: str, source: str) -> re.Pattern[str]:

@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 
 def read_record(store: ObjectStore, key: str, kind: type[T]) -> tuple[T, str] | None:
     """Returns the record and its etag, or None if there is none. Raises StoreUnavailable, CorruptRecord."""
-    found = _find(store, key)
-    return None if found is None else (decoded(found.data, key, kind), found.etag)
+    stored = _find(store, key)
+    return None if stored is None else (decoded(stored.data, key, kind), stored.etag)
 
 
 def find_record(store: ObjectStore, key: str, kind: type[T]) -> T | None:
     """Returns the record without its etag, or None if there is none. Raises as `read_record`."""
-    found = _find(store, key)
-    return None if found is None else decoded(found.data, key, kind)
+    stored = _find(store, key)
+    return None if stored is None else decoded(stored.data, key, kind)
 
 
 def _find(store: ObjectStore, key: str) -> Object | None:
@@ -62,10 +62,10 @@ def decoded(data: bytes, key: str, kind: type[T]) -> T:
 def read_records(store: ObjectStore, keys: Sequence[str], kind: type[T]) -> list[T | None]:
     """Returns the records, in the order of `keys`; None where there is none. Raises as `read_record`."""
     records: list[T | None] = []
-    for found in read_each(store, keys, kind):
-        if isinstance(found, CorruptRecord):
-            raise found
-        records.append(found)
+    for record in read_each(store, keys, kind):
+        if isinstance(record, CorruptRecord):
+            raise record
+        records.append(record)
     return records
 
 
@@ -102,19 +102,19 @@ def update_record(
     Raises what `change` raises, and StoreUnavailable after ATTEMPTS tries.
     """
     for attempt in range(ATTEMPTS):
-        found = _find(store, key)
-        known = None if found is None else decoded(found.data, key, kind)
-        changed = change(known)
-        if known is not None and changed is known:
+        stored = _find(store, key)
+        record = None if stored is None else decoded(stored.data, key, kind)
+        changed = change(record)
+        if record is not None and changed is record:
             return changed
-        if keeps_unknown and found is not None and known is not None:
-            data = encode_over(found.data, known, changed)
+        if keeps_unknown and stored is not None and record is not None:
+            data = encode_over(stored.data, record, changed)
         else:
             data = msgspec.json.encode(changed)
         before_commit()
         try:
-            if found is not None:
-                store.put_if_match(key, data, found.etag)
+            if stored is not None:
+                store.put_if_match(key, data, stored.etag)
             else:
                 store.put_if_absent(key, data)
             return changed
@@ -130,24 +130,24 @@ def decode_record(data: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError:
         unknown: list[str] = []
-        known = _known(msgspec.json.decode(data), inspect.type_info(kind), "", unknown)
+        filtered = _known(msgspec.json.decode(data), inspect.type_info(kind), "", unknown)
         if not unknown:
             raise
     log.warning("a newer release has stored fields that this one does not apply", extra={"fields": unknown})
-    return msgspec.convert(known, kind)
+    return msgspec.convert(filtered, kind)
 
 
-def encode_over(stored: bytes, known: T, changed: T) -> bytes:
+def encode_over(stored: bytes, before_change: T, changed: T) -> bytes:
     """Returns `changed` as JSON, with the fields of `stored` that this release does not know: those of the record, and
     of its sections, such as a function's policy. What is below a section is a value: it is written as it was stored if
-    it is the same, else as it is now. `known`: what `stored` was read as.
+    it is the same, else as it is now. `before_change`: what `stored` was read as.
 
     A record that is deleted, or was, keeps nothing: it begins from scratch.
     """
     data = msgspec.json.encode(changed)
-    if getattr(known, "deleted", False) or getattr(changed, "deleted", False):
+    if getattr(before_change, "deleted", False) or getattr(changed, "deleted", False):
         return data
-    raw, before, after = msgspec.json.decode(stored), msgspec.to_builtins(known), msgspec.to_builtins(changed)
+    raw, before, after = msgspec.json.decode(stored), msgspec.to_builtins(before_change), msgspec.to_builtins(changed)
     return msgspec.json.encode(_carried(raw, before, after, SECTION_DEPTH))
 
 

@@ -146,20 +146,20 @@ class Registry:
         Raises NotFound, StoreUnavailable.
         """
         record = self.function(tenant, name)
-        wanted = "latest" if qualifier is None else qualifier
-        weights = record.aliases[wanted].weights if wanted in record.aliases else {wanted: 1.0}
+        name_or_number = "latest" if qualifier is None else qualifier
+        weights = record.aliases[name_or_number].weights if name_or_number in record.aliases else {name_or_number: 1.0}
         entries = [entry for entry in record.versions if str(entry.version) in weights]
         if len(entries) != len(weights):
-            hint = did_you_mean(wanted, record.aliases)
-            raise NotFound(f"function {name} has no version or alias {wanted[:100]!r}{hint}")
+            hint = did_you_mean(name_or_number, record.aliases)
+            raise NotFound(f"function {name} has no version or alias {name_or_number[:100]!r}{hint}")
         return [self._choice(record, entry, weights[str(entry.version)]) for entry in entries]
 
     def function(self, tenant: str, name: str) -> FunctionRecord:
         """Returns the function's record. Raises NotFound."""
-        found = self._read(tenant, name) if is_name(name) and is_name(tenant) else None
-        if found is None or found.deleted:
+        record = self._read(tenant, name) if is_name(name) and is_name(tenant) else None
+        if record is None or record.deleted:
             raise NoSuchFunction(tenant, name)
-        return found
+        return record
 
     def functions(
         self, tenant: str, after: str = "", limit: int = 100
@@ -175,16 +175,16 @@ class Registry:
             names = self.store.folders(f"tenants/{tenant}/functions/", after, size)
             first = 0
             while first < len(names):
-                some = names[first : first + max(limit - len(records), self.store.readers)]
-                found = read_each(self.store, [function_key(tenant, name) for name in some], FunctionRecord)
-                for after, record in zip(some, found, strict=True):
+                batch = names[first : first + max(limit - len(records), self.store.readers)]
+                results = read_each(self.store, [function_key(tenant, name) for name in batch], FunctionRecord)
+                for after, record in zip(batch, results, strict=True):
                     if isinstance(record, CorruptRecord):
                         records.append(BrokenFunction(after, str(CorruptFunction(after))))
                     elif record is not None and not record.deleted:
                         records.append(record)
                     if len(records) == limit:
                         return records, after
-                first += len(some)
+                first += len(batch)
             if len(names) < size:
                 return records, None
         return records, after
@@ -204,17 +204,17 @@ class Registry:
     def versions(self, tenant: str, name: str) -> list[Manifest]:
         """Returns the manifests of all versions, ascending. Raises NotFound."""
         listed = [entry.version for entry in self.function(tenant, name).versions]
-        found = read_records(self.store, [manifest_key(tenant, name, version) for version in listed], Manifest)
-        return [_present(name, version, manifest) for version, manifest in zip(listed, found, strict=True)]
+        manifests = read_records(self.store, [manifest_key(tenant, name, version) for version in listed], Manifest)
+        return [_present(name, version, manifest) for version, manifest in zip(listed, manifests, strict=True)]
 
     def delete_version(self, tenant: str, name: str, version: int, matches: Collection[int] | None = None) -> None:
         """Makes a version that no alias names invisible at once; its objects are left to garbage collection, and its
         number is not used again. Raises NotFound, Conflict, PreconditionFailed (as in FunctionChanges)."""
 
         def remove(record: FunctionRecord) -> FunctionRecord:
-            left = without_version(record, version, self.store.now())
+            changed = without_version(record, version, self.store.now())
             freed.set(1, sum(entry.bytes for entry in record.versions if entry.version == version))
-            return left
+            return changed
 
         with self.quota.removing(tenant) as freed:
             self.changes.change(tenant, name, matches, remove)

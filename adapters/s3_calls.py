@@ -95,8 +95,8 @@ class S3Calls:
         if self._told is None:
             # Not a HEAD: the answer to one has no room for a reason why not.
             self.run(lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1), self.deadline(), answers=())
-        told, since = self._told or (time.time(), time.monotonic())
-        return told + time.monotonic() - since
+        reported, since = self._told or (time.time(), time.monotonic())
+        return reported + time.monotonic() - since
 
     def _note_time(self, http_response: Any, **_: Any) -> None:
         date = _unix_time(http_response.headers.get("date", ""))

@@ -26,6 +26,6 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"slo_
     slo_class: SloClass = "standard"
 
 
-def lower_class(one: SloClass, other: SloClass) -> SloClass:
+def lower_class(first: SloClass, second: SloClass) -> SloClass:
     """Returns the one of two SLO classes that is promised less."""
-    return min(one, other, key=CLASSES.index)
+    return min(first, second, key=CLASSES.index)

@@ -96,13 +96,13 @@ class _Copy:
             with target.open("wb") as out:
                 self._pieces(name, min(limit, self.left), out)
         except Refused as refused:
-            told = {
+            problems = {
                 404: f"there is no {name} in the source, or it is not shown to this service",
                 403: f"this service may not read {name} in the source",
                 412: f"{name} was written anew while it was copied",
                 416: f"{name} in the source is empty",
             }
-            problem = told.get(refused.status)
+            problem = problems.get(refused.status)
             if problem is None:
                 raise StoreUnavailable(f"the source answered {refused}") from refused
             raise InvalidRequest("source", problem) from None

@@ -92,14 +92,14 @@ def update_function(
     Raises what `change` and `update_marked` do, and Conflict for a claim that does not fit next to the others; `memory`
     is checked only where a policy asks for more copies than before.
     """
-    stands = False
+    is_standing = False
 
     def claimed(record: FunctionRecord | None) -> FunctionRecord:
-        nonlocal stands
+        nonlocal is_standing
         changed = change(record)
         before = Policy() if record is None else record.policy
         if changed is not record and (stands_in(before) or stands_in(changed.policy)):
-            stands = True
+            is_standing = True
             _claim(store, tenant, before, changed, memory or Memory())
         return changed
 
@@ -107,7 +107,7 @@ def update_function(
     try:
         return update_marked(store, key, FunctionRecord, claimed)
     finally:
-        if stands:
+        if is_standing:
             settle(store, tenant, name)
 
 
@@ -116,20 +116,21 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
     logged, and is settled with the function's next change, or by the leader."""
     key, owner = function_key(tenant, name), f"{tenant}/{name}"
 
-    def standing(known: Standing | None) -> Standing:
-        known = known or Standing()
-        found = find_record(store, key, FunctionRecord)  # read here: of two who settle at once, the later one sees more
-        entry = None if found is None else _entry(found, known.functions.get(owner), store.now())
-        if entry == known.functions.get(owner):
-            return known
-        others = {each: kept for each, kept in known.functions.items() if each != owner}
-        return Standing(others if entry is None else {**others, owner: entry})
+    def standing(current: Standing | None) -> Standing:
+        current = current or Standing()
+        # Read here: of two that settle at once, the later one sees more.
+        record = find_record(store, key, FunctionRecord)
+        entry = None if record is None else _entry(record, current.functions.get(owner), store.now())
+        if entry == current.functions.get(owner):
+            return current
+        rest = {each: value for each, value in current.functions.items() if each != owner}
+        return Standing(rest if entry is None else {**rest, owner: entry})
 
-    def reserved(known: Tenant | None) -> Tenant:
-        known = known or Tenant(tenant)
-        found = find_record(store, key, FunctionRecord)
-        places = 0 if found is None or found.deleted else found.policy.reserved_concurrency or 0
-        return _with_reserved(known, name, places)
+    def reserved(current: Tenant | None) -> Tenant:
+        current = current or Tenant(tenant)
+        record = find_record(store, key, FunctionRecord)
+        places = 0 if record is None or record.deleted else record.policy.reserved_concurrency or 0
+        return _with_reserved(current, name, places)
 
     try:
         update_record(store, STANDING_KEY, Standing, standing)
@@ -171,22 +172,24 @@ def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRec
     policy, owner = changed.policy, f"{tenant}/{changed.name}"
     places = policy.reserved_concurrency or 0
     if places > (before.reserved_concurrency or 0) and find_record(store, tenant_key(tenant), Tenant) is not None:
-        update_marked(store, tenant_key(tenant), Tenant, lambda known: _claimed(known, tenant, changed.name, places))
+        update_marked(
+            store, tenant_key(tenant), Tenant, lambda current: _claimed(current, tenant, changed.name, places)
+        )
     if not stands_in(policy):
         return
 
-    def standing(known: Standing | None) -> Standing:
-        known = known or Standing()
-        entry = _entry(changed, known.functions.get(owner), store.now())
+    def standing(current: Standing | None) -> Standing:
+        current = current or Standing()
+        entry = _entry(changed, current.functions.get(owner), store.now())
         assert entry is not None  # it stands
-        claimed = Standing({**known.functions, owner: entry})
-        own = sum(each.startswith(f"{tenant}/") for each in claimed.functions)
-        if len(claimed.functions) > MAX_STANDING or own > MAX_TENANT_STANDING:
+        claimed = Standing({**current.functions, owner: entry})
+        of_tenant = sum(each.startswith(f"{tenant}/") for each in claimed.functions)
+        if len(claimed.functions) > MAX_STANDING or of_tenant > MAX_TENANT_STANDING:
             raise Conflict(f"at most {MAX_TENANT_STANDING} functions of a tenant, and {MAX_STANDING} in all, may have "
                            "provisioned copies, an idle_ttl, reserved_concurrency or prefetch: off")  # fmt: skip
         if _rises(before, policy):
             _check_room(claimed, owner, memory)
-        return claimed if claimed != known else known
+        return claimed if claimed != current else current
 
     update_record(store, STANDING_KEY, Standing, standing)
 
@@ -197,18 +200,18 @@ def _rises(before: Policy, policy: Policy) -> bool:
     return new.device > old.device or new.host > old.host
 
 
-def _entry(record: FunctionRecord, known: Entry | None, now: float) -> Entry | None:
+def _entry(record: FunctionRecord, current: Entry | None, now: float) -> Entry | None:
     """Returns what standing.json is to have of the function; None: nothing."""
     policy = record.policy
     if record.deleted or not stands_in(policy):
         return None
-    named = {version for alias in record.aliases.values() for version in alias.weights}
-    digests = [entry.digest for entry in record.versions if str(entry.version) in named]
+    aliased = {version for alias in record.aliases.values() for version in alias.weights}
+    digests = [entry.digest for entry in record.versions if str(entry.version) in aliased]
     live = live_versions(record)
     known_sizes = all(entry.itemsize for entry in live)
     return msgspec.structs.replace(
         _asked(policy),
-        since=now if known is None else known.since,
+        since=now if current is None else current.since,
         bytes=sum(entry.bytes for entry in live),
         elements=sum(entry.bytes // entry.itemsize for entry in live) if known_sizes else 0,
         digests=tuple(digests[-MAX_DIGESTS:]) if policy.idle_ttl is not None else (),
@@ -237,31 +240,33 @@ def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
             f"provisioned: {copies} copies ({entry.device} device, {entry.host} host) need as many nodes; "
             f"{memory.nodes} serve this model"
         )
-    every = sum(each.device + each.host for each in standing.functions.values())
-    if memory.copies is not None and every > memory.copies:
-        raise Conflict(f"provisioned: {every} copies in all, and the nodes that serve this model keep {memory.copies}")
+    all_copies = sum(each.device + each.host for each in standing.functions.values())
+    if memory.copies is not None and all_copies > memory.copies:
+        raise Conflict(
+            f"provisioned: {all_copies} copies in all, and the nodes that serve this model keep {memory.copies}"
+        )
     for tier, room in (("device", memory.device), ("host", memory.host)):
         if room is None or not getattr(entry, tier):
             continue
         sums = {key: getattr(each, tier) * memory.taken_by(each) for key, each in standing.functions.items()}
-        own = sum(size for key, size in sums.items() if key.startswith(f"{tenant}/"))
-        for whose, needed, allowed in (("all tenants", sum(sums.values()), room),
-                                       ("the tenant", own, room * memory.tenant_share)):  # fmt: skip
+        of_tenant = sum(size for key, size in sums.items() if key.startswith(f"{tenant}/"))
+        for sharer, needed, allowed in (("all tenants", sum(sums.values()), room),
+                                        ("the tenant", of_tenant, room * memory.tenant_share)):  # fmt: skip
             if needed > allowed:
                 size, count = memory.taken_by(entry), getattr(entry, tier)
                 raise Conflict(
                     f"provisioned: {size} bytes x {count} {tier} copies make {needed} bytes for "
-                    f"the functions of {whose}, and {int(allowed)} of the nodes' {tier} memory may be provisioned for "
+                    f"the functions of {sharer}, and {int(allowed)} of the nodes' {tier} memory may be provisioned for "
                     "them; take other copies back, or add nodes"
                 )
 
 
-def _claimed(known: Tenant | None, tenant: str, name: str, places: int) -> Tenant:
+def _claimed(current: Tenant | None, tenant: str, name: str, places: int) -> Tenant:
     """Returns the tenant's record with `places` reserved for the function. Raises Conflict when the tenant may not have
     as many, or has too many functions with reserved places."""
-    known = known or Tenant(tenant)
-    changed = _with_reserved(known, name, places)
-    limit, total = known.limits.concurrent, sum(changed.reserved.values())
+    current = current or Tenant(tenant)
+    changed = _with_reserved(current, name, places)
+    limit, total = current.limits.concurrent, sum(changed.reserved.values())
     if limit is not None and total > limit:
         raise Conflict(f"reserved_concurrency: {total} in all, and the tenant may have {limit} generations at once")
     if len(changed.reserved) > MAX_RESERVED:
@@ -269,10 +274,10 @@ def _claimed(known: Tenant | None, tenant: str, name: str, places: int) -> Tenan
     return changed
 
 
-def _with_reserved(known: Tenant, name: str, places: int) -> Tenant:
+def _with_reserved(record: Tenant, name: str, places: int) -> Tenant:
     """Returns the tenant's record with `places` reserved for the function. Returns the same object if it has them
     already, or is deleted."""
-    if known.deleted or known.reserved.get(name, 0) == places:
-        return known
-    others = {function: kept for function, kept in known.reserved.items() if function != name}
-    return msgspec.structs.replace(known, reserved={**others, name: places} if places else others)
+    if record.deleted or record.reserved.get(name, 0) == places:
+        return record
+    rest = {function: count for function, count in record.reserved.items() if function != name}
+    return msgspec.structs.replace(record, reserved={**rest, name: places} if places else rest)

@@ -41,12 +41,12 @@ def loads(data: bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    known: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for key, value in pairs:
-        if key in known:
+        if key in by_key:
             raise InvalidJson(f"the key {key[:100]!r} occurs twice in one object")
-        known[key] = value
-    return known
+        by_key[key] = value
+    return by_key
 
 
 def _refuse_constant(text: str) -> float:

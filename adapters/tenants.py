@@ -113,15 +113,15 @@ class Tenants:
 
     def get(self, tenant: str) -> Tenant:
         """Returns the tenant's record. Raises NotFound, also for a deleted tenant."""
-        found = self._read(tenant) if is_name(tenant) else None
-        if found is None or found.deleted:
+        record = self._read(tenant) if is_name(tenant) else None
+        if record is None or record.deleted:
             raise unknown(tenant)
-        return found
+        return record
 
     def list(self, after: str = "", limit: int = 1000) -> Sequence[Tenant]:
         """Returns a page of the tenants, in the order of the store's folders."""
-        found = (self._read(name) for name in self.names(after, limit))
-        return tuple(tenant for tenant in found if tenant is not None and not tenant.deleted)
+        records = (self._read(name) for name in self.names(after, limit))
+        return tuple(tenant for tenant in records if tenant is not None and not tenant.deleted)
 
     def names(self, after: str = "", limit: int = 1000) -> Sequence[str]:
         """Returns a page of the names of tenants in a fixed order, deleted ones of which something is left included."""
@@ -145,11 +145,11 @@ class Tenants:
         """
         if not is_name(tenant):
             raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
-        given = {
+        settings = {
             "slo": slo, "limits": limits, "weight": weight, "webhook_hosts": webhook_hosts, "file_bytes": file_bytes,
             "declared": declared,
         }  # fmt: skip
-        fields = {name: value for name, value in given.items() if value is not None}
+        fields = {name: value for name, value in settings.items() if value is not None}
         return self._change(tenant, lambda record: msgspec.structs.replace(record, **fields), create=True)
 
     def replace(
@@ -256,8 +256,8 @@ class Tenants:
         if claim.tenant is None:
             keys = self.admin_keys()
         else:
-            found = self._read(claim.tenant)
-            keys = found.keys if found else ()
+            record = self._read(claim.tenant)
+            keys = record.keys if record else ()
         return claim if opens(text, claim.key_id, keys) else None
 
     def _change_keys(self, owner: str | None, change: Callable[[tuple[KeyRecord, ...]], tuple[KeyRecord, ...]]) -> None:
@@ -332,34 +332,34 @@ def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]
 
     Keys that starts make are bounded on their own and need no room: a service must always be able to start.
     """
-    counted = [known for known in keys if known.made_by != "start"]
+    counted = [each for each in keys if each.made_by != "start"]
     if key.made_by != "start" and len(counted) >= MAX_KEYS:
-        revoked = [known for known in counted if known.revoked is not None]
+        revoked = [each for each in counted if each.revoked is not None]
         if not revoked:
             raise Conflict(f"there are {MAX_KEYS} keys already; revoke some first")
-        first = min(revoked, key=lambda known: known.revoked or 0.0)
-        keys = tuple(known for known in keys if known is not first)
+        first = min(revoked, key=lambda each: each.revoked or 0.0)
+        keys = tuple(each for each in keys if each is not first)
     return (*keys, key)
 
 
 def _without_surplus(keys: tuple[KeyRecord, ...], used: Collection[str]) -> tuple[KeyRecord, ...]:
     """Returns the keys without surplus ones of starts; the same object if there are none. The first key that a start
     made, which was most likely handed on, and the newest stay, and so do those whose ids are in `used`."""
-    made = sorted((key for key in keys if key.made_by == "start"), key=lambda key: key.created)
-    surplus = {key.key_id for key in made[1 : 1 - MAX_START_KEYS]} - set(used)
+    by_age = sorted((key for key in keys if key.made_by == "start"), key=lambda key: key.created)
+    surplus = {key.key_id for key in by_age[1 : 1 - MAX_START_KEYS]} - set(used)
     return tuple(key for key in keys if key.key_id not in surplus) if surplus else keys
 
 
 def _adopted(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
     """Returns the keys with the operator's key among them; if a start made that key, it becomes the operator's. A known
     key with the same id but another text, or a revoked one, stays as it is. Raises Conflict at MAX_KEYS."""
-    known = next((known for known in keys if known.key_id == key.key_id), None)
-    if known is None:
+    existing = next((existing for existing in keys if existing.key_id == key.key_id), None)
+    if existing is None:
         return _added(keys, key)
-    if known.sha256 != key.sha256 or known.revoked is not None:
+    if existing.sha256 != key.sha256 or existing.revoked is not None:
         return keys
-    mine = msgspec.structs.replace(known, made_by="operator")
-    return tuple(mine if other is known else other for other in keys)
+    mine = msgspec.structs.replace(existing, made_by="operator")
+    return tuple(mine if each is existing else each for each in keys)
 
 
 def _revoked(keys: tuple[KeyRecord, ...], key_id: str) -> tuple[KeyRecord, ...]:

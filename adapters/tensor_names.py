@@ -28,10 +28,10 @@ def with_plain_names(adapter: PeftAdapter) -> PeftAdapter:
         return adapter
     adapters = sorted({match["adapter"] for match in carried.values()})
     if len(adapters) > 1:
-        named = ", ".join(adapters[:5])
+        names = ", ".join(adapters[:5])
         raise _refused(
             WEIGHTS_FILE,
-            f"it holds tensors of {len(adapters)} adapters ({named}): save one, with PEFT's "
+            f"it holds tensors of {len(adapters)} adapters ({names}): save one, with PEFT's "
             "save_pretrained(FOLDER, selected_adapters=[NAME])",
         )
     if any(_PLAIN.fullmatch(name) for name in adapter.tensors):

@@ -188,25 +188,25 @@ def _map(
             continue
         layer, projection = place
         d_in, d_out = base.widths[projection]
-        found: list[TensorRef | None] = []
+        refs: list[TensorRef | None] = []
         for part, shape in (("A", (target.rank, d_in)), ("B", (d_out, target.rank))):
             name = f"base_model.model.{target.module}.lora_{part}.weight"
             ref = adapter.tensors.get(name)
             used.add(name)
-            found.append(ref)
+            refs.append(ref)
             if ref is None:
                 problems.append(Problem(name, "missing, though the config targets its module", str(list(shape))))
             elif ref.shape != shape:
                 problems.append(
                     Problem(name, "wrong shape for this base and rank", str(list(shape)), str(list(ref.shape)))
                 )
-        a, b = found
+        a, b = refs
         pairs.append((projection, a, b))
         if a is not None and b is not None:
             factor = scale(target.alpha, target.rank, use_rslora)
             layers[layer].append(LoraPair(projection=projection, rank=target.rank, scale=factor, a=a, b=b))
-    if (other := _other_base_problem(adapter, base, pairs)) is not None:
-        return (), [other]
+    if (problem := _other_base_problem(adapter, base, pairs)) is not None:
+        return (), [problem]
     problems += [_unmapped(ref, base) for name, ref in adapter.tensors.items() if name not in used]
     ordered = tuple(tuple(sorted(pairs, key=lambda pair: pair.projection)) for pairs in layers)
     return ordered, problems
@@ -224,15 +224,15 @@ def _other_base_problem(
         for projection, a, b in pairs
         if a is not None and b is not None and len(a.shape) == len(b.shape) == 2
     }
-    if not widths or any(found == base.widths[projection] for projection, found in widths.items()):
+    if not widths or any(shape == base.widths[projection] for projection, shape in widths.items()):
         return None
-    projection, found = next(iter(widths.items()))
+    projection, shape = next(iter(widths.items()))
     return field_problem(
         "base_model_name_or_path",
         f"trained for another base model, for no module has the widths of {base.id}; "
         "deploy it to a service with its own base_model",
         f"{base.widths[projection][0]} to {base.widths[projection][1]}",
-        f"{adapter.config.get('base_model_name_or_path')}, {found[0]} to {found[1]}",
+        f"{adapter.config.get('base_model_name_or_path')}, {shape[0]} to {shape[1]}",
     )
 
 

@@ -54,16 +54,16 @@ class VersionFiles:
         deploy.room.take(deploy.layout.bytes)
         if deploy.manifest is None or not deploy.is_stored:
             deploy.manifest, deploy.is_stored = self._put_all(tenant, record, deploy), True
-        made = deploy.manifest
+        manifest = deploy.manifest
         return VersionEntry(
-            version=made.version,
-            digest=made.digest,
-            base=made.base,
-            ranks=made.ranks,
-            targets=made.targets,
-            bytes=made.bytes,
-            created=made.created,
-            itemsize=ITEM_BYTES[made.dtype],
+            version=manifest.version,
+            digest=manifest.digest,
+            base=manifest.base,
+            ranks=manifest.ranks,
+            targets=manifest.targets,
+            bytes=manifest.bytes,
+            created=manifest.created,
+            itemsize=ITEM_BYTES[manifest.dtype],
         )
 
     def _put_all(self, tenant: str, record: FunctionRecord, deploy: Storing) -> Manifest:

@@ -32,14 +32,14 @@ class Counters:
     """Counters of one level: the service that each owner had, by weight. The caller calls `join` when a request of an
     owner begins to wait, and `leave` when it waits no more."""
 
-    def __init__(self, most_idle: int) -> None:
-        self._most_idle = most_idle
+    def __init__(self, max_idle: int) -> None:
+        self._most_idle = max_idle
         self._values: dict[str, float] = {}
         self._waiting: dict[str, int] = {}
         self._floor = 0.0
         self._last: str | None = None
         """who left when nobody else waited"""
-        self._sweep_above = 2 * most_idle
+        self._sweep_above = 2 * max_idle
 
     def __len__(self) -> int:
         """Returns how many owners have a counter here, those included who don't wait."""
@@ -62,9 +62,9 @@ class Counters:
 
     def leave(self, owner: str) -> None:
         """Counts one waiting request of the owner less. Raises KeyError when none of the owner's waits."""
-        left = self._waiting[owner] - 1
-        if left:
-            self._waiting[owner] = left
+        remaining = self._waiting[owner] - 1
+        if remaining:
+            self._waiting[owner] = remaining
             return
         self._raise_floor()
         del self._waiting[owner]
@@ -87,8 +87,8 @@ class Counters:
         they are too many, those with the least. Returns the forgotten ones."""
         self._raise_floor()
         idle = sorted((value, owner) for owner, value in self._values.items() if owner not in self._waiting)
-        behind = sum(value <= self._floor for value, _ in idle)
-        forgotten = [owner for _, owner in idle[: max(behind, len(idle) - self._most_idle)]]
+        at_floor = sum(value <= self._floor for value, _ in idle)
+        forgotten = [owner for _, owner in idle[: max(at_floor, len(idle) - self._most_idle)]]
         for owner in forgotten:
             del self._values[owner]
         self._sweep_above = 2 * max(self._most_idle, len(self._values))
@@ -166,9 +166,9 @@ def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
         groups.setdefault(request.tenant, {}).setdefault(request.function, []).append(request)
 
     def of_tenant(tenant: str, functions: dict[str, list[R]]) -> tuple[float, Iterator[R]]:
-        turns = {name: (found[0].due, iter(found)) for name, found in functions.items()}
-        due = min(due for due, _ in turns.values())
-        return due, _by_turns(turns, lambda name: shares.function(tenant, name))
+        turns = {name: (requests[0].due, iter(requests)) for name, requests in functions.items()}
+        deadline = min(deadline for deadline, _ in turns.values())
+        return deadline, _by_turns(turns, lambda name: shares.function(tenant, name))
 
     return _by_turns({name: of_tenant(name, functions) for name, functions in groups.items()}, shares.tenant)
 
@@ -176,13 +176,13 @@ def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
 def _by_turns(owners: dict[str, tuple[float, Iterator[R]]], counter: Callable[[str], float]) -> Iterator[R]:
     """Yields the owners' requests by turns: each time one of the owner with the least counter, of equal ones the
     earliest due. Each owner comes with the time at which its first request is due, and its requests."""
-    heap = [(counter(owner), due, owner) for owner, (due, _) in owners.items()]
+    heap = [(counter(owner), deadline, owner) for owner, (deadline, _) in owners.items()]
     heapq.heapify(heap)
     while heap:
-        known, due, owner = heap[0]
+        last_read, deadline, owner = heap[0]
         now = counter(owner)
-        if now > known:
-            heapq.heapreplace(heap, (now, due, owner))
+        if now > last_read:
+            heapq.heapreplace(heap, (now, deadline, owner))
             continue
         request = next(owners[owner][1], None)
         if request is None:

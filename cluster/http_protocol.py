@@ -199,11 +199,11 @@ class BoundedHttp(HttpToolsProtocol):
     def _end_unread(self, before: float) -> None:
         """Ends the connection once the last answer has been read, or isn't any more. `before`: bytes that were left at
         the last look."""
-        left = self.transport.get_write_buffer_size()
-        if self.transport.is_closing() or left == 0 or left > before - READ_BYTES:
+        unread = self.transport.get_write_buffer_size()
+        if self.transport.is_closing() or unread == 0 or unread > before - READ_BYTES:
             self.transport.abort()  # close() would wait for a peer that does not read the end of its answer
         else:
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._end_unread, left)
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._end_unread, unread)
 
     def _upgrades(self) -> bool:
         """Returns whether the parser takes what follows the head for another protocol."""

@@ -50,9 +50,9 @@ class MemoryLeases:
         self._held: dict[str, tuple[str, float]] = {}
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
-        known = await self.look(name)
-        if known.holder not in ("", holder):
-            return known
+        current = await self.look(name)
+        if current.holder not in ("", holder):
+            return current
         self._held[name] = holder, self._clock() + seconds
         return Lease(holder, seconds)
 
@@ -62,8 +62,8 @@ class MemoryLeases:
 
     async def look(self, name: str) -> Lease:
         holder, end = self._held.get(name, ("", -math.inf))
-        left = end - self._clock()
-        return Lease(holder, left) if left > 0 else NOBODY
+        remaining = end - self._clock()
+        return Lease(holder, remaining) if remaining > 0 else NOBODY
 
 
 class RedisLeases:
@@ -82,7 +82,7 @@ class RedisLeases:
         return await self._run("look", name)
 
     async def _run(self, action: str, name: str, holder: str = "", seconds: float = 0.0) -> Lease:
-        held, left = await self._link.run(
+        current_holder, remaining_ms = await self._link.run(
             "lease", [self._link.key("lease", name)], [action, holder, round(seconds * 1000)]
         )
-        return Lease(held.decode(), left / 1000) if held else NOBODY
+        return Lease(current_holder.decode(), remaining_ms / 1000) if current_holder else NOBODY

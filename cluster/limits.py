@@ -157,9 +157,9 @@ class MemoryLimits:
 
     def count(self, owners: Sequence[Owner], by: int) -> None:
         for owner in owners:
-            left = self.taken.get(owner.name, 0) + by
-            if left > 0:
-                self.taken[owner.name] = left
+            in_use = self.taken.get(owner.name, 0) + by
+            if in_use > 0:
+                self.taken[owner.name] = in_use
             else:
                 self.taken.pop(owner.name, None)
 

@@ -113,12 +113,12 @@ class NodeBook:
         if node is None and len(self._nodes) >= self.max_nodes:
             raise TooManyNodes(f"{self.max_nodes} nodes are known already; {heartbeat.id} was not added")
         places = node.places.items() if node is not None else ()
-        came = [request for request, place in places if heartbeat.received.has(place.number)]
+        received = [request for request, place in places if heartbeat.received.has(place.number)]
         facts = news.facts if news.facts is not None or node is None else facts_of(node.record)
         assert facts is not None
         record = record_from(heartbeat, facts)
         residents, changed = (changes.residents, []) if is_whole else (None, changes.residents)
-        row = self.table.put(record, heard, residents=residents, changed=changed, acknowledged=came)
+        row = self.table.put(record, heard, residents=residents, changed=changed, acknowledged=received)
         if node is None:
             node = self._nodes[heartbeat.id] = _Node(row)
         elif heartbeat.epoch != node.record.epoch:
@@ -126,7 +126,7 @@ class NodeBook:
             if heartbeat.epoch in node.past:
                 node.past.remove(heartbeat.epoch)
             node.past.append(node.record.epoch)
-        for request_id in came:
+        for request_id in received:
             node.places.pop(request_id, None)
         node.record = record
         node.at = changes.at if is_whole else max(node.at, changes.at)

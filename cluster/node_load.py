@@ -133,23 +133,23 @@ class ReservedLoad(msgspec.Struct):
 
 
 def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
-    held = ReservedLoad()
+    load = ReservedLoad()
     for demand in demands:
-        held.tokens += demand.prompt_tokens + demand.max_tokens
-        held.prompt_tokens += demand.prompt_tokens
-        held.token_ranks += demand.prompt_tokens * demand.rank
-        held.ranks += demand.rank
-        held.max_rank = max(held.max_rank, demand.rank)
-        held.best_effort += demand.slo_class == "best_effort"
-    return held
+        load.tokens += demand.prompt_tokens + demand.max_tokens
+        load.prompt_tokens += demand.prompt_tokens
+        load.token_ranks += demand.prompt_tokens * demand.rank
+        load.ranks += demand.rank
+        load.max_rank = max(load.max_rank, demand.rank)
+        load.best_effort += demand.slo_class == "best_effort"
+    return load
 
 
 def tightest_tpot(promised: Iterable[float], model: PerformanceModel | None) -> float:
     """Returns the least of the promised seconds per token that the node could keep at least for one request alone;
     infinite when there is none. A promise that it can't keep is not protected, or it would keep all others out. Nor is
     what is no number: NaN would hide the others."""
-    least = model.decode.seconds(1, 0, 0) if model is not None else 0.0
-    return min((tpot for tpot in promised if tpot >= least), default=math.inf)
+    lowest = model.decode.seconds(1, 0, 0) if model is not None else 0.0
+    return min((tpot for tpot in promised if tpot >= lowest), default=math.inf)
 
 
 def prompts_before(model: PrefillModel, tokens: int, token_ranks: int) -> float:
@@ -173,12 +173,12 @@ def found_by_strict(load: NodeLoad, room: StrictLoad, demands: Iterable[Demand],
     request does not count, for it is given up; that of a standard one does: it may be taken when a strict one comes."""
     firm = [demand for demand in demands if demand.slo_class != "best_effort"]
     coming = [demand for demand in firm if demand.slo_class == "strict"]
-    held, strict = reserved_load(firm), reserved_load(coming)
+    reserved, strict = reserved_load(firm), reserved_load(coming)
     promised = [room.tightest_tpot, *(demand.tpot for demand in coming if demand.tpot is not None)]
     prompts = room.prompt_tokens + strict.prompt_tokens
     return Found(
         rows_free=room.rows - room.queued - len(firm),
-        kv_room=room.kv_tokens - held.tokens if load.kv_tokens else math.inf,
+        kv_room=room.kv_tokens - reserved.tokens if load.kv_tokens else math.inf,
         prompt_wait=prompts_before(model.prefill, prompts, strict.token_ranks),
         saved=model.decode.saved(load.running, room.paused_rows, room.paused_contexts),
         tightest_tpot=tightest_tpot(promised, model),

@@ -143,15 +143,15 @@ class NodeTable:
         return self._rows.get(node_id)
 
     def record(self, row: int) -> NodeRecord:
-        found = self._records[row]
-        assert found is not None
-        return found
+        record = self._records[row]
+        assert record is not None
+        return record
 
     def load(self, row: int) -> NodeLoad:
         """Returns the load of the node's latest record."""
-        found = self._loads[row]
-        assert found is not None
-        return found
+        load = self._loads[row]
+        assert load is not None
+        return load
 
     def model(self, row: int) -> PerformanceModel:
         """Returns the performance model that forecasts of the node use; ASSUMED where its own is missing or wrong."""
@@ -167,13 +167,13 @@ class NodeTable:
 
     def serving(self, base: str) -> Serving:
         """Returns the nodes that are live, ready, and of this base."""
-        found = self._serving.get(base)
-        if found is None:
+        serving = self._serving.get(base)
+        if serving is None:
             rows = np.flatnonzero(self.live & self.ready)
             rows = rows[[self.record(row).base == base for row in rows.tolist()]]
             contexts = self.max_context[rows] if rows.size else np.zeros(1, np.int64)
-            found = self._serving[base] = Serving(rows, int(contexts.min()), int(contexts.max()))
-        return found
+            serving = self._serving[base] = Serving(rows, int(contexts.min()), int(contexts.max()))
+        return serving
 
     def model_problem(self, row: int) -> str | None:
         """Returns why the model that the node publishes is not believed; None where it is, or where there is none."""
@@ -241,10 +241,10 @@ class NodeTable:
     def reserve(self, row: int, request_id: str, demand: Demand) -> None:
         """Adds a reservation of the request to the row. A known one changes the generation alone: a worker receives its
         own reservations twice."""
-        known = self._demands[row].get(request_id) == demand
+        is_known = self._demands[row].get(request_id) == demand
         self._demands[row][request_id] = demand
         self.generation[row] += 1
-        if not known:
+        if not is_known:
             self._refresh(row)
 
     def takes(self, row: int, demand: Demand) -> bool:
@@ -263,27 +263,31 @@ class NodeTable:
     def _refresh(self, row: int) -> None:
         """Computes the row's columns that follow from record, reservations and model."""
         load, demands, model = self.load(row), list(self._demands[row].values()), self._models[row]
-        held, decode, prefill = reserved_load(demands), model.decode, model.prefill
-        waiting, limit, prompts = load.queued + len(demands), load.queue_limit, load.prompt_tokens + held.prompt_tokens
-        requests, largest = load.running + waiting, max(load.max_rank, held.max_rank)
+        reserved, decode, prefill = reserved_load(demands), model.decode, model.prefill
+        waiting, limit, prompts = (
+            load.queued + len(demands),
+            load.queue_limit,
+            load.prompt_tokens + reserved.prompt_tokens,
+        )
+        requests, largest = load.running + waiting, max(load.max_rank, reserved.max_rank)
         capacity = load.max_rows or math.inf
         ranks = {
             "max_rank": requests * largest,
-            "request_ranks": load.request_ranks + held.ranks,
-            "adapter_ranks": load.adapter_ranks + held.ranks,
+            "request_ranks": load.request_ranks + reserved.ranks,
+            "adapter_ranks": load.adapter_ranks + reserved.ranks,
         }[decode.rank_term]
         promised = [load.tightest_tpot, *(demand.tpot for demand in demands if demand.tpot is not None)]
-        found = Found(
+        standard = Found(
             rows_free=capacity - requests,
-            kv_room=load.kv_tokens_free - held.tokens if load.kv_tokens else math.inf,
-            prompt_wait=prompts_before(prefill, prompts, held.token_ranks),
+            kv_room=load.kv_tokens_free - reserved.tokens if load.kv_tokens else math.inf,
+            prompt_wait=prompts_before(prefill, prompts, reserved.token_ranks),
         )
-        strict = found if load.strict is None else found_by_strict(load, load.strict, demands, model)
+        strict = standard if load.strict is None else found_by_strict(load, load.strict, demands, model)
         self.table[row] = (  # in the order of ROW
             load.ready, waiting >= limit, waiting >= limit + room_for_others(limit), model is not ASSUMED,
-            load.max_context, requests, load.best_effort + held.best_effort, largest, capacity, load.kv_tokens,
-            (found.rows_free, strict.rows_free), (found.kv_room, strict.kv_room),
-            (found.prompt_wait, strict.prompt_wait), (tightest_tpot(promised, model), strict.tightest_tpot),
+            load.max_context, requests, load.best_effort + reserved.best_effort, largest, capacity, load.kv_tokens,
+            (standard.rows_free, strict.rows_free), (standard.kv_room, strict.kv_room),
+            (standard.prompt_wait, strict.prompt_wait), (tightest_tpot(promised, model), strict.tightest_tpot),
             strict.saved,
             decode.seconds(requests, load.contexts + prompts, min(ranks, MOST)),
             decode.base, decode.next_row(requests), decode.per_row, decode.flat_rows, decode.per_context,

@@ -144,9 +144,9 @@ def fit_decode(
         return {term: _heldout(columns(term, flat), seconds) for term in terms}
 
     tried = {flat: by_term(flat) for flat in (0, *FLAT_ROWS) if not flat or flat < rows[:, 0].max()}
-    least = {flat: min(map(_mean_error, heldout.values())) for flat, heldout in tried.items()}
-    flat = min(least, key=least.__getitem__)
-    if least[flat] >= (1 - LEAST_GAIN) * least[0]:
+    smallest = {flat: min(map(_mean_error, heldout.values())) for flat, heldout in tried.items()}
+    flat = min(smallest, key=smallest.__getitem__)
+    if smallest[flat] >= (1 - LEAST_GAIN) * smallest[0]:
         flat = 0
     heldout = tried[flat]
     means = {term: _mean_error(errors) for term, errors in heldout.items()}
@@ -190,17 +190,17 @@ def _checked(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (f64[n, fields], seconds f64[n]) of the distinct configurations, in order; repeats are their median.
     Raises BadSample for impossible numbers, and for too few configurations."""
-    found: dict[tuple[float, ...], list[float]] = {}
+    by_configuration: dict[tuple[float, ...], list[float]] = {}
     for index, sample in enumerate(samples):
         row = tuple(float(getattr(sample, field)) for field in fields)
         seconds = float(sample.seconds)  # type: ignore[attr-defined]
         if not (np.isfinite(row).all() and min(row) >= 0 and 0 < seconds < np.inf):
             raise BadSample(f"sample {index}: {sample}: counts must not be negative, seconds positive, all finite")
-        found.setdefault(row, []).append(seconds)
-    if len(found) < least:
-        raise BadSample(f"{len(found)} configurations were measured; at least {least} are needed")
-    rows = sorted(found)
-    return np.array(rows), np.array([np.median(found[row]) for row in rows])
+        by_configuration.setdefault(row, []).append(seconds)
+    if len(by_configuration) < least:
+        raise BadSample(f"{len(by_configuration)} configurations were measured; at least {least} are needed")
+    rows = sorted(by_configuration)
+    return np.array(rows), np.array([np.median(by_configuration[row]) for row in rows])
 
 
 def _fit(
@@ -208,12 +208,12 @@ def _fit(
 ) -> tuple[list[float], Quality]:
     costs = _robust(columns, seconds)
     forecast = columns @ costs
-    kept = ~_disturbed(forecast / seconds - 1)
-    r2, error = _r2(seconds[kept], forecast[kept]), float(np.median(heldout))
+    undisturbed = ~_disturbed(forecast / seconds - 1)
+    r2, error = _r2(seconds[undisturbed], forecast[undisturbed]), float(np.median(heldout))
     if not describes(r2, error, most_error):
         raise BadFit(what, r2, len(seconds), f"The held-out error is {error:.1%}; {most_error:.0%} would do. {AGAIN}")
     pairs = tuple(zip(seconds.tolist(), forecast.tolist(), strict=True))
-    return costs, Quality(r2, error, len(seconds), int((~kept).sum()), pairs)
+    return costs, Quality(r2, error, len(seconds), int((~undisturbed).sum()), pairs)
 
 
 def describes(r2: float, heldout_median_error: float, most_error: float = MOST_ERROR) -> bool:
@@ -255,9 +255,9 @@ def _disturbed(errors: np.ndarray) -> np.ndarray:
     """Returns bool[n]: which errors are the farthest off, a small share at most."""
     size = np.abs(errors)
     far = size > FAR * max(_spread(size), LEAST_ERROR)
-    most = int(MOST_SET_ASIDE * len(errors))
+    count = int(MOST_SET_ASIDE * len(errors))
     worst = np.zeros(len(errors), bool)
-    worst[np.argsort(-size)[:most]] = True
+    worst[np.argsort(-size)[:count]] = True
     return np.asarray(far & worst)
 
 
@@ -267,5 +267,5 @@ def _spread(sizes: np.ndarray) -> float:
 
 
 def _r2(seconds: np.ndarray, forecast: np.ndarray) -> float:
-    whole = float(((seconds - seconds.mean()) ** 2).sum())
-    return 1 - float(((seconds - forecast) ** 2).sum()) / whole if whole > 0 else -np.inf
+    total_squares = float(((seconds - seconds.mean()) ** 2).sum())
+    return 1 - float(((seconds - forecast) ** 2).sum()) / total_squares if total_squares > 0 else -np.inf

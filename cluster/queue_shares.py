@@ -42,9 +42,9 @@ class QueueShares:
         the queue is shared fairly, and the newcomer has to go."""
         if not self._waiting:
             return None
-        most = max(self._waiting, key=self._load)
+        largest = max(self._waiting, key=self._load)
         mine = (self._waiting.get(tenant, (0, weight))[0] + 1) / weight
-        return most if most != tenant and mine < self._load(most) else None
+        return largest if largest != tenant and mine < self._load(largest) else None
 
     def _load(self, tenant: str) -> float:
         count, weight = self._waiting[tenant]

@@ -24,14 +24,14 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
 
     def with_one(self, number: int) -> Received:
         """Returns what has been received once the request with this number came."""
-        age, came = self.last - number, int.from_bytes(self.came)
+        age, bits = self.last - number, int.from_bytes(self.came)
         if number <= 0:
             return self
         if not 0 <= age < WINDOW:  # far ahead, or of a gateway that counts anew
-            came = came << -age & _MASK if -WINDOW < age < 0 else 0
-            return Received(number, _bytes(came | 1))
-        return Received(self.last, _bytes(came | 1 << age))
+            bits = bits << -age & _MASK if -WINDOW < age < 0 else 0
+            return Received(number, _bytes(bits | 1))
+        return Received(self.last, _bytes(bits | 1 << age))
 
 
-def _bytes(came: int) -> bytes:
-    return came.to_bytes((came.bit_length() + 7) // 8)
+def _bytes(bits: int) -> bytes:
+    return bits.to_bytes((bits.bit_length() + 7) // 8)

@@ -53,14 +53,14 @@ def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
         ("", facts),
         ("gpu.", gpu),
     )
-    for whose, part in parts:
+    for owner, part in parts:
         for field, value in msgspec.structs.asdict(part).items() if part is not None else ():
             if isinstance(value, int) and not 0 <= value <= MOST:
-                raise BadRecord(f"{whose}{field}: {value} is below 0 or above 2^53")
-    for whose, promise in (("", heartbeat), ("strict.", heartbeat.strict)):
+                raise BadRecord(f"{owner}{field}: {value} is below 0 or above 2^53")
+    for owner, promise in (("", heartbeat), ("strict.", heartbeat.strict)):
         tpot = promise.tightest_tpot if promise is not None else None
         if tpot is not None and not 0 < tpot < math.inf:
-            raise BadRecord(f"{whose}tightest_tpot: {tpot} is no time")
+            raise BadRecord(f"{owner}tightest_tpot: {tpot} is no time")
     if not (news.changes.since == WHOLE or 0 <= news.changes.since <= news.changes.at) or news.changes.at > MOST:
         raise BadRecord(f"changes: {news.changes.at} can't come after {news.changes.since}")
     if facts is not None:

@@ -103,20 +103,20 @@ class RedisLimits:
                 self._unreported.update(owner.name for owner in call.owners)
 
     def _was_alone(self, call: Call) -> bool:
-        left = self._alone.pop(call, 0) - 1
-        if left > 0:
-            self._alone[call] = left
-        return left >= 0
+        remaining = self._alone.pop(call, 0) - 1
+        if remaining > 0:
+            self._alone[call] = remaining
+        return remaining >= 0
 
     async def _take(self, call: Call) -> tuple[int, int]:
         rates = [call.rates.rps, call.rates.tokens_per_minute]
         limits = [owner.limit for owner in call.owners]
         rps, tpm, *places = ["" if value is None else value for value in (*rates, *limits)]
         seconds: list[Value] = [round(WORKER_SECONDS * 1000), PLACES_SECONDS * 1000]
-        kept = [len(call.owners), call.reserved, *places, *(owner.limit or 0 for owner in call.others)]
-        args = [self._link.worker, call.places, rps, tpm, call.tokens, *seconds, *kept]
-        others = [self._link.key("places", owner.name) for owner in call.others]
-        keys = [self._rates_key(call), self._link.key("workers"), *self._places_keys(call), *others]
+        reserved = [len(call.owners), call.reserved, *places, *(owner.limit or 0 for owner in call.others)]
+        args = [self._link.worker, call.places, rps, tpm, call.tokens, *seconds, *reserved]
+        other_keys = [self._link.key("places", owner.name) for owner in call.others]
+        keys = [self._rates_key(call), self._link.key("workers"), *self._places_keys(call), *other_keys]
         why, wait = await self._link.run("take", keys, args)
         return why, wait
 
@@ -136,6 +136,6 @@ class RedisLimits:
             self._unreported.clear()
 
     async def _report_places(self, names: list[str]) -> None:
-        taken = [self._here.taken.get(name, 0) for name in names]
-        args: list[Value] = [self._link.worker, PLACES_SECONDS * 1000, *taken]
+        counts = [self._here.taken.get(name, 0) for name in names]
+        args: list[Value] = [self._link.worker, PLACES_SECONDS * 1000, *counts]
         await self._link.catch_up_run("recount", [self._link.key("places", name) for name in names], args)

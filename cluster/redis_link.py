@@ -287,10 +287,10 @@ class RedisLink:
         """Hands messages to their handlers for ever. Raises OutOfStep when the connection is lost: Redis may well
         answer, as it does when it ends one whose messages pile up."""
         handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
-        heard = messages.listen()
+        incoming = messages.listen()
         while True:
             try:
-                message = await anext(heard)
+                message = await anext(incoming)
             except (*LOST, StopAsyncIteration) as error:  # redis-py ends the iteration of a closed connection
                 raise OutOfStep(f"the connection of the messages was lost: {error}") from error
             if message["type"] == "message":

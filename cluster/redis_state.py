@@ -87,23 +87,23 @@ class RedisClusterState(ClusterState):
         check_version(news.heartbeat.v)
         self._book.forget(self._aged())
         try:
-            taken, version = await self._publish(news, 0.0)
+            status, version = await self._publish(news, 0.0)
         except RedisAway:
             return self._publish_here(news)
-        if taken == -1:
+        if status == -1:
             raise TooManyNodes(f"{self._book.max_nodes} nodes are known already; {news.heartbeat.id} was not added")
-        if taken == 1:
+        if status == 1:
             await self._catch_up(version)
             return "taken"
-        return "older" if taken == 0 else "gap"
+        return "older" if status == 0 else "gap"
 
     async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
         try:
             return await self._reserved(node_id, request_id, demand, seen)
         except RedisAway:
             seconds = min(AWAY_SECONDS, self._reservation_seconds)
-            held = await self._reserve_here(node_id, request_id, demand, seen, seconds=seconds, number=0)
-            return 0 if held else None
+            is_reserved = await self._reserve_here(node_id, request_id, demand, seen, seconds=seconds, number=0)
+            return 0 if is_reserved else None
         except asyncio.CancelledError:  # nobody will use the place, if Redis has given one
             await self._free(node_id, request_id)
             raise
@@ -112,12 +112,12 @@ class RedisClusterState(ClusterState):
         """Reserves a place in Redis, giving a node back to it that it has lost. Returns the place's number, or None as
         `reserve` does. Raises RedisAway."""
         for restored in (False, True):
-            taken, version, generation, number = await self._reserve(node_id, request_id, demand, seen)
-            if taken > 0:
+            status, version, generation, number = await self._reserve(node_id, request_id, demand, seen)
+            if status > 0:
                 if version > self._version:  # else its message has come already
                     self._hold_ahead(_Held(node_id, request_id, demand), version, generation, number)
                 return number
-            if taken == 0:
+            if status == 0:
                 await self._catch_up(version)
                 return None
             if restored or not await self._restore(node_id):
@@ -180,8 +180,8 @@ class RedisClusterState(ClusterState):
             args += [resident.digest, b"" if resident.tier == ABSENT_TIER else _encode(resident)]
         keys = [self._link.key("nodes"), *self._keys(heartbeat.id), self._link.key("residents", heartbeat.id)]
         run = self._link.catch_up_run if resuming else self._link.run
-        taken, version = await run("publish", keys, args)
-        return taken, version
+        status, version = await run("publish", keys, args)
+        return status, version
 
     async def _reserve(
         self, node_id: str, request_id: str, demand: Demand, seen: int | None
@@ -193,8 +193,8 @@ class RedisClusterState(ClusterState):
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
         args: list[Value] = [request_id, payload, "" if seen is None else seen, self._longest_silence_ms]
         args += [round(self._reservation_seconds * 1000), self._channel, room]
-        taken, version, generation, number = await self._link.run("reserve", self._keys(node_id), args)
-        return taken, version, generation, number
+        status, version, generation, number = await self._link.run("reserve", self._keys(node_id), args)
+        return status, version, generation, number
 
     async def _restore(self, node_id: str, *, resuming: bool = False) -> bool:
         """Gives Redis a node back that it has lost. Returns whether there was one to give. Raises RedisAway."""
@@ -234,12 +234,12 @@ class RedisClusterState(ClusterState):
                 self._book.drop(node, request)
         self._book.set_generation(change.node, after)
 
-    def _hold_ahead(self, held: _Held, version: int, generation: int, number: int) -> None:
+    def _hold_ahead(self, place: _Held, version: int, generation: int, number: int) -> None:
         """Books a place of our own before its message comes; answers to reservations may come in another order."""
-        is_newest = version > self._ahead.get(held.node, 0)
+        is_newest = version > self._ahead.get(place.node, 0)
         if is_newest:
-            self._ahead[held.node] = version
-        self._apply(held, self._end(), number, generation if is_newest else None)
+            self._ahead[place.node] = version
+        self._apply(place, self._end(), number, generation if is_newest else None)
 
     def _end(self) -> float:
         return self._clock() + self._reservation_seconds
@@ -260,15 +260,15 @@ class RedisClusterState(ClusterState):
         begins = [key("node", ""), key("ends", ""), key("demands", ""), key("residents", "")]
         version, *nodes = await self._link.catch_up_run("snapshot", [key("nodes"), key("version")], begins)
         there = set()
-        for heartbeat_bytes, facts, at, age, generation, held, residents in nodes:
+        for heartbeat_bytes, facts, at, age, generation, reserved, residents in nodes:
             heartbeat = _heartbeats.decode(heartbeat_bytes)
             there.add(heartbeat.id)
             changes = Changes(WHOLE, at, [_residents.decode(resident) for resident in residents])
             self._put(News(heartbeat, _facts.decode(facts), changes), self._aged() - age / 1000)
             self._book.drop_all(heartbeat.id)
-            for left, stored in zip(held[::2], held[1::2], strict=True):
+            for remaining_ms, stored in zip(reserved[::2], reserved[1::2], strict=True):
                 number, place = stored.split(b":", 1)
-                seconds = min(left / 1000, self._reservation_seconds)
+                seconds = min(remaining_ms / 1000, self._reservation_seconds)
                 self._apply(_decoder.decode(place), self._clock() + seconds, int(number))
             self._book.set_generation(heartbeat.id, generation)
             await asyncio.sleep(0)  # many nodes with many adapters take long: calls go on between them

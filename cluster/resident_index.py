@@ -37,8 +37,8 @@ class ResidentIndex:
     def put(self, row: int, residents: Sequence[Resident]) -> None:
         """Takes in all that the row's node holds now."""
         after = {resident.digest for resident in residents}
-        gone = [Resident(digest, ABSENT_TIER, 0, 0) for digest in self._rows[row] if digest not in after]
-        self.change(row, (*gone, *residents))
+        removed = [Resident(digest, ABSENT_TIER, 0, 0) for digest in self._rows[row] if digest not in after]
+        self.change(row, (*removed, *residents))
 
     def change(self, row: int, residents: Iterable[Resident]) -> None:
         """Takes in what became of some of the node's adapters: those of ABSENT_TIER are gone."""

@@ -61,8 +61,8 @@ class BaseText:
         if keep is None or len(ids) <= keep:
             return ids
         before, after = self._added
-        own = max(keep - before - after, 0)
-        return [*ids[:before], *ids[len(ids) - after - own : len(ids) - after], *ids[len(ids) - after :]][:keep]
+        room = max(keep - before - after, 0)
+        return [*ids[:before], *ids[len(ids) - after - room : len(ids) - after], *ids[len(ids) - after :]][:keep]
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Returns the token sequences of each word at a text's beginning and, where it is as long and begins otherwise,
@@ -87,13 +87,13 @@ class BaseText:
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Returns each token as the vocabulary writes it. Raises TextError for an id that no token has."""
-        found: list[str] = []
+        tokens: list[str] = []
         for place, token_id in enumerate(token_ids):
             token = self.tokenizer.id_to_token(token_id)
             if token is None:
                 raise TextError(f"the base model has no token {token_id} (entry {place} of the list)")
-            found.append(token)
-        return found
+            tokens.append(token)
+        return tokens
 
     def encode_chat(
         self, messages: list[dict[str, Any]], limit: int | None = None, *, answer: bool = True, special: bool = False
@@ -146,20 +146,20 @@ def _added_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
 
 
 def _bos_id(tokenizer: Tokenizer, token: str | None, config: dict[str, Any]) -> int:
-    found = tokenizer.token_to_id(token) if token else config.get("bos_token_id")
-    if not isinstance(found, int):
+    token_id = tokenizer.token_to_id(token) if token else config.get("bos_token_id")
+    if not isinstance(token_id, int):
         raise TextError("the base model names no BOS token; an empty prompt would have no tokens")
-    return found
+    return token_id
 
 
 def end_token_ids(directory: Path) -> frozenset[int]:
     """Returns the end tokens of both config files: chat models often list the end of turn in one of them only."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
         if value is not None:
-            found.update(value if isinstance(value, list) else [value])
-    return frozenset(found)
+            ids.update(value if isinstance(value, list) else [value])
+    return frozenset(ids)
 
 
 def _compile_template(directory: Path, settings: dict[str, Any]) -> jinja2.Template | None:

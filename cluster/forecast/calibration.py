@@ -19,16 +19,16 @@ PRIOR_WEIGHT = 10.0
 
 def log_odds(chances: Array) -> Array:
     """Returns the log-odds of probabilities, f32, within FARTHEST of 0."""
-    least = 1 / (1 + np.exp(FARTHEST))
-    clipped = np.clip(chances, least, 1 - least)
+    lowest = 1 / (1 + np.exp(FARTHEST))
+    clipped = np.clip(chances, lowest, 1 - lowest)
     odds: Array = np.log(clipped / (1 - clipped)).astype(np.float32)
     return np.clip(odds, -FARTHEST, FARTHEST)
 
 
-def log_loss(chances: Array, came: Array) -> Array:
+def log_loss(chances: Array, outcomes: Array) -> Array:
     """Returns -ln of the probability that f32[functions, ...] chances gave to what happened, bool[functions]."""
-    came = came.reshape(-1, *(1,) * (chances.ndim - 1))
-    loss: Array = -np.log(np.maximum(np.where(came, chances, 1 - chances), np.float32(1e-7)))
+    outcomes = outcomes.reshape(-1, *(1,) * (chances.ndim - 1))
+    loss: Array = -np.log(np.maximum(np.where(outcomes, chances, 1 - chances), np.float32(1e-7)))
     return loss
 
 
@@ -45,15 +45,15 @@ class Calibration:
     def chances(self, odds: Array, horizon: int | slice = ALL, predictors: slice = ALL) -> Array:
         """Returns probabilities f32[functions, horizons, predictors] for log-odds of that shape, or f32[functions,
         predictors] for one horizon. The log-odds are those of `predictors`."""
-        came, total = (counted[horizon, ..., predictors, :] for counted in (self._came, self._all))
-        rate = ((came + self._expected) / (total + PRIOR_WEIGHT)).astype(np.float32)
+        calls, total = (counted[horizon, ..., predictors, :] for counted in (self._came, self._all))
+        rate = ((calls + self._expected) / (total + PRIOR_WEIGHT)).astype(np.float32)
         cell, part = _place(odds)
         lines = np.arange(rate[..., 0].size).reshape(rate.shape[:-1]) * BINS
         flat, at = rate.ravel(), lines + cell
         chances: Array = flat[at] * (1 - part) + flat[at + 1] * part
         return chances
 
-    def learn(self, horizon: int, odds: Array, came: Array, fading: float) -> None:
+    def learn(self, horizon: int, odds: Array, outcomes: Array, fading: float) -> None:
         """Counts outcomes, bool[functions], of forecasts that had f32[functions, predictors] log-odds. Earlier counts
         are multiplied by `fading`."""
         cell, part = _place(odds)
@@ -61,7 +61,7 @@ class Calibration:
         shape = self._all.shape[1:]
         for counted, into in (
             (np.ones_like(part), self._all),
-            (np.repeat(came[:, None], odds.shape[1], 1), self._came),
+            (np.repeat(outcomes[:, None], odds.shape[1], 1), self._came),
         ):
             low = np.bincount(at, ((1 - part) * counted).ravel(), shape[0] * BINS)
             high = np.bincount(at + 1, (part * counted).ravel(), shape[0] * BINS)
@@ -75,11 +75,11 @@ class ForecastError:
         self._sums = np.zeros((len(HORIZONS_S), 2))
         self._outcomes = np.zeros(len(HORIZONS_S))
 
-    def add(self, horizon: int, chances: Array, came: Array) -> None:
+    def add(self, horizon: int, chances: Array, outcomes: Array) -> None:
         """Adds outcomes, bool[functions], of f32[functions] forecasts."""
-        brier = (chances - came) ** 2
-        self._sums[horizon] = self._sums[horizon] * ERROR_FADING + (log_loss(chances, came).sum(), brier.sum())
-        self._outcomes[horizon] = self._outcomes[horizon] * ERROR_FADING + len(came)
+        brier = (chances - outcomes) ** 2
+        self._sums[horizon] = self._sums[horizon] * ERROR_FADING + (log_loss(chances, outcomes).sum(), brier.sum())
+        self._outcomes[horizon] = self._outcomes[horizon] * ERROR_FADING + len(outcomes)
 
     def means(self) -> dict[str, float]:
         """Returns the means by `log_loss_` or `brier_` and the name of a field of Chances."""

@@ -48,11 +48,11 @@ class Forecasts(Mapping[str, Chances]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def likeliest(self, least: float, limit: int) -> list[Likely]:
-        """Returns at most `limit` functions that are called within 30 s with a chance of `least` or more, the likeliest
+    def likeliest(self, min_chance: float, limit: int) -> list[Likely]:
+        """Returns at most `limit` functions that are called within 30 s with a chance of `min_chance` or more, the likeliest
         first."""
         chances = self._chances[:, Chances._fields.index("within_30_s")]
-        rows = np.flatnonzero(chances >= least)
+        rows = np.flatnonzero(chances >= min_chance)
         rows = rows[np.argsort(-chances[rows], kind="stable")[:limit]]
         return [
             Likely(self._keys[row], chance) for row, chance in zip(rows.tolist(), chances[rows].tolist(), strict=True)

@@ -122,8 +122,8 @@ class Forecaster:
         return self._odds[1]
 
     def _learn(self) -> None:
-        for horizon, rows, odds, came in self._outcomes.resolve_due(self._now):
+        for horizon, rows, odds, came_true in self._outcomes.resolve_due(self._now):
             chances = self._calibration.chances(odds, horizon)
-            self._errors.add(horizon, chances[:, -1], came)
-            self._weights.learn(horizon, rows, chances[:, :-1], came)
-            self._calibration.learn(horizon, odds, came, FADING)
+            self._errors.add(horizon, chances[:, -1], came_true)
+            self._weights.learn(horizon, rows, chances[:, :-1], came_true)
+            self._calibration.learn(horizon, odds, came_true, FADING)

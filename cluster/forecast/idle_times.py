@@ -50,6 +50,6 @@ class IdleTimes:
         edge = np.clip(np.searchsorted(EDGES_S, idle, side="right") - 1, 0, len(EDGES_S) - 2)
         part = ((idle - EDGES_S[edge]) / WIDTHS_S[edge]).astype(np.float32)
         shared = (SHARED_WEIGHT * self._shared / self._shared[0]).astype(np.float32)
-        own, at = self._own.live.ravel(), np.arange(len(idle)) * len(EDGES_S) + edge
-        weight: Array = (own[at] + shared[edge]) * (1 - part) + (own[at + 1] + shared[edge + 1]) * part
+        by_function, at = self._own.live.ravel(), np.arange(len(idle)) * len(EDGES_S) + edge
+        weight: Array = (by_function[at] + shared[edge]) * (1 - part) + (by_function[at + 1] + shared[edge + 1]) * part
         return weight

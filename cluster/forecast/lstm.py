@@ -91,8 +91,8 @@ class Lstm:
         self._new_state = states(parameters, none, parameters["embedding"][None])[0]
         for begin in range(0, len(self._table), CHUNK):
             rows = slice(begin, begin + CHUNK)
-            own = embedding_of(self._trainer, self._table.keys[rows])
-            self._state.live[rows] = states(parameters, self._windows(rows), own)
+            embeddings = embedding_of(self._trainer, self._table.keys[rows])
+            self._state.live[rows] = states(parameters, self._windows(rows), embeddings)
 
     def _enter(self, keys: list[str], first_row: int) -> None:
         self._state.live[first_row : first_row + len(keys)] = self._new_state
@@ -120,8 +120,8 @@ class Lstm:
         self._observed_at = now
         rows = self._rng.choice(len(self._table), min(OBSERVED, len(self._table)), replace=False)
         keys = [self._table.keys[row] for row in rows.tolist()]
-        came = np.zeros((len(rows), len(HORIZONS_S)), np.float32)
-        self._waiting.append(_Waiting(now, Observations(keys, self._windows(rows), self._moment(now, rows), came)))
+        outcomes = np.zeros((len(rows), len(HORIZONS_S)), np.float32)
+        self._waiting.append(_Waiting(now, Observations(keys, self._windows(rows), self._moment(now, rows), outcomes)))
 
     def _resolve(self, now: float) -> None:
         """Adds outcomes to waiting observations. Those whose horizon's end was missed are dropped."""

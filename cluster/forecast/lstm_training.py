@@ -87,13 +87,13 @@ class Trainer:
         if self._size < BATCH:
             return None
         batch = self._draw()
-        own = np.stack([self.embeddings.get(key, self.parameters["embedding"]) for key in batch.keys])
+        embeddings = np.stack([self.embeddings.get(key, self.parameters["embedding"]) for key in batch.keys])
         loss, gradients, by_embedding = loss_and_gradients(
-            self.parameters, batch.windows, own, batch.moment, batch.came
+            self.parameters, batch.windows, embeddings, batch.moment, batch.came
         )
         gradients["embedding"] = by_embedding.sum(axis=0)
         self._adam.step(self.parameters, gradients)
-        for key, before, gradient in zip(batch.keys, own, by_embedding * BATCH, strict=True):
+        for key, before, gradient in zip(batch.keys, embeddings, by_embedding * BATCH, strict=True):
             trained = self.embeddings.pop(key, before)
             self.embeddings[key] = trained - np.float32(LEARNING_RATE) * gradient.astype(np.float32)
         while len(self.embeddings) > MAX_EMBEDDINGS:

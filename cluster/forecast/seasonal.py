@@ -102,7 +102,7 @@ class Seasonal:
 
     def _recall(self, keys: list[str], first_row: int) -> None:
         for row, key in enumerate(keys, first_row):
-            if known := self._remembered.pop(key, None):
-                self._born.live[row], self._touched.live[row], calls = known
+            if remembered := self._remembered.pop(key, None):
+                self._born.live[row], self._touched.live[row], calls = remembered
                 for column, stored in zip(self._calls, calls, strict=True):
                     column.live[row] = np.frombuffer(stored, np.float32)

@@ -28,9 +28,9 @@ class Weights:
         self._outcomes = np.zeros((horizons, 1))
         self._trust = np.array(TRUST, np.float32)[:horizons, None]
 
-    def learn(self, horizon: int, rows: Array, chances: Array, came: Array) -> None:
+    def learn(self, horizon: int, rows: Array, chances: Array, outcomes: Array) -> None:
         """Adds outcomes, bool[functions], of f32[functions, predictors] forecasts."""
-        loss = log_loss(chances, came)
+        loss = log_loss(chances, outcomes)
         self._loss.live[rows, horizon] = self._loss.live[rows, horizon] * np.float32(FADING[horizon]) + loss
         self._shared[horizon] = self._shared[horizon] * SHARED_FADING + loss.sum(axis=0)
         self._outcomes[horizon] = self._outcomes[horizon] * SHARED_FADING + len(rows)
