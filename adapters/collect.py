@@ -57,7 +57,7 @@ def collect(
     done = Collected(dry_run)
     with DiskMap() as needed, DiskMap() as manifests:
         for version in all_versions(store):
-            _note(version, before, needed, manifests)
+            _record_needs(version, before, needed, manifests)
         for kind, info in _orphans(store, before, needed, manifests, done):
             if dry_run or store.delete_older(info.key, before):
                 tell(info)
@@ -68,7 +68,7 @@ def collect(
     return done
 
 
-def _note(version: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
+def _record_needs(version: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
     """Records in `needed` the digest and files that the version needs, or in `manifests` that its manifest is an
     orphan. Raises CorruptArtifact when a listed version's manifest is missing or can't be read."""
     young = version.removed >= before or (version.info is not None and version.info.modified >= before)

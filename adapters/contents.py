@@ -103,10 +103,10 @@ class Contents:
                 config = self._fetch_files(manifest, weights)
                 self.put_artifact(check_values(self._inspect(config, weights), weights), weights)
         except InvalidAdapter as error:
-            self._note_failure(manifest.digest, error, math.inf)  # the files can't change
+            self._record_failure(manifest.digest, error, math.inf)  # the files can't change
             raise
         except CorruptArtifact as error:
-            self._note_failure(manifest.digest, error, time.monotonic() + DAMAGED_SECONDS)
+            self._record_failure(manifest.digest, error, time.monotonic() + DAMAGED_SECONDS)
             raise
         return problem
 
@@ -116,7 +116,7 @@ class Contents:
         failure = self._failures.get(digest)
         return failure if failure is not None and failure.written == self._written(digest) else None
 
-    def _note_failure(self, digest: str, error: Unmakeable, until: float) -> None:
+    def _record_failure(self, digest: str, error: Unmakeable, until: float) -> None:
         if len(self._failures) >= MAX_FAILURES:
             self._failures.clear()
         self._failures[digest] = Failure(_copy(error), until, self._written(digest))

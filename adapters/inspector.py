@@ -30,20 +30,20 @@ class Inspector:
     """
 
     def __init__(self, base: BaseModel) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self.helper = HelperProcess("adapters.inspector_process", hello=lambda: base)
 
     def inspect(self, config: bytes, weights: Path) -> Inspection:
         """Returns what the config and the weights file's header state. Raises InvalidAdapter, also for what takes too
         much memory or time; TooLarge; InspectionBusy."""
-        if not self._turn.acquire(timeout=WAIT_SECONDS):
+        if not self._lock.acquire(timeout=WAIT_SECONDS):
             raise InspectionBusy(f"other adapters were looked at for {WAIT_SECONDS:g} s; try again later")
         try:
             answer = self._ask(Job(config, str(weights.absolute()), MATCH_SECONDS))
             if answer.last:
                 self.helper.end()
         finally:
-            self._turn.release()
+            self._lock.release()
         match answer.outcome:
             case Refused(problems, omitted):
                 raise InvalidAdapter(problems, omitted)

@@ -237,8 +237,8 @@ def _recounted(usage: Held, functions: Iterator[FunctionRecord], now: float) -> 
 
 
 def _settled(usage: Held, hold: str, stored_bytes: int | None) -> Held:
-    """Returns the sums without the hold, and with the `stored_bytes` if any. A hold that is gone was taken for dead by a
-    count, which may have seen its version or not: the sums are not exact then."""
+    """Returns the sums without the hold, and with its `stored_bytes` if any. A hold that is missing was taken for dead
+    by a count, which may have seen its version or not: the sums are not exact then."""
     is_open = hold in usage.holds
     return msgspec.structs.replace(
         usage,

@@ -130,7 +130,7 @@ def decode_record(data: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError:
         unknown: list[str] = []
-        filtered = _known(msgspec.json.decode(data), inspect.type_info(kind), "", unknown)
+        filtered = _without_unknown(msgspec.json.decode(data), inspect.type_info(kind), "", unknown)
         if not unknown:
             raise
     log.warning("a newer release has stored fields that this one does not apply", extra={"fields": unknown})
@@ -164,7 +164,7 @@ def _carried(raw: Any, before: Any, after: Any, depth: int) -> Any:
     return {**changed, **unknown}
 
 
-def _known(value: Any, of: inspect.Type, at: str, unknown: list[str]) -> Any:
+def _without_unknown(value: Any, of: inspect.Type, at: str, unknown: list[str]) -> Any:
     """Returns `value` without the fields that the type `of` does not have; adds their paths, which begin with `at`, to
     `unknown`."""
     if isinstance(of, inspect.UnionType):
@@ -172,9 +172,9 @@ def _known(value: Any, of: inspect.Type, at: str, unknown: list[str]) -> Any:
     if isinstance(of, inspect.StructType) and isinstance(value, dict):
         fields = {field.encode_name: field.type for field in of.fields}
         unknown += [f"{at}{name}" for name in value if name not in fields]
-        return {n: _known(v, fields[n], f"{at}{n}.", unknown) for n, v in value.items() if n in fields}
+        return {n: _without_unknown(v, fields[n], f"{at}{n}.", unknown) for n, v in value.items() if n in fields}
     if isinstance(of, inspect.DictType) and isinstance(value, dict):
-        return {name: _known(each, of.value_type, f"{at}{name}.", unknown) for name, each in value.items()}
+        return {name: _without_unknown(each, of.value_type, f"{at}{name}.", unknown) for name, each in value.items()}
     if isinstance(of, inspect.ListType | inspect.VarTupleType) and isinstance(value, list):
-        return [_known(each, of.item_type, f"{at}{index}.", unknown) for index, each in enumerate(value)]
+        return [_without_unknown(each, of.item_type, f"{at}{index}.", unknown) for index, each in enumerate(value)]
     return value

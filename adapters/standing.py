@@ -51,7 +51,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def says(self, policy: Policy) -> bool:
         """Returns whether the entry has what the policy asks for."""
-        return _asked(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, elements=0, digests=())
+        return _entry_from_policy(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, elements=0, digests=())
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -210,7 +210,7 @@ def _entry(record: FunctionRecord, current: Entry | None, now: float) -> Entry |
     live = live_versions(record)
     known_sizes = all(entry.itemsize for entry in live)
     return msgspec.structs.replace(
-        _asked(policy),
+        _entry_from_policy(policy),
         since=now if current is None else current.since,
         bytes=sum(entry.bytes for entry in live),
         elements=sum(entry.bytes // entry.itemsize for entry in live) if known_sizes else 0,
@@ -218,7 +218,7 @@ def _entry(record: FunctionRecord, current: Entry | None, now: float) -> Entry |
     )
 
 
-def _asked(policy: Policy) -> Entry:
+def _entry_from_policy(policy: Policy) -> Entry:
     """Returns the fields of an entry that the policy alone decides."""
     copies = policy.provisioned or Provisioned()
     return Entry(

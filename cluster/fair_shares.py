@@ -18,7 +18,7 @@ PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
 """Per token, as in the paper: a token of output takes about twice the time of one of a prompt."""
 RANK_PRICE = 1 / 256
 """Extra cost of a token for each rank of its adapter: a quarter at rank 64."""
-MOST_IDLE_TENANTS, MOST_IDLE_FUNCTIONS = 4096, 64
+MAX_IDLE_TENANTS, MAX_IDLE_FUNCTIONS = 4096, 64
 """Remembered while they don't wait; those who are ahead least are forgotten first."""
 
 
@@ -33,7 +33,7 @@ class Counters:
     owner begins to wait, and `leave` when it waits no more."""
 
     def __init__(self, max_idle: int) -> None:
-        self._most_idle = max_idle
+        self._max_idle = max_idle
         self._values: dict[str, float] = {}
         self._waiting: dict[str, int] = {}
         self._floor = 0.0
@@ -88,10 +88,10 @@ class Counters:
         self._raise_floor()
         idle = sorted((value, owner) for owner, value in self._values.items() if owner not in self._waiting)
         at_floor = sum(value <= self._floor for value, _ in idle)
-        forgotten = [owner for _, owner in idle[: max(at_floor, len(idle) - self._most_idle)]]
+        forgotten = [owner for _, owner in idle[: max(at_floor, len(idle) - self._max_idle)]]
         for owner in forgotten:
             del self._values[owner]
-        self._sweep_above = 2 * max(self._most_idle, len(self._values))
+        self._sweep_above = 2 * max(self._max_idle, len(self._values))
         return forgotten
 
 
@@ -104,7 +104,7 @@ class FairShares:
 
     def reset(self) -> None:
         """Forgets all counters, so that all tenants begin equal; called when nothing waits or runs."""
-        self._tenants = Counters(MOST_IDLE_TENANTS)
+        self._tenants = Counters(MAX_IDLE_TENANTS)
         self._functions: dict[str, Counters] = {}
 
     def join(self, tenant: str, function: str) -> None:
@@ -139,7 +139,7 @@ class FairShares:
         return self._functions[tenant][function] if tenant in self._functions else 0.0
 
     def _of(self, tenant: str) -> Counters:
-        return self._functions.setdefault(tenant, Counters(MOST_IDLE_FUNCTIONS))
+        return self._functions.setdefault(tenant, Counters(MAX_IDLE_FUNCTIONS))
 
 
 class Waits(Protocol):

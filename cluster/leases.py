@@ -47,21 +47,21 @@ class MemoryLeases:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._held: dict[str, tuple[str, float]] = {}
+        self._leases: dict[str, tuple[str, float]] = {}
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
         current = await self.look(name)
         if current.holder not in ("", holder):
             return current
-        self._held[name] = holder, self._clock() + seconds
+        self._leases[name] = holder, self._clock() + seconds
         return Lease(holder, seconds)
 
     async def free(self, name: str, holder: str) -> None:
         if (await self.look(name)).holder == holder:
-            del self._held[name]
+            del self._leases[name]
 
     async def look(self, name: str) -> Lease:
-        holder, end = self._held.get(name, ("", -math.inf))
+        holder, end = self._leases.get(name, ("", -math.inf))
         remaining = end - self._clock()
         return Lease(holder, remaining) if remaining > 0 else NOBODY
 

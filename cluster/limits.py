@@ -126,7 +126,7 @@ class MemoryLimits:
         share = self._share()
         for owner in call.owners:
             allowed = math.inf if owner.limit is None else max(1, math.floor(owner.limit * share))
-            if self.taken.get(owner.name, 0) + self._kept(call, owner, share) + call.places > allowed:
+            if self.taken.get(owner.name, 0) + self._reserved_for_others(call, owner, share) + call.places > allowed:
                 return Refusal("places", owner)
         requests, tokens = self._rates(call)
         if requests is not None and (seconds := requests.wait(1)) > 0:
@@ -140,7 +140,7 @@ class MemoryLimits:
         self.count(call.owners, call.places)
         return None
 
-    def _kept(self, call: Call, owner: Owner, share: float) -> int:
+    def _reserved_for_others(self, call: Call, owner: Owner, share: float) -> int:
         """Returns how many places of an owner are kept for other functions than the call's."""
         function = call.owners[-1].name
         within = self.taken.get(function, 0) + call.places <= math.floor(call.reserved * share)

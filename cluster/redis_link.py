@@ -113,7 +113,7 @@ class RedisLink:
             for file in (files("cluster") / "redis_scripts").iterdir()
             if file.name.endswith(".lua")
         }
-        self._asked: set[asyncio.Future[Any]] = set()
+        self._in_flight: set[asyncio.Future[Any]] = set()
         self._last_answer = -math.inf
         """Time of the last answer, by the clock."""
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -164,7 +164,7 @@ class RedisLink:
             yield
         finally:
             self._ending = True
-            await _end([task, *self._asked])
+            await _end([task, *self._in_flight])
             await self._close()
 
     async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
@@ -176,11 +176,11 @@ class RedisLink:
         """Returns the command's result. The command runs in a separate task, which ends when the link is lost and not
         with its caller: redis-py gives up the connection of a command that is cancelled. Raises RedisAway, also when
         MAX_ASKED answers are still to come."""
-        if len(self._asked) >= MAX_ASKED:
+        if len(self._in_flight) >= MAX_ASKED:
             command.close()  # type: ignore[attr-defined]  # redis-py's are coroutines
             raise RedisAway(f"Redis at {self._shown} does not keep up: {MAX_ASKED} answers are still to come")
         task, link = asyncio.ensure_future(command), self._lost
-        self._asked.add(task)
+        self._in_flight.add(task)
         task.add_done_callback(self._answered)
         for seconds in (CALL_SECONDS, GRACE_SECONDS):
             if not task.done():
@@ -200,7 +200,7 @@ class RedisLink:
         return self.clock() - self._last_answer < CALL_SECONDS
 
     def _answered(self, task: asyncio.Future[Any]) -> None:
-        self._asked.discard(task)
+        self._in_flight.discard(task)
         if not task.cancelled() and task.exception() is None:  # which its caller may not look at any more
             self._last_answer = self.clock()
 
@@ -210,7 +210,7 @@ class RedisLink:
             self._fewer_since = None
             self._up.clear()
             log.error("Redis is away: going on from the last snapshot", extra={"redis": self._shown, "why": str(error)})
-        for task in self._asked:
+        for task in self._in_flight:
             task.cancel()
         self._break(RedisAway(f"Redis at {self._shown} is away"))
 
@@ -244,7 +244,7 @@ class RedisLink:
 
     async def _renew(self) -> None:
         """Makes new connections: redis-py may lose one for ever from its pool when its command is cancelled."""
-        await _end(list(self._asked))
+        await _end(list(self._in_flight))
         await self._close()
         self._client, self._places = _client(self._url, CONNECTIONS), _client(self._url, 1)
 

@@ -39,13 +39,13 @@ class Calibration:
     def __init__(self, horizons: int, predictors: int) -> None:
         centres = np.linspace(-FARTHEST, FARTHEST, BINS)
         self._expected = PRIOR_WEIGHT / (1 + np.exp(-centres))
-        self._came = np.zeros((horizons, predictors, BINS))
+        self._calls = np.zeros((horizons, predictors, BINS))
         self._all = np.zeros((horizons, predictors, BINS))
 
     def chances(self, odds: Array, horizon: int | slice = ALL, predictors: slice = ALL) -> Array:
         """Returns probabilities f32[functions, horizons, predictors] for log-odds of that shape, or f32[functions,
         predictors] for one horizon. The log-odds are those of `predictors`."""
-        calls, total = (counted[horizon, ..., predictors, :] for counted in (self._came, self._all))
+        calls, total = (counted[horizon, ..., predictors, :] for counted in (self._calls, self._all))
         rate = ((calls + self._expected) / (total + PRIOR_WEIGHT)).astype(np.float32)
         cell, part = _place(odds)
         lines = np.arange(rate[..., 0].size).reshape(rate.shape[:-1]) * BINS
@@ -61,7 +61,7 @@ class Calibration:
         shape = self._all.shape[1:]
         for counted, into in (
             (np.ones_like(part), self._all),
-            (np.repeat(outcomes[:, None], odds.shape[1], 1), self._came),
+            (np.repeat(outcomes[:, None], odds.shape[1], 1), self._calls),
         ):
             low = np.bincount(at, ((1 - part) * counted).ravel(), shape[0] * BINS)
             high = np.bincount(at + 1, (part * counted).ravel(), shape[0] * BINS)

@@ -49,7 +49,7 @@ class Forecasts(Mapping[str, Chances]):
         return len(self._keys)
 
     def likeliest(self, min_chance: float, limit: int) -> list[Likely]:
-        """Returns at most `limit` functions that are called within 30 s with a chance of `min_chance` or more, the likeliest
+        """Returns at most `limit` functions that are called within 30 s with `min_chance` or more, the likeliest
         first."""
         chances = self._chances[:, Chances._fields.index("within_30_s")]
         rows = np.flatnonzero(chances >= min_chance)

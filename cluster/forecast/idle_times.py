@@ -25,7 +25,7 @@ class IdleTimes:
 
     def __init__(self, table: FunctionTable) -> None:
         self._last_call = table.last_call
-        self._own = table.column((len(EDGES_S),))
+        self._counts = table.column((len(EDGES_S),))
         """Weight of the function's idle times that were longer than each edge"""
         self._shared = np.arange(len(EDGES_S), 0.0, -1.0)
         """The same for all functions; it starts with one idle time in each bin."""
@@ -33,7 +33,7 @@ class IdleTimes:
     def observe(self, second: Second) -> None:
         longer = second.idle[:, None] > EDGES_S
         longer[:, 0] = True  # also the idle time of a second that was observed twice
-        self._own.live[second.rows] = self._own.live[second.rows] * np.float32(0.5 ** (1 / HALF_LIFE)) + longer
+        self._counts.live[second.rows] = self._counts.live[second.rows] * np.float32(0.5 ** (1 / HALF_LIFE)) + longer
         self._shared *= 0.5 ** (len(longer) / SHARED_HALF_LIFE)
         self._shared += longer.sum(axis=0)
 
@@ -50,6 +50,6 @@ class IdleTimes:
         edge = np.clip(np.searchsorted(EDGES_S, idle, side="right") - 1, 0, len(EDGES_S) - 2)
         part = ((idle - EDGES_S[edge]) / WIDTHS_S[edge]).astype(np.float32)
         shared = (SHARED_WEIGHT * self._shared / self._shared[0]).astype(np.float32)
-        by_function, at = self._own.live.ravel(), np.arange(len(idle)) * len(EDGES_S) + edge
-        weight: Array = (by_function[at] + shared[edge]) * (1 - part) + (by_function[at + 1] + shared[edge + 1]) * part
+        counts, at = self._counts.live.ravel(), np.arange(len(idle)) * len(EDGES_S) + edge
+        weight: Array = (counts[at] + shared[edge]) * (1 - part) + (counts[at + 1] + shared[edge + 1]) * part
         return weight

@@ -205,7 +205,7 @@ def test_who_waits_too_long_may_try_again(
             target=lambda: outcome(changed(good[0], target_modules=ENDLESS), good[1], inspector.inspect)
         )
         held.start()
-        while not inspector._turn.locked():
+        while not inspector._lock.locked():
             time.sleep(0.01)
         with pytest.raises(InspectionBusy, match="other adapters were looked at"):
             inspector.inspect(*good)
