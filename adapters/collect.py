@@ -45,7 +45,7 @@ def collect(
     *,
     dry_run: bool = False,
     now: float | None = None,
-    tell: Callable[[ObjectInfo], None] = lambda _: None,
+    on_removal: Callable[[ObjectInfo], None] = lambda _: None,
 ) -> Collected:
     """Removes orphans that are ORPHAN_SECONDS old at `now` (Unix time by the store's clock; default: as it is), and
     returns what was removed; `on_removal` is called for each. With `dry_run` nothing is removed.
@@ -60,7 +60,7 @@ def collect(
             _record_needs(version, before, needed, manifests)
         for kind, info in _orphans(store, before, needed, manifests, done):
             if dry_run or store.delete_older(info.key, before):
-                tell(info)
+                on_removal(info)
                 setattr(done, kind, getattr(done, kind) + 1)
                 done.bytes += info.size
             else:

@@ -50,7 +50,7 @@ class Deployment(msgspec.Struct, frozen=True):
 class Staged:
     """An adapter whose files are stored, and that is not listed yet."""
 
-    made: Deployment
+    deployment: Deployment
     layout: LoraLayout
     manifest: Manifest | None
     """Manifest of a new version, which has taken its number; None when the function lists the adapter already."""

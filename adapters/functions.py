@@ -244,7 +244,7 @@ def without_version(record: FunctionRecord, version: int, now: float) -> Functio
     return msgspec.structs.replace(record, generation=record.generation + 1, versions=remaining, removed=removed)
 
 
-def buried(record: FunctionRecord, now: float) -> FunctionRecord:
+def tombstoned(record: FunctionRecord, now: float) -> FunctionRecord:
     """Returns the tombstone of the record: what stays of a deleted function."""
     return FunctionRecord(
         name=record.name,

@@ -18,17 +18,17 @@ COMPARED = 8
 """Candidates that difflib compares: it takes a tenth of a millisecond for two long names."""
 
 
-def nearest(typed: str, known: Iterable[str], count: int = 1) -> list[str]:
+def nearest(typed: str, names: Iterable[str], count: int = 1) -> list[str]:
     """Returns up to `count` of the known names that are close to the typed one, the closest first. Case does not
     count."""
-    folded = {name.lower(): name for name in known if name != typed}
+    folded = {name.lower(): name for name in names if name != typed}
     return [folded[name] for name in difflib.get_close_matches(typed[:MAX_CHARACTERS].lower(), folded, count, CLOSE)]
 
 
-def did_you_mean(typed: str, known: Iterable[str]) -> str:
+def did_you_mean(typed: str, names: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name, which asks whether another was meant; "" where no known name
     is close."""
-    close = nearest(typed, known)
+    close = nearest(typed, names)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

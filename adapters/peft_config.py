@@ -137,9 +137,9 @@ def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Prob
     return (None if reader.problems else settings), problems, warnings
 
 
-def field_problem(field: str, problem: str, expected: str | None = None, found: object = None) -> Problem:
+def field_problem(field: str, problem: str, expected: str | None = None, actual: object = None) -> Problem:
     """Returns a problem of a field of the config; `actual` is shortened."""
-    shown = None if found is None else repr(found)[:200]
+    shown = None if actual is None else repr(actual)[:200]
     return Problem(f"{CONFIG_FILE}#{field[:100]}", problem, expected, shown)
 
 

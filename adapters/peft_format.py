@@ -209,5 +209,5 @@ def _check_cover(tensors: dict[str, TensorRef], data_start: int, total: int) -> 
     return problems
 
 
-def _file_problem(problem: str, expected: str | None = None, found: str | None = None) -> InvalidAdapter:
-    return InvalidAdapter([Problem(WEIGHTS_FILE, problem, expected, found)])
+def _file_problem(problem: str, expected: str | None = None, actual: str | None = None) -> InvalidAdapter:
+    return InvalidAdapter([Problem(WEIGHTS_FILE, problem, expected, actual)])

@@ -95,4 +95,4 @@ def _compile(field: str, source: str) -> re.Pattern[str]:
     try:
         return re.compile(source)
     except (re.error, RecursionError, OverflowError) as error:
-        raise InvalidAdapter([field_problem(field, "not a regular expression", found=str(error))]) from None
+        raise InvalidAdapter([field_problem(field, "not a regular expression", actual=str(error))]) from None

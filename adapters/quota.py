@@ -19,7 +19,7 @@ from adapters.functions import FunctionRecord
 from adapters.names import is_name
 from adapters.records import find_record, read_record, read_records, update_record
 from adapters.store import MAX_LIST, ObjectStore
-from adapters.tenants import Held, Hold, Limits, Tenant, tenant_key, unknown
+from adapters.tenants import Hold, Limits, QuotaUsage, Tenant, tenant_key, unknown
 
 HOLD_SECONDS = 1800.0
 """A deploy that has not ended by then is taken for dead by the next count."""
@@ -109,7 +109,7 @@ class Quota:
         update_record(self._store, tenant_key(tenant), Tenant, reserve)
         return hold
 
-    def _change(self, tenant: str, change: Callable[[Held], Held]) -> None:
+    def _change(self, tenant: str, change: Callable[[QuotaUsage], QuotaUsage]) -> None:
         def apply(record: Tenant | None) -> Tenant:
             if record is None or record.held is None:
                 raise _NoChange
@@ -169,7 +169,7 @@ class QuotaReservation:
         if self._hold is None:
             self._hold, self._size = self._quota.take(self._tenant, size), size
 
-    def made(self) -> None:
+    def commit(self) -> None:
         """Counts the room as taken: the version is listed."""
         self._settle(self._size)
 
@@ -201,7 +201,7 @@ class _NoChange(AdapterError):
     """Raised inside an update of a record to end it without a write: there is nothing to count."""
 
 
-def _check(limits: Limits, usage: Held, size: int) -> None:
+def _check(limits: Limits, usage: QuotaUsage, size: int) -> None:
     adapters = usage.adapters + len(usage.holds) + 1
     if limits.adapters is not None and adapters > limits.adapters:
         raise Conflict(
@@ -214,29 +214,29 @@ def _check(limits: Limits, usage: Held, size: int) -> None:
         )
 
 
-def _must_count(usage: Held, now: float) -> bool:
+def _must_count(usage: QuotaUsage, now: float) -> bool:
     """Returns whether the functions must be counted before a deploy: they never were, or not since the limit was known
     to all deploys."""
     known_to_all = usage.since + HOLD_SECONDS
     return usage.counted is None or usage.counted < known_to_all < now
 
 
-def _may_be_high(usage: Held, now: float) -> bool:
+def _may_be_high(usage: QuotaUsage, now: float) -> bool:
     stale = any(hold.when < now - HOLD_SECONDS for hold in usage.holds.values())
     return not usage.exact or stale or usage.counted is None or now - usage.counted > RECOUNT_SECONDS
 
 
-def _recounted(usage: Held, functions: Iterator[FunctionRecord], now: float) -> Held:
+def _recounted(usage: QuotaUsage, functions: Iterator[FunctionRecord], now: float) -> QuotaUsage:
     adapters = size = 0
     for record in functions:
         adapters += len(record.versions)
         size += sum(entry.bytes for entry in record.versions)
     # A version that is listed, but whose hold is not settled yet, is counted twice: too high, which is the safe side.
     holds = {key: hold for key, hold in usage.holds.items() if hold.when >= now - HOLD_SECONDS}
-    return Held(usage.since, adapters, size, holds, counted=now, epoch=usage.epoch + 1, exact=not holds)
+    return QuotaUsage(usage.since, adapters, size, holds, counted=now, epoch=usage.epoch + 1, exact=not holds)
 
 
-def _settled(usage: Held, hold: str, stored_bytes: int | None) -> Held:
+def _settled(usage: QuotaUsage, hold: str, stored_bytes: int | None) -> QuotaUsage:
     """Returns the sums without the hold, and with its `stored_bytes` if any. A hold that is missing was taken for dead
     by a count, which may have seen its version or not: the sums are not exact then."""
     is_open = hold in usage.holds
@@ -249,7 +249,7 @@ def _settled(usage: Held, hold: str, stored_bytes: int | None) -> Held:
     )
 
 
-def _given_back(usage: Held, freed: Freed, before: Held) -> Held:
+def _given_back(usage: QuotaUsage, freed: Freed, before: QuotaUsage) -> QuotaUsage:
     """Returns the sums without what was removed. After a count since `before` nobody knows whether it saw the removal:
     then the sums stay as they are, too high."""
     if (usage.since, usage.epoch) != (before.since, before.epoch):

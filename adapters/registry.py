@@ -38,8 +38,8 @@ from adapters.functions import (
     FunctionRecord,
     Manifest,
     VersionEntry,
-    buried,
     parse_policy,
+    tombstoned,
     with_version,
     without_version,
 )
@@ -47,7 +47,7 @@ from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
 from adapters.quota import Quota
 from adapters.records import find_record, read_each, read_records
-from adapters.schedules import note_schedule
+from adapters.schedules import record_schedule
 from adapters.standing import Memory, function_key, update_function
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, check_values, inspect_files
@@ -115,14 +115,14 @@ class Registry:
             entry = self._versions.listed(tenant, record, deploy)
             changed = msgspec.structs.replace(record, policy=parse_policy(upload.policy or {}, record.policy))
             if changed.policy.warm:
-                note_schedule(self.store, tenant, name)
+                record_schedule(self.store, tenant, name)
             return with_version(changed, entry, upload.alias or "latest", time.time())
 
         with self.quota.deploying(tenant) as room:
             deploy = Storing(upload, layout, room, None if staged is None else staged.manifest)
             record = update_function(self.store, tenant, name, commit, memory)
             if deploy.created:
-                room.made()
+                room.commit()
         self._end_if_deleted(tenant, name)
         entry = find_digest(record, layout.digest)
         return deployment_of(name, entry.version if entry else None, layout, created=deploy.created)
@@ -227,7 +227,7 @@ class Registry:
 
         def bury(record: FunctionRecord) -> FunctionRecord:
             freed.set(len(record.versions), sum(entry.bytes for entry in record.versions))
-            return buried(record, self.store.now())
+            return tombstoned(record, self.store.now())
 
         with self.quota.removing(tenant) as freed:
             self.changes.change(tenant, name, matches, bury)

@@ -28,7 +28,7 @@ class Schedules(msgspec.Struct, frozen=True):
     """Maps `tenant/function` to the time at which it was recorded, by the store's clock."""
 
 
-def note_schedule(store: ObjectStore, tenant: str, function: str) -> None:
+def record_schedule(store: ObjectStore, tenant: str, function: str) -> None:
     """Records that the function has warm windows. Raises Conflict when there are too many, StoreUnavailable."""
     key = f"{tenant}/{function}"
 

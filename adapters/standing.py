@@ -49,7 +49,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     prefetch: bool = True
     """Forecasts may bring its adapters to nodes."""
 
-    def says(self, policy: Policy) -> bool:
+    def matches(self, policy: Policy) -> bool:
         """Returns whether the entry has what the policy asks for."""
         return _entry_from_policy(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, elements=0, digests=())
 

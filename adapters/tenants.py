@@ -58,7 +58,7 @@ class Hold(msgspec.Struct, frozen=True):
     when: float
 
 
-class Held(msgspec.Struct, frozen=True):
+class QuotaUsage(msgspec.Struct, frozen=True):
     """Part of `limits.adapters` and `limits.bytes` that is taken: never less than what there is (see
     adapters.quota)."""
 
@@ -91,7 +91,7 @@ class Tenant(msgspec.Struct, frozen=True):
     """Bytes of all its files (/v1/files) together."""
     reserved: dict[str, int] = {}
     """Maps functions to generations for which calls of the others leave room (adapters.standing)."""
-    held: Held | None = None
+    held: QuotaUsage | None = None
     """Quota in use; None without a limit that needs it."""
     deleted: bool = False
     """A deleted tenant stays as a tombstone, so that a new tenant of this name begins with nothing."""
@@ -279,7 +279,7 @@ class Tenants:
         if record.limits.adapters is None and record.limits.bytes is None:
             record = msgspec.structs.replace(record, held=None)
         elif record.held is None:
-            record = msgspec.structs.replace(record, held=Held(since=self.store.now()))
+            record = msgspec.structs.replace(record, held=QuotaUsage(since=self.store.now()))
         try:
             return msgspec.json.decode(msgspec.json.encode(record), type=Tenant)
         except msgspec.ValidationError as error:

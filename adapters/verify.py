@@ -36,7 +36,7 @@ class Verified(msgspec.Struct):
 def verify(
     store: ObjectStore,
     *,
-    tell: Callable[[Damage], None] = lambda _: None,
+    on_damage: Callable[[Damage], None] = lambda _: None,
     progress: Callable[[FoundVersion], None] = lambda _: None,
 ) -> Verified:
     """Reads everything that is listed, and returns the counts. `on_damage` is called with each damage, `progress` with
@@ -54,7 +54,7 @@ def verify(
             if damages and is_listed(store, version):
                 done.damaged += 1
                 for damage in damages:
-                    tell(damage)
+                    on_damage(damage)
     return done
 
 

@@ -231,6 +231,6 @@ def _books_wrong(registry: Path, policies: dict[str, Policy]) -> int:
     entries = read_standing(open_store(str(registry))).functions
     found = {name: entries.get(f"{TENANT}/{name}") for name in policies}
     return sum(
-        (entry is not None) != stands_in(policies[name]) or (entry is not None and not entry.says(policies[name]))
+        (entry is not None) != stands_in(policies[name]) or (entry is not None and not entry.matches(policies[name]))
         for name, entry in found.items()
     )

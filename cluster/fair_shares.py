@@ -150,7 +150,7 @@ class Waits(Protocol):
     @property
     def function(self) -> str: ...
     @property
-    def due(self) -> float:
+    def first_token_deadline(self) -> float:
         """Returns when the request's first token is due, by any clock that all requests share."""
 
 
@@ -162,11 +162,11 @@ def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
     counter, then the earliest deadline. Counters may be charged meanwhile: they are read again for each request, but
     must not fall."""
     groups: dict[str, dict[str, list[R]]] = {}
-    for request in sorted(waiting, key=attrgetter("due")):
+    for request in sorted(waiting, key=attrgetter("first_token_deadline")):
         groups.setdefault(request.tenant, {}).setdefault(request.function, []).append(request)
 
     def of_tenant(tenant: str, functions: dict[str, list[R]]) -> tuple[float, Iterator[R]]:
-        turns = {name: (requests[0].due, iter(requests)) for name, requests in functions.items()}
+        turns = {name: (requests[0].first_token_deadline, iter(requests)) for name, requests in functions.items()}
         deadline = min(deadline for deadline, _ in turns.values())
         return deadline, _by_turns(turns, lambda name: shares.function(tenant, name))
 
@@ -189,4 +189,4 @@ def _by_turns(owners: dict[str, tuple[float, Iterator[R]]], counter: Callable[[s
             heapq.heappop(heap)
             continue
         yield request
-        heapq.heapreplace(heap, (counter(owner), request.due, owner))
+        heapq.heapreplace(heap, (counter(owner), request.first_token_deadline, owner))

@@ -27,7 +27,7 @@ HEAD_LINES = 1000
 """Headers; a short one takes far more memory than it has bytes."""
 HEAD_SECONDS = 30.0
 """Time from connecting, or from the first byte of a further request, to the end of its headers."""
-MOST_WAITING = 16
+MAX_WAITING = 16
 """Requests that wait on one connection for the answer to the one before; who sends more of them is cut off."""
 READ_BYTES = 64 << 10
 """Bytes that a peer has to read between two checks, while as many remain for it."""
@@ -158,7 +158,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._upgrades():
             return
-        if len(self.pipeline) >= MOST_WAITING:
+        if len(self.pipeline) >= MAX_WAITING:
             raise _Refused("too many requests wait for an answer")
         self._progress = True
         self._head_bytes = self._head_lines = 0

@@ -37,7 +37,7 @@ class Leases(Protocol):
         """Frees the lease; does nothing when it is another's."""
         ...
 
-    async def look(self, name: str) -> Lease:
+    async def get(self, name: str) -> Lease:
         """Returns the lease as it is now; NOBODY when nobody holds it."""
         ...
 
@@ -50,17 +50,17 @@ class MemoryLeases:
         self._leases: dict[str, tuple[str, float]] = {}
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
-        current = await self.look(name)
+        current = await self.get(name)
         if current.holder not in ("", holder):
             return current
         self._leases[name] = holder, self._clock() + seconds
         return Lease(holder, seconds)
 
     async def free(self, name: str, holder: str) -> None:
-        if (await self.look(name)).holder == holder:
+        if (await self.get(name)).holder == holder:
             del self._leases[name]
 
-    async def look(self, name: str) -> Lease:
+    async def get(self, name: str) -> Lease:
         holder, end = self._leases.get(name, ("", -math.inf))
         remaining = end - self._clock()
         return Lease(holder, remaining) if remaining > 0 else NOBODY
@@ -78,7 +78,7 @@ class RedisLeases:
     async def free(self, name: str, holder: str) -> None:
         await self._run("free", name, holder)
 
-    async def look(self, name: str) -> Lease:
+    async def get(self, name: str) -> Lease:
         return await self._run("look", name)
 
     async def _run(self, action: str, name: str, holder: str = "", seconds: float = 0.0) -> Lease:

@@ -46,7 +46,7 @@ class Call(msgspec.Struct, frozen=True):
     """Owners of the places, the tenant first if it has a limit, the function last: it takes as many from each."""
     reserved: int = 0
     """Places that are kept for the function."""
-    others: tuple[Owner, ...] = ()
+    other_functions: tuple[Owner, ...] = ()
     """The tenant's other functions that have places kept for them, as many as the `limit` of each says: what of these
     is free counts as taken from the tenant's, but for a call that stays within its own function's."""
 
@@ -119,14 +119,17 @@ class MemoryLimits:
         self._clock = clock
         self._share = share
         self._buckets: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
-        self.taken: dict[str, int] = {}
+        self.places_in_use: dict[str, int] = {}
         """Places by owner."""
 
     async def take(self, call: Call) -> Refusal | None:
         share = self._share()
         for owner in call.owners:
             allowed = math.inf if owner.limit is None else max(1, math.floor(owner.limit * share))
-            if self.taken.get(owner.name, 0) + self._reserved_for_others(call, owner, share) + call.places > allowed:
+            if (
+                self.places_in_use.get(owner.name, 0) + self._reserved_for_others(call, owner, share) + call.places
+                > allowed
+            ):
                 return Refusal("places", owner)
         requests, tokens = self._rates(call)
         if requests is not None and (seconds := requests.wait(1)) > 0:
@@ -143,10 +146,13 @@ class MemoryLimits:
     def _reserved_for_others(self, call: Call, owner: Owner, share: float) -> int:
         """Returns how many places of an owner are kept for other functions than the call's."""
         function = call.owners[-1].name
-        within = self.taken.get(function, 0) + call.places <= math.floor(call.reserved * share)
+        within = self.places_in_use.get(function, 0) + call.places <= math.floor(call.reserved * share)
         if owner.name != call.tenant or within:
             return 0
-        free = (math.floor((each.limit or 0) * share) - self.taken.get(each.name, 0) for each in call.others)
+        free = (
+            math.floor((each.limit or 0) * share) - self.places_in_use.get(each.name, 0)
+            for each in call.other_functions
+        )
         return sum(max(0, places) for places in free)
 
     async def settle(self, call: Call, unused_tokens: int) -> None:
@@ -157,11 +163,11 @@ class MemoryLimits:
 
     def count(self, owners: Sequence[Owner], by: int) -> None:
         for owner in owners:
-            in_use = self.taken.get(owner.name, 0) + by
+            in_use = self.places_in_use.get(owner.name, 0) + by
             if in_use > 0:
-                self.taken[owner.name] = in_use
+                self.places_in_use[owner.name] = in_use
             else:
-                self.taken.pop(owner.name, None)
+                self.places_in_use.pop(owner.name, None)
 
     def _rates(self, call: Call) -> tuple[Bucket | None, Bucket | None]:
         rps, tpm, share = call.rates.rps, call.rates.tokens_per_minute, self._share()

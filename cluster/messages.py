@@ -4,14 +4,15 @@ Gateway -> node (HTTP, each with `authorization: Bearer <cluster secret>`):
 
     POST /generate   body GenerateRequest; the reply is a stream of frames, each 4 bytes of big-endian length and one
                      Event. The last frame is Done or Failed. Closing the connection cancels the request.
-    GET  /record     News, all that there is to report
+    GET  /record     NodeReport, all that there is to report
     POST /drain, /undrain          204; running requests end, new ones are refused
     GET  /adapters, POST /adapters/prefetch, /adapters/evict: cluster.residency
     GET  /healthz    no secret needed; 200 when the process is alive
 
 Node -> gateway:
 
-    POST /cluster/record   body News (cluster.news), every RECORD_INTERVAL seconds; the reply is 204, or 200 with Wanted
+    POST /cluster/record   body NodeReport (cluster.news), every RECORD_INTERVAL seconds; the reply is 204, or 200 with
+                           FullReportRequest
 """
 
 from __future__ import annotations

@@ -172,11 +172,11 @@ def record_from(heartbeat: Heartbeat, facts: Facts) -> NodeRecord:
     return NodeRecord(**msgspec.structs.asdict(heartbeat), **msgspec.structs.asdict(facts))
 
 
-def heartbeat_of(record: NodeRecord) -> Heartbeat:
+def heartbeat_from(record: NodeRecord) -> Heartbeat:
     return Heartbeat(**{name: getattr(record, name) for name in Heartbeat.__struct_fields__})
 
 
-def facts_of(record: NodeRecord) -> Facts:
+def facts_from(record: NodeRecord) -> Facts:
     return Facts(**{name: getattr(record, name) for name in Facts.__struct_fields__})
 
 
@@ -211,7 +211,7 @@ class Changes(msgspec.Struct, frozen=True, array_like=True):
     residents: list[Resident] = []
 
 
-class News(msgspec.Struct, frozen=True, array_like=True):
+class NodeReport(msgspec.Struct, frozen=True, array_like=True):
     """Report of a node to the gateway."""
 
     heartbeat: Heartbeat
@@ -220,12 +220,12 @@ class News(msgspec.Struct, frozen=True, array_like=True):
     changes: Changes = Changes()
 
 
-def whole(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> News:
+def full_report(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> NodeReport:
     """Returns news with all that there is to report of a node."""
-    return News(heartbeat_of(record), facts_of(record), Changes(WHOLE, at, list(residents)))
+    return NodeReport(heartbeat_from(record), facts_from(record), Changes(WHOLE, at, list(residents)))
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """The gateway's reply to News when it does not know what they build on."""
+class FullReportRequest(msgspec.Struct, frozen=True):
+    """The gateway's reply to NodeReport when it does not know what they build on."""
 
     wanted: Literal["whole"] = "whole"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from cluster.news import WHOLE, Heartbeat, News, NodeRecord, Resident, facts_of, record_from, whole
+from cluster.news import WHOLE, Heartbeat, NodeRecord, NodeReport, Resident, facts_from, full_report, record_from
 from cluster.node_table import Demand, NodeTable
 
 FORGET_SECONDS = 60.0
@@ -74,14 +74,14 @@ class NodeBook:
         self._ends: list[tuple[float, str, str]] = []
         """A heap of (end, node, request); entries of places that ended sooner stay until their time."""
 
-    def known(self, node_id: str) -> NodeRecord | None:
+    def record(self, node_id: str) -> NodeRecord | None:
         node = self._nodes.get(node_id)
         return None if node is None else node.record
 
-    def heard(self, node_id: str) -> float:
+    def last_seen(self, node_id: str) -> float:
         """Returns when the node's last record came, by the clock of `aged`; -inf when the node is unknown."""
         node = self._nodes.get(node_id)
-        return -math.inf if node is None else float(self.table.heard[node.row])
+        return -math.inf if node is None else float(self.table.last_seen[node.row])
 
     def ids(self) -> list[str]:
         return list(self._nodes)
@@ -95,9 +95,9 @@ class NodeBook:
             return True
         if heartbeat.epoch == node.record.epoch:
             return heartbeat.seq > node.record.seq
-        return heartbeat.epoch not in node.past or aged - self.heard(heartbeat.id) >= self.expiry
+        return heartbeat.epoch not in node.past or aged - self.last_seen(heartbeat.id) >= self.expiry
 
-    def lacks(self, news: News) -> bool:
+    def needs_full_report(self, news: NodeReport) -> bool:
         """Returns whether the news build on what is not known here."""
         changes = news.changes
         if changes.since == WHOLE:
@@ -105,7 +105,7 @@ class NodeBook:
         node = self._nodes.get(news.heartbeat.id)
         return node is None or node.record.epoch != news.heartbeat.epoch or changes.since > node.at
 
-    def put(self, news: News, heard: float) -> None:
+    def put(self, news: NodeReport, last_seen: float) -> None:
         """Takes in what a node reports, whatever its `seq`; the news must not lack anything. Ends the places of
         requests that came, and all places of an epoch before. Raises TooManyNodes."""
         heartbeat, changes, is_whole = news.heartbeat, news.changes, news.changes.since == WHOLE
@@ -114,11 +114,11 @@ class NodeBook:
             raise TooManyNodes(f"{self.max_nodes} nodes are known already; {heartbeat.id} was not added")
         places = node.places.items() if node is not None else ()
         received = [request for request, place in places if heartbeat.received.has(place.number)]
-        facts = news.facts if news.facts is not None or node is None else facts_of(node.record)
+        facts = news.facts if news.facts is not None or node is None else facts_from(node.record)
         assert facts is not None
         record = record_from(heartbeat, facts)
         residents, changed = (changes.residents, []) if is_whole else (None, changes.residents)
-        row = self.table.put(record, heard, residents=residents, changed=changed, acknowledged=received)
+        row = self.table.put(record, last_seen, residents=residents, changed=changed, acknowledged=received)
         if node is None:
             node = self._nodes[heartbeat.id] = _Node(row)
         elif heartbeat.epoch != node.record.epoch:
@@ -130,12 +130,12 @@ class NodeBook:
             node.places.pop(request_id, None)
         node.record = record
         node.at = changes.at if is_whole else max(node.at, changes.at)
-        self._next_expiry = min(self._next_expiry, heard + self.expiry)
+        self._next_expiry = min(self._next_expiry, last_seen + self.expiry)
 
-    def news(self, node_id: str) -> News:
+    def news(self, node_id: str) -> NodeReport:
         """Returns all that is known of a known node, for somebody who knows nothing."""
         node = self._nodes[node_id]
-        return whole(node.record, list(self.table.residents(node.row).values()), node.at)
+        return full_report(node.record, list(self.table.residents(node.row).values()), node.at)
 
     def hold(self, node_id: str, request_id: str, demand: Demand, end: float, number: int = 0) -> None:
         """Holds a place on the node for the request, until `end` at the latest. Does nothing at an unknown node."""
@@ -184,10 +184,10 @@ class NodeBook:
 
     def _expire(self, aged: float) -> None:
         live = np.flatnonzero(self.table.live)
-        late = aged - self.table.heard[live] >= self.expiry
+        late = aged - self.table.last_seen[live] >= self.expiry
         for row in live[late]:
             self.table.expire(int(row))
-        self._next_expiry = float(self.table.heard[live[~late]].min(initial=math.inf)) + self.expiry
+        self._next_expiry = float(self.table.last_seen[live[~late]].min(initial=math.inf)) + self.expiry
 
     def views(self, now: float, aged: float) -> list[NodeView]:
         """Returns live nodes in the order of their ids."""
@@ -196,7 +196,7 @@ class NodeBook:
             NodeView(
                 record=node.record,
                 reserved=len(table.reservations(node.row)),
-                age=max(0.0, aged - float(self.table.heard[node.row])),
+                age=max(0.0, aged - float(self.table.last_seen[node.row])),
                 residents=table.residents(node.row),
             )
             for _, node in sorted(self._nodes.items())
@@ -208,12 +208,12 @@ class NodeBook:
         node = self._nodes.get(node_id)
         if node is None or node.record.epoch != epoch:
             return math.inf
-        return max(0.0, aged - float(self.table.heard[node.row]))
+        return max(0.0, aged - float(self.table.last_seen[node.row]))
 
     def forget(self, aged: float) -> None:
         """Forgets nodes that have been silent for long."""
         oldest = aged - self.forget_seconds
-        for node_id in [name for name, node in self._nodes.items() if self.table.heard[node.row] <= oldest]:
+        for node_id in [name for name, node in self._nodes.items() if self.table.last_seen[node.row] <= oldest]:
             self.remove(node_id)
 
     def remove(self, node_id: str) -> None:

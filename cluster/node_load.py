@@ -157,7 +157,7 @@ def prompts_before(model: PrefillModel, tokens: int, token_ranks: int) -> float:
     return model.per_token * tokens + model.per_token_rank * token_ranks
 
 
-class Found(msgspec.Struct, frozen=True):
+class Availability(msgspec.Struct, frozen=True):
     """Room and waiting time that a request which comes now would find."""
 
     rows_free: float
@@ -168,7 +168,9 @@ class Found(msgspec.Struct, frozen=True):
     """of strict requests"""
 
 
-def found_by_strict(load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel) -> Found:
+def availability_for_strict(
+    load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel
+) -> Availability:
     """Returns what the next strict request finds on the node, given the reserved `demands`. A place of a best-effort
     request does not count, for it is given up; that of a standard one does: it may be taken when a strict one comes."""
     firm = [demand for demand in demands if demand.slo_class != "best_effort"]
@@ -176,7 +178,7 @@ def found_by_strict(load: NodeLoad, room: StrictLoad, demands: Iterable[Demand],
     reserved, strict = reserved_load(firm), reserved_load(coming)
     promised = [room.tightest_tpot, *(demand.tpot for demand in coming if demand.tpot is not None)]
     prompts = room.prompt_tokens + strict.prompt_tokens
-    return Found(
+    return Availability(
         rows_free=room.rows - room.queued - len(firm),
         kv_room=room.kv_tokens - reserved.tokens if load.kv_tokens else math.inf,
         prompt_wait=prompts_before(model.prefill, prompts, strict.token_ranks),

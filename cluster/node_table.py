@@ -17,10 +17,10 @@ from cluster.model_check import problem_of
 from cluster.news import NodeRecord, Resident
 from cluster.node_load import (
     MOST,
+    Availability,
     Demand,
-    Found,
     NodeLoad,
-    found_by_strict,
+    availability_for_strict,
     load_of,
     prompts_before,
     reserved_load,
@@ -75,7 +75,7 @@ ROW = np.dtype(
     ]
 )
 """Columns that follow from a node's record, the places reserved on it and its model."""
-COLUMNS = ("live", "heard", *(ROW.names or ()))
+COLUMNS = ("live", "last_seen", *(ROW.names or ()))
 STANDARD, STRICT = range(2)
 """Index of the columns with two values."""
 
@@ -114,7 +114,7 @@ class NodeTable:
         self.table = np.zeros(capacity, ROW)
         self.live = np.zeros(capacity, np.bool_)
         """True: the node's record has not expired."""
-        self.heard = np.zeros(capacity, np.float64)
+        self.last_seen = np.zeros(capacity, np.float64)
         """Time at which its record came in, by the receiver's clock."""
         self._rows: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
@@ -191,7 +191,7 @@ class NodeTable:
     def put(
         self,
         record: NodeRecord,
-        heard: float = math.nan,
+        last_seen: float = math.nan,
         *,
         residents: Sequence[Resident] | None = None,
         changed: Sequence[Resident] = (),
@@ -215,7 +215,7 @@ class NodeTable:
         if before is None or (before.performance, before.base) != (record.performance, record.base):
             self._model(row, record.performance, record.base)
         self._refresh(row)
-        self.heard[row] = heard
+        self.last_seen[row] = last_seen
         if before is None or not self.live[row] or _counts(before) != _counts(record):
             self._serving.clear()
         self.live[row] = True
@@ -233,7 +233,7 @@ class NodeTable:
         self._serving.clear()
         self._residents.put(row, [])
         self._problems.pop(row, None)
-        self.table[row], self.live[row], self.heard[row] = 0, False, 0.0
+        self.table[row], self.live[row], self.last_seen[row] = 0, False, 0.0
         self.ids[row], self._records[row], self._loads[row], self.generation[row] = None, None, None, 0
         self._demands[row].clear()
         self._free.append(row)
@@ -277,12 +277,12 @@ class NodeTable:
             "adapter_ranks": load.adapter_ranks + reserved.ranks,
         }[decode.rank_term]
         promised = [load.tightest_tpot, *(demand.tpot for demand in demands if demand.tpot is not None)]
-        standard = Found(
+        standard = Availability(
             rows_free=capacity - requests,
             kv_room=load.kv_tokens_free - reserved.tokens if load.kv_tokens else math.inf,
             prompt_wait=prompts_before(prefill, prompts, reserved.token_ranks),
         )
-        strict = standard if load.strict is None else found_by_strict(load, load.strict, demands, model)
+        strict = standard if load.strict is None else availability_for_strict(load, load.strict, demands, model)
         self.table[row] = (  # in the order of ROW
             load.ready, waiting >= limit, waiting >= limit + room_for_others(limit), model is not ASSUMED,
             load.max_context, requests, load.best_effort + reserved.best_effort, largest, capacity, load.kv_tokens,

@@ -10,9 +10,9 @@ from cluster.json_file import write_json
 from cluster.model_check import problem_of
 from cluster.node_table import ASSUMED
 from cluster.performance_fit import (
-    LEAST_R2,
-    MOST_ERROR,
-    MOST_ERROR_IDLE,
+    MAX_ERROR,
+    MAX_ERROR_IDLE,
+    MIN_R2,
     DecodeFit,
     PaperForm,
     PrefillFit,
@@ -85,7 +85,7 @@ def write_performance(profile: PerformanceProfile, file: Path) -> None:
 
 
 def _poor(profile: PerformanceProfile) -> str:
-    max_error = MOST_ERROR if profile.thorough else MOST_ERROR_IDLE
+    max_error = MAX_ERROR if profile.thorough else MAX_ERROR_IDLE
     for name, quality in (("decode", profile.decode.quality), ("prefill", profile.prefill.quality)):
         if quality.r2 > 1 or quality.heldout_median_error < 0:
             measured = f"R^2 of {name} is {quality.r2}, its held-out error {quality.heldout_median_error}"
@@ -93,7 +93,7 @@ def _poor(profile: PerformanceProfile) -> str:
         if not describes(quality.r2, quality.heldout_median_error, max_error):
             return (
                 f"R^2 of {name} is {quality.r2} and its held-out error {quality.heldout_median_error}; at least "
-                f"{LEAST_R2:g}, or at most {max_error:g}, is wanted"
+                f"{MIN_R2:g}, or at most {max_error:g}, is wanted"
             )
     return ""
 

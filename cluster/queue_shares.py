@@ -37,7 +37,7 @@ class QueueShares:
         else:
             del self._waiting[tenant]
 
-    def gives_way(self, tenant: str, weight: float) -> str | None:
+    def tenant_to_displace(self, tenant: str, weight: float) -> str | None:
         """Returns the tenant that has most waiting for its weight, if one more of `tenant` would have still less. None:
         the queue is shared fairly, and the newcomer has to go."""
         if not self._waiting:

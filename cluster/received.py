@@ -14,17 +14,17 @@ _MASK = (1 << WINDOW) - 1
 
 class Received(msgspec.Struct, frozen=True, array_like=True):
     last: int = 0
-    came: bytes = b""
+    bits: bytes = b""
     """A big-endian number: its bit i says whether `last` - i came."""
 
     def has(self, number: int) -> bool:
         """Returns whether the place of this number is held no longer; one without a number (0) ends by itself."""
         age = self.last - number
-        return number > 0 and (age >= WINDOW or (age >= 0 and bool(int.from_bytes(self.came) >> age & 1)))
+        return number > 0 and (age >= WINDOW or (age >= 0 and bool(int.from_bytes(self.bits) >> age & 1)))
 
     def with_one(self, number: int) -> Received:
         """Returns what has been received once the request with this number came."""
-        age, bits = self.last - number, int.from_bytes(self.came)
+        age, bits = self.last - number, int.from_bytes(self.bits)
         if number <= 0:
             return self
         if not 0 <= age < WINDOW:  # far ahead, or of a gateway that counts anew

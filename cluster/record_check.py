@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from cluster.limits import Bucket
-from cluster.news import WHOLE, News
+from cluster.news import WHOLE, NodeReport
 from cluster.received import WINDOW
 
 ID = re.compile(r"[\w.:-]{1,253}", re.ASCII)
@@ -27,14 +27,14 @@ MOST = 1 << 53
 RECORDS_PER_SECOND = 60.0
 """Rate of one node's records; a node sends 5."""
 BURST_SECONDS = 2.0
-MOST_RATES = 4096
+MAX_RATES = 4096
 
 
 class BadRecord(ValueError):
     """The record contradicts itself or its sender; the message names the field."""
 
 
-def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
+def check_news(news: NodeReport, peer: str, allowed_hosts: Collection[str]) -> None:
     """Checks what a node reports. `peer`: the address that the news came from. Raises BadRecord."""
     heartbeat, facts = news.heartbeat, news.facts
     _check_id(heartbeat.id)
@@ -42,7 +42,7 @@ def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
         raise BadRecord("epoch: expected 1 to 200 characters")
     if heartbeat.state not in STATES:
         raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {heartbeat.state[:60]!r}")
-    if len(heartbeat.received.came) > WINDOW // 8:
+    if len(heartbeat.received.bits) > WINDOW // 8:
         raise BadRecord(f"received: expected at most {WINDOW // 8} bytes")
     gpu = facts.gpu if facts is not None else None
     parts: tuple[tuple[str, msgspec.Struct | None], ...] = (
@@ -113,6 +113,6 @@ class RecordRates:
         now, capacity = self._clock(), RECORDS_PER_SECOND * BURST_SECONDS
         bucket = self._buckets.setdefault(node_id, Bucket(RECORDS_PER_SECOND, capacity, now))
         self._buckets.move_to_end(node_id)
-        if len(self._buckets) > MOST_RATES:
+        if len(self._buckets) > MAX_RATES:
             self._buckets.popitem(last=False)
         return bucket.take(1, now)

@@ -113,9 +113,9 @@ class RedisLimits:
         limits = [owner.limit for owner in call.owners]
         rps, tpm, *places = ["" if value is None else value for value in (*rates, *limits)]
         seconds: list[Value] = [round(WORKER_SECONDS * 1000), PLACES_SECONDS * 1000]
-        reserved = [len(call.owners), call.reserved, *places, *(owner.limit or 0 for owner in call.others)]
+        reserved = [len(call.owners), call.reserved, *places, *(owner.limit or 0 for owner in call.other_functions)]
         args = [self._link.worker, call.places, rps, tpm, call.tokens, *seconds, *reserved]
-        other_keys = [self._link.key("places", owner.name) for owner in call.others]
+        other_keys = [self._link.key("places", owner.name) for owner in call.other_functions]
         keys = [self._rates_key(call), self._link.key("workers"), *self._places_keys(call), *other_keys]
         why, wait = await self._link.run("take", keys, args)
         return why, wait
@@ -130,12 +130,12 @@ class RedisLimits:
         """Reports places that were taken or given back while Redis was away, or that it has lost. No call is counted
         meanwhile: it would be counted twice, or not at all."""
         async with self._gate.closed():
-            names = sorted({*self._here.taken, *self._unreported})
+            names = sorted({*self._here.places_in_use, *self._unreported})
             for first in range(0, len(names), OWNERS_TOGETHER):
                 await self._report_places(names[first : first + OWNERS_TOGETHER])
             self._unreported.clear()
 
     async def _report_places(self, names: list[str]) -> None:
-        counts = [self._here.taken.get(name, 0) for name in names]
+        counts = [self._here.places_in_use.get(name, 0) for name in names]
         args: list[Value] = [self._link.worker, PLACES_SECONDS * 1000, *counts]
         await self._link.catch_up_run("recount", [self._link.key("places", name) for name in names], args)

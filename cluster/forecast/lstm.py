@@ -130,7 +130,7 @@ class Lstm:
             late = now - waiting.at - HORIZONS_S[waiting.horizon]
             if late >= -TOLERANCE_S:
                 last = self._table.last_calls(waiting.lot.keys)
-                waiting.lot.came[:, waiting.horizon] = last > waiting.at
+                waiting.lot.outcomes[:, waiting.horizon] = last > waiting.at
                 waiting.horizon += 1
             if late > TOLERANCE_S:
                 continue

@@ -29,7 +29,7 @@ class Observations:
     """f32[n, steps, FEATURES]"""
     moment: Array
     """f32[n, MOMENT]"""
-    came: Array
+    outcomes: Array
     """f32[n, horizons]: 1 where a call came within the horizon."""
 
 
@@ -89,7 +89,7 @@ class Trainer:
         batch = self._draw()
         embeddings = np.stack([self.embeddings.get(key, self.parameters["embedding"]) for key in batch.keys])
         loss, gradients, by_embedding = loss_and_gradients(
-            self.parameters, batch.windows, embeddings, batch.moment, batch.came
+            self.parameters, batch.windows, embeddings, batch.moment, batch.outcomes
         )
         gradients["embedding"] = by_embedding.sum(axis=0)
         self._adam.step(self.parameters, gradients)
@@ -111,7 +111,7 @@ class Trainer:
             [lot.keys[row] for lot, row in of],
             np.stack([lot.windows[row] for lot, row in of]),
             np.stack([lot.moment[row] for lot, row in of]),
-            np.stack([lot.came[row] for lot, row in of]),
+            np.stack([lot.outcomes[row] for lot, row in of]),
         )
 
 

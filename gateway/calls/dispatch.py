@@ -313,7 +313,7 @@ class Generation:
         began = time.monotonic()
         try:
             shared, request = self.shared, self._asked
-            crowded = shared.waiting.gives_way(request.tenant, request.weight)
+            crowded = shared.waiting.tenant_to_displace(request.tenant, request.weight)
             displaces = crowded is not None or request.slo_class == "strict" or request.reserved > 0  # as on the node
             excluded |= await self._unreachable()
             return await shared.placer.place(self._whose, request, self.received, excluded, displaces=displaces)

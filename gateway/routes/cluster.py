@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from cluster.errors import ServiceError
 from cluster.messages import PROTOCOL_VERSION, VersionMismatch
-from cluster.news import News, Wanted
+from cluster.news import FullReportRequest, NodeReport
 from cluster.node_book import TooManyNodes
 from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized
@@ -26,7 +26,7 @@ routes = Routes()
 RECORD_LIMIT = 4 << 20
 """Bytes of a record: some 20,000 resident adapters."""
 RECORD_SECONDS = 5.0
-_decode = msgspec.msgpack.Decoder(News).decode
+_decode = msgspec.msgpack.Decoder(NodeReport).decode
 
 
 @routes.public("POST /cluster/record")
@@ -48,11 +48,11 @@ async def record(request: Request) -> Response:
     except TooManyNodes as error:
         raise ServiceError("overloaded", str(error)) from error
     if taken == "gap":
-        return Response(msgspec.msgpack.encode(Wanted()), media_type="application/msgpack")
+        return Response(msgspec.msgpack.encode(FullReportRequest()), media_type="application/msgpack")
     return Response(status_code=204)
 
 
-async def take_news(services: Services, news: News, peer: str) -> PublishResult:
+async def take_news(services: Services, news: NodeReport, peer: str) -> PublishResult:
     """`peer`: where they came from. Raises BadRecord, VersionMismatch, TooManyNodes."""
     check_news(news, peer, services.config.node_hosts)
     return await services.cluster.publish(news)

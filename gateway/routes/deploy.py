@@ -125,7 +125,7 @@ async def _store(
     if how.warm:
         async with services.deploys.store(tenant):
             staged = await services.threads.write(registry.stage, tenant, name, upload)
-        problems += await warm_staged(services, tenant, staged.made)  # meanwhile others store theirs
+        problems += await warm_staged(services, tenant, staged.deployment)  # meanwhile others store theirs
     async with services.deploys.store(tenant):
         memory = await services.provisionable()
         made = await services.functions.change(registry.deploy, tenant, name, upload, staged, memory)

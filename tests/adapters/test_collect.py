@@ -94,7 +94,7 @@ def test_only_what_nobody_lists_is_removed(store: ObjectStore, base: BaseModel, 
     assert (young.blobs, young.artifacts, young.manifests, keys(store)) == (0, 0, 0, before)
     told: list[str] = []
     later = time.time() + ORPHAN_SECONDS + 600
-    dry = collect(store, dry_run=True, now=later, tell=lambda info: told.append(info.key))
+    dry = collect(store, dry_run=True, now=later, on_removal=lambda info: told.append(info.key))
     assert set(told) == orphans
     assert keys(store) == before
     done = collect(store, now=later)

@@ -324,7 +324,7 @@ def test_what_is_staged_keeps_its_number_and_is_listed_by_its_deploy(
     registry: Registry, good: tuple[bytes, Path]
 ) -> None:
     staged = registry.stage("acme", "f", AdapterUpload(*good))
-    made = staged.made
+    made = staged.deployment
     assert registry.store.head(artifact_key(registry.base.fingerprint, made.digest)) is not None
     with pytest.raises(NotFound):
         registry.resolve("acme", "f", str(made.version))
@@ -334,16 +334,16 @@ def test_what_is_staged_keeps_its_number_and_is_listed_by_its_deploy(
     assert [entry.version for entry in registry.function("acme", "f").versions] == [1, 2]
     assert registry.resolve("acme", "f").digest == done.digest
     again = registry.stage("acme", "f", AdapterUpload(*good))
-    assert (again.made.version, again.made.created, again.manifest) == (1, False, None)
+    assert (again.deployment.version, again.deployment.created, again.manifest) == (1, False, None)
     assert not deploy(registry, good, staged=again).created
 
 
 def test_what_was_staged_and_collected_is_stored_again(registry: Registry, good: tuple[bytes, Path]) -> None:
     staged = registry.stage("acme", "f", AdapterUpload(*good))
-    artifact = artifact_key(registry.base.fingerprint, staged.made.digest)
+    artifact = artifact_key(registry.base.fingerprint, staged.deployment.digest)
     for key in (artifact, "tenants/acme/functions/f/versions/1.json"):
         assert registry.store.head(key) is not None
         registry.store.delete(key)
     done = deploy(registry, good, staged=staged)
-    assert registry.manifest("acme", "f", done.version or 0).digest == staged.made.digest
+    assert registry.manifest("acme", "f", done.version or 0).digest == staged.deployment.digest
     assert registry.store.head(artifact) is not None

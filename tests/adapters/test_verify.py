@@ -29,7 +29,7 @@ def registry(new_store: Callable[[], ObjectStore], base: BaseModel, good: Good) 
 
 def damages(store: ObjectStore) -> tuple[Verified, set[Damage]]:
     told: list[Damage] = []
-    done = verify(store, tell=told.append)
+    done = verify(store, on_damage=told.append)
     assert len(told) == len(set(told))
     return done, set(told)
 

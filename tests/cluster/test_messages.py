@@ -29,12 +29,12 @@ from cluster.messages import (
 from cluster.news import (
     Changes,
     Heartbeat,
-    News,
     NodeRecord,
+    NodeReport,
     Resident,
     StrictRoom,
+    full_report,
     record_from,
-    whole,
 )
 from cluster.received import WINDOW, Received
 from cluster.residency import EvictOrder, Moved, WantedResidency
@@ -104,8 +104,8 @@ def test_requests_and_records_come_back() -> None:
         kv_blocks=5,
         block_tokens=6,
     )
-    news = whole(record, [Resident(digest="d", tier="host", bytes=1, in_use=2)], 7)
-    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(news), type=News)
+    news = full_report(record, [Resident(digest="d", tier="host", bytes=1, in_use=2)], 7)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(news), type=NodeReport)
     assert decoded == news and decoded.facts is not None
     assert record_from(decoded.heartbeat, decoded.facts) == record
 
@@ -122,7 +122,7 @@ def test_news_are_small_however_much_a_node_does() -> None:
         prefetch_useful_bytes=most, prefetch_late_bytes=most, prefetch_wasted_bytes=most,
         gpu_load=GpuLoad(1 << 40, 100, 1200, 120, 0x7FF), best_effort=10_000,
     )  # fmt: skip
-    assert len(msgspec.msgpack.encode(News(heartbeat, None, Changes(most, most)))) <= 400
+    assert len(msgspec.msgpack.encode(NodeReport(heartbeat, None, Changes(most, most)))) <= 400
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=400), st.integers(1, 1 << 50))
@@ -136,7 +136,7 @@ def test_which_places_became_requests(steps: list[tuple[int, int]], first: int) 
         came.add(one)
     for one in range(max(first, received.last - WINDOW + 1), received.last + 5):
         assert received.has(one) == (one in came)
-    assert len(received.came) <= WINDOW // 8
+    assert len(received.bits) <= WINDOW // 8
     assert received.last <= WINDOW or received.has(received.last - WINDOW), "what is older has come, or never will"
     assert not received.has(0)
 

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.news import NodeRecord, whole
+from cluster.news import NodeRecord, full_report
 from cluster.node_book import NodeBook
 
 EXPIRY = 2.0
@@ -27,7 +27,7 @@ def test_who_is_alive_after_a_drawn_history(steps: list[tuple[str, str, int]]) -
         now += quarters / 4
         if step == "put":
             heard[name] = now - (quarters % 3) / 2
-            book.put(whole(msgspec.structs.replace(RECORD, id=name, seq=seq)), heard[name])
+            book.put(full_report(msgspec.structs.replace(RECORD, id=name, seq=seq)), heard[name])
         elif step == "remove" and name in heard:
             book.remove(name)
             del heard[name]

@@ -162,7 +162,7 @@ def _compare(table: NodeTable, world: World) -> None:
         strict = _strict(record, held, model, wanted)
         wanted |= {name: (wanted[name], strict[name]) for name in strict if name != "strict_saved"}
         wanted |= {"strict_saved": strict["strict_saved"]}
-        wanted |= {"live": True, "heard": heard}
+        wanted |= {"live": True, "last_seen": heard}
         assert wanted.keys() == set(COLUMNS)
         for column, value in wanted.items():
             assert getattr(table, column)[row] == pytest.approx(value, rel=1e-9, abs=1e-15), column

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from worlds import World, news, until
 
 from cluster.messages import PROTOCOL_VERSION, VersionMismatch
-from cluster.news import Changes, News, Resident
+from cluster.news import Changes, NodeReport, Resident
 from cluster.node_book import PAST_EPOCHS, TooManyNodes
 from cluster.node_table import STANDARD, Demand
 from cluster.received import Received
@@ -41,9 +41,9 @@ def test_residents_change_by_numbers(world: World) -> None:
     def resident(digest: str, tier: str) -> Resident:
         return Resident(digest=digest, tier=tier, bytes=1, in_use=0)
 
-    def change(seq: int, since: int, at: int, *residents: Resident) -> News:
+    def change(seq: int, since: int, at: int, *residents: Resident) -> NodeReport:
         told = news(seq=seq)
-        return News(told.heartbeat, None, Changes(since, at, list(residents)))
+        return NodeReport(told.heartbeat, None, Changes(since, at, list(residents)))
 
     async def main(state: ClusterState) -> None:
         async def tiers() -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.news import News
+from cluster.news import NodeReport
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState
@@ -33,7 +33,7 @@ def record(**changed: Any) -> ListedRecord:
     return msgspec.structs.replace(RECORD, **changed)
 
 
-def news(**changed: Any) -> News:
+def news(**changed: Any) -> NodeReport:
     """All that there is to tell of a node."""
     return full_news(record(**changed))
 

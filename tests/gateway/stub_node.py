@@ -33,7 +33,7 @@ from cluster.messages import (
     TopLogprob,
     encode_event,
 )
-from cluster.news import NodeRecord, Resident, whole
+from cluster.news import NodeRecord, Resident, full_report
 from cluster.received import Received
 from cluster.residency import Moved, PrefetchOrder
 from cluster.secret import authorization, is_authorized
@@ -119,7 +119,7 @@ class StubNode:
         held = [Resident(digest="0" * 64, tier="host", bytes=1, in_use=0)] if residents is None else residents
         return httpx.post(
             f"{gateway_url}/cluster/record",
-            content=msgspec.msgpack.encode(whole(self.record(state, **changed), held)),
+            content=msgspec.msgpack.encode(full_report(self.record(state, **changed), held)),
             headers=authorization(self.secret),
             timeout=60,
             verify=False,  # there is no TLS: to read the certificates of all authorities takes longer

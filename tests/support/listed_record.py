@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from cluster.news import News, NodeRecord, Resident, rank_sums, whole
+from cluster.news import NodeRecord, NodeReport, Resident, full_report, rank_sums
 from cluster.node_table import NodeTable
 
 
@@ -30,13 +30,13 @@ class ListedRecord(NodeRecord, frozen=True, kw_only=True, omit_defaults=True):
         return NodeRecord(**{**fields, "contexts": sum(self.batch_contexts), **sums})
 
 
-def put_record(table: NodeTable, record: ListedRecord | NodeRecord, heard: float = math.nan) -> int:
+def put_record(table: NodeTable, record: ListedRecord | NodeRecord, last_seen: float = math.nan) -> int:
     """Has the table take the record in; returns the node's row."""
     if isinstance(record, ListedRecord):
-        return table.put(record.to_record(), heard, residents=record.residents, acknowledged=record.acknowledged)
-    return table.put(record, heard)
+        return table.put(record.to_record(), last_seen, residents=record.residents, acknowledged=record.acknowledged)
+    return table.put(record, last_seen)
 
 
-def full_news(record: ListedRecord) -> News:
+def full_news(record: ListedRecord) -> NodeReport:
     """Returns news with all that there is to report of the node."""
-    return whole(record.to_record(), record.residents, record.seq)
+    return full_report(record.to_record(), record.residents, record.seq)

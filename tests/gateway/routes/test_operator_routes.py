@@ -19,7 +19,7 @@ from running_gateway import Running, plain_client, upload
 import gateway.routes
 from adapters.local_store import LocalStore
 from cluster.messages import PROTOCOL_VERSION
-from cluster.news import Resident, whole
+from cluster.news import Resident, full_report
 from cluster.secret import authorization
 from gateway.app import ROUTES
 from gateway.routes import console, docs
@@ -54,7 +54,7 @@ def test_ready_only_with_a_ready_node(start: Callable[..., Running]) -> None:
 
 
 def test_records_need_the_secret(reused: Running) -> None:
-    body = msgspec.msgpack.encode(whole(reused.nodes[0].record()))
+    body = msgspec.msgpack.encode(full_report(reused.nodes[0].record()))
     for headers in ({}, authorization("x" * 43), authorization(reused.keys["admin"])):
         reply = httpx.post(f"{reused.url}/cluster/record", content=body, headers=headers, timeout=60, verify=False)
         assert (reply.status_code, reply.json()["error"]["type"]) == (401, "unauthenticated")

@@ -116,10 +116,10 @@ def test_strict_requests_are_told_when_to_come_back() -> None:
 class PublishResult(MemoryClusterState):
     """A state where others take places at the same moment."""
 
-    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
+    async def reserve(self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None) -> bool:
         if request_id == "r":
-            await super().reserve(node_id, f"other-{len(await self.nodes())}-{seen}", demand, None)
-        return await super().reserve(node_id, request_id, demand, seen)
+            await super().reserve(node_id, f"other-{len(await self.nodes())}-{expected_generation}", demand, None)
+        return await super().reserve(node_id, request_id, demand, expected_generation)
 
 
 def test_a_place_that_others_change_is_chosen_anew_and_taken_at_last() -> None:
