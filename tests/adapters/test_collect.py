@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from peft_files import changed
+from peft_files import variant
 
 from adapters.base_model import BaseModel
 from adapters.collect import ORPHAN_SECONDS, Collected, collect
@@ -32,10 +32,6 @@ HEX = "ab" * 32
 @pytest.fixture
 def store(new_store: Callable[[], ObjectStore]) -> ObjectStore:
     return new_store()
-
-
-def variant(good: Good, alpha: int) -> Good:
-    return changed(good[0], lora_alpha=alpha), good[1]
 
 
 def keys(store: ObjectStore) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from peft_files import changed, read_layer
+from peft_files import changed, read_layer, variant
 
 from adapters.artifact import artifact_key, read_header
 from adapters.base_model import BaseModel
@@ -24,11 +24,6 @@ def deploy(
     registry: Registry, good: tuple[bytes, Path], name: str = "f", staged: Staged | None = None, **options: Any
 ) -> Deployment:
     return registry.deploy("acme", name, AdapterUpload(*good, **options), staged)
-
-
-def variant(good: tuple[bytes, Path], alpha: int) -> tuple[bytes, Path]:
-    """Another adapter: the same tensors with another alpha."""
-    return changed(good[0], lora_alpha=alpha), good[1]
 
 
 def test_a_deployed_adapter_is_resolved_and_read(registry: Registry, good: tuple[bytes, Path], base: BaseModel) -> None:

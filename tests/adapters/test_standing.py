@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from peft_files import changed
+from peft_files import variant
 
 from adapters import standing
 from adapters.deployment import AdapterUpload
@@ -160,7 +160,7 @@ def test_a_deleted_function_gives_back_what_it_had(filled: Registry) -> None:
 def test_idle_limits_are_those_of_versions_that_an_alias_names(filled: Registry, good: tuple[bytes, Path]) -> None:
     filled.changes.set_policy("acme", "f", {"idle_ttl": 9})
     first = filled.function("acme", "f").versions[0].digest
-    filled.deploy("acme", "f", AdapterUpload(changed(good[0], lora_alpha=3), good[1]))
+    filled.deploy("acme", "f", AdapterUpload(*variant(good, 3)))
     second = filled.function("acme", "f").versions[1].digest
     assert read_standing(filled.store).functions["acme/f"].digests == (second,)
     filled.changes.set_alias("acme", "f", "prod", {"1": 1.0})

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peft_files import changed
+from peft_files import variant
 
 from adapters.aliases import Alias
 from adapters.deployment import AdapterUpload
@@ -99,7 +99,7 @@ def test_a_policy_of_a_newer_release_survives_our_writes(
     registry: Registry, good: tuple[bytes, Path], write: Callable[[Registry, Any], object]
 ) -> None:
     registry.deploy("acme", "f", AdapterUpload(*good, policy={"timeout": 9, "defaults": {"top_k": 2}}))
-    registry.deploy("acme", "f", AdapterUpload(changed(good[0], lora_alpha=3), good[1]))
+    registry.deploy("acme", "f", AdapterUpload(*variant(good, 3)))
     registry.changes.set_alias("acme", "f", "prod", {"1": 1.0})
     registry.changes.set_alias("acme", "f", "prod", {"2": 1.0})
     key = function_key("acme", "f")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from peft_files import changed
+from peft_files import variant
 
 from adapters.base_model import BaseModel
 from adapters.deployment import AdapterUpload
@@ -23,7 +23,7 @@ def registry(new_store: Callable[[], ObjectStore], base: BaseModel, good: Good) 
     registry = Registry(new_store(), base)
     registry.deploy("acme", "f", AdapterUpload(*good))
     registry.deploy("other", "f", AdapterUpload(*good))
-    registry.deploy("other", "g", AdapterUpload(changed(good[0], lora_alpha=9), good[1]))
+    registry.deploy("other", "g", AdapterUpload(*variant(good, 9)))
     return registry
 
 

@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import RECORD
 
 from cluster.news import Resident, StrictRoom
 from cluster.node_table import ASSUMED, DEVICE, HOST, MOST, RANK_TERMS, TIERS, Demand, NodeTable
 from tests.support.listed_record import ListedRecord, put_record
-
-RECORD = ListedRecord(
-    id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=100,
-    running=0, queued=0, queue_limit=2, kv_blocks_free=10, kv_blocks=10, block_tokens=16,
-)  # fmt: skip
 
 RANKS = st.lists(st.integers(0, 512), max_size=6)
 RECORDS = st.builds(
