@@ -45,7 +45,6 @@ class NodeParameters(TypedDict):
     sampling: Sampling
     stop: list[str]
     ignore_eos: bool
-    v: int
 
 
 def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodeParameters:

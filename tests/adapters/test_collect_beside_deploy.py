@@ -108,7 +108,7 @@ class Deploying:
             sleep(seconds)
 
         monkeypatch.setattr(time, "sleep", noted)
-        self.future = pool.submit(registry.deploy, "acme", "f", *good)
+        self.future = pool.submit(registry.deploy, "acme", "f", AdapterUpload(*good))
         self.future.add_done_callback(lambda _: self._halted.set())
         pool.shutdown(wait=False)
 

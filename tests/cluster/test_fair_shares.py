@@ -190,7 +190,7 @@ def test_a_larger_rank_costs_more(rank: int) -> None:
 @given(ahead=st.lists(st.floats(1, 1e6), min_size=50, max_size=200))
 def test_few_of_many_who_went_are_remembered(ahead: list[float]) -> None:
     """And whoever is forgotten comes back level with those who wait, never below."""
-    counters = Counters(most_idle=10)
+    counters = Counters(max_idle=10)
     counters.join("stays")
     for number, service in enumerate(ahead):
         counters.join(f"t{number}")
