@@ -53,8 +53,7 @@ class Provisioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Rules by which a function is served. Only what the gateway enforces is here, so nothing is accepted and then
-    ignored."""
+    """Rules by which a function is served: only what the gateway enforces, so nothing is accepted and then ignored."""
 
     timeout: Annotated[float, Meta(gt=0, le=3600)] | None = None
     """Seconds that a call may take when it does not state less."""

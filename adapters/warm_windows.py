@@ -18,7 +18,7 @@ MAX_COPIES = 16
 
 
 class WarmWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Window that opens at each time that `cron` names (in UTC), for `seconds`, on `copies` nodes."""
+    """Window that opens at each time that `cron` names (in UTC), for `for` seconds, on `copies` nodes."""
 
     cron: Annotated[str, Meta(min_length=9, max_length=100)]
     seconds: Annotated[int, Meta(ge=60, le=MAX_SECONDS)] = msgspec.field(name="for")
