@@ -14,6 +14,7 @@ from stub_node import StubNode, done, echo, refuse, token
 from tokenizers import Tokenizer
 
 from cluster.messages import (
+    PROTOCOL_VERSION,
     Event,
     Failed,
     GenerateRequest,
@@ -62,7 +63,7 @@ def test_parameters_reach_the_node(gateway: Running, route: str) -> None:
     assert (sent.prompt_logprobs, sent.top_k) == (1, 0)
     tokenizer = gateway_tokenizer(gateway)
     assert sent.bad_words[0] == tokenizer.encode("upon", add_special_tokens=False).ids
-    assert asked(gateway).v == 2
+    assert asked(gateway).v == PROTOCOL_VERSION
 
 
 def gateway_tokenizer(gateway: Running) -> Any:
