@@ -14,9 +14,9 @@ MAX_SHARES = 10
 MAX_HISTORY = 1000
 """Earlier targets that an alias remembers, if the function has few aliases."""
 MIN_HISTORY = 10
-"""And if the function has many: together they remember about ten times MAX_HISTORY."""
+"""Earlier targets that an alias remembers at least, however many aliases its function has."""
 TOLERANCE = 1e-6
-"""By which the shares may miss 1: decimal fractions are not exact."""
+"""Error that the sum of the shares may have: decimal fractions are not exact."""
 
 
 class AliasChange(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -25,11 +25,11 @@ class AliasChange(msgspec.Struct, frozen=True, omit_defaults=True):
     weights: dict[str, float]
     when: float
     back: int | None = None
-    """As in Alias."""
+    """Same as `Alias.back`."""
 
 
 class Alias(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where an alias points: version number -> share of calls; shares sum to 1.
+    """Maps version numbers to shares of the calls; the shares sum to 1.
 
     Each change is one generation: the last entry of `history` has the generation before the present one, and so on. A
     rollback is a change like any other, so the history only ever grows (and forgets its oldest).

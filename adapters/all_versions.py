@@ -26,7 +26,7 @@ class FoundVersion(msgspec.Struct, frozen=True):
     function: str
     version: int
     entry: VersionEntry | None
-    """As function.json lists it; None: it does not, so the version does not exist for anyone."""
+    """Entry of function.json; None: the function does not list the version, so it does not exist for anyone."""
     manifest: Manifest | None
     info: ObjectInfo | None
     """The manifest's object; None: there is none."""
@@ -53,10 +53,10 @@ def all_versions(store: ObjectStore) -> Iterator[FoundVersion]:
             after = names[-1]
 
 
-def is_listed(store: ObjectStore, found: FoundVersion) -> bool:
-    """Whether the function lists the version now."""
-    record = find_record(store, f"{_folder(found.tenant)}{found.function}/function.json", FunctionRecord)
-    return record is not None and any(entry.version == found.version for entry in record.versions)
+def is_listed(store: ObjectStore, version: FoundVersion) -> bool:
+    """Returns whether the function lists the version now. Reads function.json. Raises StoreUnavailable."""
+    record = find_record(store, f"{_folder(version.tenant)}{version.function}/function.json", FunctionRecord)
+    return record is not None and any(entry.version == version.version for entry in record.versions)
 
 
 class _Function:
@@ -82,13 +82,13 @@ class _Function:
         """Yields the versions whose manifest was not met: those deployed since the listing, and those that have none.
         Versions that were deleted meanwhile are left out."""
         for version, entry in self.unmet.items():
-            found = FoundVersion(self.tenant, self.name, version, entry, None, None)
-            info = store.head(found.key)
+            unmet = FoundVersion(self.tenant, self.name, version, entry, None, None)
+            info = store.head(unmet.key)
             if info is None:
-                if is_listed(store, found):
-                    yield found
+                if is_listed(store, unmet):
+                    yield unmet
                 continue
-            yield msgspec.structs.replace(found, manifest=find_record(store, found.key, Manifest), info=info)
+            yield msgspec.structs.replace(unmet, manifest=find_record(store, unmet.key, Manifest), info=info)
 
 
 def _of_tenant(store: ObjectStore, tenant: str, pool: ThreadPoolExecutor) -> Iterator[FoundVersion]:

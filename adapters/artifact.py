@@ -36,7 +36,7 @@ FIRST_READ = 64 << 10
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """One adapted projection of one layer. Offsets are in bytes from the start of the layer's block."""
+    """Adapted projection of one layer. Offsets are in bytes from the start of the layer's block."""
 
     projection: int
     rank: int
@@ -46,7 +46,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class LayerBlock(msgspec.Struct, frozen=True):
-    """Where a layer's bytes are (absolute offset in the file) and what they must hash to."""
+    """Position of a layer's block (absolute offset in the file, bytes) and the hash of its bytes."""
 
     offset: int
     size: int
@@ -132,11 +132,11 @@ def artifact_problem(store: ObjectStore, base: str, digest: str) -> str:
 
 def stored_sha256(store: ObjectStore, key: str, start: int, size: int) -> str:
     """Returns the SHA-256 (hex) of `size` bytes of an object from `start`, fewer where it ends. Raises NotFound."""
-    whole, end = hashlib.sha256(), start + size
+    sha256, end = hashlib.sha256(), start + size
     while start < end and (data := store.get_range(key, start, min(READ_BYTES, end - start))):
-        whole.update(data)
+        sha256.update(data)
         start += len(data)
-    return whole.hexdigest()
+    return sha256.hexdigest()
 
 
 def _check_header(header: ArtifactHeader, data_start: int) -> None:
@@ -187,15 +187,15 @@ def encode_header(header: ArtifactHeader) -> bytes:
 
 def _write_block(stream: BinaryIO, block: LayerBlock, pairs: tuple[LoraPair, ...], dtype: str, weights: Path) -> str:
     """Writes one layer's tensors at their offsets; returns the SHA-256 of the block."""
-    whole = hashlib.sha256()
+    sha256 = hashlib.sha256()
     stream.seek(block.offset)
     for pair in pairs:
         for ref, transposed in ((pair.a, False), (pair.b, True)):
             data = _rows(weights, ref, dtype, transposed)
             data += bytes(-len(data) % ALIGN)
-            whole.update(data)
+            sha256.update(data)
             stream.write(data)
-    return whole.hexdigest()
+    return sha256.hexdigest()
 
 
 def _rows(weights: Path, ref: TensorRef, dtype: str, transposed: bool) -> bytes:

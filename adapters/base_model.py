@@ -22,7 +22,7 @@ class UnsupportedBase(ValueError):
 
 
 class BaseModel(msgspec.Struct, frozen=True):
-    """What the gateway and the nodes need to know of the base before any weight is read."""
+    """Properties of the base model that are known before any weight is read."""
 
     id: str
     """Hub id, or the directory's last part."""
@@ -46,9 +46,9 @@ class BaseModel(msgspec.Struct, frozen=True):
 
 
 def load_base_model(directory: Path, model_id: str | None = None) -> BaseModel:
-    """Returns what config.json and a fingerprint of the files tell of the base model in `directory`.
+    """Returns the properties of the base model in `directory`, from config.json and a fingerprint of the files.
 
-    Hashing the weights is the slow part, so its outcome is kept beside them, keyed by names, sizes and times.
+    Hashing the weights is the slow part, so the fingerprint is cached in the directory by names, sizes and times.
     Raises UnsupportedBase when a file is missing or the architecture is not served.
     """
     config_file = directory / "config.json"
@@ -90,24 +90,24 @@ def kv_elements(num_layers: int, widths: tuple[tuple[int, int], ...]) -> int:
 
 
 def fingerprint(directory: Path) -> str:
-    """Returns the SHA-256 over config.json and every weight file, remembered in `.garnish-fingerprint.json` beside
-    them. Raises UnsupportedBase where there are no weight files."""
+    """Returns the SHA-256 over config.json and every weight file, cached in `.garnish-fingerprint.json` in the
+    directory. Raises UnsupportedBase where there are no weight files."""
     files = sorted([directory / "config.json", *directory.glob("*.safetensors")])
     if len(files) < 2:
         raise UnsupportedBase(f"{directory}: no *.safetensors weight files")
     stamp = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     memo = directory / ".garnish-fingerprint.json"
     try:
-        known = json.loads(memo.read_bytes())
-        if known["stamp"] == stamp:
-            return str(known["fingerprint"])
+        cached = json.loads(memo.read_bytes())
+        if cached["stamp"] == stamp:
+            return str(cached["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # no memo, or a broken one: hash again
-    whole = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
-            whole.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
-    value = whole.hexdigest()
+            sha256.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
+    value = sha256.hexdigest()
     with contextlib.suppress(OSError):  # a read-only model directory only costs the next start a second hash
         memo.write_text(json.dumps({"stamp": stamp, "fingerprint": value}))
     return value

@@ -1,4 +1,4 @@
-"""What a name stands for: the versions among which its calls are shared out, and the one that a call runs."""
+"""Resolution of a name: the versions between which its calls are split, and the version that one call runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adapters.functions import Policy
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """One version of a function, ready to be sent to a node."""
+    """Version of a function, ready to be sent to a node."""
 
     function: str
     version: int
@@ -21,7 +21,7 @@ class Resolved(msgspec.Struct, frozen=True):
     bytes: int
     policy: Policy
     itemsize: int = 0
-    """As in VersionEntry."""
+    """Bytes of an element, as in VersionEntry."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -30,15 +30,15 @@ class Choice(msgspec.Struct, frozen=True):
     share: float
     version: Resolved
     refused: tuple[Problem, ...] = ()
-    """Why it does not fit the present base model, if it does not."""
+    """Reasons why it does not fit the present base model."""
     damaged: str = ""
-    """What of its stored files is not as it was, if they are needed."""
+    """Problem of its stored files, if they are needed."""
     pending: bool = False
-    """Whether its artifact for the present base is still to be made, or tried again: `Registry.make_artifact`."""
+    """The artifact for the present base is still to be made, or tried again: `Registry.make_artifact`."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether a node can load it now."""
+        """Returns whether a node can load it now."""
         return not (self.refused or self.damaged or self.pending)
 
 

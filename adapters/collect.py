@@ -1,12 +1,12 @@
 """Garbage collection: removes what no function lists, once it is so old that no deploy can still be about to list it.
 
 Orphans are what deploys leave that died, and what deletes leave. First everything that is listed is noted, and then
-objects are removed; an error while noting removes nothing. Ages count from the start of the run: a deploy writes
-content anew that it meets at half the age, so what is old enough when the run starts and is not listed is not
-wanted by a deploy under way. What a deploy wrote anew since then is young, and is looked at again before it is removed;
-a deploy that writes between that look and the removal finds it missing before it lists it, and writes it again.
-A version that was taken off its function's list since is kept, too: calls of it may still load it. All times are by
-the store's clock.
+objects are removed; an error while noting removes nothing. Ages count from the start of the run: a deploy that finds
+content of half the age writes it again, so what is old enough when the run starts and is not listed is not wanted by a
+deploy under way. What a deploy has written again since then is young, and is checked again before it is removed; a
+deploy that writes between that check and the removal finds it missing before it lists it, and writes it again. A
+version that was taken off its function's list since is kept, too: calls of it may still load it. All times are by the
+store's clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ARTIFACT = re.compile(r"artifacts/v\d+/[^/]+/([0-9a-f]{64})", re.ASCII)
 
 
 class Collected(msgspec.Struct):
-    """What was removed, or would be in a dry run, and what was left."""
+    """Counts of what was removed, or would be in a dry run, and of what was kept."""
 
     dry_run: bool
     blobs: int = 0
@@ -45,10 +45,10 @@ def collect(
     *,
     dry_run: bool = False,
     now: float | None = None,
-    tell: Callable[[ObjectInfo], None] = lambda _: None,
+    on_removal: Callable[[ObjectInfo], None] = lambda _: None,
 ) -> Collected:
     """Removes orphans that are ORPHAN_SECONDS old at `now` (Unix time by the store's clock; default: as it is), and
-    returns what was removed; `tell` is called for each. With `dry_run` nothing is removed.
+    returns what was removed; `on_removal` is called for each. With `dry_run` nothing is removed.
 
     Raises StoreUnavailable, and CorruptArtifact when a listed version has no manifest, so that what it needs is not
     known.
@@ -56,11 +56,11 @@ def collect(
     before = (store.now() if now is None else now) - ORPHAN_SECONDS
     done = Collected(dry_run)
     with DiskMap() as needed, DiskMap() as manifests:
-        for found in all_versions(store):
-            _note(found, before, needed, manifests)
+        for version in all_versions(store):
+            _record_needs(version, before, needed, manifests)
         for kind, info in _orphans(store, before, needed, manifests, done):
             if dry_run or store.delete_older(info.key, before):
-                tell(info)
+                on_removal(info)
                 setattr(done, kind, getattr(done, kind) + 1)
                 done.bytes += info.size
             else:
@@ -68,24 +68,24 @@ def collect(
     return done
 
 
-def _note(found: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
-    """Notes in `needed` the digest and files that the version needs, or in `manifests` that its manifest is an orphan.
-    Raises CorruptArtifact when a listed version's manifest is missing or can't be read."""
-    young = found.removed >= before or (found.info is not None and found.info.modified >= before)
-    if found.entry is None and found.info is not None and not young:
-        manifests.put(found.key, str(found.info.size))
+def _record_needs(version: FoundVersion, before: float, needed: DiskMap, manifests: DiskMap) -> None:
+    """Records in `needed` the digest and files that the version needs, or in `manifests` that its manifest is an
+    orphan. Raises CorruptArtifact when a listed version's manifest is missing or can't be read."""
+    young = version.removed >= before or (version.info is not None and version.info.modified >= before)
+    if version.entry is None and version.info is not None and not young:
+        manifests.put(version.key, str(version.info.size))
         return
-    if found.entry is not None:
-        needed.put(found.entry.digest)
-        if found.manifest is None:
+    if version.entry is not None:
+        needed.put(version.entry.digest)
+        if version.manifest is None:
             raise CorruptArtifact(
-                f"the manifest of {found.name} is missing or can't be read, so it is not known which files it needs: "
+                f"the manifest of {version.name} is missing or can't be read, so it is not known which files it needs: "
                 "nothing was removed; `garnish registry verify` names what is damaged"
             )
-    if found.manifest is not None:
-        needed.put(found.manifest.digest)
-        needed.put(blob_key(found.manifest.config_sha256))
-        needed.put(blob_key(found.manifest.weights_sha256))
+    if version.manifest is not None:
+        needed.put(version.manifest.digest)
+        needed.put(blob_key(version.manifest.config_sha256))
+        needed.put(blob_key(version.manifest.weights_sha256))
 
 
 def _orphans(

@@ -1,7 +1,7 @@
 """Immutable content in the store: the original files of adapters by their hash, and serving artifacts by their digest.
 
-Content that no manifest names (a deploy died) may be removed once it is 24 h old, so what a deploy meets is written
-anew when it is half that old.
+Content that no manifest names (a deploy died) may be removed once it is 24 h old, so a deploy writes content again that
+is half that old.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from adapters.store import ObjectStore
 from adapters.validate import Inspection, LoraLayout, check_values, file_sha256
 
 Inspect = Callable[[bytes, Path], Inspection]
-"""Of a config and a weights file; raises InvalidAdapter, TooLarge, InspectionBusy."""
+"""Function that inspects a config and a weights file; raises InvalidAdapter, TooLarge, InspectionBusy."""
 Unmakeable = InvalidAdapter | CorruptArtifact
 REWRITE_SECONDS = 12 * 3600.0
 MAX_FAILURES = 1000
 """Reasons why artifacts can't be made that are remembered."""
 DAMAGED_SECONDS = 30.0
-"""For which damaged files are not read again: someone may mend them."""
+"""Seconds for which damaged files are not read again: someone may mend them."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an artifact can't be made, and until when that is not tried again."""
+    """Reason why an artifact can't be made, and the time until which it is not tried again."""
 
     error: Unmakeable
     until: float
     """Monotonic seconds; then it may be tried again."""
     written: float | None
-    """Of the artifact that was there and is damaged, when it was stored."""
+    """Time at which the artifact that is damaged was stored."""
 
     @property
     def expired(self) -> bool:
@@ -55,7 +55,7 @@ class Contents:
         self.base = base
         self._inspect = inspect
         self._failures: dict[str, Failure] = {}
-        """By digest."""
+        """Maps digests to the failures."""
 
     def put_files(self, layout: LoraLayout, config: bytes, weights: Path) -> None:
         """Stores both original files and the artifact, except what is there already and young."""
@@ -103,10 +103,10 @@ class Contents:
                 config = self._fetch_files(manifest, weights)
                 self.put_artifact(check_values(self._inspect(config, weights), weights), weights)
         except InvalidAdapter as error:
-            self._note_failure(manifest.digest, error, math.inf)  # the files can't change
+            self._record_failure(manifest.digest, error, math.inf)  # the files can't change
             raise
         except CorruptArtifact as error:
-            self._note_failure(manifest.digest, error, time.monotonic() + DAMAGED_SECONDS)
+            self._record_failure(manifest.digest, error, time.monotonic() + DAMAGED_SECONDS)
             raise
         return problem
 
@@ -116,7 +116,7 @@ class Contents:
         failure = self._failures.get(digest)
         return failure if failure is not None and failure.written == self._written(digest) else None
 
-    def _note_failure(self, digest: str, error: Unmakeable, until: float) -> None:
+    def _record_failure(self, digest: str, error: Unmakeable, until: float) -> None:
         if len(self._failures) >= MAX_FAILURES:
             self._failures.clear()
         self._failures[digest] = Failure(_copy(error), until, self._written(digest))

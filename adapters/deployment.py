@@ -1,17 +1,37 @@
-"""What a deploy says of an adapter."""
+"""Input and result of a deploy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from adapters.functions import Manifest
-from adapters.validate import LoraLayout
+
+if TYPE_CHECKING:  # it loads numpy, which the command line need not wait for
+    from adapters.validate import LoraLayout
+
+
+@dataclass(frozen=True)
+class AdapterUpload:
+    """An adapter's two files, and what its deploy states with them. `weights` must not change during the deploy."""
+
+    config: bytes
+    """Content of adapter_config.json."""
+    weights: Path
+    """File in the format of adapter_model.safetensors."""
+    alias: str | None = None
+    """Alias that is moved to the version; None: `latest`."""
+    policy: dict[str, Any] | None = None
+    """Fields of the function's policy to change."""
+    source: str | None = None
+    """Origin of the files, if they did not come with the request."""
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """What a deploy did, or (version None) what a dry run would do."""
+    """Result of a deploy, or of a dry run (version None)."""
 
     function: str
     version: int | None
@@ -21,19 +41,19 @@ class Deployment(msgspec.Struct, frozen=True):
     bytes: int
     warnings: tuple[str, ...]
     created: bool
-    """Whether a new version was made; False when this adapter was deployed under this name before, and in a dry run."""
+    """A new version was made. False when this adapter was deployed under this name before, and in a dry run."""
     dtype: str
-    """Of the tensors as stored: `bytes` counts them in it."""
+    """Dtype of the tensors as stored: `bytes` counts them in it."""
 
 
 @dataclass(frozen=True)
 class Staged:
     """An adapter whose files are stored, and that is not listed yet."""
 
-    made: Deployment
+    deployment: Deployment
     layout: LoraLayout
     manifest: Manifest | None
-    """Of a new version, which has taken its number."""
+    """Manifest of a new version, which has taken its number; None when the function lists the adapter already."""
 
 
 def deployment_of(name: str, version: int | None, layout: LoraLayout, *, created: bool) -> Deployment:

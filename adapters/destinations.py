@@ -1,4 +1,4 @@
-"""Where the outcome of an asynchronous call goes: a webhook, or another function of the tenant."""
+"""Destination of the outcome of an asynchronous call: a webhook, or another function of the tenant."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class DiskMap:
         self._base.execute("insert or replace into map values (?, ?)", (name, value))
 
     def get(self, name: str) -> str | None:
-        found = self._base.execute("select value from map where name = ?", (name,)).fetchone()
-        return None if found is None else str(found[0])
+        row = self._base.execute("select value from map where name = ?", (name,)).fetchone()
+        return None if row is None else str(row[0])
 
     def names(self) -> Iterator[str]:
         """Yields the names in ascending order. Entries may be put meanwhile."""

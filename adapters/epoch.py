@@ -1,12 +1,12 @@
-"""The registry's epoch: which records are about to change, in one small object that gateways read every second.
+"""The registry's epoch: the records that are about to change, in one small object that gateways read every second.
 
-A writer marks a record before it commits a change of it. So whoever has read the epoch and finds a record unmarked
-knows that nothing was committed until then, whichever process wrote: one that was killed before it could tell anybody,
-or one that shares no Redis with the reader. What is read of a marked record may be from before the commit, and is to be
-read again for DIRTY_SECONDS.
+A writer marks a record before it commits a change of it. A gateway that has read the epoch and finds a record unmarked
+knows that nothing was committed until then. That holds for every writer: one that was killed before it could notify
+anybody, and one that shares no Redis with the reader. What is read of a marked record may be from before the commit, so
+it is read again for DIRTY_SECONDS.
 
-Whoever reads the epoch for the first time, or has missed marks, learns from their times which of them still count, and
-from `since` whether others do that are no longer named.
+A gateway that reads the epoch for the first time, or has missed marks, learns from their times which of them still
+count. `since` shows whether marks that are no longer named still count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPOCH_KEY = "epoch.json"
 MAX_MARKS = 200
 """Newest marks that are kept, some 100 bytes each."""
 MARK_SECONDS = 20.0
-"""For which a mark covers attempts to commit; then the writer marks again."""
+"""Seconds for which a mark covers attempts to commit; then the writer marks again."""
 DIRTY_SECONDS = 120.0
 """MARK_SECONDS and the longest time that one write to the store may be under way, doubled."""
 
@@ -35,15 +35,15 @@ T = TypeVar("T")
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
     number: int
-    """One more than that of the mark before."""
+    """Number of the mark: one more than that of the mark before."""
     key: str
-    """Of the record in the store."""
+    """Key of the record in the store."""
     ended: str = ""
-    """Why the function's generations are to end now; empty: they may go on."""
+    """Reason why the function's generations are to end now; empty: they may continue."""
     id: str = ""
-    """Of what was `ended`, by which those who hear of it twice know it."""
+    """Deduplication id of `ended`: the same message may also arrive through Redis."""
     at: float = 0.0
-    """By the store's clock, some seconds before the mark at most; 0: made before `since`."""
+    """Time by the store's clock, some seconds before the mark at most; 0: made before `since`."""
 
 
 class Epoch(msgspec.Struct, frozen=True):
@@ -51,10 +51,9 @@ class Epoch(msgspec.Struct, frozen=True):
 
     id: str
     """Drawn when the object is made: the numbers of another one say nothing."""
+    since: float
+    """Time by the store's clock; all marks that were made later are here."""
     marks: tuple[Mark, ...] = ()
-    since: float | None = None
-    """By the store's clock: all marks that were made later are here. None: whoever wrote last was of a release that
-    does not say, and nothing is known of the marks' times."""
 
     @property
     def number(self) -> int:
@@ -64,24 +63,23 @@ class Epoch(msgspec.Struct, frozen=True):
 def read_epoch(store: ObjectStore) -> Epoch:
     """Returns the epoch; makes it when there is none, or none that can be read. Raises StoreUnavailable."""
     try:
-        found = find_record(store, EPOCH_KEY, Epoch)
+        epoch = find_record(store, EPOCH_KEY, Epoch)
     except CorruptRecord:
         store.delete(EPOCH_KEY)
-        found = None
-    return found or update_record(store, EPOCH_KEY, Epoch, lambda known: known or _new(store.now()))
+        epoch = None
+    return epoch or update_record(store, EPOCH_KEY, Epoch, lambda current: current or _new(store.now()))
 
 
 def mark(store: ObjectStore, key: str, ended: str = "", number: str = "") -> None:
     """Adds a mark to the epoch: the record under `key` is about to change, or generations of its function end (`ended`
     says why, and `number` is the id by which those who hear of it twice know it). Raises StoreUnavailable."""
 
-    def marked(known: Epoch | None) -> Epoch:
+    def marked(current: Epoch | None) -> Epoch:
         now = store.now()
-        epoch = known or _new(now)
-        since = now if epoch.since is None else epoch.since
+        epoch = current or _new(now)
         marks = (*epoch.marks, Mark(epoch.number + 1, key, ended, number, now))
-        dropped, kept = marks[:-MAX_MARKS], marks[-MAX_MARKS:]
-        return Epoch(epoch.id, kept, max([since, *(each.at for each in dropped)]))
+        dropped, newest = marks[:-MAX_MARKS], marks[-MAX_MARKS:]
+        return Epoch(epoch.id, max([epoch.since, *(each.at for each in dropped)]), newest)
 
     try:
         update_record(store, EPOCH_KEY, Epoch, marked)
@@ -105,4 +103,4 @@ def update_marked(store: ObjectStore, key: str, kind: type[T], change: Callable[
 
 
 def _new(now: float) -> Epoch:
-    return Epoch(secrets.token_hex(8), since=now)
+    return Epoch(secrets.token_hex(8), now)

@@ -1,4 +1,4 @@
-"""What can go wrong with an adapter or the registry, as types that callers map to their own replies.
+"""Errors of adapters and the registry, as types that callers map to their own replies.
 
 Messages name what was wrong and may be shown to a user: they hold no paths, keys of other tenants or stack traces.
 """
@@ -12,7 +12,7 @@ MAX_PROBLEMS = 1000
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One reason why an adapter is refused."""
+    """Reason why an adapter is refused."""
 
     tensor: str
     """The tensor's name; `adapter_config.json#field` for the config; the file's name for a file that can't be read."""
@@ -33,7 +33,7 @@ class InvalidAdapter(AdapterError):
         total = len(problems) + omitted
         self.problems = problems[:MAX_PROBLEMS]
         self.omitted = total - len(self.problems)
-        """Further problems, only counted; the last of `problems` says so."""
+        """Further problems, only counted; the last of `problems` states their number."""
         if self.omitted:
             self.problems.append(Problem("...", f"{self.omitted} further problems are not listed"))
         first = problems[0]
@@ -42,7 +42,7 @@ class InvalidAdapter(AdapterError):
 
 
 class InvalidRequest(AdapterError):
-    """A name, alias, policy or record that breaks the rules; `param` says which field."""
+    """A name, alias, policy or record that breaks the rules; `param` names the field."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -63,8 +63,7 @@ class NoSuchFunction(NotFound):
 
 
 class Conflict(AdapterError):
-    """What the request asks for can't be beside what there is already: a name is taken, a limit reached, or something
-    in use."""
+    """The request contradicts what exists already: a name is taken, a limit reached, or something in use."""
 
 
 class PreconditionFailed(AdapterError):
@@ -95,7 +94,7 @@ class CorruptFunction(CorruptRecord):
 
 
 class InspectionBusy(AdapterError):
-    """Adapters can't be looked at now; the same deploy may work later."""
+    """Adapters can't be inspected now; the same deploy may work later."""
 
 
 class CorruptArtifact(AdapterError):

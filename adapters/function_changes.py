@@ -13,7 +13,7 @@ from adapters.errors import InvalidRequest, NoSuchFunction, NotFound, Preconditi
 from adapters.functions import FunctionRecord, Policy, parse_policy, with_alias, with_aliases
 from adapters.names import NAME_RULE, is_alias, is_name
 from adapters.nearest import did_you_mean
-from adapters.schedules import note_schedule
+from adapters.schedules import record_schedule
 from adapters.standing import Memory, update_function
 from adapters.store import ObjectStore
 
@@ -44,11 +44,11 @@ class FunctionChanges:
         PreconditionFailed, and Conflict when the alias remembers nothing earlier."""
 
         def back(record: FunctionRecord) -> FunctionRecord:
-            known = record.aliases.get(alias)
-            if known is None:
+            current = record.aliases.get(alias)
+            if current is None:
                 hint = did_you_mean(alias, record.aliases)
                 raise NotFound(f"function {name} has no alias {alias[:100]!r}{hint}")
-            earlier = rolled_back(known, record.numbers(), time.time(), history_room(len(record.aliases)))
+            earlier = rolled_back(current, record.numbers(), time.time(), history_room(len(record.aliases)))
             return with_aliases(record, {alias: earlier})
 
         return self.change(tenant, name, matches, back)
@@ -71,7 +71,7 @@ class FunctionChanges:
             if changed == record.policy:
                 return record
             if changed.warm:
-                note_schedule(self.store, tenant, name)
+                record_schedule(self.store, tenant, name)
             return msgspec.structs.replace(record, generation=record.generation + 1, policy=changed)
 
         return self.change(tenant, name, matches, apply, memory)

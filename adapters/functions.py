@@ -1,4 +1,4 @@
-"""What the registry keeps of a function: the records of function.json and of a version's manifest."""
+"""Records that the registry keeps of a function: function.json and the manifests of its versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_ALIASES = 1000
 """Function.json is read for each call that is not cached, so it may not grow without end."""
 
 REMOVED_SECONDS = 48 * 3600.0
-"""For which a removal is remembered: longer than anything waits for what it left."""
+"""Seconds for which a removal is remembered: longer than any call waits for a removed version."""
 
 MAX_TEMPLATE = 1 << 15
 """Characters of a chat template; the longest of known models have half of it."""
@@ -45,15 +45,15 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Provisioned(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Copies of the adapter that are kept on nodes, each on a node of its own."""
+    """Copies of the adapter that are kept on nodes, each on another node."""
 
     device: Annotated[int, Meta(ge=0, le=MAX_COPIES)] = 0
     host: Annotated[int, Meta(ge=0, le=MAX_COPIES)] = 0
-    """On further nodes, in host memory."""
+    """Copies in host memory, on further nodes."""
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How a function is served. Only what the gateway enforces is here, so nothing is accepted and then ignored."""
+    """Rules by which a function is served: only what the gateway enforces, so nothing is accepted and then ignored."""
 
     timeout: Annotated[float, Meta(gt=0, le=3600)] | None = None
     """Seconds that a call may take when it does not state less."""
@@ -67,23 +67,23 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     idle_ttl: Annotated[float, Meta(gt=0, le=30 * 86400)] | None = None
     """Seconds without a call after which the adapter leaves a node's device, and after as many more its host memory."""
     warm: Annotated[list[WarmWindow], Meta(max_length=MAX_WINDOWS)] = []
-    """When its adapter is wanted on nodes before calls come."""
+    """Times at which its adapter is wanted on nodes before calls come."""
     prefetch: Literal["auto", "off"] | None = None
     """`off`: no forecast of its calls brings its adapter to a node. What is provisioned, ordered or scheduled comes."""
     slo_class: SloClass | None = None
-    """None: the tenant's. A higher one than the tenant's has the effect of the tenant's."""
+    """SLO class of its calls; None: the tenant's. A higher one than the tenant's counts as the tenant's."""
     retries: Annotated[int, Meta(ge=0, le=10)] | None = None
-    """Of an asynchronous call, after its first attempt."""
+    """Further attempts of an asynchronous call."""
     max_age: Annotated[float, Meta(ge=1, le=7 * 86400)] | None = None
     """Seconds from the acceptance of an asynchronous call, after which no attempt begins."""
     on_success: Destination | None = None
-    """Of asynchronous calls that state none themselves; so is `on_failure`."""
+    """Destination for asynchronous calls that state none themselves; so is `on_failure`."""
     on_failure: Destination | None = None
 
 
 SUPPORTED_POLICY = Policy.__struct_fields__
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Of an element, by the dtypes that adapters may have."""
+"""Bytes of an element, by the dtypes that adapters may have."""
 
 
 class VersionEntry(msgspec.Struct, frozen=True):
@@ -151,7 +151,7 @@ class Manifest(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
     created: float
     source: str | None = None
-    """Where the files came from, if not with the request."""
+    """Origin of the files, if they did not come with the request."""
 
 
 def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.") -> Policy:
@@ -167,9 +167,9 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
     try:
         stated = msgspec.convert({field: value for field, value in policy.items() if value is not None}, Policy)
     except msgspec.ValidationError as error:
-        told, _, path = str(error).partition(" - at `$.")
+        reason, _, path = str(error).partition(" - at `$.")
         field = f"{within}{path.rstrip('`')}"
-        raise InvalidRequest(field, f"{field}: {told}") from None
+        raise InvalidRequest(field, f"{field}: {reason}") from None
     for index, window in enumerate(stated.warm):
         try:
             window_state(window, time.time())
@@ -179,10 +179,10 @@ def parse_policy(policy: dict[str, Any], current: Policy, within: str = "policy.
     check_destination(stated.on_success, f"{within}on_success")
     check_destination(stated.on_failure, f"{within}on_failure")
     changed = msgspec.structs.replace(current, **{field: getattr(stated, field) for field in policy})
-    reserved, most = changed.reserved_concurrency, changed.max_concurrency
-    if reserved is not None and most is not None and reserved > most:
+    reserved, maximum = changed.reserved_concurrency, changed.max_concurrency
+    if reserved is not None and maximum is not None and reserved > maximum:
         field = f"{within}reserved_concurrency"
-        raise InvalidRequest(field, f"{field}: {reserved} is more than max_concurrency, {most}, lets run at once")
+        raise InvalidRequest(field, f"{field}: {reserved} is more than max_concurrency, {maximum}, lets run at once")
     return changed
 
 
@@ -192,14 +192,14 @@ def with_version(record: FunctionRecord, entry: VersionEntry, alias: str, now: f
     Another alias than `latest` leaves `latest` where it is, unless the function has none yet.
     Raises Conflict at MAX_VERSIONS or MAX_ALIASES.
     """
-    others = [known for known in record.versions if known.version != entry.version]
-    if len(others) >= MAX_VERSIONS:
+    older = [each for each in record.versions if each.version != entry.version]
+    if len(older) >= MAX_VERSIONS:
         raise Conflict(f"function {record.name} has {MAX_VERSIONS} versions already")
     listed = msgspec.structs.replace(
         record,
         next_version=max(record.next_version, entry.version + 1),
         deleted=False,
-        versions=tuple(sorted([*others, entry], key=lambda known: known.version)),
+        versions=tuple(sorted([*older, entry], key=lambda each: each.version)),
     )
     weights = {str(entry.version): 1.0}
     aliases = {alias: _moved(listed, alias, weights, now)}
@@ -238,12 +238,12 @@ def without_version(record: FunctionRecord, version: int, now: float) -> Functio
     if naming:
         more = f" and {len(naming) - 3} more" if len(naming) > 3 else ""
         raise Conflict(f"version {version} is in use by the alias {', '.join(naming[:3])}{more}; move it first")
-    left = tuple(entry for entry in record.versions if entry.version != version)
+    remaining = tuple(entry for entry in record.versions if entry.version != version)
     removed = _removed(record, [str(version)], now)
-    return msgspec.structs.replace(record, generation=record.generation + 1, versions=left, removed=removed)
+    return msgspec.structs.replace(record, generation=record.generation + 1, versions=remaining, removed=removed)
 
 
-def buried(record: FunctionRecord, now: float) -> FunctionRecord:
+def tombstoned(record: FunctionRecord, now: float) -> FunctionRecord:
     """Returns the tombstone of the record: what stays of a deleted function."""
     return FunctionRecord(
         name=record.name,
@@ -259,8 +259,8 @@ def _removed(record: FunctionRecord, versions: Iterable[str], now: float) -> dic
     """Returns the record's removals (version -> Unix time) with `versions` added at `now`. Removals that are
     REMOVED_SECONDS old are left out, since no call can want those versions any more; at most the last MAX_VERSIONS are
     kept."""
-    kept = {version: when for version, when in record.removed.items() if now - when < REMOVED_SECONDS}
-    return dict(list((kept | dict.fromkeys(versions, now)).items())[-MAX_VERSIONS:])
+    recent = {version: when for version, when in record.removed.items() if now - when < REMOVED_SECONDS}
+    return dict(list((recent | dict.fromkeys(versions, now)).items())[-MAX_VERSIONS:])
 
 
 def _moved(record: FunctionRecord, alias: str, weights: dict[str, float], now: float) -> Alias:

@@ -27,12 +27,12 @@ MEMORY_BYTES = 512 << 20
 KEPT_BYTES = 128 << 20
 """A process that holds more than this after its work is not kept."""
 LENGTH_BYTES = 4
-"""Before each message, its length."""
+"""Size of the length that precedes each message."""
 MAX_ANSWER_BYTES = 64 << 20
 GIVEN = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-"""What a helper gets of the environment, beside what is for Python: no credentials of a store, and none of Redis."""
+"""Environment variables that a helper gets, in addition to Python's: no credentials of a store or of Redis."""
 END_SECONDS = 10.0
-"""For which a process that has hung up may take to end."""
+"""Seconds that a process which has hung up may take to end."""
 
 
 class HelperEnded(Exception):
@@ -116,8 +116,10 @@ class HelperProcess:
 
 
 def _environment() -> dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if name in GIVEN or name.startswith(("PYTHON", "LC_"))}
-    return given | {"OPENBLAS_NUM_THREADS": "1"}
+    inherited = {
+        name: value for name, value in os.environ.items() if name in GIVEN or name.startswith(("PYTHON", "LC_"))
+    }
+    return inherited | {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def _exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
@@ -175,7 +177,7 @@ def bound_memory() -> None:
 
 
 def holds_much() -> bool:
-    """Whether the process holds so much memory that a new one should go on."""
+    """Returns whether the process holds so much memory that a new one should take over."""
     return _memory()[1] > KEPT_BYTES
 
 

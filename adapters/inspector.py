@@ -16,10 +16,10 @@ from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, field_problem
 from adapters.validate import Inspection
 
 WAIT_SECONDS = 60.0
-"""For the adapters before."""
+"""Longest wait for the adapters before."""
 ANSWER_SECONDS = 60.0
-"""For one answer, the start of the process included. Its limits are in processor time: this one ends the wait for a
-host that gives the process next to none."""
+"""Longest wait for one answer, the start of the process included. The process's own limits are in processor time: this
+one ends the wait on a host that gives the process next to none."""
 
 
 class Inspector:
@@ -30,20 +30,20 @@ class Inspector:
     """
 
     def __init__(self, base: BaseModel) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self.helper = HelperProcess("adapters.inspector_process", hello=lambda: base)
 
     def inspect(self, config: bytes, weights: Path) -> Inspection:
-        """Returns what the config and the weights file's header tell. Raises InvalidAdapter, also for what takes too
+        """Returns what the config and the weights file's header state. Raises InvalidAdapter, also for what takes too
         much memory or time; TooLarge; InspectionBusy."""
-        if not self._turn.acquire(timeout=WAIT_SECONDS):
+        if not self._lock.acquire(timeout=WAIT_SECONDS):
             raise InspectionBusy(f"other adapters were looked at for {WAIT_SECONDS:g} s; try again later")
         try:
             answer = self._ask(Job(config, str(weights.absolute()), MATCH_SECONDS))
             if answer.last:
                 self.helper.end()
         finally:
-            self._turn.release()
+            self._lock.release()
         match answer.outcome:
             case Refused(problems, omitted):
                 raise InvalidAdapter(problems, omitted)
@@ -55,7 +55,7 @@ class Inspector:
                 return inspection
 
     def close(self) -> None:
-        """Ends the process, and with it what is being looked at."""
+        """Ends the process, and with it the inspection under way."""
         self.helper.kill()
 
     def _ask(self, job: Job) -> Answer:
@@ -70,7 +70,7 @@ class Inspector:
 
 
 def _why(code: int) -> Exception:
-    """Returns the error that tells why the process has ended in the middle of its work, by its exit code."""
+    """Returns the error for a process that has ended in the middle of its work with this exit code."""
     if code == -signal.SIGVTALRM:
         problem = "its regular expressions take too long to match"
         return InvalidAdapter([field_problem("target_modules", problem, f"{MATCH_SECONDS:g} s")])

@@ -47,7 +47,7 @@ class Oversized(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The adapter could not be looked at by a fault of our own."""
+    """The adapter could not be inspected because of our own fault."""
 
     trace: str
 
@@ -58,7 +58,7 @@ Outcome = Inspection | Refused | Oversized | Failed
 class Answer(msgspec.Struct, frozen=True):
     outcome: Outcome
     last: bool
-    """Whether the process holds so much memory that a new one should go on."""
+    """The process holds so much memory that a new one should take over."""
 
 
 def outcome_of(job: Job, base: BaseModel) -> Outcome:

@@ -28,7 +28,7 @@ class KeyRecord(msgspec.Struct, frozen=True):
     revoked: float | None = None
     made_by: Literal["start", "operator"] | None = None
     """A service that starts makes keys for itself, and takes keys that its operator has written into a file. None: an
-    administrator by the API, or a release that did not say."""
+    administrator by the API."""
 
 
 class Principal(msgspec.Struct, frozen=True):
@@ -69,11 +69,11 @@ def parse_key(text: str) -> Principal | None:
 
 
 def opens(text: str, key_id: str, keys: Sequence[KeyRecord]) -> bool:
-    """Whether `text` is the unrevoked key of that id."""
-    known = next((key for key in keys if key.key_id == key_id and key.revoked is None), None)
+    """Returns whether `text` is the unrevoked key of that id."""
+    record = next((key for key in keys if key.key_id == key_id and key.revoked is None), None)
     # Unknown keys are compared too, so that the time taken does not tell which ids exist.
-    same = hmac.compare_digest(_hash(text), known.sha256 if known else _NOBODY)
-    return same and known is not None
+    same = hmac.compare_digest(_hash(text), record.sha256 if record else _NOBODY)
+    return same and record is not None
 
 
 def _hash(text: str) -> str:

@@ -25,15 +25,15 @@ SHARDS = 256
 STALE_SECONDS = 60.0
 """Age from which a temporary file without a living writer is removed."""
 PLACE_ATTEMPTS = 100
-"""At naming a file in a folder that others remove again and again."""
+"""Attempts to name a file in a folder that others remove again and again."""
 CHUNK = 1 << 20
 
 
 class LocalStore:
     """Objects are files under `root` (0700 and 0600); `.tmp` and `.locks` inside it are the store's own.
 
-    An etag is the SHA-256 of the content: no record beside the object can disagree with it, and only small records
-    are ever read whole. Large immutable objects are hashed once, while they are written.
+    An etag is the SHA-256 of the content: no separate record can disagree with it, and only small records are ever read
+    whole. Large immutable objects are hashed once, while they are written.
     """
 
     readers = 1
@@ -124,8 +124,8 @@ class LocalStore:
     def folders(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
         with _translated():
             marked = [name for name in self._entries(prefix) if name.endswith("/") and name > (after and after + "/")]
-            kept = (name[:-1] for name in marked if next(self._walk(prefix + name, prefix + name, ""), None))
-            return tuple(islice(kept, min(limit, MAX_LIST)))
+            nonempty = (name[:-1] for name in marked if next(self._walk(prefix + name, prefix + name, ""), None))
+            return tuple(islice(nonempty, min(limit, MAX_LIST)))
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -272,12 +272,12 @@ def _translated() -> Iterator[None]:
 
 def _copy(data: bytes | Path, out: BinaryIO) -> str:
     """Writes the content to `out`; returns its SHA-256."""
-    whole = hashlib.sha256()
+    sha256 = hashlib.sha256()
     with BytesIO(data) if isinstance(data, bytes) else data.open("rb") as source:
         while chunk := source.read(CHUNK):
-            whole.update(chunk)
+            sha256.update(chunk)
             out.write(chunk)
-    return whole.hexdigest()
+    return sha256.hexdigest()
 
 
 def _make_parents(directory: Path, root: Path) -> None:

@@ -1,4 +1,4 @@
-"""What differs between the families of base models that are served: all that is known of a family is its record here.
+"""Families of base models that are served. All that is known of a family is its record here.
 
 Every family has decoder layers of q, k, v, o around attention and gate, up, down around a gated activation.
 """
@@ -11,15 +11,15 @@ import msgspec
 
 
 class ModelFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one `model_type` of config.json. Paths are those of transformers' modules inside a decoder
-    layer; defaults are Llama's."""
+    """Properties of one `model_type` of config.json. Paths are those of transformers' modules inside a decoder layer;
+    defaults are Llama's."""
 
     model_type: str
     projections: tuple[str, ...] = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     )
-    """In the order of adapters.base_model.PROJECTIONS."""
+    """Paths in the order of adapters.base_model.PROJECTIONS."""
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """RMS norms as wide as the hidden state."""
     head_norms: tuple[str, ...] = ()
@@ -28,13 +28,13 @@ class ModelFamily(msgspec.Struct, frozen=True, kw_only=True):
     activation_key: str = "hidden_act"
     """The key of config.json that names the activation between gate and down."""
     window: Literal["none", "config", "layer"] = "none"
-    """Who says how far attention looks back: nobody, config.json for all layers, or each layer's attention module."""
+    """Source of the attention window: none, config.json for all layers, or each layer's attention module."""
     biased: tuple[str, ...] = ()
     """Names of projections that always have a bias."""
     bias_keys: dict[str, tuple[str, ...]] = {}
     """Keys of config.json that, when true, give the named projections a bias."""
     default_targets: tuple[str, ...] = ("q_proj", "v_proj")
-    """What PEFT adapts when a config names nothing; empty: PEFT wants to be told."""
+    """Projections that PEFT adapts when a config names none; empty: PEFT requires the config to name some."""
 
 
 ATTENTION_BIAS: dict[str, tuple[str, ...]] = {"attention_bias": ("q", "k", "v", "o")}
@@ -55,4 +55,4 @@ FAMILIES = {
         ),
     )
 }
-"""By `model_type`."""
+"""Maps each `model_type` to its family."""

@@ -11,24 +11,24 @@ from itertools import takewhile
 CLOSE = 0.7
 """difflib's ratio from which a name counts as meant: one letter wrong in four at most, two in ten."""
 MAX_CHARACTERS = 80
-"""So many characters of what was typed are compared, and the rest is not."""
+"""Characters of the typed name that are compared; the rest is ignored."""
 WINDOW = 48
-"""Names that are looked at on each side of where the typed one would stand."""
+"""Names that are compared on each side of the typed one's place in the order."""
 COMPARED = 8
-"""Of these, the ones that difflib compares: it takes a tenth of a millisecond for two long names."""
+"""Candidates that difflib compares: it takes a tenth of a millisecond for two long names."""
 
 
-def nearest(typed: str, known: Iterable[str], count: int = 1) -> list[str]:
+def nearest(typed: str, names: Iterable[str], count: int = 1) -> list[str]:
     """Returns up to `count` of the known names that are close to the typed one, the closest first. Case does not
     count."""
-    folded = {name.lower(): name for name in known if name != typed}
+    folded = {name.lower(): name for name in names if name != typed}
     return [folded[name] for name in difflib.get_close_matches(typed[:MAX_CHARACTERS].lower(), folded, count, CLOSE)]
 
 
-def did_you_mean(typed: str, known: Iterable[str]) -> str:
+def did_you_mean(typed: str, names: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name, which asks whether another was meant; "" where no known name
     is close."""
-    close = nearest(typed, known)
+    close = nearest(typed, names)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -55,15 +55,15 @@ class NameIndex:
         return nearest(typed, heapq.nlargest(COMPARED, candidates, key=lambda name: _shared_ends(folded, name)), count)
 
 
-def _shared_ends(one: str, other: str) -> int:
+def _shared_ends(first: str, second: str) -> int:
     """Returns how many characters two names share at their beginning and at their end, less the difference in
     length."""
-    return _common(one, other) + _common(reversed(one), reversed(other)) - abs(len(one) - len(other))
+    return _common(first, second) + _common(reversed(first), reversed(second)) - abs(len(first) - len(second))
 
 
-def _common(one: Iterable[str], other: Iterable[str]) -> int:
+def _common(first: Iterable[str], second: Iterable[str]) -> int:
     """Returns in how many characters both begin alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _around(ordered: Sequence[str], typed: str) -> Sequence[str]:

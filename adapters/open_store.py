@@ -1,5 +1,5 @@
-"""Which store a registry's address names. A further kind of store is an ObjectStore in a module of its own, and an
-entry in STORES."""
+"""Opens the store that a registry's address names. A further kind of store is an ObjectStore in a separate module, and
+an entry in STORES."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from adapters.store import ObjectStore
 
 
 class StoreKind(msgspec.Struct, frozen=True):
-    """What addresses of one scheme stand for."""
+    """Store that addresses of one scheme stand for."""
 
     form: str
-    """Of an address, for error messages."""
+    """Form of an address, for error messages."""
     check: Callable[[str], object]
     """Raises InvalidRequest for an address that can't be; looks at nothing else."""
     open: Callable[[str], ObjectStore]
@@ -49,7 +49,7 @@ STORES = {
     "file": DIRECTORY,
     "s3": StoreKind("s3://bucket/prefix", parse_s3_url, _open_s3, remote=True),
 }
-"""By scheme of the address; without one it is a path."""
+"""Maps schemes of addresses to kinds of stores; an address without a scheme is a path."""
 
 
 def store_kind(url: str) -> StoreKind:

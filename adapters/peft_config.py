@@ -1,4 +1,5 @@
-"""Which fields of adapter_config.json are served, which are harmless, and which are refused and why."""
+"""Checks the fields of adapter_config.json: some are served, some are harmless, and the others are refused with a
+reason."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from typing import Any
 import msgspec
 
 from adapters.errors import Problem
-from adapters.foreign_fields import OTHER_COMPUTATION, ignored_warning, is_training_note
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -51,6 +51,47 @@ REFUSED = {
 }
 """Fields that must be absent or hold PEFT's default (None, False or empty), with the reason."""
 
+# Fields that PEFT does not read, and drops. A trainer's note about the run is as harmless to a result here as there; a
+# field of another LoRA library may describe another computation, so it is refused.
+
+TRAINING = frozenset(
+    (
+        # ms-swift's own LoraConfig, and LoRA+
+        *("lora_dtype", "lorap_lr_ratio", "lorap_emb_lr", "loraplus_lr_ratio", "loraplus_lr_embedding"),
+        # PEFT before 0.3: merges for inference, which changes no result
+        "merge_weights",
+        # where it came from
+        *("_name_or_path", "_from_model_config", "model_name_or_path", "base_model_class", "parent_library"),
+        *("library_name", "transformers_version", "torch_dtype", "dtype", "created_by", "trainer", "tags", "license"),
+        *("quantization_config", "load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_method"),
+        # the run, as axolotl, LLaMA-Factory, TRL and transformers name it
+        *("learning_rate", "lr", "lr_scheduler_type", "lr_scheduler", "optim", "optimizer", "weight_decay"),
+        *("warmup_steps", "warmup_ratio", "num_train_epochs", "num_epochs", "epochs", "max_steps", "save_steps"),
+        *("per_device_train_batch_size", "per_device_eval_batch_size", "micro_batch_size", "batch_size"),
+        *("gradient_accumulation_steps", "gradient_checkpointing", "use_gradient_checkpointing", "max_grad_norm"),
+        *("max_seq_length", "max_seq_len", "max_length", "sequence_len", "cutoff_len", "packing", "sample_packing"),
+        *("seed", "random_state", "bf16", "fp16", "tf32", "flash_attention", "neftune_noise_alpha", "val_set_size"),
+        *("stage", "finetuning_type", "train_type", "dataset", "datasets", "dataset_name", "dataset_dir", "template"),
+        *("beta", "loss_type", "output_dir", "run_name", "report_to", "logging_steps"),
+    )
+)
+"""Names of what only concerned the training run."""
+
+TRAINERS = ("axolotl_", "llamafactory_", "llama_factory_", "swift_", "trl_", "unsloth_", "wandb_")
+"""Prefixes of names that trainers give to their own notes."""
+
+OTHER_COMPUTATION = {
+    "enable_lora": "LoRA on parts of a merged projection (PEFT before 0.3) is not served",
+    "use_merged_linear": "LoRA on parts of a merged projection is not served",
+    "use_qa_lora": "QALoRA is not served: it pools the inputs",
+    "model_key_mapping": "its tensors are for modules that ms-swift renamed: export the adapter in PEFT's format",
+    "additional_target": "whole modules trained beside the adapter are not served: they replace parts of the base",
+    "lora_parameters": "an adapter of MLX, not of PEFT: its matrices are transposed and its scaling is another one",
+}
+"""Fields of other libraries that may change the result, with the reason."""
+
+MAX_NAMED = 20
+
 HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
@@ -72,11 +113,11 @@ class LoraSettings(msgspec.Struct, frozen=True):
 
 def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Problem], list[str]]:
     """Returns (settings, problems, warnings); settings are None if a field that they need is unusable."""
-    if (other := _other_file(config)) is not None:
-        return None, [other], []
+    if (problem := _other_file(config)) is not None:
+        return None, [problem], []
     refused, ignored = _check_others(config)
     problems = [*_check_kind(config), *refused]
-    warnings = [ignored_warning(ignored)] if ignored else []
+    warnings = [_ignored_warning(ignored)] if ignored else []
     if config.get("fan_in_fan_out"):
         warnings.append("fan_in_fan_out is ignored, as PEFT ignores it: the base's projections are Linear layers")
     reader = _Reader(config)
@@ -96,9 +137,9 @@ def check_config(config: dict[str, Any]) -> tuple[LoraSettings | None, list[Prob
     return (None if reader.problems else settings), problems, warnings
 
 
-def field_problem(field: str, problem: str, expected: str | None = None, found: object = None) -> Problem:
-    """Returns a problem of a field of the config; `found` is shortened."""
-    shown = None if found is None else repr(found)[:200]
+def field_problem(field: str, problem: str, expected: str | None = None, actual: object = None) -> Problem:
+    """Returns a problem of a field of the config; `actual` is shortened."""
+    shown = None if actual is None else repr(actual)[:200]
     return Problem(f"{CONFIG_FILE}#{field[:100]}", problem, expected, shown)
 
 
@@ -128,8 +169,8 @@ def _check_kind(config: dict[str, Any]) -> list[Problem]:
 
 
 def _other_file(config: dict[str, Any]) -> Problem | None:
-    """Returns one problem that says what the file is, instead of one for each of its fields, if it is evidently not
-    PEFT's config of an adapter; None otherwise."""
+    """Returns the problem of a file that is evidently no adapter's config of PEFT's; None for others. It stands for the
+    problems of all its fields."""
     if "peft_type" in config:
         return None
     if "architectures" in config or "hidden_size" in config:
@@ -146,13 +187,26 @@ def _check_others(config: dict[str, Any]) -> tuple[list[Problem], list[str]]:
     for field, value in config.items():
         if field in SERVED or field in HARMLESS or value is None or value is False or value in ([], {}, ""):
             continue
-        if is_training_note(field):
+        if _is_training_note(field):
             ignored.append(field)
             continue
         unknown = "this field is not known, so it can't be ignored safely; remove it if it only concerned training"
         reason = REFUSED.get(field) or OTHER_COMPUTATION.get(field, unknown)
         problems.append(field_problem(field, reason, "PEFT's default", value))
     return problems, ignored
+
+
+def _is_training_note(field: str) -> bool:
+    """Returns whether a field that PEFT does not read can be ignored."""
+    return field in TRAINING or field.startswith(TRAINERS)
+
+
+def _ignored_warning(fields: list[str]) -> str:
+    """Returns one warning that names the ignored fields, MAX_NAMED at most."""
+    names = ", ".join(field[:100] for field in fields[:MAX_NAMED])
+    more = f" and {len(fields) - MAX_NAMED} more" if len(fields) > MAX_NAMED else ""
+    verb = "is" if len(fields) == 1 else "are"
+    return f"{names}{more} in adapter_config.json {verb} ignored: only the training run is concerned"
 
 
 class _Reader:
@@ -162,8 +216,8 @@ class _Reader:
         self.config = config
         self.problems: list[Problem] = []
 
-    def wrong(self, field: str, problem: str, expected: str, found: object) -> None:
-        self.problems.append(field_problem(field, problem, expected, found))
+    def wrong(self, field: str, problem: str, expected: str, value: object) -> None:
+        self.problems.append(field_problem(field, problem, expected, value))
 
     def rank(self, field: str, value: object) -> int:
         if type(value) is int and 1 <= value <= MAX_RANK:
@@ -219,7 +273,7 @@ class _Reader:
         return (value,) if isinstance(value, str) else value
 
     def check_combination(self, settings: LoraSettings) -> None:
-        """Notes problems of combinations of fields that PEFT itself refuses to load."""
+        """Records problems of combinations of fields that PEFT itself refuses to load."""
         if isinstance(settings.target_modules, str) and settings.layers_to_transform is not None:
             self.wrong(
                 "layers_to_transform",

@@ -28,7 +28,7 @@ ITEM_BITS = {
 
 
 class TensorRef(msgspec.Struct, frozen=True):
-    """Where a tensor lies in the weights file."""
+    """Position of a tensor in the weights file."""
 
     name: str
     dtype: str
@@ -130,7 +130,7 @@ def read_tensor(weights: Path, ref: TensorRef) -> npt.NDArray[Any]:
 
 
 def _refuse_other_formats(start: bytes) -> None:
-    """Raises InvalidAdapter for the formats that people upload by mistake, told apart by their first bytes alone."""
+    """Raises InvalidAdapter for formats that people upload by mistake. Their first bytes alone decide."""
     if start.startswith(b"PK\x03\x04"):
         raise _file_problem(f"a zip archive, as torch.save writes it: {PICKLE_PROBLEM}")
     # A safetensors header of 640 + 256 n bytes starts like a pickle, but its ninth byte opens a JSON object.
@@ -144,9 +144,9 @@ def _refuse_other_formats(start: bytes) -> None:
         raise _file_problem("not a safetensors file")
 
 
-def _check_count(tensors: int, most: int) -> None:
-    if tensors > most:
-        raise _file_problem("its header lists too many tensors", f"at most {most}", str(tensors))
+def _check_count(tensors: int, limit: int) -> None:
+    if tensors > limit:
+        raise _file_problem("its header lists too many tensors", f"at most {limit}", str(tensors))
 
 
 def _check_table(table: dict[str, Any], data_start: int, total: int) -> dict[str, TensorRef]:
@@ -209,5 +209,5 @@ def _check_cover(tensors: dict[str, TensorRef], data_start: int, total: int) -> 
     return problems
 
 
-def _file_problem(problem: str, expected: str | None = None, found: str | None = None) -> InvalidAdapter:
-    return InvalidAdapter([Problem(WEIGHTS_FILE, problem, expected, found)])
+def _file_problem(problem: str, expected: str | None = None, actual: str | None = None) -> InvalidAdapter:
+    return InvalidAdapter([Problem(WEIGHTS_FILE, problem, expected, actual)])

@@ -1,7 +1,7 @@
-"""Which modules of the base a config adapts, decided as PEFT decides it.
+"""Finds the modules of the base that a config adapts, by PEFT's own rules.
 
 Patterns in a config are regular expressions from strangers, and one of a few characters can keep Python's `re` busy for
-years: who serves strangers matches in a process with a limit (adapters.inspector_process).
+years. A service for strangers matches in a process with a limit (adapters.inspector_process).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from adapters.model_families import FAMILIES
 from adapters.peft_config import LoraSettings, field_problem
 
 ALL_LINEAR = tuple({f".{path}" for family in FAMILIES.values() for path in family.projections})
-"""What PEFT's `all-linear` means: names of modules that end so."""
+"""Endings of the modules' names that PEFT's `all-linear` means."""
 OTHER_MODULES = ("model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One adapted module, with its rank and alpha."""
+    """Adapted module, with its rank and alpha."""
 
     module: str
     rank: int
@@ -51,31 +51,31 @@ def find_targets(settings: LoraSettings, names: Sequence[str]) -> list[Target]:
 
 
 def _targeted(settings: LoraSettings, names: Sequence[str]) -> list[str]:
-    wanted = settings.target_modules or ()
-    if isinstance(wanted, str):
-        if wanted.lower() == "all-linear":
+    modules = settings.target_modules or ()
+    if isinstance(modules, str):
+        if modules.lower() == "all-linear":
             chosen = [name for name in names if name.endswith(ALL_LINEAR)]
         else:
-            pattern = _compile("target_modules", wanted)
+            pattern = _compile("target_modules", modules)
             chosen = [name for name in names if pattern.fullmatch(name)]
     else:
-        chosen = [name for name in names if _names_it(wanted, name)]
+        chosen = [name for name in names if _names_it(modules, name)]
         if settings.layers_to_transform is not None:
             # PEFT looks at the layer only of modules that a suffix names, not of those named in full.
             inside = set(_in_layers(settings, chosen))
-            chosen = [name for name in chosen if name in wanted or name in inside]
+            chosen = [name for name in chosen if name in modules or name in inside]
     return _without_excluded(settings.exclude_modules, chosen)
 
 
 def _in_layers(settings: LoraSettings, names: list[str]) -> list[str]:
     sources = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in settings.layers_pattern]
     patterns = [_compile("layers_pattern", source) for source in sources or [r".*?\.[^.]*\.(?P<idx>\d+)\."]]
-    kept = []
+    inside = []
     for name in names:
-        found = next((hit for hit in (pattern.match(name) for pattern in patterns) if hit), None)
-        if found and int(found["idx"]) in (settings.layers_to_transform or ()):
-            kept.append(name)
-    return kept
+        match = next((hit for hit in (pattern.match(name) for pattern in patterns) if hit), None)
+        if match and int(match["idx"]) in (settings.layers_to_transform or ()):
+            inside.append(name)
+    return inside
 
 
 def _without_excluded(exclude: tuple[str, ...] | str | None, names: list[str]) -> list[str]:
@@ -87,12 +87,12 @@ def _without_excluded(exclude: tuple[str, ...] | str | None, names: list[str]) -
     return [name for name in names if not _names_it(exclude, name)]
 
 
-def _names_it(wanted: Sequence[str], name: str) -> bool:
-    return name in wanted or name.endswith(tuple(f".{item}" for item in wanted))
+def _names_it(suffixes: Sequence[str], name: str) -> bool:
+    return name in suffixes or name.endswith(tuple(f".{item}" for item in suffixes))
 
 
 def _compile(field: str, source: str) -> re.Pattern[str]:
     try:
         return re.compile(source)
     except (re.error, RecursionError, OverflowError) as error:
-        raise InvalidAdapter([field_problem(field, "not a regular expression", found=str(error))]) from None
+        raise InvalidAdapter([field_problem(field, "not a regular expression", actual=str(error))]) from None

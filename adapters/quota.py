@@ -1,9 +1,9 @@
-"""How many adapters a tenant may have, and how many bytes of them: held by all gateways together.
+"""Limits on the number and bytes of a tenant's adapters, enforced by all gateways together.
 
 Only tenants with such a limit are counted. `Tenant.held` is an upper bound that every deploy raises by compare-and-swap
-before it writes anything, so racing deploys can't pass the limit together; no deploy reads all functions for it. What
-dies in between, or can't be told apart, leaves the bound too high, never too low: the functions are counted anew when
-the bound would refuse a deploy and may be wrong.
+before it writes anything. So racing deploys can't exceed the limit together, and no deploy reads all functions for it.
+A deploy that dies, or whose outcome is unknown, leaves the bound too high, never too low. The functions are counted
+again when the bound would refuse a deploy and may be wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from adapters.functions import FunctionRecord
 from adapters.names import is_name
 from adapters.records import find_record, read_record, read_records, update_record
 from adapters.store import MAX_LIST, ObjectStore
-from adapters.tenants import Held, Hold, Limits, Tenant, tenant_key, unknown
+from adapters.tenants import Hold, Limits, QuotaUsage, Tenant, tenant_key, unknown
 
 HOLD_SECONDS = 1800.0
 """A deploy that has not ended by then is taken for dead by the next count."""
@@ -38,7 +38,7 @@ class Quota:
 
     @contextmanager
     def deploying(self, tenant: str) -> Iterator[QuotaReservation]:
-        """Yields the deploy's reservation: call `take` before anything is stored, `made` once the version is listed.
+        """Yields the deploy's reservation: call `take` before anything is stored, `commit` once the version is listed.
         Without that it is given back at the end."""
         room = QuotaReservation(self, tenant)
         try:
@@ -53,15 +53,15 @@ class Quota:
 
     @contextmanager
     def removing(self, tenant: str) -> Iterator[Freed]:
-        """Gives back, at its end, the quota of what was removed meanwhile: tell `Freed` what was there."""
+        """Gives back, at its end, the quota of what was removed meanwhile: the caller sets `Freed`."""
         record = self._read(tenant)
-        held = record.held if record else None
+        before = record.held if record else None
         freed = Freed()
         yield freed
-        if held is not None and freed.adapters:
+        if before is not None and freed.adapters:
             # The removal is done; without this the bound is merely too high.
             with suppress(StoreUnavailable):
-                self._change(tenant, lambda current: _given_back(current, freed, before=held))
+                self._change(tenant, lambda current: _given_back(current, freed, before=before))
 
     def take(self, tenant: str, size: int) -> str | None:
         """Reserves room for one version of `size` bytes. Returns an id to settle, or None for a tenant without such a
@@ -90,9 +90,9 @@ class Quota:
             raise unknown(tenant)
         return record
 
-    def settle(self, tenant: str, hold: str, made: int | None) -> None:
-        """Ends a hold: `made` bytes are listed now, or (None) nothing is."""
-        self._change(tenant, lambda held: _settled(held, hold, made))
+    def settle(self, tenant: str, hold: str, stored_bytes: int | None) -> None:
+        """Ends a hold: `stored_bytes` are listed now, or (None) nothing is."""
+        self._change(tenant, lambda usage: _settled(usage, hold, stored_bytes))
 
     def _reserve(self, tenant: str, size: int) -> str:
         hold = secrets.token_hex(8)
@@ -109,7 +109,7 @@ class Quota:
         update_record(self._store, tenant_key(tenant), Tenant, reserve)
         return hold
 
-    def _change(self, tenant: str, change: Callable[[Held], Held]) -> None:
+    def _change(self, tenant: str, change: Callable[[QuotaUsage], QuotaUsage]) -> None:
         def apply(record: Tenant | None) -> Tenant:
             if record is None or record.held is None:
                 raise _NoChange
@@ -123,13 +123,13 @@ class Quota:
         meanwhile."""
         epoch: int | None = None
         for _ in range(RECOUNTS):
-            found = read_record(self._store, tenant_key(tenant), Tenant)
-            held = found[0].held if found else None
-            if found is None or held is None or (epoch is not None and held.epoch > epoch):
+            stored = read_record(self._store, tenant_key(tenant), Tenant)
+            usage = stored[0].held if stored else None
+            if stored is None or usage is None or (epoch is not None and usage.epoch > epoch):
                 return True  # nothing to count any more, or another has just counted
-            record, etag = found
-            epoch = held.epoch
-            counted = _recounted(held, self._functions(tenant), self._clock())
+            record, etag = stored
+            epoch = usage.epoch
+            counted = _recounted(usage, self._functions(tenant), self._clock())
             try:
                 data = msgspec.json.encode(msgspec.structs.replace(record, held=counted))
                 self._store.put_if_match(tenant_key(tenant), data, etag)
@@ -152,7 +152,7 @@ class Quota:
 
 
 class QuotaReservation:
-    """What one deploy holds of its tenant's quota."""
+    """Quota that one deploy has reserved."""
 
     def __init__(self, quota: Quota, tenant: str) -> None:
         self._quota = quota
@@ -169,31 +169,31 @@ class QuotaReservation:
         if self._hold is None:
             self._hold, self._size = self._quota.take(self._tenant, size), size
 
-    def made(self) -> None:
+    def commit(self) -> None:
         """Counts the room as taken: the version is listed."""
         self._settle(self._size)
 
     def drop(self) -> None:
-        """Gives the reservation back, as nothing was made. No effect after `made`."""
+        """Gives the reservation back, as nothing was made. No effect after `commit`."""
         self._settle(None)
 
-    def _settle(self, made: int | None) -> None:
+    def _settle(self, stored_bytes: int | None) -> None:
         hold, self._hold = self._hold, None
         if hold is not None:
             # The deploy itself has ended; without this the bound is too high until the next count.
             with suppress(StoreUnavailable):
-                self._quota.settle(self._tenant, hold, made)
+                self._quota.settle(self._tenant, hold, stored_bytes)
 
 
 class Freed:
-    """What a removal has removed."""
+    """Count and bytes of what a removal has removed."""
 
     def __init__(self) -> None:
         self.adapters = 0
         self.bytes = 0
 
     def set(self, adapters: int, size: int) -> None:
-        """Notes what the last try removed, in place of earlier tries: one that lost a race removed nothing."""
+        """Records what the last try removed, in place of earlier tries: one that lost a race removed nothing."""
         self.adapters, self.bytes = adapters, size
 
 
@@ -201,59 +201,59 @@ class _NoChange(AdapterError):
     """Raised inside an update of a record to end it without a write: there is nothing to count."""
 
 
-def _check(limits: Limits, held: Held, size: int) -> None:
-    adapters = held.adapters + len(held.holds) + 1
+def _check(limits: Limits, usage: QuotaUsage, size: int) -> None:
+    adapters = usage.adapters + len(usage.holds) + 1
     if limits.adapters is not None and adapters > limits.adapters:
         raise Conflict(
             f"the tenant may have {limits.adapters} adapters (versions of functions), and has them; delete some first"
         )
-    total = held.bytes + sum(hold.bytes for hold in held.holds.values()) + size
+    total = usage.bytes + sum(hold.bytes for hold in usage.holds.values()) + size
     if limits.bytes is not None and total > limits.bytes:
         raise Conflict(
             f"the tenant may have {limits.bytes} bytes of adapters, and with the {size} of this one has {total}"
         )
 
 
-def _must_count(held: Held, now: float) -> bool:
-    """Whether the functions must be counted before a deploy: they never were, or not since the last deploy that may not
-    have known of the limit has ended."""
-    known = held.since + HOLD_SECONDS
-    return held.counted is None or held.counted < known < now
+def _must_count(usage: QuotaUsage, now: float) -> bool:
+    """Returns whether the functions must be counted before a deploy: they never were, or not since the limit was known
+    to all deploys."""
+    known_to_all = usage.since + HOLD_SECONDS
+    return usage.counted is None or usage.counted < known_to_all < now
 
 
-def _may_be_high(held: Held, now: float) -> bool:
-    stale = any(hold.when < now - HOLD_SECONDS for hold in held.holds.values())
-    return not held.exact or stale or held.counted is None or now - held.counted > RECOUNT_SECONDS
+def _may_be_high(usage: QuotaUsage, now: float) -> bool:
+    stale = any(hold.when < now - HOLD_SECONDS for hold in usage.holds.values())
+    return not usage.exact or stale or usage.counted is None or now - usage.counted > RECOUNT_SECONDS
 
 
-def _recounted(held: Held, functions: Iterator[FunctionRecord], now: float) -> Held:
+def _recounted(usage: QuotaUsage, functions: Iterator[FunctionRecord], now: float) -> QuotaUsage:
     adapters = size = 0
     for record in functions:
         adapters += len(record.versions)
         size += sum(entry.bytes for entry in record.versions)
     # A version that is listed, but whose hold is not settled yet, is counted twice: too high, which is the safe side.
-    holds = {key: hold for key, hold in held.holds.items() if hold.when >= now - HOLD_SECONDS}
-    return Held(held.since, adapters, size, holds, counted=now, epoch=held.epoch + 1, exact=not holds)
+    holds = {key: hold for key, hold in usage.holds.items() if hold.when >= now - HOLD_SECONDS}
+    return QuotaUsage(usage.since, adapters, size, holds, counted=now, epoch=usage.epoch + 1, exact=not holds)
 
 
-def _settled(held: Held, hold: str, made: int | None) -> Held:
-    """Returns the sums without the hold, and with the `made` bytes if any. A hold that is gone was taken for dead by a
-    count, which may have seen its version or not: the sums are not exact then."""
-    known = hold in held.holds
+def _settled(usage: QuotaUsage, hold: str, stored_bytes: int | None) -> QuotaUsage:
+    """Returns the sums without the hold, and with its `stored_bytes` if any. A hold that is missing was taken for dead
+    by a count, which may have seen its version or not: the sums are not exact then."""
+    is_open = hold in usage.holds
     return msgspec.structs.replace(
-        held,
-        adapters=held.adapters + (made is not None),
-        bytes=held.bytes + (made or 0),
-        holds={key: other for key, other in held.holds.items() if key != hold},
-        exact=held.exact and known,
+        usage,
+        adapters=usage.adapters + (stored_bytes is not None),
+        bytes=usage.bytes + (stored_bytes or 0),
+        holds={key: open_hold for key, open_hold in usage.holds.items() if key != hold},
+        exact=usage.exact and is_open,
     )
 
 
-def _given_back(held: Held, freed: Freed, before: Held) -> Held:
+def _given_back(usage: QuotaUsage, freed: Freed, before: QuotaUsage) -> QuotaUsage:
     """Returns the sums without what was removed. After a count since `before` nobody knows whether it saw the removal:
     then the sums stay as they are, too high."""
-    if (held.since, held.epoch) != (before.since, before.epoch):
-        return msgspec.structs.replace(held, exact=False)
+    if (usage.since, usage.epoch) != (before.since, before.epoch):
+        return msgspec.structs.replace(usage, exact=False)
     return msgspec.structs.replace(
-        held, adapters=max(0, held.adapters - freed.adapters), bytes=max(0, held.bytes - freed.bytes)
+        usage, adapters=max(0, usage.adapters - freed.adapters), bytes=max(0, usage.bytes - freed.bytes)
     )

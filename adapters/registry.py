@@ -14,8 +14,6 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -23,7 +21,7 @@ from adapters.artifact import artifact_key
 from adapters.base_model import BaseModel
 from adapters.choices import Choice, Resolved, pick
 from adapters.contents import Contents, Inspect
-from adapters.deployment import Deployment, Staged, deployment_of
+from adapters.deployment import AdapterUpload, Deployment, Staged, deployment_of
 from adapters.errors import (
     ArtifactPending,
     CorruptFunction,
@@ -40,8 +38,8 @@ from adapters.functions import (
     FunctionRecord,
     Manifest,
     VersionEntry,
-    buried,
     parse_policy,
+    tombstoned,
     with_version,
     without_version,
 )
@@ -49,7 +47,7 @@ from adapters.names import NAME_RULE, is_name
 from adapters.nearest import did_you_mean
 from adapters.quota import Quota
 from adapters.records import find_record, read_each, read_records
-from adapters.schedules import note_schedule
+from adapters.schedules import record_schedule
 from adapters.standing import Memory, function_key, update_function
 from adapters.store import MAX_LIST, ObjectStore
 from adapters.validate import LoraLayout, check_values, inspect_files
@@ -73,38 +71,22 @@ class Registry:
         self.quota = Quota(store)
         self._versions = VersionFiles(store, base, self.contents)
 
-    def check(
-        self,
-        config: bytes,
-        weights: Path,
-        name: str = "",
-        alias: str | None = None,
-        policy: dict[str, Any] | None = None,
-    ) -> Deployment:
+    def check(self, upload: AdapterUpload, name: str = "") -> Deployment:
         """Returns what a deploy would find in the files, and writes nothing. The store is not asked: raises what
         `deploy` raises for its arguments and files."""
         if name:
             self._check_name(name)
-        return deployment_of(name, None, self._layout(config, weights, alias, policy), created=False)
+        return deployment_of(name, None, self._layout(upload), created=False)
 
-    def stage(
-        self,
-        tenant: str,
-        name: str,
-        config: bytes,
-        weights: Path,
-        alias: str | None = None,
-        policy: dict[str, Any] | None = None,
-        source: str | None = None,
-    ) -> Staged:
+    def stage(self, tenant: str, name: str, upload: AdapterUpload) -> Staged:
         """Stores what `deploy` of the same arguments stores, and lists nothing: no call can get the version yet. What
         is not deployed afterwards is left to garbage collection. Raises what `deploy` does."""
         self._check_name(name)
         _check_tenant(tenant)
-        layout = self._layout(config, weights, alias, policy)
+        layout = self._layout(upload)
         record = self._read(tenant, name) or FunctionRecord(name=name, created=time.time())
         with self.quota.deploying(tenant) as room:
-            deploy = Storing(layout, config, weights, source, room)
+            deploy = Storing(upload, layout, room)
             entry = self._versions.listed(tenant, record, deploy)
         return Staged(deployment_of(name, entry.version, layout, created=deploy.created), layout, deploy.manifest)
 
@@ -112,40 +94,35 @@ class Registry:
         self,
         tenant: str,
         name: str,
-        config: bytes,
-        weights: Path,
-        alias: str | None = None,
-        policy: dict[str, Any] | None = None,
-        source: str | None = None,
+        upload: AdapterUpload,
         staged: Staged | None = None,
         memory: Memory | None = None,
     ) -> Deployment:
         """Stores an adapter as a version of a function and points an alias (`latest`) to it.
 
-        `weights` must not change meanwhile. The same adapter again makes no new version and only moves the alias.
-        `staged`: what `stage` made of the same arguments. `memory`: what provisioned copies that `policy` asks for must
-        fit in.
+        The same adapter again makes no new version and only moves the alias. `staged`: what `stage` made of the same
+        arguments. `memory`: what provisioned copies that the policy asks for must fit in.
         Raises InvalidRequest (name, alias, policy), InvalidAdapter, TooLarge, InspectionBusy, StoreUnavailable, and
         Conflict when the function has too many versions or aliases, the tenant too many adapters, or its policy asks
         for more than there is.
         """
         self._check_name(name)
         _check_tenant(tenant)
-        layout = staged.layout if staged is not None else self._layout(config, weights, alias, policy)
+        layout = staged.layout if staged is not None else self._layout(upload)
 
         def commit(record: FunctionRecord | None) -> FunctionRecord:
             record = record or FunctionRecord(name=name, created=time.time())
             entry = self._versions.listed(tenant, record, deploy)
-            changed = msgspec.structs.replace(record, policy=parse_policy(policy or {}, record.policy))
+            changed = msgspec.structs.replace(record, policy=parse_policy(upload.policy or {}, record.policy))
             if changed.policy.warm:
-                note_schedule(self.store, tenant, name)
-            return with_version(changed, entry, alias or "latest", time.time())
+                record_schedule(self.store, tenant, name)
+            return with_version(changed, entry, upload.alias or "latest", time.time())
 
         with self.quota.deploying(tenant) as room:
-            deploy = Storing(layout, config, weights, source, room, None if staged is None else staged.manifest)
+            deploy = Storing(upload, layout, room, None if staged is None else staged.manifest)
             record = update_function(self.store, tenant, name, commit, memory)
             if deploy.created:
-                room.made()
+                room.commit()
         self._end_if_deleted(tenant, name)
         entry = find_digest(record, layout.digest)
         return deployment_of(name, entry.version if entry else None, layout, created=deploy.created)
@@ -169,20 +146,20 @@ class Registry:
         Raises NotFound, StoreUnavailable.
         """
         record = self.function(tenant, name)
-        wanted = "latest" if qualifier is None else qualifier
-        weights = record.aliases[wanted].weights if wanted in record.aliases else {wanted: 1.0}
+        name_or_number = "latest" if qualifier is None else qualifier
+        weights = record.aliases[name_or_number].weights if name_or_number in record.aliases else {name_or_number: 1.0}
         entries = [entry for entry in record.versions if str(entry.version) in weights]
         if len(entries) != len(weights):
-            hint = did_you_mean(wanted, record.aliases)
-            raise NotFound(f"function {name} has no version or alias {wanted[:100]!r}{hint}")
+            hint = did_you_mean(name_or_number, record.aliases)
+            raise NotFound(f"function {name} has no version or alias {name_or_number[:100]!r}{hint}")
         return [self._choice(record, entry, weights[str(entry.version)]) for entry in entries]
 
     def function(self, tenant: str, name: str) -> FunctionRecord:
         """Returns the function's record. Raises NotFound."""
-        found = self._read(tenant, name) if is_name(name) and is_name(tenant) else None
-        if found is None or found.deleted:
+        record = self._read(tenant, name) if is_name(name) and is_name(tenant) else None
+        if record is None or record.deleted:
             raise NoSuchFunction(tenant, name)
-        return found
+        return record
 
     def functions(
         self, tenant: str, after: str = "", limit: int = 100
@@ -198,16 +175,16 @@ class Registry:
             names = self.store.folders(f"tenants/{tenant}/functions/", after, size)
             first = 0
             while first < len(names):
-                some = names[first : first + max(limit - len(records), self.store.readers)]
-                found = read_each(self.store, [function_key(tenant, name) for name in some], FunctionRecord)
-                for after, record in zip(some, found, strict=True):
+                batch = names[first : first + max(limit - len(records), self.store.readers)]
+                results = read_each(self.store, [function_key(tenant, name) for name in batch], FunctionRecord)
+                for after, record in zip(batch, results, strict=True):
                     if isinstance(record, CorruptRecord):
                         records.append(BrokenFunction(after, str(CorruptFunction(after))))
                     elif record is not None and not record.deleted:
                         records.append(record)
                     if len(records) == limit:
                         return records, after
-                first += len(some)
+                first += len(batch)
             if len(names) < size:
                 return records, None
         return records, after
@@ -227,17 +204,17 @@ class Registry:
     def versions(self, tenant: str, name: str) -> list[Manifest]:
         """Returns the manifests of all versions, ascending. Raises NotFound."""
         listed = [entry.version for entry in self.function(tenant, name).versions]
-        found = read_records(self.store, [manifest_key(tenant, name, version) for version in listed], Manifest)
-        return [_present(name, version, manifest) for version, manifest in zip(listed, found, strict=True)]
+        manifests = read_records(self.store, [manifest_key(tenant, name, version) for version in listed], Manifest)
+        return [_present(name, version, manifest) for version, manifest in zip(listed, manifests, strict=True)]
 
     def delete_version(self, tenant: str, name: str, version: int, matches: Collection[int] | None = None) -> None:
         """Makes a version that no alias names invisible at once; its objects are left to garbage collection, and its
         number is not used again. Raises NotFound, Conflict, PreconditionFailed (as in FunctionChanges)."""
 
         def remove(record: FunctionRecord) -> FunctionRecord:
-            left = without_version(record, version, self.store.now())
+            changed = without_version(record, version, self.store.now())
             freed.set(1, sum(entry.bytes for entry in record.versions if entry.version == version))
-            return left
+            return changed
 
         with self.quota.removing(tenant) as freed:
             self.changes.change(tenant, name, matches, remove)
@@ -250,15 +227,15 @@ class Registry:
 
         def bury(record: FunctionRecord) -> FunctionRecord:
             freed.set(len(record.versions), sum(entry.bytes for entry in record.versions))
-            return buried(record, self.store.now())
+            return tombstoned(record, self.store.now())
 
         with self.quota.removing(tenant) as freed:
             self.changes.change(tenant, name, matches, bury)
 
     def _end_if_deleted(self, tenant: str, name: str) -> None:
         """Deletes what was just deployed if its tenant is deleted. A deletion of the tenant that began before the
-        deploy may have listed its functions already, and what it missed would belong to whoever makes a tenant of this
-        name next. Raises NotFound then."""
+        deploy may have listed its functions already. What it missed would belong to the next tenant of this name.
+        Raises NotFound then."""
         try:
             self.quota.check(tenant)
         except NotFound:
@@ -299,10 +276,10 @@ class Registry:
         if name == self.base.id:
             raise InvalidRequest("name", f"{name!r} is the base model's id")
 
-    def _layout(self, config: bytes, weights: Path, alias: str | None, policy: dict[str, Any] | None) -> LoraLayout:
+    def _layout(self, upload: AdapterUpload) -> LoraLayout:
         """Raises what `deploy` does for its arguments and files."""
-        check_options(alias, policy)
-        return check_values(self._inspect(config, weights), weights)
+        check_options(upload.alias, upload.policy)
+        return check_values(self._inspect(upload.config, upload.weights), upload.weights)
 
     def _read(self, tenant: str, name: str) -> FunctionRecord | None:
         try:

@@ -1,4 +1,4 @@
-"""One call to S3: a client without retries of its own, and ours, bounded in number and in time.
+"""Calls to S3: a client with its own retries off, and our retries, bounded in number and in time.
 
 botocore's retries are off for two reasons. They know no deadline, and they hide whether an earlier attempt may have
 taken effect, which decides what a refused condition means: a 412 after a lost reply can be our own success.
@@ -72,7 +72,7 @@ class Interrupted(Exception):
 
 
 MAY_PASS = (aws.HTTPClientError, aws.ConnectionError)
-"""Of botocore's errors; the others (no credentials, say) are there to stay."""
+"""Errors of botocore that may pass; the others (no credentials, say) are there to stay."""
 FAILURES = (BotoCoreError, ClientError, ResponseParserError, urllib3.exceptions.HTTPError, Interrupted)
 
 
@@ -86,22 +86,22 @@ class S3Calls:
             self.client = make_client(limits)
         except (BotoCoreError, ValueError) as error:
             raise StoreUnavailable(f"no S3 client can be made ({type(error).__name__}): {error}") from error
-        self._told: tuple[float, float] | None = None
-        """The server's clock, and `time.monotonic()` when it told it."""
-        self.client.meta.events.register("after-call.s3", self._note_time)
+        self._server_clock: tuple[float, float] | None = None
+        """The server's clock, and `time.monotonic()` when the server reported it."""
+        self.client.meta.events.register("after-call.s3", self._record_time)
 
     def server_time(self) -> float:
         """Returns the Unix time by the server's clock, which stands in each answer; by this host's if it is in none."""
-        if self._told is None:
+        if self._server_clock is None:
             # Not a HEAD: the answer to one has no room for a reason why not.
             self.run(lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1), self.deadline(), answers=())
-        told, since = self._told or (time.time(), time.monotonic())
-        return told + time.monotonic() - since
+        reported, since = self._server_clock or (time.time(), time.monotonic())
+        return reported + time.monotonic() - since
 
-    def _note_time(self, http_response: Any, **_: Any) -> None:
+    def _record_time(self, http_response: Any, **_: Any) -> None:
         date = _unix_time(http_response.headers.get("date", ""))
         if http_response.status_code < 300 and date is not None:
-            self._told = (date, time.monotonic())
+            self._server_clock = (date, time.monotonic())
 
     def deadline(self, size: int = 0) -> float:
         """Returns the deadline, by `time.monotonic()`, of a call that begins now and carries `size` bytes."""

@@ -1,4 +1,5 @@
-"""Whether a store keeps conditions. Some servers that speak S3 ignore them, and every deploy would be a lost update."""
+"""Checks that a store keeps conditions. Some servers that speak S3 ignore them, and every deploy would be a lost
+update."""
 
 from __future__ import annotations
 

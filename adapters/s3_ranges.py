@@ -46,18 +46,18 @@ def read_range(
             if refused.status == 416:  # it ends before `start`
                 return 0
             raise
-        wanted = min(len(buffer), first.total - start)
+        needed = min(len(buffer), first.total - start)
         rest = [
-            partial(read_piece, calls, target, start + at, buffer[at : min(at + size, wanted)], first.etag)
-            for at in range(size, wanted, size)
+            partial(read_piece, calls, target, start + at, buffer[at : min(at + size, needed)], first.etag)
+            for at in range(size, needed, size)
         ]
         try:
             gather(pool, rest)
         except Refused:
             continue  # written anew, or deleted, between the first piece and another one
         if rest and arrived is not None:
-            arrived(wanted)
-        return wanted
+            arrived(needed)
+        return needed
     raise StoreUnavailable("an object is written anew too often to be read")
 
 
@@ -88,10 +88,10 @@ def read_piece(
 def _checked(reply: Any, start: int, length: int) -> Piece:
     """Returns the piece that the reply's header names. Raises Interrupted when that is not the range that was asked
     for."""
-    found = _CONTENT_RANGE.fullmatch(reply.get("ContentRange", ""))
-    if found is None:
+    match = _CONTENT_RANGE.fullmatch(reply.get("ContentRange", ""))
+    if match is None:
         raise Interrupted("the answer to a ranged read says no range")
-    first, last, total = map(int, found.groups())
+    first, last, total = map(int, match.groups())
     if first != start or last + 1 != min(start + length, total):
         raise Interrupted(f"bytes {first} to {last} of {total} came instead of {length} from {start}")
     return Piece(last + 1 - first, total, reply["ETag"])

@@ -1,10 +1,10 @@
-"""Removal of an old object from S3 beside deploys that write it again.
+"""Removal of an old object from S3 while deploys may write it again.
 
-S3 has no condition on the time of a write, and content that is written again keeps its ETag. So whoever removes marks
-the object, looks at it once more, removes it and takes the mark away; and whoever has written objects that it counts
-on waits until none of them is marked, and then looks whether they are there. Of a write and the second look one comes
-first: if it is the write, the object is seen to be young and stays. If it is the look, the mark was there before the
-write, so the writer meets it and waits, or it is gone again, and the removal is done: the writer sees what is left.
+S3 has no condition on the time of a write, and content that is written again keeps its ETag. So a removal marks the
+object, checks it once more, removes it and takes the mark away. A writer waits until none of its objects is marked, and
+then checks that they are there. Either the write or the second check comes first: if it is the write, the object is
+seen to be young and stays. If it is the check, the mark was there before the write, so the writer meets it and waits,
+or it is gone again, and the removal is done: the writer sees what is left.
 
 A mark whose removal may still take effect, because its answer was lost or its process died, stays until it expires.
 """
@@ -21,9 +21,9 @@ from adapters.store import ObjectStore, all_objects
 
 FOLDER = "removals/"
 BEGIN_SECONDS = 30.0
-"""After its mark a removal begins within this, or not at all."""
+"""Longest time from the mark to the removal; a removal that is later is given up."""
 MARK_SECONDS = 120.0
-"""No removal takes effect so long after its mark: a call ends within about half a minute (see S3Limits)."""
+"""Seconds after its mark by which a removal has taken effect: a call ends within about half a minute (see S3Limits)."""
 POLL_SECONDS = 0.2
 
 

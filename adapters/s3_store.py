@@ -24,7 +24,8 @@ from adapters.s3_url import S3Place
 from adapters.store import MAX_KEY, MAX_LIST, Arrived, Object, ObjectInfo, check_key, is_key
 
 TRANSFERS = 8
-"""Parts and pieces in flight at once, over all callers of a store: at most so many times `S3Limits.part` of memory."""
+"""Parts and pieces in flight at once, over all callers of a store. They take at most this many times `S3Limits.part` of
+memory."""
 WRITE_ID = "write-id"
 _ETAG = re.compile(r"[!#-~]{1,200}", re.ASCII)
 _LAST = "~"
@@ -70,10 +71,10 @@ class S3Store:
             raise _absent(key, refused) from None
 
     def head(self, key: str) -> ObjectInfo | None:
-        found = self._head(key)
-        if found is None:
+        reply = self._head(key)
+        if reply is None:
             return None
-        return ObjectInfo(key=key, size=found["ContentLength"], modified=found["LastModified"].timestamp())
+        return ObjectInfo(key=key, size=reply["ContentLength"], modified=reply["LastModified"].timestamp())
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         data = bytearray(length)
@@ -110,24 +111,24 @@ class S3Store:
         return self._write(key, data, {"IfMatch": f'"{etag}"'}, changed)
 
     def list(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[ObjectInfo]:
-        found = (
+        infos = (
             ObjectInfo(key=key, size=entry["Size"], modified=entry["LastModified"].timestamp())
             for page in self._pages(prefix, after, limit)
             for entry in page.get("Contents", ())
             # what others put into the bucket is not listed
             if (key := entry["Key"].removeprefix(self._root)) > after and is_key(key)
         )
-        return tuple(islice(found, min(limit, MAX_LIST)))
+        return tuple(islice(infos, min(limit, MAX_LIST)))
 
     def folders(self, prefix: str, after: str = "", limit: int = MAX_LIST) -> Sequence[str]:
         past = after and after + "/"
-        found = (
+        names = (
             name[:-1]
             for page in self._pages(prefix, past and prefix + past + _LAST, limit, Delimiter="/")
             for entry in page.get("CommonPrefixes", ())
             if (name := entry["Prefix"].removeprefix(self._root + prefix)) > past and is_key(name[:-1])
         )
-        return tuple(islice(found, min(limit, MAX_LIST)))
+        return tuple(islice(names, min(limit, MAX_LIST)))
 
     def delete(self, key: str) -> None:
         target = self.target(key)
@@ -175,9 +176,9 @@ class S3Store:
                 return upload(self.calls, self.pool, target["Key"], data, metadata, condition).strip('"')
             return self._put(target, read_slice(data, 0, size), metadata, condition)
         except Refused as refused:
-            found = self._head(key)
-            if found is not None and found["Metadata"].get(WRITE_ID) == write_id:
-                return str(found["ETag"]).strip('"')
+            reply = self._head(key)
+            if reply is not None and reply["Metadata"].get(WRITE_ID) == write_id:
+                return str(reply["ETag"]).strip('"')
             if refused.code == "NoSuchUpload":
                 raise StoreUnavailable(f"the upload of {key} was ended by someone else") from refused
             if refused.doubt:  # ours may have been there, and been replaced by whoever read it

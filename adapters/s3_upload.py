@@ -16,7 +16,7 @@ from adapters.s3_calls import ANSWERS, Refused, S3Calls
 
 RESTARTS = 3
 COMPLETE_BYTES = 64 << 20
-"""What putting an object of any size together may take, as if it were a transfer of so many bytes."""
+"""Bytes of a transfer that may take as long as putting the parts of an object together."""
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def size_of(data: bytes | Path) -> int:
 
 def read_slice(data: bytes | Path, start: int, length: int) -> io.BytesIO:
     """Returns `length` bytes of `data` from `start` as a body to send. It is a stream: it goes out in small blocks,
-    each with a timeout of its own. Raises StoreUnavailable when the file can't be read."""
+    each with its own timeout. Raises StoreUnavailable when the file can't be read."""
     if isinstance(data, bytes):
         return io.BytesIO(data[start : start + length])
     try:

@@ -17,15 +17,15 @@ _URL = re.compile(r"s3://([^/?#]*)/?(.*)", re.DOTALL)
 class S3Place(msgspec.Struct, frozen=True):
     bucket: str
     prefix: str = ""
-    """Without a slash at its ends; empty: the whole bucket."""
+    """Prefix without a slash at its ends; empty: the whole bucket."""
 
 
 def parse_s3_url(url: str) -> S3Place:
     """Returns the bucket and the prefix of the address. Raises InvalidRequest, saying what is wrong with it."""
-    found = _URL.fullmatch(url)
-    if found is None:
+    match = _URL.fullmatch(url)
+    if match is None:
         raise InvalidRequest("registry", f"{url[:200]!r} is not of the form s3://bucket/prefix")
-    bucket, prefix = found[1], found[2].rstrip("/")
+    bucket, prefix = match[1], match[2].rstrip("/")
     if "@" in bucket:  # not shown: it may be a secret
         raise InvalidRequest(
             "registry", "an s3:// address holds no credentials; they come from a profile or the environment"

@@ -16,7 +16,7 @@ from adapters.store import ObjectStore
 
 SCHEDULES_KEY = "schedules.json"
 SETTLED_SECONDS = 600.0
-"""Within which whoever has noted a function has committed its policy, or never will."""
+"""Seconds after which a writer that has recorded a function has committed its policy, or never will."""
 MAX_SCHEDULED = 5000
 MAX_TENANT_SCHEDULED = 500
 
@@ -25,17 +25,17 @@ class Schedules(msgspec.Struct, frozen=True):
     """The content of schedules.json."""
 
     functions: dict[str, float] = {}
-    """By `tenant/function`, when it was noted, by the store's clock."""
+    """Maps `tenant/function` to the time at which it was recorded, by the store's clock."""
 
 
-def note_schedule(store: ObjectStore, tenant: str, function: str) -> None:
-    """Notes that the function has warm windows. Raises Conflict when there are too many, StoreUnavailable."""
+def record_schedule(store: ObjectStore, tenant: str, function: str) -> None:
+    """Records that the function has warm windows. Raises Conflict when there are too many, StoreUnavailable."""
     key = f"{tenant}/{function}"
 
-    def noted(known: Schedules | None) -> Schedules:
-        functions = {} if known is None else known.functions
-        own = sum(each.startswith(f"{tenant}/") for each in functions)
-        if key not in functions and own >= MAX_TENANT_SCHEDULED:
+    def noted(current: Schedules | None) -> Schedules:
+        functions = {} if current is None else current.functions
+        of_tenant = sum(each.startswith(f"{tenant}/") for each in functions)
+        if key not in functions and of_tenant >= MAX_TENANT_SCHEDULED:
             raise Conflict(f"a tenant has warm windows for {MAX_TENANT_SCHEDULED} functions at most")
         if key not in functions and len(functions) >= MAX_SCHEDULED:
             raise Conflict(f"the service has warm windows for {MAX_SCHEDULED} functions already")
@@ -54,9 +54,9 @@ def forget_schedules(store: ObjectStore, functions: Collection[str]) -> None:
     CorruptRecord."""
     before = store.now() - SETTLED_SECONDS
 
-    def pruned(known: Schedules | None) -> Schedules:
-        known = known or Schedules()
-        gone = {each for each in functions if known.functions.get(each, before) < before}
-        return Schedules({key: at for key, at in known.functions.items() if key not in gone}) if gone else known
+    def pruned(current: Schedules | None) -> Schedules:
+        current = current or Schedules()
+        stale = {each for each in functions if current.functions.get(each, before) < before}
+        return Schedules({key: at for key, at in current.functions.items() if key not in stale}) if stale else current
 
     update_record(store, SCHEDULES_KEY, Schedules, pruned)

@@ -1,4 +1,4 @@
-"""What a tenant's calls are promised, and how much of the nodes they get."""
+"""Service level objectives of a tenant's calls, and the tenant's weight."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ CLASSES: tuple[SloClass, ...] = ("best_effort", "standard", "strict")
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"slo_class": "class"}):
-    """None: nothing is promised."""
+    """Service level objective of a tenant's calls. None: nothing is promised."""
 
     ttft_ms: Milliseconds | None = None
-    """From receipt to the first token."""
+    """Time from receipt to the first token."""
     tpot_ms: Milliseconds | None = None
-    """Between two tokens, on average over a call."""
+    """Time between two tokens, on average over a call."""
     attain: Annotated[float, Meta(gt=0, le=1)] = 0.99
     """The share of calls for which this is meant to hold."""
     slo_class: SloClass = "standard"
 
 
-def lower_class(one: SloClass, other: SloClass) -> SloClass:
+def lower_class(first: SloClass, second: SloClass) -> SloClass:
     """Returns the one of two SLO classes that is promised less."""
-    return min(one, other, key=CLASSES.index)
+    return min(first, second, key=CLASSES.index)

@@ -77,7 +77,7 @@ class Sources:
 
 
 class _Copy:
-    """One source on its way; `left` bytes may still come."""
+    """Source that is being copied; `remaining_bytes` may still come."""
 
     def __init__(self, calls: S3Calls, place: S3Place, limit: int, deadline: float, stop: Event) -> None:
         self._calls = calls
@@ -85,7 +85,7 @@ class _Copy:
         self._deadline = deadline
         self._stop = stop
         self._limit = limit
-        self.left = limit
+        self.remaining_bytes = limit
 
     def file(self, target: Path, limit: int) -> None:
         """Copies the source's file that has the name of `target` to it, whole and of one content."""
@@ -94,15 +94,15 @@ class _Copy:
         name = target.name
         try:
             with target.open("wb") as out:
-                self._pieces(name, min(limit, self.left), out)
+                self._pieces(name, min(limit, self.remaining_bytes), out)
         except Refused as refused:
-            told = {
+            problems = {
                 404: f"there is no {name} in the source, or it is not shown to this service",
                 403: f"this service may not read {name} in the source",
                 412: f"{name} was written anew while it was copied",
                 416: f"{name} in the source is empty",
             }
-            problem = told.get(refused.status)
+            problem = problems.get(refused.status)
             if problem is None:
                 raise StoreUnavailable(f"the source answered {refused}") from refused
             raise InvalidRequest("source", problem) from None
@@ -121,7 +121,7 @@ class _Copy:
                 raise TooLarge(f"{name} in the source has {piece.total} bytes, {limit} are allowed", self._limit)
             out.write(buffer[: piece.length])
             start, total, tag = start + piece.length, piece.total, piece.etag
-        self.left -= total
+        self.remaining_bytes -= total
 
 
 READABLE = (403, 404, 412, 416)

@@ -1,9 +1,9 @@
-"""What of functions' policies holds while no call runs: provisioned copies, idle limits, reserved concurrency, and
-whether their calls are forecast.
+"""Parts of functions' policies that hold while no call runs: provisioned copies, idle limits, reserved concurrency,
+`prefetch`.
 
 Copies, idle limits and `prefetch` of all functions are in one object, so that the leader need not look at all records;
 places that are reserved are in the tenant's record, which every call reads. Both are claimed before a policy is
-committed, so that it is refused if the sum does not fit, and settled by the committed record behind it.
+committed, so that it is refused if the sum does not fit, and settled by the committed record afterwards.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """A function of which something is wanted while nobody calls it."""
 
     since: float
-    """By the store's clock."""
     device: int = 0
     host: int = 0
     """Copies."""
     bytes: int = 0
-    """Of one copy of all that `latest` stands for."""
+    """Bytes of one copy of all that `latest` stands for."""
     elements: int = 0
-    """Of those, together. 0: not known."""
+    """Elements of that copy. 0: not known."""
     idle_ttl: float | None = None
     digests: tuple[str, ...] = ()
     reserved: int = 0
@@ -50,29 +49,29 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     prefetch: bool = True
     """Forecasts may bring its adapters to nodes."""
 
-    def says(self, policy: Policy) -> bool:
-        """Whether the entry has what the policy asks for."""
-        return _asked(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, elements=0, digests=())
+    def matches(self, policy: Policy) -> bool:
+        """Returns whether the entry has what the policy asks for."""
+        return _entry_from_policy(policy) == msgspec.structs.replace(self, since=0.0, bytes=0, elements=0, digests=())
 
 
 class Standing(msgspec.Struct, frozen=True):
     """The content of standing.json."""
 
     functions: dict[str, Entry] = {}
-    """By `tenant/function`."""
+    """Maps `tenant/function` to its entry."""
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """What provisioned copies may take of the nodes that serve, all together; None: not known, and not checked."""
+    """Limits of provisioned copies, over all nodes that serve. None: not known, and not checked."""
 
     nodes: int | None = None
     device: float | None = None
     """Bytes."""
     host: float | None = None
     copies: int | None = None
-    """Of all functions, in either tier."""
+    """Copies of all functions, in either tier."""
     tenant_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Of these bytes, that one tenant may have."""
+    """Share of these bytes that one tenant may have."""
     itemsize: int = 0
     """Bytes of an element there. 0: not known; then copies count as many bytes as they have in the registry."""
 
@@ -90,17 +89,17 @@ def update_function(
 ) -> FunctionRecord:
     """Does what `update_marked` does for function.json. What stands of its policy is claimed first, and settled last.
 
-    Raises what `change` and `update_marked` do, and Conflict for a claim that does not fit beside the others; `memory`
+    Raises what `change` and `update_marked` do, and Conflict for a claim that does not fit next to the others; `memory`
     is checked only where a policy asks for more copies than before.
     """
-    stands = False
+    is_standing = False
 
     def claimed(record: FunctionRecord | None) -> FunctionRecord:
-        nonlocal stands
+        nonlocal is_standing
         changed = change(record)
         before = Policy() if record is None else record.policy
         if changed is not record and (stands_in(before) or stands_in(changed.policy)):
-            stands = True
+            is_standing = True
             _claim(store, tenant, before, changed, memory or Memory())
         return changed
 
@@ -108,7 +107,7 @@ def update_function(
     try:
         return update_marked(store, key, FunctionRecord, claimed)
     finally:
-        if stands:
+        if is_standing:
             settle(store, tenant, name)
 
 
@@ -117,20 +116,21 @@ def settle(store: ObjectStore, tenant: str, name: str) -> None:
     logged, and is settled with the function's next change, or by the leader."""
     key, owner = function_key(tenant, name), f"{tenant}/{name}"
 
-    def standing(known: Standing | None) -> Standing:
-        known = known or Standing()
-        found = find_record(store, key, FunctionRecord)  # read here: of two who settle at once, the later one sees more
-        entry = None if found is None else _entry(found, known.functions.get(owner), store.now())
-        if entry == known.functions.get(owner):
-            return known
-        others = {each: kept for each, kept in known.functions.items() if each != owner}
-        return Standing(others if entry is None else {**others, owner: entry})
+    def standing(current: Standing | None) -> Standing:
+        current = current or Standing()
+        # Read here: of two that settle at once, the later one sees more.
+        record = find_record(store, key, FunctionRecord)
+        entry = None if record is None else _entry(record, current.functions.get(owner), store.now())
+        if entry == current.functions.get(owner):
+            return current
+        rest = {each: value for each, value in current.functions.items() if each != owner}
+        return Standing(rest if entry is None else {**rest, owner: entry})
 
-    def reserved(known: Tenant | None) -> Tenant:
-        known = known or Tenant(tenant)
-        found = find_record(store, key, FunctionRecord)
-        places = 0 if found is None or found.deleted else found.policy.reserved_concurrency or 0
-        return _with_reserved(known, name, places)
+    def reserved(current: Tenant | None) -> Tenant:
+        current = current or Tenant(tenant)
+        record = find_record(store, key, FunctionRecord)
+        places = 0 if record is None or record.deleted else record.policy.reserved_concurrency or 0
+        return _with_reserved(current, name, places)
 
     try:
         update_record(store, STANDING_KEY, Standing, standing)
@@ -158,7 +158,7 @@ def live_versions(record: FunctionRecord) -> list[VersionEntry]:
 
 
 def stands_in(policy: Policy) -> bool:
-    """Whether anything of the policy holds while no call runs."""
+    """Returns whether anything of the policy holds while no call runs."""
     standing = (policy.provisioned, policy.idle_ttl, policy.reserved_concurrency)
     return policy.prefetch == "off" or any(field is not None for field in standing)
 
@@ -167,56 +167,58 @@ def stands_in(policy: Policy) -> bool:
 
 
 def _claim(store: ObjectStore, tenant: str, before: Policy, changed: FunctionRecord, memory: Memory) -> None:
-    """Notes what the changed policy reserves and keeps standing, if there is room for it. Raises Conflict with the sum
-    that does not fit."""
+    """Records what the changed policy reserves and keeps standing, if there is room for it. Raises Conflict with the
+    sum that does not fit."""
     policy, owner = changed.policy, f"{tenant}/{changed.name}"
     places = policy.reserved_concurrency or 0
     if places > (before.reserved_concurrency or 0) and find_record(store, tenant_key(tenant), Tenant) is not None:
-        update_marked(store, tenant_key(tenant), Tenant, lambda known: _claimed(known, tenant, changed.name, places))
+        update_marked(
+            store, tenant_key(tenant), Tenant, lambda current: _claimed(current, tenant, changed.name, places)
+        )
     if not stands_in(policy):
         return
 
-    def standing(known: Standing | None) -> Standing:
-        known = known or Standing()
-        entry = _entry(changed, known.functions.get(owner), store.now())
+    def standing(current: Standing | None) -> Standing:
+        current = current or Standing()
+        entry = _entry(changed, current.functions.get(owner), store.now())
         assert entry is not None  # it stands
-        claimed = Standing({**known.functions, owner: entry})
-        own = sum(each.startswith(f"{tenant}/") for each in claimed.functions)
-        if len(claimed.functions) > MAX_STANDING or own > MAX_TENANT_STANDING:
+        claimed = Standing({**current.functions, owner: entry})
+        of_tenant = sum(each.startswith(f"{tenant}/") for each in claimed.functions)
+        if len(claimed.functions) > MAX_STANDING or of_tenant > MAX_TENANT_STANDING:
             raise Conflict(f"at most {MAX_TENANT_STANDING} functions of a tenant, and {MAX_STANDING} in all, may have "
                            "provisioned copies, an idle_ttl, reserved_concurrency or prefetch: off")  # fmt: skip
         if _rises(before, policy):
             _check_room(claimed, owner, memory)
-        return claimed if claimed != known else known
+        return claimed if claimed != current else current
 
     update_record(store, STANDING_KEY, Standing, standing)
 
 
 def _rises(before: Policy, policy: Policy) -> bool:
-    """Whether more copies are asked for than before, in either tier."""
+    """Returns whether more copies are asked for than before, in either tier."""
     old, new = before.provisioned or Provisioned(), policy.provisioned or Provisioned()
     return new.device > old.device or new.host > old.host
 
 
-def _entry(record: FunctionRecord, known: Entry | None, now: float) -> Entry | None:
+def _entry(record: FunctionRecord, current: Entry | None, now: float) -> Entry | None:
     """Returns what standing.json is to have of the function; None: nothing."""
     policy = record.policy
     if record.deleted or not stands_in(policy):
         return None
-    named = {version for alias in record.aliases.values() for version in alias.weights}
-    digests = [entry.digest for entry in record.versions if str(entry.version) in named]
+    aliased = {version for alias in record.aliases.values() for version in alias.weights}
+    digests = [entry.digest for entry in record.versions if str(entry.version) in aliased]
     live = live_versions(record)
     known_sizes = all(entry.itemsize for entry in live)
     return msgspec.structs.replace(
-        _asked(policy),
-        since=now if known is None else known.since,
+        _entry_from_policy(policy),
+        since=now if current is None else current.since,
         bytes=sum(entry.bytes for entry in live),
         elements=sum(entry.bytes // entry.itemsize for entry in live) if known_sizes else 0,
         digests=tuple(digests[-MAX_DIGESTS:]) if policy.idle_ttl is not None else (),
     )
 
 
-def _asked(policy: Policy) -> Entry:
+def _entry_from_policy(policy: Policy) -> Entry:
     """Returns the fields of an entry that the policy alone decides."""
     copies = policy.provisioned or Provisioned()
     return Entry(
@@ -230,7 +232,7 @@ def _asked(policy: Policy) -> Entry:
 
 
 def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
-    """Raises Conflict where the provisioned copies of `owner` do not fit in `memory` beside the others."""
+    """Raises Conflict where the provisioned copies of `owner` and the others do not fit in `memory`."""
     entry, tenant = standing.functions[owner], owner.partition("/")[0]
     copies = entry.device + entry.host
     if memory.nodes is not None and copies > memory.nodes:
@@ -238,31 +240,33 @@ def _check_room(standing: Standing, owner: str, memory: Memory) -> None:
             f"provisioned: {copies} copies ({entry.device} device, {entry.host} host) need as many nodes; "
             f"{memory.nodes} serve this model"
         )
-    every = sum(each.device + each.host for each in standing.functions.values())
-    if memory.copies is not None and every > memory.copies:
-        raise Conflict(f"provisioned: {every} copies in all, and the nodes that serve this model keep {memory.copies}")
+    all_copies = sum(each.device + each.host for each in standing.functions.values())
+    if memory.copies is not None and all_copies > memory.copies:
+        raise Conflict(
+            f"provisioned: {all_copies} copies in all, and the nodes that serve this model keep {memory.copies}"
+        )
     for tier, room in (("device", memory.device), ("host", memory.host)):
         if room is None or not getattr(entry, tier):
             continue
         sums = {key: getattr(each, tier) * memory.taken_by(each) for key, each in standing.functions.items()}
-        own = sum(size for key, size in sums.items() if key.startswith(f"{tenant}/"))
-        for whose, needed, allowed in (("all tenants", sum(sums.values()), room),
-                                       ("the tenant", own, room * memory.tenant_share)):  # fmt: skip
+        of_tenant = sum(size for key, size in sums.items() if key.startswith(f"{tenant}/"))
+        for sharer, needed, allowed in (("all tenants", sum(sums.values()), room),
+                                        ("the tenant", of_tenant, room * memory.tenant_share)):  # fmt: skip
             if needed > allowed:
                 size, count = memory.taken_by(entry), getattr(entry, tier)
                 raise Conflict(
                     f"provisioned: {size} bytes x {count} {tier} copies make {needed} bytes for "
-                    f"the functions of {whose}, and {int(allowed)} of the nodes' {tier} memory may be provisioned for "
+                    f"the functions of {sharer}, and {int(allowed)} of the nodes' {tier} memory may be provisioned for "
                     "them; take other copies back, or add nodes"
                 )
 
 
-def _claimed(known: Tenant | None, tenant: str, name: str, places: int) -> Tenant:
-    """Returns the tenant's record with so many places reserved for the function. Raises Conflict when the tenant may
-    not have as many places, or has too many functions that reserve some."""
-    known = known or Tenant(tenant)
-    changed = _with_reserved(known, name, places)
-    limit, total = known.limits.concurrent, sum(changed.reserved.values())
+def _claimed(current: Tenant | None, tenant: str, name: str, places: int) -> Tenant:
+    """Returns the tenant's record with `places` reserved for the function. Raises Conflict when the tenant may not have
+    as many, or has too many functions with reserved places."""
+    current = current or Tenant(tenant)
+    changed = _with_reserved(current, name, places)
+    limit, total = current.limits.concurrent, sum(changed.reserved.values())
     if limit is not None and total > limit:
         raise Conflict(f"reserved_concurrency: {total} in all, and the tenant may have {limit} generations at once")
     if len(changed.reserved) > MAX_RESERVED:
@@ -270,10 +274,10 @@ def _claimed(known: Tenant | None, tenant: str, name: str, places: int) -> Tenan
     return changed
 
 
-def _with_reserved(known: Tenant, name: str, places: int) -> Tenant:
-    """Returns the tenant's record with so many places reserved for the function; the same object if it says so already,
-    or is deleted."""
-    if known.deleted or known.reserved.get(name, 0) == places:
-        return known
-    others = {function: kept for function, kept in known.reserved.items() if function != name}
-    return msgspec.structs.replace(known, reserved={**others, name: places} if places else others)
+def _with_reserved(record: Tenant, name: str, places: int) -> Tenant:
+    """Returns the tenant's record with `places` reserved for the function. Returns the same object if it has them
+    already, or is deleted."""
+    if record.deleted or record.reserved.get(name, 0) == places:
+        return record
+    rest = {function: count for function, count in record.reserved.items() if function != name}
+    return msgspec.structs.replace(record, reserved={**rest, name: places} if places else rest)

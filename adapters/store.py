@@ -33,7 +33,7 @@ class ObjectInfo(msgspec.Struct, frozen=True):
 
 
 class RangeReader(Protocol):
-    """As much of a store as it takes to read an artifact's header."""
+    """Part of a store that reading an artifact's header needs."""
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Returns `length` bytes from `start`, fewer where the object ends. Raises NotFound."""
@@ -71,7 +71,7 @@ class ObjectStore(Protocol):
         """Fills `buffer` (contiguous, writable) from byte `start`; returns how many bytes there were before the end.
 
         `arrived` is called by the calling thread as bytes come, with how many from the buffer's start are there; fewer
-        than before when they are read anew. What it raises ends the read, and is raised here. Raises NotFound. Nothing
+        than before when they are read again. What it raises ends the read, and is raised here. Raises NotFound. Nothing
         writes to `buffer` any more when this ends, in whichever way.
         """
 
@@ -101,7 +101,7 @@ class ObjectStore(Protocol):
     def delete_older(self, key: str, before: float) -> bool:
         """Removes the object if its last write was before that Unix time; returns whether it was removed.
 
-        What is written at that moment may be lost all the same: `missing` tells its writer.
+        What is written at that moment may be lost all the same: `missing` reports it to its writer.
         """
 
     def missing(self, keys: Sequence[str]) -> Sequence[str]:
@@ -118,7 +118,7 @@ def all_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
 
 
 def is_key(text: str) -> bool:
-    """Whether the text can be an object's key, or a part of one between slashes."""
+    """Returns whether the text can be an object's key, or a part of one between slashes."""
     return len(text) <= MAX_KEY and all(_SEGMENT.fullmatch(part) for part in text.split("/"))
 
 

@@ -15,8 +15,8 @@ class InvalidJson(ValueError):
 def loads(data: bytes) -> Any:
     """Parses UTF-8 JSON. Raises InvalidJson where parsers disagree or values can't be kept.
 
-    Refused beside plain syntax errors: NaN and Infinity (also by overflow, as 1e999), duplicate keys, lone surrogates,
-    nesting deeper than the interpreter's stack, integers of more than 4,300 digits.
+    Refused, in addition to plain syntax errors: NaN and Infinity (also by overflow, as 1e999), duplicate keys, lone
+    surrogates, nesting deeper than the interpreter's stack, integers of more than 4,300 digits.
     """
     try:
         if data.startswith(codecs.BOM_UTF8):
@@ -41,12 +41,12 @@ def loads(data: bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    known: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for key, value in pairs:
-        if key in known:
+        if key in by_key:
             raise InvalidJson(f"the key {key[:100]!r} occurs twice in one object")
-        known[key] = value
-    return known
+        by_key[key] = value
+    return by_key
 
 
 def _refuse_constant(text: str) -> float:

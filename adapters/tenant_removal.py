@@ -42,7 +42,7 @@ def remove_below(store: ObjectStore, prefix: str) -> None:
 
 
 def _remove_events(store: ObjectStore, tenant: str) -> None:
-    """Removes asynchronous calls and webhook secrets: whoever makes the tenant again begins with nothing. Markers of
-    the calls belong to nothing then, and whoever meets one removes it."""
+    """Removes asynchronous calls and webhook secrets, so that a new tenant of this name begins with nothing. The calls'
+    markers are orphans then; the next reader of one removes it."""
     store.delete(f"tenants/{tenant}/webhook_secrets.json")
     remove_below(store, f"tenants/{tenant}/invocations/")

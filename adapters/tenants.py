@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,12 +15,14 @@ from adapters.keys import KeyRecord, Principal, new_key, opens, operator_key, pa
 from adapters.names import is_name
 from adapters.records import find_record
 from adapters.slo import Slo, Weight
-from adapters.start_keys import bounded, unmarked_start_keys
 from adapters.store import ObjectStore
 
 ADMIN_KEY = "admin.json"
 MAX_KEYS = 1000
 """Keys of one tenant that are kept, besides those that starts make; revoked ones as long as there is room."""
+
+MAX_START_KEYS = 50
+"""Keys of starts that are kept, of one tenant and of administrators: as many gateways may have a state of their own."""
 
 MAX_RESERVED = 32
 """Functions of one tenant with reserved concurrency: each call looks at the places of all of them."""
@@ -31,13 +33,13 @@ WebhookHost = Annotated[str, Meta(min_length=1, max_length=253)]
 
 FileBytes = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
 FILE_BYTES = 10 << 30
-"""Of a tenant's files, unless it may have more or less."""
+"""Bytes of a tenant's files, unless its record states another limit."""
 
 Positive = Annotated[float, Meta(gt=0)]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """None: not limited."""
+    """Limits of a tenant. None: not limited."""
 
     rps: Positive | None = None
     tokens_per_minute: Positive | None = None
@@ -46,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     adapters: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
     """Versions of functions."""
     bytes: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] | None = None
-    """Of their tensors, as served."""
+    """Bytes of their tensors, as served."""
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -56,20 +58,21 @@ class Hold(msgspec.Struct, frozen=True):
     when: float
 
 
-class Held(msgspec.Struct, frozen=True):
-    """How much of `limits.adapters` and `limits.bytes` is taken: never less than what there is (see adapters.quota)."""
+class QuotaUsage(msgspec.Struct, frozen=True):
+    """Part of `limits.adapters` and `limits.bytes` that is taken: never less than what there is (see
+    adapters.quota)."""
 
     since: float
-    """When the limits came to be."""
+    """Time at which the limits were set."""
     adapters: int = 0
     bytes: int = 0
     holds: dict[str, Hold] = {}
     counted: float | None = None
-    """When the functions were last counted; None: not yet."""
+    """Time of the last count of the functions; None: not counted yet."""
     epoch: int = 0
     """Rises by one with each count."""
     exact: bool = False
-    """Whether nothing has happened since the count that may have left the sums too high."""
+    """False: something may have left the sums too high since the count."""
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -81,19 +84,19 @@ class Tenant(msgspec.Struct, frozen=True):
     limits: Limits = Limits()
     weight: Weight = 1.0
     declared: bool = False
-    """Whether serverless.yml declares it: then only its keys may be changed through the API."""
+    """True: serverless.yml declares it, and only its keys may be changed through the API."""
     webhook_hosts: Annotated[tuple[WebhookHost, ...], Meta(max_length=MAX_WEBHOOK_HOSTS)] = ()
-    """Where the tenant's webhooks may go, beside where all may."""
+    """Hosts to which the tenant's webhooks may go, in addition to those of all tenants."""
     file_bytes: FileBytes = FILE_BYTES
-    """Of all its files (/v1/files) together."""
+    """Bytes of all its files (/v1/files) together."""
     reserved: dict[str, int] = {}
-    """By function: generations for which calls of the others leave room (adapters.standing)."""
-    held: Held | None = None
-    """None without a limit that needs it."""
+    """Maps functions to generations for which calls of the others leave room (adapters.standing)."""
+    held: QuotaUsage | None = None
+    """Quota in use; None without a limit that needs it."""
     deleted: bool = False
-    """A deleted tenant stays as a tombstone, so that whoever makes it again begins with nothing."""
+    """A deleted tenant stays as a tombstone, so that a new tenant of this name begins with nothing."""
     removed: bool = False
-    """Of a deleted tenant: whether its functions are deleted, too."""
+    """True: the functions of the deleted tenant are deleted, too."""
 
 
 class Admin(msgspec.Struct, frozen=True):
@@ -110,15 +113,15 @@ class Tenants:
 
     def get(self, tenant: str) -> Tenant:
         """Returns the tenant's record. Raises NotFound, also for a deleted tenant."""
-        found = self._read(tenant) if is_name(tenant) else None
-        if found is None or found.deleted:
+        record = self._read(tenant) if is_name(tenant) else None
+        if record is None or record.deleted:
             raise unknown(tenant)
-        return found
+        return record
 
     def list(self, after: str = "", limit: int = 1000) -> Sequence[Tenant]:
         """Returns a page of the tenants, in the order of the store's folders."""
-        found = (self._read(name) for name in self.names(after, limit))
-        return tuple(tenant for tenant in found if tenant is not None and not tenant.deleted)
+        records = (self._read(name) for name in self.names(after, limit))
+        return tuple(tenant for tenant in records if tenant is not None and not tenant.deleted)
 
     def names(self, after: str = "", limit: int = 1000) -> Sequence[str]:
         """Returns a page of the names of tenants in a fixed order, deleted ones of which something is left included."""
@@ -142,11 +145,11 @@ class Tenants:
         """
         if not is_name(tenant):
             raise InvalidRequest("tenant", f"malformed tenant name {tenant[:100]!r}")
-        given = {
+        settings = {
             "slo": slo, "limits": limits, "weight": weight, "webhook_hosts": webhook_hosts, "file_bytes": file_bytes,
             "declared": declared,
         }  # fmt: skip
-        fields = {name: value for name, value in given.items() if value is not None}
+        fields = {name: value for name, value in settings.items() if value is not None}
         return self._change(tenant, lambda record: msgspec.structs.replace(record, **fields), create=True)
 
     def replace(
@@ -194,7 +197,7 @@ class Tenants:
         self._update(tenant, bury)
 
     def removed(self, tenant: str) -> None:
-        """Notes that nothing of a deleted tenant is left, so that its name is free. Raises NotFound."""
+        """Records that nothing of a deleted tenant is left, so that its name is free. Raises NotFound."""
 
         def end(record: Tenant | None) -> Tenant:
             if record is None or not record.deleted:
@@ -204,7 +207,7 @@ class Tenants:
         self._update(tenant, end)
 
     def add_key(self, owner: str | None, made_by: Literal["start"] | None = None) -> tuple[str, KeyRecord]:
-        """Makes a key of an existing tenant, or of an administrator when `owner` is None; returns its text, which is
+        """Makes a key of an existing tenant, or of an administrator when `owner` is None. Returns its text, which is
         not kept anywhere, and its record. Raises NotFound, or Conflict at MAX_KEYS."""
         text, key = new_key(owner, made_by)
         self._change_keys(owner, lambda keys: _added(keys, key))
@@ -224,22 +227,22 @@ class Tenants:
 
     def bound_start_keys(self, names: Sequence[str], used: Sequence[str]) -> None:
         """Forgets surplus keys that earlier starts made for these tenants and for administrators; `used`: texts of keys
-        that stay in any case. See adapters.start_keys."""
-        admin, ids = self.admin_keys(), {claim.key_id for text in used if (claim := parse_key(text)) is not None}
+        that stay in any case.
 
-        def left(keys: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
-            return bounded(keys, unmarked_start_keys(keys, admin), ids)
+        Where the registry persists and the local state does not (containers with S3), each start makes some.
+        """
+        ids = {claim.key_id for text in used if (claim := parse_key(text)) is not None}
 
-        for name in names:  # before the admin keys go, by whose times those of tenants are known
+        def bounded(keys: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
+            return _without_surplus(keys, ids)
+
+        for name in names:
             record = self._read(name)
-            if record is not None and not record.deleted and left(record.keys) is not record.keys:
-                self._change_keys(name, left)
-
-        def left_of_admin(keys: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
-            return bounded(keys, {key.key_id for key in keys if key.made_by is None}, ids)
-
-        if left_of_admin(admin) is not admin:
-            self._change_keys(None, left_of_admin)
+            if record is not None and not record.deleted and bounded(record.keys) is not record.keys:
+                self._change_keys(name, bounded)
+        admin = self.admin_keys()
+        if bounded(admin) is not admin:
+            self._change_keys(None, bounded)
 
     def admin_keys(self) -> tuple[KeyRecord, ...]:
         """Returns the keys of all administrators, revoked ones included."""
@@ -253,8 +256,8 @@ class Tenants:
         if claim.tenant is None:
             keys = self.admin_keys()
         else:
-            found = self._read(claim.tenant)
-            keys = found.keys if found else ()
+            record = self._read(claim.tenant)
+            keys = record.keys if record else ()
         return claim if opens(text, claim.key_id, keys) else None
 
     def _change_keys(self, owner: str | None, change: Callable[[tuple[KeyRecord, ...]], tuple[KeyRecord, ...]]) -> None:
@@ -276,7 +279,7 @@ class Tenants:
         if record.limits.adapters is None and record.limits.bytes is None:
             record = msgspec.structs.replace(record, held=None)
         elif record.held is None:
-            record = msgspec.structs.replace(record, held=Held(since=self.store.now()))
+            record = msgspec.structs.replace(record, held=QuotaUsage(since=self.store.now()))
         try:
             return msgspec.json.decode(msgspec.json.encode(record), type=Tenant)
         except msgspec.ValidationError as error:
@@ -329,26 +332,34 @@ def _added(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]
 
     Keys that starts make are bounded on their own and need no room: a service must always be able to start.
     """
-    counted = [known for known in keys if known.made_by != "start"]
+    counted = [each for each in keys if each.made_by != "start"]
     if key.made_by != "start" and len(counted) >= MAX_KEYS:
-        revoked = [known for known in counted if known.revoked is not None]
+        revoked = [each for each in counted if each.revoked is not None]
         if not revoked:
             raise Conflict(f"there are {MAX_KEYS} keys already; revoke some first")
-        first = min(revoked, key=lambda known: known.revoked or 0.0)
-        keys = tuple(known for known in keys if known is not first)
+        first = min(revoked, key=lambda each: each.revoked or 0.0)
+        keys = tuple(each for each in keys if each is not first)
     return (*keys, key)
+
+
+def _without_surplus(keys: tuple[KeyRecord, ...], used: Collection[str]) -> tuple[KeyRecord, ...]:
+    """Returns the keys without surplus ones of starts; the same object if there are none. The first key that a start
+    made, which was most likely handed on, and the newest stay, and so do those whose ids are in `used`."""
+    by_age = sorted((key for key in keys if key.made_by == "start"), key=lambda key: key.created)
+    surplus = {key.key_id for key in by_age[1 : 1 - MAX_START_KEYS]} - set(used)
+    return tuple(key for key in keys if key.key_id not in surplus) if surplus else keys
 
 
 def _adopted(keys: tuple[KeyRecord, ...], key: KeyRecord) -> tuple[KeyRecord, ...]:
     """Returns the keys with the operator's key among them; if a start made that key, it becomes the operator's. A known
     key with the same id but another text, or a revoked one, stays as it is. Raises Conflict at MAX_KEYS."""
-    known = next((known for known in keys if known.key_id == key.key_id), None)
-    if known is None:
+    existing = next((existing for existing in keys if existing.key_id == key.key_id), None)
+    if existing is None:
         return _added(keys, key)
-    if known.sha256 != key.sha256 or known.revoked is not None:
+    if existing.sha256 != key.sha256 or existing.revoked is not None:
         return keys
-    mine = msgspec.structs.replace(known, made_by="operator")
-    return tuple(mine if other is known else other for other in keys)
+    mine = msgspec.structs.replace(existing, made_by="operator")
+    return tuple(mine if each is existing else each for each in keys)
 
 
 def _revoked(keys: tuple[KeyRecord, ...], key_id: str) -> tuple[KeyRecord, ...]:

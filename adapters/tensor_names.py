@@ -28,10 +28,10 @@ def with_plain_names(adapter: PeftAdapter) -> PeftAdapter:
         return adapter
     adapters = sorted({match["adapter"] for match in carried.values()})
     if len(adapters) > 1:
-        named = ", ".join(adapters[:5])
+        names = ", ".join(adapters[:5])
         raise _refused(
             WEIGHTS_FILE,
-            f"it holds tensors of {len(adapters)} adapters ({named}): save one, with PEFT's "
+            f"it holds tensors of {len(adapters)} adapters ({names}): save one, with PEFT's "
             "save_pretrained(FOLDER, selected_adapters=[NAME])",
         )
     if any(_PLAIN.fullmatch(name) for name in adapter.tensors):
@@ -48,8 +48,7 @@ def with_plain_names(adapter: PeftAdapter) -> PeftAdapter:
 
 
 def _refuse_other_files(names: list[str]) -> None:
-    """Raises InvalidAdapter with one problem for a file whose tensors' names tell that it is something else than a PEFT
-    adapter."""
+    """Raises InvalidAdapter with one problem for a file whose tensors' names show that it is no PEFT adapter."""
     if not names:
         raise _refused(WEIGHTS_FILE, "it holds no tensors: training may have been stopped before it saved any")
     if any(name.endswith("_proj.base_layer.weight") for name in names):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,6 @@ import numpy as np
 
 from adapters.base_model import PROJECTIONS, BaseModel
 from adapters.errors import MAX_PROBLEMS, InvalidAdapter, Problem
-from adapters.other_base import other_base_problem
 from adapters.peft_config import LoraSettings, check_config, field_problem, scale
 from adapters.peft_format import PeftAdapter, TensorRef, read_peft, read_tensor
 from adapters.peft_targets import Target, find_targets, module_names
@@ -24,7 +23,7 @@ DIGEST_FORMAT = 1
 
 TENSORS_PER_LAYER = 2 * len(PROJECTIONS)
 SPARE_TENSORS = 4096
-"""Beyond those that an adapter of the base may have: so many are refused one by one, more with one problem."""
+"""Tensors beyond those of any adapter of the base that are refused one by one; more are one problem."""
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -65,10 +64,10 @@ class LoraLayout(msgspec.Struct, frozen=True):
 
 
 class Inspection(msgspec.Struct, frozen=True, tag=True):
-    """What the config and the header tell of an adapter; no tensor's values have been read."""
+    """Content of the config and the header; no tensor's values have been read."""
 
     layers: tuple[tuple[LoraPair, ...], ...]
-    """As in LoraLayout; only part of them when there are problems."""
+    """Layers as in LoraLayout; only part of them when there are problems."""
     tensors: tuple[TensorRef, ...]
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
@@ -86,7 +85,7 @@ def inspect_files(config: bytes, weights: Path, base: BaseModel, find: FindTarge
 
 def inspect(adapter: PeftAdapter, base: BaseModel, find: FindTargets = find_targets) -> Inspection:
     """Maps the adapter to the base model, and returns the outcome with its problems. Raises InvalidAdapter when the
-    tensors' names tell of another kind of file."""
+    tensors' names show another kind of file."""
     settings, problems, warnings = check_config(adapter.config)
     try:
         adapter = with_plain_names(adapter)
@@ -189,28 +188,52 @@ def _map(
             continue
         layer, projection = place
         d_in, d_out = base.widths[projection]
-        found: list[TensorRef | None] = []
+        refs: list[TensorRef | None] = []
         for part, shape in (("A", (target.rank, d_in)), ("B", (d_out, target.rank))):
             name = f"base_model.model.{target.module}.lora_{part}.weight"
             ref = adapter.tensors.get(name)
             used.add(name)
-            found.append(ref)
+            refs.append(ref)
             if ref is None:
                 problems.append(Problem(name, "missing, though the config targets its module", str(list(shape))))
             elif ref.shape != shape:
                 problems.append(
                     Problem(name, "wrong shape for this base and rank", str(list(shape)), str(list(ref.shape)))
                 )
-        a, b = found
+        a, b = refs
         pairs.append((projection, a, b))
         if a is not None and b is not None:
             factor = scale(target.alpha, target.rank, use_rslora)
             layers[layer].append(LoraPair(projection=projection, rank=target.rank, scale=factor, a=a, b=b))
-    if (other := other_base_problem(adapter, base, pairs)) is not None:
-        return (), [other]
+    if (problem := _other_base_problem(adapter, base, pairs)) is not None:
+        return (), [problem]
     problems += [_unmapped(ref, base) for name, ref in adapter.tensors.items() if name not in used]
     ordered = tuple(tuple(sorted(pairs, key=lambda pair: pair.projection)) for pairs in layers)
     return ordered, problems
+
+
+def _other_base_problem(
+    adapter: PeftAdapter, base: BaseModel, pairs: Iterable[tuple[int, TensorRef | None, TensorRef | None]]
+) -> Problem | None:
+    """Returns the problem if not one targeted module has this base's widths; None if one fits or too little is known.
+
+    `pairs`: projection, A [rank, d_in] and B [d_out, rank] of each targeted module, None for a tensor that is missing.
+    """
+    widths = {
+        projection: (a.shape[1], b.shape[0])
+        for projection, a, b in pairs
+        if a is not None and b is not None and len(a.shape) == len(b.shape) == 2
+    }
+    if not widths or any(shape == base.widths[projection] for projection, shape in widths.items()):
+        return None
+    projection, shape = next(iter(widths.items()))
+    return field_problem(
+        "base_model_name_or_path",
+        f"trained for another base model, for no module has the widths of {base.id}; "
+        "deploy it to a service with its own base_model",
+        f"{base.widths[projection][0]} to {base.widths[projection][1]}",
+        f"{adapter.config.get('base_model_name_or_path')}, {shape[0]} to {shape[1]}",
+    )
 
 
 def _place(module: str, base: BaseModel) -> tuple[int, int] | None:

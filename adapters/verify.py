@@ -1,4 +1,4 @@
-"""Whether a registry holds what its functions list: every file and artifact is read and hashed again."""
+"""Checks that a registry holds what its functions list: every file and artifact is read and hashed again."""
 
 from __future__ import annotations
 
@@ -36,45 +36,47 @@ class Verified(msgspec.Struct):
 def verify(
     store: ObjectStore,
     *,
-    tell: Callable[[Damage], None] = lambda _: None,
+    on_damage: Callable[[Damage], None] = lambda _: None,
     progress: Callable[[FoundVersion], None] = lambda _: None,
 ) -> Verified:
-    """Reads everything that is listed, and returns the counts; `tell` is called with each damage, `progress` with each
-    version. Raises StoreUnavailable."""
+    """Reads everything that is listed, and returns the counts. `on_damage` is called with each damage, `progress` with
+    each version. Raises StoreUnavailable."""
     done = Verified()
     with DiskMap() as checked:
-        for found in all_versions(store):
-            if found.entry is None:
+        for version in all_versions(store):
+            if version.entry is None:
                 continue
-            progress(found)
+            progress(version)
             done.versions += 1
             done.objects += 1
-            damages = list(_damages(store, found, found.entry, checked, done))
+            damages = list(_damages(store, version, version.entry, checked, done))
             # Deleted and collected meanwhile, it may miss what it wants.
-            if damages and is_listed(store, found):
+            if damages and is_listed(store, version):
                 done.damaged += 1
                 for damage in damages:
-                    tell(damage)
+                    on_damage(damage)
     return done
 
 
 def _damages(
-    store: ObjectStore, found: FoundVersion, entry: VersionEntry, checked: DiskMap, done: Verified
+    store: ObjectStore, version: FoundVersion, entry: VersionEntry, checked: DiskMap, done: Verified
 ) -> Iterator[Damage]:
-    if found.manifest is None:
-        problem = "is missing" if found.info is None else "is no manifest"
-        yield Damage(found.name, found.key, problem)
+    if version.manifest is None:
+        problem = "is missing" if version.info is None else "is no manifest"
+        yield Damage(version.name, version.key, problem)
         return
-    if found.manifest.digest != entry.digest:
-        yield Damage(found.name, found.key, f"names the digest {found.manifest.digest}, the function {entry.digest}")
-    for key, check in _contents(found.manifest, entry):
-        known = checked.get(key)
-        problem = check(store) if known is None else known
-        if known is None:
+    if version.manifest.digest != entry.digest:
+        yield Damage(
+            version.name, version.key, f"names the digest {version.manifest.digest}, the function {entry.digest}"
+        )
+    for key, check in _contents(version.manifest, entry):
+        cached = checked.get(key)
+        problem = check(store) if cached is None else cached
+        if cached is None:
             checked.put(key, problem)
             done.objects += 1
         if problem:
-            yield Damage(found.name, key, problem)
+            yield Damage(version.name, key, problem)
 
 
 def _contents(manifest: Manifest, entry: VersionEntry) -> Iterator[tuple[str, Callable[[ObjectStore], str]]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from adapters.base_model import BaseModel
 from adapters.contents import Contents
+from adapters.deployment import AdapterUpload
 from adapters.errors import Conflict, StoreUnavailable
 from adapters.functions import ITEM_BYTES, FunctionRecord, Manifest, VersionEntry
 from adapters.quota import QuotaReservation
@@ -27,10 +27,8 @@ MAX_ORPHANS = 1000
 class Storing:
     """A deploy under way; `manifest` is set once it has taken a version number, which it keeps through all tries."""
 
+    upload: AdapterUpload
     layout: LoraLayout
-    config: bytes
-    weights: Path
-    source: str | None
     room: QuotaReservation
     manifest: Manifest | None = None
     is_stored: bool = False
@@ -38,7 +36,7 @@ class Storing:
 
 
 class VersionFiles:
-    """Of all functions for one base model. Methods block."""
+    """Stores the files of all functions' versions for one base model. Methods block."""
 
     def __init__(self, store: ObjectStore, base: BaseModel, contents: Contents) -> None:
         self._store, self._base, self._contents = store, base, contents
@@ -50,22 +48,22 @@ class VersionFiles:
         deploy.created = existing is None
         if existing is not None:
             if self._contents.artifact_problem(existing.digest):
-                self._contents.put_artifact(deploy.layout, deploy.weights)
+                self._contents.put_artifact(deploy.layout, deploy.upload.weights)
             itemsize = ITEM_BYTES[deploy.layout.dtype]
             return msgspec.structs.replace(existing, base=self._base.fingerprint, itemsize=itemsize)
         deploy.room.take(deploy.layout.bytes)
         if deploy.manifest is None or not deploy.is_stored:
             deploy.manifest, deploy.is_stored = self._put_all(tenant, record, deploy), True
-        made = deploy.manifest
+        manifest = deploy.manifest
         return VersionEntry(
-            version=made.version,
-            digest=made.digest,
-            base=made.base,
-            ranks=made.ranks,
-            targets=made.targets,
-            bytes=made.bytes,
-            created=made.created,
-            itemsize=ITEM_BYTES[made.dtype],
+            version=manifest.version,
+            digest=manifest.digest,
+            base=manifest.base,
+            ranks=manifest.ranks,
+            targets=manifest.targets,
+            bytes=manifest.bytes,
+            created=manifest.created,
+            itemsize=ITEM_BYTES[manifest.dtype],
         )
 
     def _put_all(self, tenant: str, record: FunctionRecord, deploy: Storing) -> Manifest:
@@ -73,10 +71,10 @@ class VersionFiles:
         removing. Returns the manifest. Raises StoreUnavailable after MAX_REWRITES tries."""
         manifest = deploy.manifest
         for _ in range(MAX_REWRITES):
-            self._contents.put_files(deploy.layout, deploy.config, deploy.weights)
+            self._contents.put_files(deploy.layout, deploy.upload.config, deploy.upload.weights)
             manifest = manifest or self._put_manifest(tenant, record, deploy)
             key = manifest_key(tenant, record.name, manifest.version)
-            missing = self._store.missing([*self._contents.keys(deploy.layout, deploy.config), key])
+            missing = self._store.missing([*self._contents.keys(deploy.layout, deploy.upload.config), key])
             if not missing:
                 return manifest
             if key in missing:
@@ -93,7 +91,7 @@ class VersionFiles:
                 digest=layout.digest,
                 base=self._base.fingerprint,
                 base_id=self._base.id,
-                config_sha256=hashlib.sha256(deploy.config).hexdigest(),
+                config_sha256=hashlib.sha256(deploy.upload.config).hexdigest(),
                 weights_sha256=layout.weights_sha256,
                 dtype=layout.dtype,
                 ranks=layout.ranks,
@@ -101,7 +99,7 @@ class VersionFiles:
                 bytes=layout.bytes,
                 warnings=layout.warnings,
                 created=time.time(),
-                source=deploy.source,
+                source=deploy.upload.source,
             )
             try:
                 self._store.put_if_absent(manifest_key(tenant, record.name, number), msgspec.json.encode(manifest))

@@ -10,15 +10,15 @@ from cronsim import CronSim, CronSimError
 from msgspec import Meta
 
 FIELDS = 5
-"""Of a cron expression: minute, hour, day of the month, month, day of the week."""
+"""Fields of a cron expression: minute, hour, day of the month, month, day of the week."""
 MAX_WINDOWS = 8
-"""Of one function."""
+"""Windows of one function."""
 MAX_SECONDS = 7 * 24 * 3600
 MAX_COPIES = 16
 
 
 class WarmWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """From each time that `cron` names (in UTC), for so many seconds, on as many nodes."""
+    """Window that opens at each time that `cron` names (in UTC), for `for` seconds, on `copies` nodes."""
 
     cron: Annotated[str, Meta(min_length=9, max_length=100)]
     seconds: Annotated[int, Meta(ge=60, le=MAX_SECONDS)] = msgspec.field(name="for")

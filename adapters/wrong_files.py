@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 PICKLE_FILE = "adapter_model.bin"
-"""What PEFT wrote before safetensors."""
+"""File that PEFT wrote before safetensors."""
 PICKLE_PROBLEM = "a pickle, which is never read, for it could run code: docs/guide/adapters.md says how to convert it"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
-"""How the small text begins that Git has in the place of a file that Git LFS keeps."""
+"""First bytes of the small text that Git has in the place of a file that Git LFS keeps."""
 POINTER_PROBLEM = "a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"

@@ -12,7 +12,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""What a template's own code may raise over messages that it was not written for."""
+"""Exceptions that a template's own code may raise over messages that it was not written for."""
 
 
 def compile_template(source: str) -> jinja2.Template:

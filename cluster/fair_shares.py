@@ -1,10 +1,10 @@
-"""Whose turn it is: weighted virtual token counters (VTC, Sheng et al., OSDI 2024) of tenants, and in a tenant of
-functions.
+"""Fair order of requests: weighted virtual token counters (VTC, Sheng et al., OSDI 2024) of tenants, and of each
+tenant's functions.
 
 A counter holds the service that its owner has had, divided by its weight; the next to be served is the one with the
-least. Who comes to wait after a pause is lifted to the least counter of those who wait, so that a pause banks no
-credit. Between any two who wait all the time, service per weight then differs by no more than one request's prompt or
-one batch's output costs, whatever they send. The engine and the simulator share this code.
+least. An owner that comes to wait after a pause is lifted to the least counter of those that wait, so that a pause
+banks no credit. Between any two owners that wait all the time, service per weight then differs by no more than one
+request's prompt or one batch's output costs, whatever they send. The engine and the simulator share this code.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
 """Per token, as in the paper: a token of output takes about twice the time of one of a prompt."""
 RANK_PRICE = 1 / 256
-"""What a token costs more for each rank of its adapter: a quarter at rank 64."""
-MOST_IDLE_TENANTS, MOST_IDLE_FUNCTIONS = 4096, 64
+"""Extra cost of a token for each rank of its adapter: a quarter at rank 64."""
+MAX_IDLE_TENANTS, MAX_IDLE_FUNCTIONS = 4096, 64
 """Remembered while they don't wait; those who are ahead least are forgotten first."""
 
 
@@ -29,17 +29,17 @@ def token_cost(prompt: int, output: int, rank: int) -> float:
 
 
 class Counters:
-    """One level of counters: the service that each owner had, by weight. `join` is to be called when a request of an
-    owner begins to wait, `leave` when it waits no more."""
+    """Counters of one level: the service that each owner had, by weight. The caller calls `join` when a request of an
+    owner begins to wait, and `leave` when it waits no more."""
 
-    def __init__(self, most_idle: int) -> None:
-        self._most_idle = most_idle
+    def __init__(self, max_idle: int) -> None:
+        self._max_idle = max_idle
         self._values: dict[str, float] = {}
         self._waiting: dict[str, int] = {}
         self._floor = 0.0
         self._last: str | None = None
         """who left when nobody else waited"""
-        self._sweep_above = 2 * most_idle
+        self._sweep_above = 2 * max_idle
 
     def __len__(self) -> int:
         """Returns how many owners have a counter here, those included who don't wait."""
@@ -62,9 +62,9 @@ class Counters:
 
     def leave(self, owner: str) -> None:
         """Counts one waiting request of the owner less. Raises KeyError when none of the owner's waits."""
-        left = self._waiting[owner] - 1
-        if left:
-            self._waiting[owner] = left
+        remaining = self._waiting[owner] - 1
+        if remaining:
+            self._waiting[owner] = remaining
             return
         self._raise_floor()
         del self._waiting[owner]
@@ -87,11 +87,11 @@ class Counters:
         they are too many, those with the least. Returns the forgotten ones."""
         self._raise_floor()
         idle = sorted((value, owner) for owner, value in self._values.items() if owner not in self._waiting)
-        behind = sum(value <= self._floor for value, _ in idle)
-        forgotten = [owner for _, owner in idle[: max(behind, len(idle) - self._most_idle)]]
+        at_floor = sum(value <= self._floor for value, _ in idle)
+        forgotten = [owner for _, owner in idle[: max(at_floor, len(idle) - self._max_idle)]]
         for owner in forgotten:
             del self._values[owner]
-        self._sweep_above = 2 * max(self._most_idle, len(self._values))
+        self._sweep_above = 2 * max(self._max_idle, len(self._values))
         return forgotten
 
 
@@ -103,8 +103,8 @@ class FairShares:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all counters, so that whoever comes next begins equal; called when nothing waits or runs."""
-        self._tenants = Counters(MOST_IDLE_TENANTS)
+        """Forgets all counters, so that all tenants begin equal; called when nothing waits or runs."""
+        self._tenants = Counters(MAX_IDLE_TENANTS)
         self._functions: dict[str, Counters] = {}
 
     def join(self, tenant: str, function: str) -> None:
@@ -113,7 +113,7 @@ class FairShares:
         self._of(tenant).join(function)
 
     def leave(self, tenant: str, function: str) -> None:
-        """Notes that one of the function's requests waits no more: it was taken up, or has gone."""
+        """Counts one waiting request of the function less: it was started, or was cancelled."""
         self._tenants.leave(tenant)
         self._of(tenant).leave(function)
 
@@ -139,7 +139,7 @@ class FairShares:
         return self._functions[tenant][function] if tenant in self._functions else 0.0
 
     def _of(self, tenant: str) -> Counters:
-        return self._functions.setdefault(tenant, Counters(MOST_IDLE_FUNCTIONS))
+        return self._functions.setdefault(tenant, Counters(MAX_IDLE_FUNCTIONS))
 
 
 class Waits(Protocol):
@@ -150,7 +150,7 @@ class Waits(Protocol):
     @property
     def function(self) -> str: ...
     @property
-    def due(self) -> float:
+    def first_token_deadline(self) -> float:
         """Returns when the request's first token is due, by any clock that all requests share."""
 
 
@@ -158,17 +158,17 @@ R = TypeVar("R", bound=Waits)
 
 
 def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
-    """Yields each waiting request once: of the tenant with the least counter and its function with the least counter,
-    the one that is due first. Counters may be charged meanwhile: they are read anew for each request, but must not
-    fall."""
+    """Yields each waiting request once. The tenant with the least counter comes first, then its function with the least
+    counter, then the earliest deadline. Counters may be charged meanwhile: they are read again for each request, but
+    must not fall."""
     groups: dict[str, dict[str, list[R]]] = {}
-    for request in sorted(waiting, key=attrgetter("due")):
+    for request in sorted(waiting, key=attrgetter("first_token_deadline")):
         groups.setdefault(request.tenant, {}).setdefault(request.function, []).append(request)
 
     def of_tenant(tenant: str, functions: dict[str, list[R]]) -> tuple[float, Iterator[R]]:
-        turns = {name: (found[0].due, iter(found)) for name, found in functions.items()}
-        due = min(due for due, _ in turns.values())
-        return due, _by_turns(turns, lambda name: shares.function(tenant, name))
+        turns = {name: (requests[0].first_token_deadline, iter(requests)) for name, requests in functions.items()}
+        deadline = min(deadline for deadline, _ in turns.values())
+        return deadline, _by_turns(turns, lambda name: shares.function(tenant, name))
 
     return _by_turns({name: of_tenant(name, functions) for name, functions in groups.items()}, shares.tenant)
 
@@ -176,17 +176,17 @@ def in_fair_order(waiting: Iterable[R], shares: FairShares) -> Iterator[R]:
 def _by_turns(owners: dict[str, tuple[float, Iterator[R]]], counter: Callable[[str], float]) -> Iterator[R]:
     """Yields the owners' requests by turns: each time one of the owner with the least counter, of equal ones the
     earliest due. Each owner comes with the time at which its first request is due, and its requests."""
-    heap = [(counter(owner), due, owner) for owner, (due, _) in owners.items()]
+    heap = [(counter(owner), deadline, owner) for owner, (deadline, _) in owners.items()]
     heapq.heapify(heap)
     while heap:
-        known, due, owner = heap[0]
+        last_read, deadline, owner = heap[0]
         now = counter(owner)
-        if now > known:
-            heapq.heapreplace(heap, (now, due, owner))
+        if now > last_read:
+            heapq.heapreplace(heap, (now, deadline, owner))
             continue
         request = next(owners[owner][1], None)
         if request is None:
             heapq.heappop(heap)
             continue
         yield request
-        heapq.heapreplace(heap, (counter(owner), request.due, owner))
+        heapq.heapreplace(heap, (counter(owner), request.first_token_deadline, owner))

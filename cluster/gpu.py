@@ -1,4 +1,4 @@
-"""What a node reports of its GPU: what changes all the time, and what hardly does."""
+"""Reports of a node's GPU: its load, which changes all the time, and its facts, which hardly do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     uuid: str
     index: int | None = None
-    """As NVML counts on this host."""
+    """Index of the GPU as NVML counts on this host."""
     name: str = ""
     driver: str = ""
     memory: int = 0
@@ -44,13 +44,13 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     xid: int = 0
     """The last Xid error since the node's start; 0: none."""
     xids: int = 0
-    """How many Xid errors there were."""
+    """Number of Xid errors since the node's start."""
     slow_link: str = ""
-    """How the link to the GPU is slower than it should be; empty: it is not."""
+    """Problem of the link to the GPU, if it is slower than it should be."""
     problem: str = ""
-    """Why values are missing, where that is not as it should be: NVML failed, or does not return."""
+    """Reason why values are missing, if they should be there: NVML failed, or does not return."""
     fault: str = ""
-    """Why the GPU can't be used any more: its node drains, and its pool replaces it. Empty: it can."""
+    """Reason why the GPU can't be used any more: its node drains, and its pool replaces it."""
 
 
 THROTTLE_REASONS = {

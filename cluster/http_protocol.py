@@ -1,8 +1,9 @@
-"""uvicorn's HTTP parser with the bounds that it lacks, on every port of ours: heads and trailers have a size, waiting
-for the rest of a head ends, and whoever is answered before its request is complete can read the answer.
+"""uvicorn's HTTP parser with the bounds that it lacks, on every port of ours.
 
-Without them a caller without any key or secret could fill the memory with one endless header, or hold connections open
-for ever; and a sender of a large body would find its connection reset instead of reading why it was refused.
+Heads and trailers have a size, waiting for the rest of a head ends, and a caller that is answered before its request is
+complete can read the answer. Without these bounds a caller without any key or secret could fill the memory with one
+endless header, or hold connections open for ever. A sender of a large body would find its connection reset instead of
+reading why it was refused.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ HEAD_BYTES = 64 << 10
 HEAD_LINES = 1000
 """Headers; a short one takes far more memory than it has bytes."""
 HEAD_SECONDS = 30.0
-"""From connecting, or from the first byte of a further request, to the end of its headers."""
-MOST_WAITING = 16
+"""Time from connecting, or from the first byte of a further request, to the end of its headers."""
+MAX_WAITING = 16
 """Requests that wait on one connection for the answer to the one before; who sends more of them is cut off."""
 READ_BYTES = 64 << 10
-"""That a peer has to read between two looks, as long as so many are left for it."""
+"""Bytes that a peer has to read between two checks, while as many remain for it."""
 LINGER_BYTES = 1 << 30
-"""Of a refused body, read and dropped after the answer: what is left unread resets the connection, often before its
-sender has read the answer. Twice the largest body that is taken by default."""
+"""Bytes of a refused body that are read and dropped after the answer: what is unread resets the connection, often
+before its sender has read the answer. Twice the largest body that is taken by default."""
 LINGER_HEAD_BYTES = 1 << 20
 """The same of what is no request, or has too large a head."""
 LINGER_SECONDS, LINGER_IDLE_SECONDS = 60.0, 5.0
-"""For which that lasts at most in all, and without any byte."""
+"""Time for which that lasts at most in all, and without any byte."""
 
 log = logging.getLogger("cluster.http")
 log.setLevel(logging.ERROR)
@@ -88,7 +89,7 @@ class _Refused(Exception):
 class BoundedHttp(HttpToolsProtocol):
     """An answer that does not wait for the whole body is the last one on its connection, which lingers after it.
 
-    Another protocol that a request offers to go on in (`Upgrade`) is not taken up, and its body is read all the same.
+    Another protocol that a request offers to switch to (`Upgrade`) is not taken up, and its body is read all the same.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -96,17 +97,17 @@ class BoundedHttp(HttpToolsProtocol):
         # uvicorn warns of each broken request. Anyone may send those, and fill the disk.
         self.logger = log
         self._timer = Timer(self.loop)
-        """Until the end of a head, or of lingering."""
+        """Limit on the time until the end of a head, or of lingering."""
         self._progress = False
         self._overhead = 0
         """Bytes since a head was complete or content came."""
         self._head_bytes = self._head_lines = 0
-        """Of this head (or these trailers) so far."""
+        """Bytes and lines of this head (or these trailers) so far."""
         self._receiving = self._in_head = False
         self._answered: RequestResponseCycle | None = None
         """The request that is being answered, or was last; `cycle` is the newest."""
         self._keep_alive = False
-        """Whether the connection is kept after this request, if all of it comes before its answer."""
+        """True: the connection is kept after this request, if all of it comes before its answer."""
         self._lingering = False
         self._dropped, self._drop_limit = 0, LINGER_BYTES
 
@@ -157,7 +158,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._upgrades():
             return
-        if len(self.pipeline) >= MOST_WAITING:
+        if len(self.pipeline) >= MAX_WAITING:
             raise _Refused("too many requests wait for an answer")
         self._progress = True
         self._head_bytes = self._head_lines = 0
@@ -198,11 +199,11 @@ class BoundedHttp(HttpToolsProtocol):
     def _end_unread(self, before: float) -> None:
         """Ends the connection once the last answer has been read, or isn't any more. `before`: bytes that were left at
         the last look."""
-        left = self.transport.get_write_buffer_size()
-        if self.transport.is_closing() or left == 0 or left > before - READ_BYTES:
+        unread = self.transport.get_write_buffer_size()
+        if self.transport.is_closing() or unread == 0 or unread > before - READ_BYTES:
             self.transport.abort()  # close() would wait for a peer that does not read the end of its answer
         else:
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._end_unread, left)
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._end_unread, unread)
 
     def _upgrades(self) -> bool:
         """Returns whether the parser takes what follows the head for another protocol."""
@@ -267,8 +268,8 @@ class BoundedHttp(HttpToolsProtocol):
         """Begins to linger, now that the server has said all that it will.
 
         Returns False when the whole request is there, so that nothing is left to read; also when the connection lingers
-        or closes already. Else the peer is told the end of the answer at once, and reset only when it goes on sending
-        for too long.
+        or closes already. Else the end of the answer is sent at once, and the connection is reset only when the peer
+        continues to send for too long.
         """
         if not self._receiving or self._lingering or self.transport.is_closing():
             return False
@@ -281,7 +282,8 @@ class BoundedHttp(HttpToolsProtocol):
         return True
 
     def _disconnect(self) -> None:
-        """Tells all who still answer that the peer is gone; the server itself knows of the newest request only."""
+        """Marks the peer as disconnected for every response under way; the server itself knows of the newest request
+        only."""
         for cycle in (self._answered, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True

@@ -1,4 +1,4 @@
-"""Leases: of several that could do a thing, one may, for as long as it goes on saying so.
+"""Leases: of several processes that could do a thing, one may, for as long as it prolongs its lease.
 
 A lease that is not prolonged ends by itself. Its holder counts the time from before it asked, so that it stops sooner
 than anyone else can begin.
@@ -19,7 +19,7 @@ class Lease(msgspec.Struct, frozen=True):
     holder: str
     """Empty: nobody."""
     seconds: float
-    """Until it ends by itself."""
+    """Time until it ends by itself."""
 
 
 NOBODY = Lease("", 0.0)
@@ -29,15 +29,15 @@ class Leases(Protocol):
     """Leases that all gateway workers share. Every method may raise RedisAway."""
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
-        """Takes the lease, or prolongs it, for so many seconds from now. Another holder's lease, while it lasts, is
-        left as it is and returned."""
+        """Takes the lease, or prolongs it, for `seconds` from now. Another holder's lease, while it lasts, is left as
+        it is and returned."""
         ...
 
     async def free(self, name: str, holder: str) -> None:
         """Frees the lease; does nothing when it is another's."""
         ...
 
-    async def look(self, name: str) -> Lease:
+    async def get(self, name: str) -> Lease:
         """Returns the lease as it is now; NOBODY when nobody holds it."""
         ...
 
@@ -47,23 +47,23 @@ class MemoryLeases:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._held: dict[str, tuple[str, float]] = {}
+        self._leases: dict[str, tuple[str, float]] = {}
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
-        known = await self.look(name)
-        if known.holder not in ("", holder):
-            return known
-        self._held[name] = holder, self._clock() + seconds
+        current = await self.get(name)
+        if current.holder not in ("", holder):
+            return current
+        self._leases[name] = holder, self._clock() + seconds
         return Lease(holder, seconds)
 
     async def free(self, name: str, holder: str) -> None:
-        if (await self.look(name)).holder == holder:
-            del self._held[name]
+        if (await self.get(name)).holder == holder:
+            del self._leases[name]
 
-    async def look(self, name: str) -> Lease:
-        holder, end = self._held.get(name, ("", -math.inf))
-        left = end - self._clock()
-        return Lease(holder, left) if left > 0 else NOBODY
+    async def get(self, name: str) -> Lease:
+        holder, end = self._leases.get(name, ("", -math.inf))
+        remaining = end - self._clock()
+        return Lease(holder, remaining) if remaining > 0 else NOBODY
 
 
 class RedisLeases:
@@ -78,11 +78,11 @@ class RedisLeases:
     async def free(self, name: str, holder: str) -> None:
         await self._run("free", name, holder)
 
-    async def look(self, name: str) -> Lease:
+    async def get(self, name: str) -> Lease:
         return await self._run("look", name)
 
     async def _run(self, action: str, name: str, holder: str = "", seconds: float = 0.0) -> Lease:
-        held, left = await self._link.run(
+        current_holder, remaining_ms = await self._link.run(
             "lease", [self._link.key("lease", name)], [action, holder, round(seconds * 1000)]
         )
-        return Lease(held.decode(), left / 1000) if held else NOBODY
+        return Lease(current_holder.decode(), remaining_ms / 1000) if current_holder else NOBODY

@@ -19,11 +19,11 @@ def nonnegative(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
     unit = columns / scale
     count = unit.shape[1]
     x, free, barred = np.zeros(count), np.zeros(count, bool), np.zeros(count, bool)
-    least = 1e-12 * float(np.linalg.norm(target))
+    threshold = 1e-12 * float(np.linalg.norm(target))
     for _ in range(PATIENCE * count):
         pull = np.where(free | barred, -np.inf, unit.T @ (target - unit @ x))
         enters = int(np.argmax(pull))
-        if not pull[enters] > least:
+        if not pull[enters] > threshold:
             return np.asarray(x / scale)
         free[enters] = True
         x = _solve(unit, target, x, free)
@@ -36,14 +36,14 @@ def _solve(columns: np.ndarray, target: np.ndarray, x: np.ndarray, free: np.ndar
     """Returns x, moved towards the solution over the free columns. Columns that would become negative stop at 0, and
     are taken out of `free`, which is changed in place."""
     while free.any():
-        wanted = np.zeros_like(x)
-        wanted[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]
-        below = free & (wanted <= 0)
+        solution = np.zeros_like(x)
+        solution[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]
+        below = free & (solution <= 0)
         if not below.any():
-            return wanted
-        steps = np.where(below, x / np.where(below & (x > 0), x - wanted, 1.0), np.inf)
+            return solution
+        steps = np.where(below, x / np.where(below & (x > 0), x - solution, 1.0), np.inf)
         first = int(np.argmin(steps))
-        x = x + float(steps[first]) * (wanted - x)
+        x = x + float(steps[first]) * (solution - x)
         x[first] = 0.0
         free[first] = False
         x[~free] = 0.0

@@ -1,4 +1,4 @@
-"""What a tenant may ask for: requests per second, tokens per minute, and places (generations under way at once).
+"""Limits of a tenant: requests per second, tokens per minute, and places (generations under way at once).
 
 The rates are token buckets. That of the requests holds one second's worth, one request at least; that of the tokens one
 minute's. A call takes one request, and the tokens that it may use at most; what it did not use is given back at its
@@ -15,13 +15,13 @@ from typing import Literal, Protocol
 import msgspec
 
 IDLE_BUCKETS = 1000
-"""From which on buckets that are full again are looked for and forgotten."""
+"""Number of buckets from which on full ones are forgotten."""
 LONGEST_WAIT = 1e9
 """Seconds: of rates that allow next to nothing."""
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """None: not limited."""
+    """Rate limits of a tenant. None: not limited."""
 
     rps: float | None = None
     tokens_per_minute: float | None = None
@@ -35,18 +35,18 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What one call asks for."""
+    """Demand of one call."""
 
     tenant: str
     rates: Rates
     tokens: int
-    """That it may use, prompt included."""
+    """Tokens that it may use, prompt included."""
     places: int
     owners: tuple[Owner, ...] = ()
-    """Of the places, the tenant first if it has a limit, the function last: it takes as many from each."""
+    """Owners of the places, the tenant first if it has a limit, the function last: it takes as many from each."""
     reserved: int = 0
     """Places that are kept for the function."""
-    others: tuple[Owner, ...] = ()
+    other_functions: tuple[Owner, ...] = ()
     """The tenant's other functions that have places kept for them, as many as the `limit` of each says: what of these
     is free counts as taken from the tenant's, but for a call that stays within its own function's."""
 
@@ -58,9 +58,9 @@ class Call(msgspec.Struct, frozen=True):
 class Refusal(msgspec.Struct, frozen=True):
     why: Literal["requests", "tokens", "places"]
     owner: Owner | None = None
-    """Whose places are taken."""
+    """Owner whose places are in use."""
     seconds: float | None = None
-    """Until it would be allowed, if nothing else came; None: nobody knows."""
+    """Time until it would be allowed, if nothing else came; None: unknown."""
 
 
 class LimitState(Protocol):
@@ -72,7 +72,7 @@ class LimitState(Protocol):
         ...
 
     async def settle(self, call: Call, unused_tokens: int) -> None:
-        """Notes that the call which `take` allowed has ended: gives back its places and its `unused_tokens`."""
+        """Ends the call which `take` allowed: gives back its places and its `unused_tokens`."""
         ...
 
 
@@ -84,7 +84,7 @@ class Bucket:
         self.level, self._at = capacity, now
 
     def adjust(self, rate: float, capacity: float, now: float) -> None:
-        """Lets time pass until `now`, then goes on with this rate and capacity."""
+        """Lets time pass until `now`, then continues with this rate and capacity."""
         self.level = min(self.capacity, self.level + max(0.0, now - self._at) * self.rate)
         self.rate, self.capacity, self._at = rate, capacity, max(now, self._at)
         self.level = min(capacity, self.level)
@@ -112,21 +112,24 @@ class Bucket:
 
 
 class MemoryLimits:
-    """Of one process, where nothing is waited for: a call is taken or settled in one step. `share`: of each limit, what
-    this process may give away; a place at least."""
+    """Limits of one process, where nothing is waited for: a call is taken or settled in one step. `share`: the part of
+    each limit that this process may give away, a place at least."""
 
     def __init__(self, clock: Callable[[], float], share: Callable[[], float] = lambda: 1.0) -> None:
         self._clock = clock
         self._share = share
         self._buckets: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
-        self.taken: dict[str, int] = {}
+        self.places_in_use: dict[str, int] = {}
         """Places by owner."""
 
     async def take(self, call: Call) -> Refusal | None:
         share = self._share()
         for owner in call.owners:
             allowed = math.inf if owner.limit is None else max(1, math.floor(owner.limit * share))
-            if self.taken.get(owner.name, 0) + self._kept(call, owner, share) + call.places > allowed:
+            if (
+                self.places_in_use.get(owner.name, 0) + self._reserved_for_others(call, owner, share) + call.places
+                > allowed
+            ):
                 return Refusal("places", owner)
         requests, tokens = self._rates(call)
         if requests is not None and (seconds := requests.wait(1)) > 0:
@@ -140,13 +143,16 @@ class MemoryLimits:
         self.count(call.owners, call.places)
         return None
 
-    def _kept(self, call: Call, owner: Owner, share: float) -> int:
+    def _reserved_for_others(self, call: Call, owner: Owner, share: float) -> int:
         """Returns how many places of an owner are kept for other functions than the call's."""
         function = call.owners[-1].name
-        within = self.taken.get(function, 0) + call.places <= math.floor(call.reserved * share)
+        within = self.places_in_use.get(function, 0) + call.places <= math.floor(call.reserved * share)
         if owner.name != call.tenant or within:
             return 0
-        free = (math.floor((each.limit or 0) * share) - self.taken.get(each.name, 0) for each in call.others)
+        free = (
+            math.floor((each.limit or 0) * share) - self.places_in_use.get(each.name, 0)
+            for each in call.other_functions
+        )
         return sum(max(0, places) for places in free)
 
     async def settle(self, call: Call, unused_tokens: int) -> None:
@@ -157,11 +163,11 @@ class MemoryLimits:
 
     def count(self, owners: Sequence[Owner], by: int) -> None:
         for owner in owners:
-            left = self.taken.get(owner.name, 0) + by
-            if left > 0:
-                self.taken[owner.name] = left
+            in_use = self.places_in_use.get(owner.name, 0) + by
+            if in_use > 0:
+                self.places_in_use[owner.name] = in_use
             else:
-                self.taken.pop(owner.name, None)
+                self.places_in_use.pop(owner.name, None)
 
     def _rates(self, call: Call) -> tuple[Bucket | None, Bucket | None]:
         rps, tpm, share = call.rates.rps, call.rates.tokens_per_minute, self._share()

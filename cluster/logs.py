@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from cluster.printable import printable
 
 CAPACITY = "capacity"
-"""Message of the line in which an engine that got warm says what it has room for."""
+"""Message of the line in which a warm engine reports its capacity."""
 SETTING = "GARNISH_LOG"
 """Environment variable: `json` asks for JSON on a terminal, too."""
 SERVERS = ("gunicorn.error", "uvicorn.error")
@@ -39,7 +39,7 @@ class JsonLines(logging.Formatter):
         self._process = process
 
     def fields(self, record: logging.LogRecord) -> dict[str, object]:
-        """Returns what the line says, in the order in which it says it."""
+        """Returns the fields of the line, in its order."""
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -96,7 +96,7 @@ def _shown(value: object) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Returns the text without what could begin a line of its own, or move the cursor."""
+    """Returns the text without what could begin another line, or move the cursor."""
     return printable(" ".join(text.splitlines()))
 
 

@@ -1,17 +1,18 @@
-"""Messages between gateway and nodes, as msgpack. Every message carries PROTOCOL_VERSION in its `v`.
+"""Messages between gateway and nodes, as msgpack. Every message has PROTOCOL_VERSION in its `v`; others are refused.
 
 Gateway -> node (HTTP, each with `authorization: Bearer <cluster secret>`):
 
     POST /generate   body GenerateRequest; the reply is a stream of frames, each 4 bytes of big-endian length and one
                      Event. The last frame is Done or Failed. Closing the connection cancels the request.
-    GET  /record     News, all that there is to report
+    GET  /record     NodeReport, all that there is to report
     POST /drain, /undrain          204; running requests end, new ones are refused
     GET  /adapters, POST /adapters/prefetch, /adapters/evict: cluster.residency
     GET  /healthz    no secret needed; 200 when the process is alive
 
 Node -> gateway:
 
-    POST /cluster/record   body News (cluster.news), every RECORD_INTERVAL seconds; the reply is 204, or 200 with Wanted
+    POST /cluster/record   body NodeReport (cluster.news), every RECORD_INTERVAL seconds; the reply is 204, or 200 with
+                           FullReportRequest
 """
 
 from __future__ import annotations
@@ -22,23 +23,14 @@ import msgspec
 
 from cluster.frames import frame
 
-PROTOCOL_VERSION = 1
-PARAMETERS_VERSION = 2
-"""Of a GenerateRequest that states one of NEWER_PARAMETERS. Nodes that would ignore these refuse the version, and get
-no such call (`NodeRecord.accepts`). A request that states none of them is version 1, which all nodes serve."""
-RESUMPTION_VERSION = 3
-"""Of a GenerateRequest with tokens that another node has `generated`."""
-ACCEPTED_VERSIONS = (PROTOCOL_VERSION, PARAMETERS_VERSION, RESUMPTION_VERSION)
-"""The version before the current one joins this tuple when there is one."""
-NEWEST_VERSION = ACCEPTED_VERSIONS[-1]
-
+PROTOCOL_VERSION = 3
 
 SloClass = Literal["strict", "standard", "best_effort"]
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are chosen, and which of them end the text. The one struct that carries a call's parameters from the
-    gateway to the engine.
+    """Parameters of sampling, and conditions that end the text. The one struct that carries a call's parameters from
+    the gateway to the engine.
 
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 are off.
     """
@@ -49,47 +41,26 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     min_p: float = 0.0
     seed: int = 0
     choice: int = 0
-    """Which of several choices of one request this is (`n` on /v1)."""
+    """Index of the choice among the request's (`n` on /v1)."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None
-    """None: none. k: the chosen token's log probability and the k most likely ones."""
+    """Number of most likely tokens whose log probabilities are returned with the chosen token's; None: no log
+    probabilities."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens that the prompt or the output has."""
     logit_bias: dict[int, float] = {}
     """Token id -> what is added to its logit."""
     min_tokens: int = 0
-    """Before so many tokens are generated, end tokens and `stop_token_ids` are masked and stop strings don't count."""
+    """Generated tokens before which end tokens and `stop_token_ids` are masked and stop strings don't count."""
     stop_token_ids: list[int] = []
     bad_words: list[list[int]] = []
     """Token sequences that the output must not have."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, of the prompt's tokens but the first."""
+    """Same as `logprobs`, for the prompt's tokens but the first."""
     skip_special_tokens: bool = True
     include_stop: bool = False
     """The stop string, or the token that ends the text, is part of the text."""
-
-
-NEWER_PARAMETERS = (
-    "repetition_penalty",
-    "logit_bias",
-    "min_tokens",
-    "stop_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "include_stop",
-)
-"""Fields of Sampling that nodes of protocol version 1 don't know."""
-
-
-def version_for(sampling: Sampling) -> int:
-    """Returns the protocol version that a node must serve so as not to ignore any of these parameters."""
-    plain = all(getattr(sampling, field) == getattr(_PLAIN, field) for field in NEWER_PARAMETERS)
-    return PROTOCOL_VERSION if plain else PARAMETERS_VERSION
-
-
-_PLAIN = Sampling()
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -104,7 +75,8 @@ class Adapter(msgspec.Struct, frozen=True):
     """Bytes of an element, as `bytes` counts them. 0: not known, for it was deployed by an earlier release."""
 
     def bytes_in(self, itemsize: int) -> int:
-        """Returns what it takes where elements have so many bytes; as it is where either is not known (0)."""
+        """Returns the bytes that it takes where an element has `itemsize` bytes; `bytes` where either size is not known
+        (0)."""
         return self.bytes // self.itemsize * itemsize if self.itemsize and itemsize else self.bytes
 
 
@@ -119,7 +91,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     timeout: float
     """Seconds that remain until the caller's deadline, counted from receipt."""
     adapter: Adapter | None = None
-    """None: the base model alone."""
+    """Adapter to apply; None: the base model alone."""
     stop: list[str] = []
     ignore_eos: bool = False
     function: str = ""
@@ -133,13 +105,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds between two tokens that the caller was promised."""
     generated: list[int] = []
     """Tokens that another node has generated for this request, and has sent. They count as its output, `max_tokens`
-    included; the node goes on behind them, and sends what comes after."""
+    included; the node continues after them, and sends what comes next."""
     reserved: int = 0
-    """Places that are kept for its function. In a full queue the tenant's calls of other functions give way to it,
+    """Places that are kept for its function. In a full queue it may displace the tenant's calls of other functions,
     while fewer of its function's than that wait there."""
     place: int = 0
     """Number of the place that is reserved for it (cluster.received); 0: it has none."""
-    v: int = PROTOCOL_VERSION
+    v: int = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)  # a plain default would not be sent
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -148,7 +120,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     logprob: float
     top: list[TopLogprob] = []
     rank: int = 0
-    """Among the whole vocabulary, of a prompt's token; 1 is the likeliest. 0: not asked for."""
+    """Rank of a prompt's token in the whole vocabulary; 1 is the likeliest. 0: not asked for."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -162,7 +134,7 @@ class Started(msgspec.Struct, frozen=True, tag_field="event", tag="started", omi
 
     node: str
     cold_start: str
-    """Where the adapter was when the request arrived: none (on the device, or base), host, disk, absent."""
+    """Tier of the adapter when the request arrived: none (on the device, or base), host, disk, absent."""
     v: int = PROTOCOL_VERSION
 
 
@@ -185,7 +157,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, tag_field="event", tag="prompt
 
 
 class ColdStart(msgspec.Struct, frozen=True):
-    """What the adapter's load cost this request (seconds); `exposed` is time in which computation waited for bytes."""
+    """Time that the adapter's load cost this request (seconds); `exposed` is time in which computation waited for
+    bytes."""
 
     state: str
     plan: str
@@ -213,9 +186,9 @@ class Timing(msgspec.Struct, frozen=True):
     total: float
     cold_start: ColdStart
     preemptions: int = 0
-    """How often the request gave its place in the batch to a strict one and was computed again."""
+    """Number of times that the request was preempted by a strict one and computed again."""
     device: float = 0.0
-    """Of the passes that computed it, its part by tokens. 0 also from a node that does not report it."""
+    """Share by tokens of the passes that computed it. 0 also where it is not reported."""
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defaults=True):
@@ -226,7 +199,7 @@ class Done(msgspec.Struct, frozen=True, tag_field="event", tag="done", omit_defa
     cached_tokens: int
     timing: Timing
     text: str = ""
-    """What was still held back for an incomplete character or a possible stop string."""
+    """Text that was still held back for an incomplete character or a possible stop string."""
     stop_reason: int | str | None = None
     """The stop string, or the one of `stop_token_ids`, that ended the text. None: something else did."""
 
@@ -251,8 +224,9 @@ class VersionMismatch(ValueError):
 
 
 def check_version(v: int) -> None:
-    if v not in ACCEPTED_VERSIONS:
-        raise VersionMismatch(f"message version {v} is not served; served: {ACCEPTED_VERSIONS}")
+    """Raises VersionMismatch unless `v` is PROTOCOL_VERSION."""
+    if v != PROTOCOL_VERSION:
+        raise VersionMismatch(f"message version {v} is not served; served: {PROTOCOL_VERSION}")
 
 
 _event_encoder = msgspec.msgpack.Encoder()

@@ -1,4 +1,4 @@
-"""Whether a performance model that a node published can be reckoned with."""
+"""Checks whether a performance model that a node published can be used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from cluster.performance_model import PerformanceModel
 
 MAX_SECONDS = 1e6
-"""For a coefficient or a latency: more is no measurement. Keeps sums of products finite."""
+"""Largest coefficient or latency: more is no measurement. Keeps sums of products finite."""
 MIN_BANDWIDTH = 1.0
 """Bytes per second."""
 
@@ -18,8 +18,8 @@ OFF = 1.3
 
 
 def is_off(ratio: float | None) -> bool:
-    """Returns whether a node's performance model is far off. `ratio`: what the node tells of its last passes
-    (`forecast_ratio`); None, when it has seen none, is not off."""
+    """Returns whether a node's performance model is far off. `ratio`: the node's `forecast_ratio` of its last passes;
+    None, when it has measured none, is not off."""
     return ratio is not None and not 1.0 / OFF <= ratio <= OFF
 
 

@@ -1,7 +1,7 @@
-"""What a node reports of itself: sums that change all the time, facts that hardly do, and which adapters it holds.
+"""Reports of nodes: a heartbeat that changes all the time, facts that hardly do, and the adapters that a node holds.
 
-A node posts News every RECORD_INTERVAL seconds, and passes on only what changed since the gateway last took it in.
-cluster.old_record has what nodes of the release before report.
+A node posts a NodeReport every RECORD_INTERVAL seconds. It passes on only what changed since the gateway last took it
+in.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from cluster.messages import PROTOCOL_VERSION
 from cluster.performance_model import PerformanceModel
 from cluster.received import Received
 
-RECORD_VERSION = 2
-"""Of what nodes report; cluster.old_record has version 1."""
 RECORD_INTERVAL = 0.2
 """Seconds between two records of a node."""
 RECORD_EXPIRY = 2.0
@@ -36,19 +34,18 @@ class Resident(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StrictRoom(msgspec.Struct, frozen=True, array_like=True):
-    """What the next strict request finds on a node."""
+    """Room that the next strict request finds on a node."""
 
     rows: int = 0
-    """That it could have at once: free ones, and those that best-effort requests would give up to it."""
+    """Rows that it could have at once: free ones, and those that best-effort requests would give up to it."""
     blocks: int = 0
     """The same of KV blocks."""
     queued: int = 0
     """Strict requests that wait before it."""
     prompt_tokens: int = 0
-    """Of strict requests, waiting and running, that are not computed yet: they come before others'."""
+    """Tokens of strict requests, waiting and running, that are not computed yet: they come before others'."""
     paused_rows: int = 0
-    """Of the requests that run, how many a step has fewer on average while best effort pauses for a strict request's
-    time between tokens."""
+    """Rows that a step has fewer on average while best effort pauses for a strict request's time between tokens."""
     paused_contexts: int = 0
     """The same of their contexts' tokens."""
     tightest_tpot: float | None = None
@@ -56,8 +53,8 @@ class StrictRoom(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What changes all the time: sums and maxima, so that its size depends on nothing (some 200 bytes). New fields come
-    last."""
+    """Part of a report that changes all the time: sums and maxima, so that its size depends on nothing (some 200
+    bytes). New fields come last."""
 
     id: str
     epoch: str
@@ -71,7 +68,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     contexts: int = 0
     """Tokens, summed over running requests."""
     max_rank: int = 0
-    """Of the adapters of all requests, waiting and running."""
+    """Largest rank of the adapters of all requests, waiting and running."""
     request_ranks: int = 0
     """Summed over these requests."""
     adapter_ranks: int = 0
@@ -79,36 +76,36 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     prompt_tokens_left: int = 0
     """Tokens of prompts, waiting and running, that are not computed yet."""
     tightest_tpot: float | None = None
-    """The least that any request here, waiting or running, was promised between two tokens (seconds), but for what the
-    node could not keep for one request alone."""
+    """Tightest SLO on the time between two tokens (seconds) of all requests here, waiting or running. SLOs that the
+    node could not keep for one request alone are left out."""
     strict: StrictRoom | None = None
-    """None: it does not report it, and strict requests find what all find."""
+    """Room for strict requests. None: not reported, and strict requests find what all find."""
     loading_bytes: int = 0
-    """On their way to the device."""
+    """Bytes on their way to the device."""
     adapter_bytes_free: int = 0
     forecast_ratio: float | None = None
     """Median of observed / forecast over its last passes, by `performance`; None: it has computed none."""
     measuring: float | None = None
-    """How much of the measurement that will give it a `performance` is done (0 to 1); None: none goes on."""
+    """Progress of the measurement that will give it a `performance` (0 to 1); None: none is running."""
     received: Received = Received()
-    """Which places given away on it have become requests; ends their reservations."""
-    v: int = RECORD_VERSION
+    """Reserved places that have become requests; ends their reservations."""
+    v: int = PROTOCOL_VERSION
     prefetches: int = 0
     """Predicted ones that are under way."""
     prefetch_useful_bytes: int = 0
-    """Of predicted prefetches since the engine's start: those that had come when the adapter was called."""
+    """Bytes of predicted prefetches since the engine's start that had come when the adapter was called."""
     prefetch_late_bytes: int = 0
-    """Those that were still to come when it was called."""
+    """Bytes that were still to come when it was called."""
     prefetch_wasted_bytes: int = 0
-    """Those of adapters that went, or were no longer wanted, before they were called."""
+    """Bytes of adapters that were evicted, or no longer wanted, before they were called."""
     gpu_load: GpuLoad | None = None
-    """None: it has no GPU, or knows nothing of it."""
+    """Load of its GPU. None: it has no GPU, or can't read it."""
     best_effort: int = 0
-    """Requests of this class, of `running` and `queued`; older nodes don't report it."""
+    """Requests of this class, of `running` and `queued`."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What hardly ever changes, and is reported when it does."""
+    """Part of a report that hardly ever changes, and is sent when it does."""
 
     url: str
     base: str
@@ -120,31 +117,29 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_rows: int = 0
     """Requests that it computes at once; 0: not known yet."""
     performance: PerformanceModel | None = None
-    """None: not measured."""
+    """Measured performance model; None: not measured."""
     adapter_bytes: int = 0
     host_bytes: int = 0
-    """Of host memory for adapters. 0: not reported."""
+    """Bytes of host memory for adapters. 0: not reported."""
     largest_adapter: int = 0
     """Bytes that one adapter may have here; calls of a larger one are answered `too_large`. 0: not reported."""
     adapter_itemsize: int = 0
     """Bytes of an element of an adapter's weights here, whatever its file has. 0: not reported."""
     takes_wants: bool = True
-    """It brings in what is wanted before it is called. False: of that only what is provisioned."""
+    """True: it prefetches what is wanted before it is called. False: of that only what is provisioned."""
     device: str = ""
     error: str = ""
-    """Why the engine is not ready, when it is not."""
+    """Reason why the engine is not ready."""
     pool: str = ""
     """The node pool that it belongs to; empty: none."""
-    accepts: int = PROTOCOL_VERSION
-    """The newest version of GenerateRequest that it serves."""
     cpu_workers: int | None = None
     """CPU LoRA workers that help cold calls; None: not reported."""
     cpu_workers_reason: str = ""
-    """Why so many."""
+    """Reason for their number."""
     cpu_workers_ms: dict[str, float] = {}
     """Milliseconds by which their number was decided, by name: `warm`, `exposed`, `first_token_assist`, ..."""
     gpu: GpuFacts | None = None
-    """None: it has no GPU, or knows nothing of it."""
+    """Facts of its GPU. None: it has no GPU, or can't read it."""
 
 
 class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_defaults=True):
@@ -167,7 +162,6 @@ class NodeRecord(Heartbeat, frozen=True, array_like=False, kw_only=True, omit_de
     device: str = ""
     error: str = ""
     pool: str = ""
-    accepts: int = PROTOCOL_VERSION
     cpu_workers: int | None = None
     cpu_workers_reason: str = ""
     cpu_workers_ms: dict[str, float] = {}
@@ -178,11 +172,11 @@ def record_from(heartbeat: Heartbeat, facts: Facts) -> NodeRecord:
     return NodeRecord(**msgspec.structs.asdict(heartbeat), **msgspec.structs.asdict(facts))
 
 
-def heartbeat_of(record: NodeRecord) -> Heartbeat:
+def heartbeat_from(record: NodeRecord) -> Heartbeat:
     return Heartbeat(**{name: getattr(record, name) for name in Heartbeat.__struct_fields__})
 
 
-def facts_of(record: NodeRecord) -> Facts:
+def facts_from(record: NodeRecord) -> Facts:
     return Facts(**{name: getattr(record, name) for name in Facts.__struct_fields__})
 
 
@@ -207,33 +201,31 @@ def rank_sums(running: Sequence[tuple[Hashable, int]], waiting: Sequence[int]) -
 
 
 class Changes(msgspec.Struct, frozen=True, array_like=True):
-    """What a node's facts and residents have become since a change that the receiver may know. Changes are numbered,
-    and each entry says how it is now, so what is known already may come again."""
+    """Changes of a node's facts and residents since a change that the receiver may know. Changes are numbered, and each
+    entry says how it is now, so that a change may be sent twice."""
 
     since: int = WHOLE
     """Number of the change behind which this begins. WHOLE: this is everything, and what is not in it is not there."""
     at: int = 0
     """Number of the last change."""
     residents: list[Resident] = []
-    acknowledged: list[str] = []
-    """Of a node of protocol version 1, which numbers nothing: ids of requests whose reservations end."""
 
 
-class News(msgspec.Struct, frozen=True, array_like=True):
-    """What a node reports to the gateway."""
+class NodeReport(msgspec.Struct, frozen=True, array_like=True):
+    """Report of a node to the gateway."""
 
     heartbeat: Heartbeat
     facts: Facts | None = None
-    """None: as they were."""
+    """Facts of the node; None: unchanged."""
     changes: Changes = Changes()
 
 
-def whole(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> News:
+def full_report(record: NodeRecord, residents: Sequence[Resident] = (), at: int = 0) -> NodeReport:
     """Returns news with all that there is to report of a node."""
-    return News(heartbeat_of(record), facts_of(record), Changes(WHOLE, at, list(residents)))
+    return NodeReport(heartbeat_from(record), facts_from(record), Changes(WHOLE, at, list(residents)))
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """The gateway's reply to News when it does not know what they build on."""
+class FullReportRequest(msgspec.Struct, frozen=True):
+    """The gateway's reply to NodeReport when it does not know what they build on."""
 
     wanted: Literal["whole"] = "whole"

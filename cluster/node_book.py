@@ -1,8 +1,8 @@
-"""One process's snapshot of the nodes: their latest records, when they were heard of, and places that are held.
+"""Snapshot of the nodes in one process: their latest records, when each was last seen, and reserved places.
 
 It decides nothing about who may write it: MemoryClusterState owns one, and RedisClusterState keeps one as a mirror.
-`now` is monotonic seconds of this process. `aged`, and when a node was heard of, are of the clock by which records grow
-old: the same one, unless their owner knows of times in which no record could have come.
+`now` is monotonic seconds of this process. `aged`, and when a node was last seen, are of the clock by which records
+grow old. That is the same one, unless the owner knows of times in which no record could have come.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from cluster.news import WHOLE, Heartbeat, News, NodeRecord, Resident, facts_of, record_from, whole
+from cluster.news import WHOLE, Heartbeat, NodeRecord, NodeReport, Resident, facts_from, full_report, record_from
 from cluster.node_table import Demand, NodeTable
 
 FORGET_SECONDS = 60.0
@@ -34,18 +34,18 @@ class NodeView(msgspec.Struct, frozen=True):
 
     record: NodeRecord
     reserved: int
-    """Places given away that the node has not acknowledged yet."""
+    """Reserved places that the node has not acknowledged yet."""
     age: float
     """Seconds since the record came in, by the receiver's clock."""
     residents: Mapping[str, Resident]
-    """Its adapters by digest. Changes with the node's news."""
+    """Adapters of the node by digest. Changes with the node's reports."""
 
 
 class _Place(NamedTuple):
     """A place that is held on a node."""
 
     end: float
-    """When it ends by itself."""
+    """Time at which it ends by itself."""
     number: int
     """0: it has none."""
 
@@ -57,7 +57,7 @@ class _Node:
         self.at = 0
         """Number of the last change that is known of its facts and residents."""
         self.places: dict[str, _Place] = {}
-        """By request."""
+        """Reserved places by request."""
         self.past: deque[str] = deque(maxlen=PAST_EPOCHS)
         """Epochs that were replaced."""
 
@@ -74,14 +74,14 @@ class NodeBook:
         self._ends: list[tuple[float, str, str]] = []
         """A heap of (end, node, request); entries of places that ended sooner stay until their time."""
 
-    def known(self, node_id: str) -> NodeRecord | None:
+    def record(self, node_id: str) -> NodeRecord | None:
         node = self._nodes.get(node_id)
         return None if node is None else node.record
 
-    def heard(self, node_id: str) -> float:
+    def last_seen(self, node_id: str) -> float:
         """Returns when the node's last record came, by the clock of `aged`; -inf when the node is unknown."""
         node = self._nodes.get(node_id)
-        return -math.inf if node is None else float(self.table.heard[node.row])
+        return -math.inf if node is None else float(self.table.last_seen[node.row])
 
     def ids(self) -> list[str]:
         return list(self._nodes)
@@ -95,9 +95,9 @@ class NodeBook:
             return True
         if heartbeat.epoch == node.record.epoch:
             return heartbeat.seq > node.record.seq
-        return heartbeat.epoch not in node.past or aged - self.heard(heartbeat.id) >= self.expiry
+        return heartbeat.epoch not in node.past or aged - self.last_seen(heartbeat.id) >= self.expiry
 
-    def lacks(self, news: News) -> bool:
+    def needs_full_report(self, news: NodeReport) -> bool:
         """Returns whether the news build on what is not known here."""
         changes = news.changes
         if changes.since == WHOLE:
@@ -105,21 +105,20 @@ class NodeBook:
         node = self._nodes.get(news.heartbeat.id)
         return node is None or node.record.epoch != news.heartbeat.epoch or changes.since > node.at
 
-    def put(self, news: News, heard: float) -> None:
+    def put(self, news: NodeReport, last_seen: float) -> None:
         """Takes in what a node reports, whatever its `seq`; the news must not lack anything. Ends the places of
         requests that came, and all places of an epoch before. Raises TooManyNodes."""
         heartbeat, changes, is_whole = news.heartbeat, news.changes, news.changes.since == WHOLE
         node = self._nodes.get(heartbeat.id)
         if node is None and len(self._nodes) >= self.max_nodes:
             raise TooManyNodes(f"{self.max_nodes} nodes are known already; {heartbeat.id} was not added")
-        came = list(changes.acknowledged)
-        if node is not None:
-            came += [request for request, place in node.places.items() if heartbeat.received.has(place.number)]
-        facts = news.facts if news.facts is not None or node is None else facts_of(node.record)
+        places = node.places.items() if node is not None else ()
+        received = [request for request, place in places if heartbeat.received.has(place.number)]
+        facts = news.facts if news.facts is not None or node is None else facts_from(node.record)
         assert facts is not None
         record = record_from(heartbeat, facts)
         residents, changed = (changes.residents, []) if is_whole else (None, changes.residents)
-        row = self.table.put(record, heard, residents=residents, changed=changed, acknowledged=came)
+        row = self.table.put(record, last_seen, residents=residents, changed=changed, acknowledged=received)
         if node is None:
             node = self._nodes[heartbeat.id] = _Node(row)
         elif heartbeat.epoch != node.record.epoch:
@@ -127,21 +126,16 @@ class NodeBook:
             if heartbeat.epoch in node.past:
                 node.past.remove(heartbeat.epoch)
             node.past.append(node.record.epoch)
-        for request_id in came:
+        for request_id in received:
             node.places.pop(request_id, None)
         node.record = record
         node.at = changes.at if is_whole else max(node.at, changes.at)
-        self._next_expiry = min(self._next_expiry, heard + self.expiry)
+        self._next_expiry = min(self._next_expiry, last_seen + self.expiry)
 
-    def news(self, node_id: str) -> News:
+    def news(self, node_id: str) -> NodeReport:
         """Returns all that is known of a known node, for somebody who knows nothing."""
         node = self._nodes[node_id]
-        return whole(node.record, list(self.table.residents(node.row).values()), node.at)
-
-    def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
-        """Returns what the node holds, by digest; None unless `epoch` is that of the node's latest record."""
-        node = self._nodes.get(node_id)
-        return self.table.residents(node.row) if node is not None and node.record.epoch == epoch else None
+        return full_report(node.record, list(self.table.residents(node.row).values()), node.at)
 
     def hold(self, node_id: str, request_id: str, demand: Demand, end: float, number: int = 0) -> None:
         """Holds a place on the node for the request, until `end` at the latest. Does nothing at an unknown node."""
@@ -190,10 +184,10 @@ class NodeBook:
 
     def _expire(self, aged: float) -> None:
         live = np.flatnonzero(self.table.live)
-        late = aged - self.table.heard[live] >= self.expiry
+        late = aged - self.table.last_seen[live] >= self.expiry
         for row in live[late]:
             self.table.expire(int(row))
-        self._next_expiry = float(self.table.heard[live[~late]].min(initial=math.inf)) + self.expiry
+        self._next_expiry = float(self.table.last_seen[live[~late]].min(initial=math.inf)) + self.expiry
 
     def views(self, now: float, aged: float) -> list[NodeView]:
         """Returns live nodes in the order of their ids."""
@@ -202,7 +196,7 @@ class NodeBook:
             NodeView(
                 record=node.record,
                 reserved=len(table.reservations(node.row)),
-                age=max(0.0, aged - float(self.table.heard[node.row])),
+                age=max(0.0, aged - float(self.table.last_seen[node.row])),
                 residents=table.residents(node.row),
             )
             for _, node in sorted(self._nodes.items())
@@ -210,16 +204,16 @@ class NodeBook:
         ]
 
     def silence(self, node_id: str, epoch: str, aged: float) -> float:
-        """Returns the seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
+        """Returns the seconds since this epoch of the node was last seen; infinite when it is forgotten or replaced."""
         node = self._nodes.get(node_id)
         if node is None or node.record.epoch != epoch:
             return math.inf
-        return max(0.0, aged - float(self.table.heard[node.row]))
+        return max(0.0, aged - float(self.table.last_seen[node.row]))
 
     def forget(self, aged: float) -> None:
         """Forgets nodes that have been silent for long."""
         oldest = aged - self.forget_seconds
-        for node_id in [name for name, node in self._nodes.items() if self.table.heard[node.row] <= oldest]:
+        for node_id in [name for name, node in self._nodes.items() if self.table.last_seen[node.row] <= oldest]:
             self.remove(node_id)
 
     def remove(self, node_id: str) -> None:

@@ -1,4 +1,4 @@
-"""What a node has to do, as sums: of its record, made once when it comes in, and of places given away since."""
+"""Work of a node as sums: of its record, computed once when it comes in, and of places reserved since."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cluster.performance_model import PerformanceModel, PrefillModel
 MOST = 1 << 53
 """No count is above it: what a record says stays exact as a float, and sums stay inside 64 bits."""
 MARGIN = 0.8
-"""Of a promised time between tokens, that nodes plan passes with: forecasts err, and passes vary."""
+"""Share of a promised time between tokens that nodes plan passes with: forecasts err, and passes vary."""
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a place that is given away will ask of its node, until the node's own record shows it."""
+    """Demand of a reserved place on its node, until the node's own record shows the request."""
 
     rank: int = 0
     """the adapter's largest; 0: the base alone"""
@@ -27,14 +27,14 @@ class Demand(msgspec.Struct, frozen=True):
     tpot: float | None = None
     """seconds, as promised"""
     displaces: bool = False
-    """its tenant has less waiting than another, so that it may take a place in a full queue from that one; or it is
-    strict, and may take one of best effort"""
+    """True: it may take another request's place in a full queue. Either its tenant has less waiting, or it is strict
+    and takes one of best effort."""
     slo_class: SloClass = "standard"
 
 
 class StrictLoad(msgspec.Struct, frozen=True):
-    """What the next strict request finds on a node: the record's news.StrictRoom, its numbers checked and KV
-    blocks counted in tokens."""
+    """Room for the next strict request on a node: the record's news.StrictRoom, its numbers checked and KV blocks
+    counted in tokens."""
 
     rows: int
     kv_tokens: int
@@ -69,7 +69,7 @@ class NodeLoad(msgspec.Struct, frozen=True):
     best_effort: int = 0
     """of the running and queued ones"""
     adapter_itemsize: int = 0
-    """bytes of an adapter's element on the device; 0: not told"""
+    """bytes of an adapter's element on the device; 0: not reported"""
 
 
 def load_of(record: NodeRecord) -> NodeLoad:
@@ -121,8 +121,8 @@ def count(value: int) -> int:
 
 
 class ReservedLoad(msgspec.Struct):
-    """What the requests with reserved places add up to: prompt tokens, prompt + `max_tokens`, prompt tokens x rank; of
-    `max_rank` the largest; how many are of best effort."""
+    """Sums over the requests with reserved places: prompt tokens, prompt + `max_tokens`, prompt tokens x rank, the
+    largest rank, and the requests of best effort."""
 
     tokens: int = 0
     prompt_tokens: int = 0
@@ -133,23 +133,23 @@ class ReservedLoad(msgspec.Struct):
 
 
 def reserved_load(demands: Iterable[Demand]) -> ReservedLoad:
-    held = ReservedLoad()
+    load = ReservedLoad()
     for demand in demands:
-        held.tokens += demand.prompt_tokens + demand.max_tokens
-        held.prompt_tokens += demand.prompt_tokens
-        held.token_ranks += demand.prompt_tokens * demand.rank
-        held.ranks += demand.rank
-        held.max_rank = max(held.max_rank, demand.rank)
-        held.best_effort += demand.slo_class == "best_effort"
-    return held
+        load.tokens += demand.prompt_tokens + demand.max_tokens
+        load.prompt_tokens += demand.prompt_tokens
+        load.token_ranks += demand.prompt_tokens * demand.rank
+        load.ranks += demand.rank
+        load.max_rank = max(load.max_rank, demand.rank)
+        load.best_effort += demand.slo_class == "best_effort"
+    return load
 
 
 def tightest_tpot(promised: Iterable[float], model: PerformanceModel | None) -> float:
     """Returns the least of the promised seconds per token that the node could keep at least for one request alone;
     infinite when there is none. A promise that it can't keep is not protected, or it would keep all others out. Nor is
     what is no number: NaN would hide the others."""
-    least = model.decode.seconds(1, 0, 0) if model is not None else 0.0
-    return min((tpot for tpot in promised if tpot >= least), default=math.inf)
+    lowest = model.decode.seconds(1, 0, 0) if model is not None else 0.0
+    return min((tpot for tpot in promised if tpot >= lowest), default=math.inf)
 
 
 def prompts_before(model: PrefillModel, tokens: int, token_ranks: int) -> float:
@@ -157,8 +157,8 @@ def prompts_before(model: PrefillModel, tokens: int, token_ranks: int) -> float:
     return model.per_token * tokens + model.per_token_rank * token_ranks
 
 
-class Found(msgspec.Struct, frozen=True):
-    """What a request that comes now would find."""
+class Availability(msgspec.Struct, frozen=True):
+    """Room and waiting time that a request which comes now would find."""
 
     rows_free: float
     kv_room: float
@@ -168,17 +168,19 @@ class Found(msgspec.Struct, frozen=True):
     """of strict requests"""
 
 
-def found_by_strict(load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel) -> Found:
+def availability_for_strict(
+    load: NodeLoad, room: StrictLoad, demands: Iterable[Demand], model: PerformanceModel
+) -> Availability:
     """Returns what the next strict request finds on the node, given the reserved `demands`. A place of a best-effort
     request does not count, for it is given up; that of a standard one does: it may be taken when a strict one comes."""
     firm = [demand for demand in demands if demand.slo_class != "best_effort"]
     coming = [demand for demand in firm if demand.slo_class == "strict"]
-    held, strict = reserved_load(firm), reserved_load(coming)
+    reserved, strict = reserved_load(firm), reserved_load(coming)
     promised = [room.tightest_tpot, *(demand.tpot for demand in coming if demand.tpot is not None)]
     prompts = room.prompt_tokens + strict.prompt_tokens
-    return Found(
+    return Availability(
         rows_free=room.rows - room.queued - len(firm),
-        kv_room=room.kv_tokens - held.tokens if load.kv_tokens else math.inf,
+        kv_room=room.kv_tokens - reserved.tokens if load.kv_tokens else math.inf,
         prompt_wait=prompts_before(model.prefill, prompts, strict.token_ranks),
         saved=model.decode.saved(load.running, room.paused_rows, room.paused_contexts),
         tightest_tpot=tightest_tpot(promised, model),

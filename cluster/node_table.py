@@ -1,7 +1,7 @@
-"""The nodes as columns, so that a placement looks at all of them at once.
+"""Nodes as columns, so that a placement reads all of them at once.
 
-Whoever keeps the picture of the nodes (cluster.state, the simulator) changes a node's row when a record comes in and
-when a place on it is taken or given back; policies only read. A row stays the node's own until the node is forgotten.
+The owner of the snapshot (cluster.state, the simulator) changes a node's row when a record comes in and when a place on
+it is reserved or released; policies only read. A row stays the node's own until the node is forgotten.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cluster.messages import NEWEST_VERSION
 from cluster.model_check import problem_of
 from cluster.news import NodeRecord, Resident
 from cluster.node_load import (
     MOST,
+    Availability,
     Demand,
-    Found,
     NodeLoad,
-    found_by_strict,
+    availability_for_strict,
     load_of,
     prompts_before,
     reserved_load,
@@ -75,10 +74,10 @@ ROW = np.dtype(
         ("exposed_share", "f8"),
     ]
 )
-"""What follows of a node from its record, the places given away on it and its model."""
-COLUMNS = ("live", "heard", *(ROW.names or ()))
+"""Columns that follow from a node's record, the places reserved on it and its model."""
+COLUMNS = ("live", "last_seen", *(ROW.names or ()))
 STANDARD, STRICT = range(2)
-"""Which of two."""
+"""Index of the columns with two values."""
 
 
 ASSUMED = PerformanceModel(
@@ -88,7 +87,8 @@ ASSUMED = PerformanceModel(
     to_device=Transfer(latency=1e-3, bandwidth=8e9),
     from_store=Transfer(latency=2e-2, bandwidth=2e8),
 )
-"""Of a node that was never measured, so that it is neither free nor out of the question. A 7B on an A10, roughly."""
+"""Model of a node that was never measured, so that it is neither free nor out of the question. A 7B on an A10,
+roughly."""
 
 
 log = logging.getLogger("cluster")
@@ -113,11 +113,9 @@ class NodeTable:
         """Rises with every reservation on the node, by whomever."""
         self.table = np.zeros(capacity, ROW)
         self.live = np.zeros(capacity, np.bool_)
-        """Its record has not expired."""
-        self.heard = np.zeros(capacity, np.float64)
-        """When its record came in, by the receiver's clock."""
-        self.older: dict[int, int] = {}
-        """By row, the newest version that the node serves, of nodes that would not serve NEWEST_VERSION."""
+        """True: the node's record has not expired."""
+        self.last_seen = np.zeros(capacity, np.float64)
+        """Time at which its record came in, by the receiver's clock."""
         self._rows: dict[str, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._residents = ResidentIndex(capacity)
@@ -127,10 +125,10 @@ class NodeTable:
         self._loads: list[NodeLoad | None] = [None] * capacity
         self._models = [ASSUMED] * capacity
         self._serving: dict[str, Serving] = {}
-        """By base. Emptied when a node comes, goes, or changes what counts here: records come all the time, and hardly
-        any of them does."""
+        """Nodes that serve each base. Emptied when a node comes, goes, or changes what counts here: records come all
+        the time, and hardly any of them does."""
         self.now = math.nan
-        """By the clock of `heard`, when the table was last asked for; NaN where nobody keeps it."""
+        """Time at which the table was last read, by the clock of `last_seen`; NaN where nobody keeps it."""
         vars(self).update({name: self.table[name] for name in ROW.names or ()})
 
     if TYPE_CHECKING:
@@ -145,18 +143,18 @@ class NodeTable:
         return self._rows.get(node_id)
 
     def record(self, row: int) -> NodeRecord:
-        found = self._records[row]
-        assert found is not None
-        return found
+        record = self._records[row]
+        assert record is not None
+        return record
 
     def load(self, row: int) -> NodeLoad:
-        """Returns the load that the node's latest record tells."""
-        found = self._loads[row]
-        assert found is not None
-        return found
+        """Returns the load of the node's latest record."""
+        load = self._loads[row]
+        assert load is not None
+        return load
 
     def model(self, row: int) -> PerformanceModel:
-        """Returns the performance model that the node is reckoned with; ASSUMED where its own is missing or wrong."""
+        """Returns the performance model that forecasts of the node use; ASSUMED where its own is missing or wrong."""
         return self._models[row]
 
     def tiers(self, digest: str) -> dict[int, int]:
@@ -169,13 +167,13 @@ class NodeTable:
 
     def serving(self, base: str) -> Serving:
         """Returns the nodes that are live, ready, and of this base."""
-        found = self._serving.get(base)
-        if found is None:
+        serving = self._serving.get(base)
+        if serving is None:
             rows = np.flatnonzero(self.live & self.ready)
             rows = rows[[self.record(row).base == base for row in rows.tolist()]]
             contexts = self.max_context[rows] if rows.size else np.zeros(1, np.int64)
-            found = self._serving[base] = Serving(rows, int(contexts.min()), int(contexts.max()))
-        return found
+            serving = self._serving[base] = Serving(rows, int(contexts.min()), int(contexts.max()))
+        return serving
 
     def model_problem(self, row: int) -> str | None:
         """Returns why the model that the node publishes is not believed; None where it is, or where there is none."""
@@ -193,7 +191,7 @@ class NodeTable:
     def put(
         self,
         record: NodeRecord,
-        heard: float = math.nan,
+        last_seen: float = math.nan,
         *,
         residents: Sequence[Resident] | None = None,
         changed: Sequence[Resident] = (),
@@ -216,11 +214,8 @@ class NodeTable:
         self._residents.change(row, changed)
         if before is None or (before.performance, before.base) != (record.performance, record.base):
             self._model(row, record.performance, record.base)
-        self.older.pop(row, None)
-        if record.accepts < NEWEST_VERSION:
-            self.older[row] = record.accepts
         self._refresh(row)
-        self.heard[row] = heard
+        self.last_seen[row] = last_seen
         if before is None or not self.live[row] or _counts(before) != _counts(record):
             self._serving.clear()
         self.live[row] = True
@@ -238,19 +233,18 @@ class NodeTable:
         self._serving.clear()
         self._residents.put(row, [])
         self._problems.pop(row, None)
-        self.table[row], self.live[row], self.heard[row] = 0, False, 0.0
-        self.older.pop(row, None)
+        self.table[row], self.live[row], self.last_seen[row] = 0, False, 0.0
         self.ids[row], self._records[row], self._loads[row], self.generation[row] = None, None, None, 0
         self._demands[row].clear()
         self._free.append(row)
 
     def reserve(self, row: int, request_id: str, demand: Demand) -> None:
-        """Adds a reservation of the request to the row. One that is known already changes the generation alone: a
-        worker hears of its own reservations twice."""
-        known = self._demands[row].get(request_id) == demand
+        """Adds a reservation of the request to the row. A known one changes the generation alone: a worker receives its
+        own reservations twice."""
+        is_known = self._demands[row].get(request_id) == demand
         self._demands[row][request_id] = demand
         self.generation[row] += 1
-        if not known:
+        if not is_known:
             self._refresh(row)
 
     def takes(self, row: int, demand: Demand) -> bool:
@@ -269,27 +263,31 @@ class NodeTable:
     def _refresh(self, row: int) -> None:
         """Computes the row's columns that follow from record, reservations and model."""
         load, demands, model = self.load(row), list(self._demands[row].values()), self._models[row]
-        held, decode, prefill = reserved_load(demands), model.decode, model.prefill
-        waiting, limit, prompts = load.queued + len(demands), load.queue_limit, load.prompt_tokens + held.prompt_tokens
-        requests, largest = load.running + waiting, max(load.max_rank, held.max_rank)
+        reserved, decode, prefill = reserved_load(demands), model.decode, model.prefill
+        waiting, limit, prompts = (
+            load.queued + len(demands),
+            load.queue_limit,
+            load.prompt_tokens + reserved.prompt_tokens,
+        )
+        requests, largest = load.running + waiting, max(load.max_rank, reserved.max_rank)
         capacity = load.max_rows or math.inf
         ranks = {
             "max_rank": requests * largest,
-            "request_ranks": load.request_ranks + held.ranks,
-            "adapter_ranks": load.adapter_ranks + held.ranks,
+            "request_ranks": load.request_ranks + reserved.ranks,
+            "adapter_ranks": load.adapter_ranks + reserved.ranks,
         }[decode.rank_term]
         promised = [load.tightest_tpot, *(demand.tpot for demand in demands if demand.tpot is not None)]
-        found = Found(
+        standard = Availability(
             rows_free=capacity - requests,
-            kv_room=load.kv_tokens_free - held.tokens if load.kv_tokens else math.inf,
-            prompt_wait=prompts_before(prefill, prompts, held.token_ranks),
+            kv_room=load.kv_tokens_free - reserved.tokens if load.kv_tokens else math.inf,
+            prompt_wait=prompts_before(prefill, prompts, reserved.token_ranks),
         )
-        strict = found if load.strict is None else found_by_strict(load, load.strict, demands, model)
+        strict = standard if load.strict is None else availability_for_strict(load, load.strict, demands, model)
         self.table[row] = (  # in the order of ROW
             load.ready, waiting >= limit, waiting >= limit + room_for_others(limit), model is not ASSUMED,
-            load.max_context, requests, load.best_effort + held.best_effort, largest, capacity, load.kv_tokens,
-            (found.rows_free, strict.rows_free), (found.kv_room, strict.kv_room),
-            (found.prompt_wait, strict.prompt_wait), (tightest_tpot(promised, model), strict.tightest_tpot),
+            load.max_context, requests, load.best_effort + reserved.best_effort, largest, capacity, load.kv_tokens,
+            (standard.rows_free, strict.rows_free), (standard.kv_room, strict.kv_room),
+            (standard.prompt_wait, strict.prompt_wait), (tightest_tpot(promised, model), strict.tightest_tpot),
             strict.saved,
             decode.seconds(requests, load.contexts + prompts, min(ranks, MOST)),
             decode.base, decode.next_row(requests), decode.per_row, decode.flat_rows, decode.per_context,

@@ -10,9 +10,9 @@ from cluster.json_file import write_json
 from cluster.model_check import problem_of
 from cluster.node_table import ASSUMED
 from cluster.performance_fit import (
-    LEAST_R2,
-    MOST_ERROR,
-    MOST_ERROR_IDLE,
+    MAX_ERROR,
+    MAX_ERROR_IDLE,
+    MIN_R2,
     DecodeFit,
     PaperForm,
     PrefillFit,
@@ -85,19 +85,19 @@ def write_performance(profile: PerformanceProfile, file: Path) -> None:
 
 
 def _poor(profile: PerformanceProfile) -> str:
-    most_error = MOST_ERROR if profile.thorough else MOST_ERROR_IDLE
+    max_error = MAX_ERROR if profile.thorough else MAX_ERROR_IDLE
     for name, quality in (("decode", profile.decode.quality), ("prefill", profile.prefill.quality)):
         if quality.r2 > 1 or quality.heldout_median_error < 0:
-            found = f"R^2 of {name} is {quality.r2}, its held-out error {quality.heldout_median_error}"
-            return f"{found}: nobody measured that"
-        if not describes(quality.r2, quality.heldout_median_error, most_error):
+            measured = f"R^2 of {name} is {quality.r2}, its held-out error {quality.heldout_median_error}"
+            return f"{measured}: nobody measured that"
+        if not describes(quality.r2, quality.heldout_median_error, max_error):
             return (
                 f"R^2 of {name} is {quality.r2} and its held-out error {quality.heldout_median_error}; at least "
-                f"{LEAST_R2:g}, or at most {most_error:g}, is wanted"
+                f"{MIN_R2:g}, or at most {max_error:g}, is wanted"
             )
     return ""
 
 
-def _differences(found: ModelKey, wanted: ModelKey) -> str:
-    fields = [name for name in ModelKey.__struct_fields__ if getattr(found, name) != getattr(wanted, name)]
-    return ", ".join(f"{name} {getattr(found, name)!r} (here: {getattr(wanted, name)!r})" for name in fields)
+def _differences(stored: ModelKey, expected: ModelKey) -> str:
+    fields = [name for name in ModelKey.__struct_fields__ if getattr(stored, name) != getattr(expected, name)]
+    return ", ".join(f"{name} {getattr(stored, name)!r} (here: {getattr(expected, name)!r})" for name in fields)

@@ -15,22 +15,22 @@ import numpy as np
 from cluster.least_squares import nonnegative
 from cluster.performance_model import RANK_TERMS, DecodeModel, PrefillModel, RankTerm, Transfer
 
-LEAST_R2 = 0.9
-MOST_ERROR = 0.1
+MIN_R2 = 0.9
+MAX_ERROR = 0.1
 """Median held-out error with which a model is good whatever its R^2: steps that all take much the same time leave R^2
 nothing to explain."""
-MOST_ERROR_IDLE = 0.25
+MAX_ERROR_IDLE = 0.25
 """The same for what a node measures while it is idle: the alternative is a model of another machine."""
 FOLDS = 5
-LEAST_SAMPLES = 12
+MIN_SAMPLES = 12
 """Configurations."""
-MOST_SET_ASIDE = 0.05
+MAX_SET_ASIDE = 0.05
 """Share of the configurations that R^2 may leave out as disturbed; they are counted in the report."""
 FAR = 6.0
 """Robust standard deviations from which on a configuration counts as disturbed."""
 HUBER = 1.345
 ROUNDS = 20
-LEAST_ERROR = 1e-9
+MIN_ERROR = 1e-9
 """Relative errors below it are rounding."""
 DECODE_FIELDS = ("rows", "contexts", *RANK_TERMS)
 AGAIN = "Measure again while the host does nothing else."
@@ -38,7 +38,7 @@ LARGEST_ERROR = 0.5
 """A held-out error counts as no more, so that one disturbed pass chooses neither rank term nor flat rows."""
 FLAT_ROWS = (2, 4, 8, 16, 32, 64, 128)
 """Tried, as far as more rows than that were measured."""
-LEAST_GAIN = 0.05
+MIN_GAIN = 0.05
 """Share of the held-out error that flat rows must save, or chance chooses them."""
 
 
@@ -47,17 +47,17 @@ class BadSample(ValueError):
 
 
 class BadFit(ValueError):
-    """The model does not describe what was measured; `r2` says how badly."""
+    """The model does not describe what was measured; `r2` is its R^2."""
 
     def __init__(self, what: str, r2: float, samples: int, reason: str) -> None:
         super().__init__(
-            f"{what}: R^2 is {r2:.3f} over {samples} configurations; at least {LEAST_R2:g} is wanted. {reason}"
+            f"{what}: R^2 is {r2:.3f} over {samples} configurations; at least {MIN_R2:g} is wanted. {reason}"
         )
         self.what, self.r2, self.samples = what, r2, samples
 
 
 class DecodeSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One decode step."""
+    """Measured decode step."""
 
     rows: int
     contexts: int
@@ -72,7 +72,7 @@ class DecodeSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pass over prompts."""
+    """Measured pass over prompts."""
 
     tokens: int
     squares: int
@@ -88,7 +88,7 @@ class TransferSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How well a model describes what it was fitted to. R^2 is of the plain times, in seconds."""
+    """Quality of a model's fit. R^2 is of the plain times, in seconds."""
 
     r2: float
     heldout_median_error: float
@@ -124,13 +124,13 @@ class PaperForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_forecast(model: DecodeModel, sample: DecodeSample) -> float:
-    """Returns the seconds that the sample's step would take by the model; its measured ones are not looked at."""
+    """Returns the seconds that the sample's step would take by the model; its measured ones are not used."""
     ranks: int = getattr(sample, model.rank_term)
     return model.seconds(sample.rows, sample.contexts, ranks)
 
 
 def fit_decode(
-    samples: Sequence[DecodeSample], most_error: float = MOST_ERROR, terms: Sequence[RankTerm] = RANK_TERMS
+    samples: Sequence[DecodeSample], max_error: float = MAX_ERROR, terms: Sequence[RankTerm] = RANK_TERMS
 ) -> DecodeFit:
     """Fits a model to the seconds of decode steps. `terms`: what ranks may cost with the kernel that was measured
     (`rank_terms`). Raises BadSample, or BadFit when none of them describes the steps."""
@@ -144,30 +144,30 @@ def fit_decode(
         return {term: _heldout(columns(term, flat), seconds) for term in terms}
 
     tried = {flat: by_term(flat) for flat in (0, *FLAT_ROWS) if not flat or flat < rows[:, 0].max()}
-    least = {flat: min(map(_mean_error, heldout.values())) for flat, heldout in tried.items()}
-    flat = min(least, key=least.__getitem__)
-    if least[flat] >= (1 - LEAST_GAIN) * least[0]:
+    smallest = {flat: min(map(_mean_error, heldout.values())) for flat, heldout in tried.items()}
+    flat = min(smallest, key=smallest.__getitem__)
+    if smallest[flat] >= (1 - MIN_GAIN) * smallest[0]:
         flat = 0
     heldout = tried[flat]
     means = {term: _mean_error(errors) for term, errors in heldout.items()}
     term = min(terms, key=means.__getitem__)
-    costs, quality = _fit("decode", columns(term, flat), seconds, heldout[term], most_error)
+    costs, quality = _fit("decode", columns(term, flat), seconds, heldout[term], max_error)
     base, per_row, per_context, per_rank = costs
     return DecodeFit(DecodeModel(base, per_row, per_context, per_rank, term, flat), quality, means)
 
 
-def fit_prefill(samples: Sequence[PrefillSample], most_error: float = MOST_ERROR) -> PrefillFit:
+def fit_prefill(samples: Sequence[PrefillSample], max_error: float = MAX_ERROR) -> PrefillFit:
     """Fits a model of prefill passes to the samples. Raises BadSample or BadFit."""
     rows, seconds = _checked(samples, ("tokens", "squares", "token_ranks"))
     columns = np.column_stack([np.ones(len(rows)), rows])
-    costs, quality = _fit("prefill", columns, seconds, _heldout(columns, seconds), most_error)
+    costs, quality = _fit("prefill", columns, seconds, _heldout(columns, seconds), max_error)
     return PrefillFit(PrefillModel(*costs), quality)
 
 
 def fit_transfer(samples: Sequence[TransferSample]) -> Transfer:
     """Fits latency and bandwidth to transfers that were alone on their link. Raises BadSample; BadFit when time does
     not grow with size."""
-    rows, seconds = _checked(samples, ("bytes",), least=2)
+    rows, seconds = _checked(samples, ("bytes",), min_samples=2)
     columns = np.column_stack([np.ones(len(rows)), rows])
     latency, per_byte = _robust(columns, seconds)
     if not per_byte > 0:
@@ -186,39 +186,39 @@ def fit_paper_form(samples: Sequence[DecodeSample], kernel: Literal["bgmv", "mbg
 
 
 def _checked(
-    samples: Sequence[msgspec.Struct], fields: tuple[str, ...], least: int = LEAST_SAMPLES
+    samples: Sequence[msgspec.Struct], fields: tuple[str, ...], min_samples: int = MIN_SAMPLES
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (f64[n, fields], seconds f64[n]) of the distinct configurations, in order; repeats are their median.
     Raises BadSample for impossible numbers, and for too few configurations."""
-    found: dict[tuple[float, ...], list[float]] = {}
+    by_configuration: dict[tuple[float, ...], list[float]] = {}
     for index, sample in enumerate(samples):
         row = tuple(float(getattr(sample, field)) for field in fields)
         seconds = float(sample.seconds)  # type: ignore[attr-defined]
         if not (np.isfinite(row).all() and min(row) >= 0 and 0 < seconds < np.inf):
             raise BadSample(f"sample {index}: {sample}: counts must not be negative, seconds positive, all finite")
-        found.setdefault(row, []).append(seconds)
-    if len(found) < least:
-        raise BadSample(f"{len(found)} configurations were measured; at least {least} are needed")
-    rows = sorted(found)
-    return np.array(rows), np.array([np.median(found[row]) for row in rows])
+        by_configuration.setdefault(row, []).append(seconds)
+    if len(by_configuration) < min_samples:
+        raise BadSample(f"{len(by_configuration)} configurations were measured; at least {min_samples} are needed")
+    rows = sorted(by_configuration)
+    return np.array(rows), np.array([np.median(by_configuration[row]) for row in rows])
 
 
 def _fit(
-    what: str, columns: np.ndarray, seconds: np.ndarray, heldout: np.ndarray, most_error: float
+    what: str, columns: np.ndarray, seconds: np.ndarray, heldout: np.ndarray, max_error: float
 ) -> tuple[list[float], Quality]:
     costs = _robust(columns, seconds)
     forecast = columns @ costs
-    kept = ~_disturbed(forecast / seconds - 1)
-    r2, error = _r2(seconds[kept], forecast[kept]), float(np.median(heldout))
-    if not describes(r2, error, most_error):
-        raise BadFit(what, r2, len(seconds), f"The held-out error is {error:.1%}; {most_error:.0%} would do. {AGAIN}")
+    undisturbed = ~_disturbed(forecast / seconds - 1)
+    r2, error = _r2(seconds[undisturbed], forecast[undisturbed]), float(np.median(heldout))
+    if not describes(r2, error, max_error):
+        raise BadFit(what, r2, len(seconds), f"The held-out error is {error:.1%}; {max_error:.0%} would do. {AGAIN}")
     pairs = tuple(zip(seconds.tolist(), forecast.tolist(), strict=True))
-    return costs, Quality(r2, error, len(seconds), int((~kept).sum()), pairs)
+    return costs, Quality(r2, error, len(seconds), int((~undisturbed).sum()), pairs)
 
 
-def describes(r2: float, heldout_median_error: float, most_error: float = MOST_ERROR) -> bool:
+def describes(r2: float, heldout_median_error: float, max_error: float = MAX_ERROR) -> bool:
     """Returns whether a model with such a fit may be used."""
-    return r2 >= LEAST_R2 or heldout_median_error <= most_error
+    return r2 >= MIN_R2 or heldout_median_error <= max_error
 
 
 def _mean_error(errors: np.ndarray) -> float:
@@ -232,7 +232,7 @@ def _robust(columns: np.ndarray, seconds: np.ndarray) -> list[float]:
     costs = nonnegative(columns * weights[:, None], seconds * weights)
     for _ in range(ROUNDS):
         errors = np.abs(columns @ costs / seconds - 1)
-        bound = HUBER * max(_spread(errors), LEAST_ERROR)
+        bound = HUBER * max(_spread(errors), MIN_ERROR)
         weights = np.sqrt(bound / np.maximum(errors, bound)) / seconds
         before, costs = costs, nonnegative(columns * weights[:, None], seconds * weights)
         if np.allclose(columns @ before, columns @ costs, rtol=1e-6):
@@ -254,10 +254,10 @@ def _heldout(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 def _disturbed(errors: np.ndarray) -> np.ndarray:
     """Returns bool[n]: which errors are the farthest off, a small share at most."""
     size = np.abs(errors)
-    far = size > FAR * max(_spread(size), LEAST_ERROR)
-    most = int(MOST_SET_ASIDE * len(errors))
+    far = size > FAR * max(_spread(size), MIN_ERROR)
+    count = int(MAX_SET_ASIDE * len(errors))
     worst = np.zeros(len(errors), bool)
-    worst[np.argsort(-size)[:most]] = True
+    worst[np.argsort(-size)[:count]] = True
     return np.asarray(far & worst)
 
 
@@ -267,5 +267,5 @@ def _spread(sizes: np.ndarray) -> float:
 
 
 def _r2(seconds: np.ndarray, forecast: np.ndarray) -> float:
-    whole = float(((seconds - seconds.mean()) ** 2).sum())
-    return 1 - float(((seconds - forecast) ** 2).sum()) / whole if whole > 0 else -np.inf
+    total_squares = float(((seconds - seconds.mean()) ** 2).sum())
+    return 1 - float(((seconds - forecast) ** 2).sum()) / total_squares if total_squares > 0 else -np.inf

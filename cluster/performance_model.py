@@ -1,4 +1,4 @@
-"""How long a node's work takes: fitted by `garnish profile`, published in records, read by scheduler and simulator.
+"""Time that a node's work takes: fitted by `garnish profile`, published in records, read by scheduler and simulator.
 
 decode(S)  = base + per_row max(0, |S| - flat_rows) + per_context (sum of contexts) + per_rank R(S)
 prefill(Q) = base + per_token T + per_token2 (sum of squares) + per_token_rank (sum of tokens * rank)
@@ -29,7 +29,7 @@ def rank_terms(kernel: str) -> tuple[RankTerm, ...]:
 
 
 class ModelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the numbers depend on; a model of another key says nothing of this node."""
+    """Conditions of a measurement; a model of another key says nothing of this node."""
 
     hardware: str
     """the device's name; of a CPU also how many threads compute, and how bf16 products are computed; the runner, where
@@ -44,7 +44,7 @@ class ModelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One decode step of a batch."""
+    """Time of one decode step of a batch."""
 
     base: float
     per_row: float
@@ -72,7 +72,7 @@ class DecodeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefillModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pass over prompts (or chunks of them)."""
+    """Time of one pass over prompts (or chunks of them)."""
 
     base: float
     per_token: float
@@ -86,7 +86,7 @@ class PrefillModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of n bytes, alone on its link: latency + n / bandwidth (bytes/s)."""
+    """Time to move n bytes, alone on the link: latency + n / bandwidth (bytes/s)."""
 
     latency: float
     bandwidth: float
@@ -104,5 +104,5 @@ class PerformanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     from_store: Transfer
     """object store to host memory"""
     exposed_share: float = 1.0
-    """Of a load, what a cold request waits beyond a warm one's prefill, as cold starts are planned here."""
+    """Share of a load that a cold request waits beyond a warm one's prefill, as cold starts are planned here."""
     version: int = MODEL_VERSION

@@ -1,4 +1,4 @@
-"""Who gives way in a full queue, so that no tenant can lock the others out by filling it."""
+"""Displacement in a full queue, so that no tenant can lock the others out by filling it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def room_for_others(queue_limit: int) -> int:
 
 
 class QueueShares:
-    """Counts how many requests of each tenant wait, and says which tenant has more than its share."""
+    """Counts how many requests of each tenant wait, and finds the tenant that has more than its share."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[int, float]] = {}
@@ -30,21 +30,21 @@ class QueueShares:
         self._waiting[tenant] = count + 1, weight
 
     def leave(self, tenant: str) -> None:
-        """Notes that one of the tenant's requests waits no more. Raises KeyError when none of the tenant's waits."""
+        """Counts one waiting request of the tenant less. Raises KeyError when none of the tenant's waits."""
         count, weight = self._waiting[tenant]
         if count > 1:
             self._waiting[tenant] = count - 1, weight
         else:
             del self._waiting[tenant]
 
-    def gives_way(self, tenant: str, weight: float) -> str | None:
+    def tenant_to_displace(self, tenant: str, weight: float) -> str | None:
         """Returns the tenant that has most waiting for its weight, if one more of `tenant` would have still less. None:
         the queue is shared fairly, and the newcomer has to go."""
         if not self._waiting:
             return None
-        most = max(self._waiting, key=self._load)
+        largest = max(self._waiting, key=self._load)
         mine = (self._waiting.get(tenant, (0, weight))[0] + 1) / weight
-        return most if most != tenant and mine < self._load(most) else None
+        return largest if largest != tenant and mine < self._load(largest) else None
 
     def _load(self, tenant: str) -> float:
         count, weight = self._waiting[tenant]

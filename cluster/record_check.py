@@ -1,8 +1,8 @@
-"""What a gateway believes of what a node reports.
+"""Checks of what a node reports, before a gateway believes it.
 
 The cluster secret says that the sender belongs to the cluster, not that what it says is right: a broken node must not
 make every placement wrong, and no node may have the gateway send prompts and the secret to a host that is not itself.
-Its performance model is another matter (cluster.model_check): one that can't be reckoned with is left out.
+Its performance model is another matter (cluster.model_check): one that can't be used is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from cluster.limits import Bucket
-from cluster.news import WHOLE, News
+from cluster.news import WHOLE, NodeReport
 from cluster.received import WINDOW
 
 ID = re.compile(r"[\w.:-]{1,253}", re.ASCII)
@@ -25,16 +25,16 @@ POOL = re.compile(r"([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?")
 STATES = ("warming", "ready", "draining")
 MOST = 1 << 53
 RECORDS_PER_SECOND = 60.0
-"""Of one node; a node sends 5, one of the release before 50 at most."""
+"""Rate of one node's records; a node sends 5."""
 BURST_SECONDS = 2.0
-MOST_RATES = 4096
+MAX_RATES = 4096
 
 
 class BadRecord(ValueError):
-    """The record contradicts itself or its sender; the message says in what."""
+    """The record contradicts itself or its sender; the message names the field."""
 
 
-def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
+def check_news(news: NodeReport, peer: str, allowed_hosts: Collection[str]) -> None:
     """Checks what a node reports. `peer`: the address that the news came from. Raises BadRecord."""
     heartbeat, facts = news.heartbeat, news.facts
     _check_id(heartbeat.id)
@@ -42,7 +42,7 @@ def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
         raise BadRecord("epoch: expected 1 to 200 characters")
     if heartbeat.state not in STATES:
         raise BadRecord(f"state: expected one of {', '.join(STATES)}, found {heartbeat.state[:60]!r}")
-    if len(heartbeat.received.came) > WINDOW // 8:
+    if len(heartbeat.received.bits) > WINDOW // 8:
         raise BadRecord(f"received: expected at most {WINDOW // 8} bytes")
     gpu = facts.gpu if facts is not None else None
     parts: tuple[tuple[str, msgspec.Struct | None], ...] = (
@@ -53,14 +53,14 @@ def check_news(news: News, peer: str, allowed_hosts: Collection[str]) -> None:
         ("", facts),
         ("gpu.", gpu),
     )
-    for whose, part in parts:
+    for owner, part in parts:
         for field, value in msgspec.structs.asdict(part).items() if part is not None else ():
             if isinstance(value, int) and not 0 <= value <= MOST:
-                raise BadRecord(f"{whose}{field}: {value} is below 0 or above 2^53")
-    for whose, promise in (("", heartbeat), ("strict.", heartbeat.strict)):
+                raise BadRecord(f"{owner}{field}: {value} is below 0 or above 2^53")
+    for owner, promise in (("", heartbeat), ("strict.", heartbeat.strict)):
         tpot = promise.tightest_tpot if promise is not None else None
         if tpot is not None and not 0 < tpot < math.inf:
-            raise BadRecord(f"{whose}tightest_tpot: {tpot} is no time")
+            raise BadRecord(f"{owner}tightest_tpot: {tpot} is no time")
     if not (news.changes.since == WHOLE or 0 <= news.changes.since <= news.changes.at) or news.changes.at > MOST:
         raise BadRecord(f"changes: {news.changes.at} can't come after {news.changes.since}")
     if facts is not None:
@@ -100,7 +100,7 @@ def _address(host: str) -> str:
 
 
 class RecordRates:
-    """Bounds how often one node's records are looked at. `clock` is monotonic seconds."""
+    """Bounds how often one node's records are checked. `clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -113,6 +113,6 @@ class RecordRates:
         now, capacity = self._clock(), RECORDS_PER_SECOND * BURST_SECONDS
         bucket = self._buckets.setdefault(node_id, Bucket(RECORDS_PER_SECOND, capacity, now))
         self._buckets.move_to_end(node_id)
-        if len(self._buckets) > MOST_RATES:
+        if len(self._buckets) > MAX_RATES:
             self._buckets.popitem(last=False)
         return bucket.take(1, now)

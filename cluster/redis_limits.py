@@ -6,14 +6,50 @@ silent for WORKER_SECONDS. Buckets that are full are not kept. While Redis is aw
 
 from __future__ import annotations
 
-from cluster.gate import Gate
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from cluster.limits import Call, MemoryLimits, Refusal
 from cluster.redis_link import WORKER_SECONDS, RedisAway, RedisLink, Value
 
 PLACES_SECONDS = 7200
 """Longer than a call may last: how long places are kept that nobody takes or gives back."""
 OWNERS_TOGETHER = 500
-"""Whose places are counted anew by one script."""
+"""Owners whose places one script counts again."""
+
+
+class Gate:
+    """A gate that many pass at once, and that can be closed for a while. Both must end in bounded time: others wait."""
+
+    def __init__(self) -> None:
+        self._passing = 0
+        self._empty, self._open = asyncio.Event(), asyncio.Event()
+        self._empty.set()
+        self._open.set()
+
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        while not self._open.is_set():
+            await self._open.wait()
+        self._passing += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._passing -= 1
+            if not self._passing:
+                self._empty.set()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """Closes the gate: nobody passes while the context lasts. One may close it at a time."""
+        self._open.clear()
+        try:
+            await self._empty.wait()
+            yield
+        finally:
+            self._open.set()
 
 
 class RedisLimits:
@@ -24,7 +60,7 @@ class RedisLimits:
         self._link = link
         self._here = MemoryLimits(link.clock, lambda: 1 / max(workers, link.workers))
         self._alone: dict[Call, int] = {}
-        """Under way, and allowed by this worker alone: none of their tokens were taken in Redis."""
+        """Calls under way that this worker alone has allowed: none of their tokens were taken in Redis."""
         self._unreported: set[str] = set()
         """Owners of whose places Redis may know something else than this worker."""
         self._gate = Gate()
@@ -67,20 +103,20 @@ class RedisLimits:
                 self._unreported.update(owner.name for owner in call.owners)
 
     def _was_alone(self, call: Call) -> bool:
-        left = self._alone.pop(call, 0) - 1
-        if left > 0:
-            self._alone[call] = left
-        return left >= 0
+        remaining = self._alone.pop(call, 0) - 1
+        if remaining > 0:
+            self._alone[call] = remaining
+        return remaining >= 0
 
     async def _take(self, call: Call) -> tuple[int, int]:
         rates = [call.rates.rps, call.rates.tokens_per_minute]
         limits = [owner.limit for owner in call.owners]
         rps, tpm, *places = ["" if value is None else value for value in (*rates, *limits)]
         seconds: list[Value] = [round(WORKER_SECONDS * 1000), PLACES_SECONDS * 1000]
-        kept = [len(call.owners), call.reserved, *places, *(owner.limit or 0 for owner in call.others)]
-        args = [self._link.worker, call.places, rps, tpm, call.tokens, *seconds, *kept]
-        others = [self._link.key("places", owner.name) for owner in call.others]
-        keys = [self._rates_key(call), self._link.key("workers"), *self._places_keys(call), *others]
+        reserved = [len(call.owners), call.reserved, *places, *(owner.limit or 0 for owner in call.other_functions)]
+        args = [self._link.worker, call.places, rps, tpm, call.tokens, *seconds, *reserved]
+        other_keys = [self._link.key("places", owner.name) for owner in call.other_functions]
+        keys = [self._rates_key(call), self._link.key("workers"), *self._places_keys(call), *other_keys]
         why, wait = await self._link.run("take", keys, args)
         return why, wait
 
@@ -94,12 +130,12 @@ class RedisLimits:
         """Reports places that were taken or given back while Redis was away, or that it has lost. No call is counted
         meanwhile: it would be counted twice, or not at all."""
         async with self._gate.closed():
-            names = sorted({*self._here.taken, *self._unreported})
+            names = sorted({*self._here.places_in_use, *self._unreported})
             for first in range(0, len(names), OWNERS_TOGETHER):
                 await self._report_places(names[first : first + OWNERS_TOGETHER])
             self._unreported.clear()
 
     async def _report_places(self, names: list[str]) -> None:
-        taken = [self._here.taken.get(name, 0) for name in names]
-        args: list[Value] = [self._link.worker, PLACES_SECONDS * 1000, *taken]
+        counts = [self._here.places_in_use.get(name, 0) for name in names]
+        args: list[Value] = [self._link.worker, PLACES_SECONDS * 1000, *counts]
         await self._link.catch_up_run("recount", [self._link.key("places", name) for name in names], args)

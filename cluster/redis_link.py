@@ -1,7 +1,7 @@
 """A gateway worker's link to Redis: scripts with a time limit, messages as they come, and what is done when it breaks.
 
-Whoever shares something through Redis runs scripts by `run`, and gets RedisAway at once while the link is down. A task
-of the link's own connects again, lets everyone catch up (`on_resume`) and only then calls the link up.
+Users of the link run scripts by `run`, and get RedisAway at once while the link is down. The link's own task connects
+again, lets everyone catch up (`on_resume`) and only then calls the link up.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ Value = str | bytes | int | float
 CALL_SECONDS = 1.0
 """Longest wait for one answer."""
 GRACE_SECONDS = 0.02
-"""In which a process that stood still reads the answers that have come meanwhile."""
+"""Time in which a process that stalled reads the answers that have come meanwhile."""
 CONNECT_SECONDS = 2.0
 CONNECTIONS = 4
-"""Of one worker, for scripts and messages that it sends; places on nodes have one of their own beside them."""
+"""Connections of one worker for scripts and messages that it sends; places on nodes have their own one."""
 MAX_ASKED = 10_000
 """Commands of one worker under way, those included that wait for a connection."""
 HEARTBEAT_SECONDS = 0.5
-"""Between two signs of life, each of which also checks that no message was lost."""
+"""Time between two signs of life, each of which also checks that no message was lost."""
 WORKER_SECONDS = 5.0
 """A worker that was silent for this long has ended, and what it had taken is free."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """Seconds before a lost link is tried again."""
 STALE_SECONDS = 300.0
-"""For so long after Redis went away nodes that were alive then count as alive, unless they fail."""
+"""Time after Redis went away for which nodes that were alive then count as alive, unless they fail."""
 PLACES = ("reserve", "release")
 """Scripts that wait for no others: they have a connection of their own, which keeps their order, too."""
 LAYOUT = 2
 """Part of every key and channel. Raise it when a stored key, a script's argument or a message gets another meaning:
 workers of releases whose layouts differ don't see each other's. What older ones leave expires, all but one counter."""
 LOST = (RedisError, OSError, TimeoutError, RuntimeError)
-"""What redis-py raises when a connection is lost or does not answer; uvloop's closed ones raise RuntimeError."""
+"""Errors of redis-py when a connection is lost or does not answer; uvloop's closed ones raise RuntimeError."""
 
 log = logging.getLogger("gateway")
 
@@ -95,13 +95,13 @@ class RedisLink:
         self.clock = clock
         self._stale_seconds, self._paused = STALE_SECONDS, 0.0
         self.away_since: float | None = clock()
-        """By the clock; None while the link is up."""
+        """Time by the clock at which the link went down; None while it is up."""
         self.workers = 1
-        """Of all gateways of the cluster, those that live, this one included; as last known while Redis is away."""
+        """Live workers of all gateways of the cluster, this one included; as last known while Redis is away."""
         self._fewer_since: float | None = None
-        """By the clock: since when there have been fewer than `workers`."""
+        """Time by the clock since which there have been fewer than `workers`."""
         self.on_message: dict[str, Callable[[bytes], None]] = {}
-        """By channel. May raise OutOfStep."""
+        """Handlers by channel. May raise OutOfStep."""
         self.on_resume: list[Callable[[], Awaitable[None]]] = []
         """Run in order before the link is called up. May raise RedisAway."""
         self.on_heartbeat: list[Callable[[int], None]] = []
@@ -113,9 +113,9 @@ class RedisLink:
             for file in (files("cluster") / "redis_scripts").iterdir()
             if file.name.endswith(".lua")
         }
-        self._asked: set[asyncio.Future[Any]] = set()
+        self._in_flight: set[asyncio.Future[Any]] = set()
         self._last_answer = -math.inf
-        """By the clock."""
+        """Time of the last answer, by the clock."""
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has an exception when messages or Redis are lost: why."""
         self._up = asyncio.Event()
@@ -129,15 +129,15 @@ class RedisLink:
         return self.away_since is None
 
     def aged(self) -> float:
-        """Returns the time by which news from Redis grow old: it stands still while none could have come, STALE_SECONDS
-        at most."""
+        """Returns the time by which reports from Redis grow old. It stalls while none could have come, STALE_SECONDS at
+        most."""
         return self.clock() - self._paused - self._pausing()
 
     def _pausing(self) -> float:
         return 0.0 if self.away_since is None else min(self.clock() - self.away_since, self._stale_seconds)
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """Runs a script and returns its result. The script goes on when the caller is cancelled. Raises RedisAway."""
+        """Runs a script and returns its result. The script continues when the caller is cancelled. Raises RedisAway."""
         self._check_up()
         return await self.catch_up_run(script, keys, args)
 
@@ -164,7 +164,7 @@ class RedisLink:
             yield
         finally:
             self._ending = True
-            await _end([task, *self._asked])
+            await _end([task, *self._in_flight])
             await self._close()
 
     async def catch_up_run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
@@ -173,14 +173,14 @@ class RedisLink:
         return await self._ask(self._scripts[script](keys, args, client))
 
     async def _ask(self, command: Awaitable[Any]) -> Any:
-        """Returns the command's result. The command runs in a task of its own, which ends when the link is lost and not
+        """Returns the command's result. The command runs in a separate task, which ends when the link is lost and not
         with its caller: redis-py gives up the connection of a command that is cancelled. Raises RedisAway, also when
         MAX_ASKED answers are still to come."""
-        if len(self._asked) >= MAX_ASKED:
+        if len(self._in_flight) >= MAX_ASKED:
             command.close()  # type: ignore[attr-defined]  # redis-py's are coroutines
             raise RedisAway(f"Redis at {self._shown} does not keep up: {MAX_ASKED} answers are still to come")
         task, link = asyncio.ensure_future(command), self._lost
-        self._asked.add(task)
+        self._in_flight.add(task)
         task.add_done_callback(self._answered)
         for seconds in (CALL_SECONDS, GRACE_SECONDS):
             if not task.done():
@@ -200,7 +200,7 @@ class RedisLink:
         return self.clock() - self._last_answer < CALL_SECONDS
 
     def _answered(self, task: asyncio.Future[Any]) -> None:
-        self._asked.discard(task)
+        self._in_flight.discard(task)
         if not task.cancelled() and task.exception() is None:  # which its caller may not look at any more
             self._last_answer = self.clock()
 
@@ -210,7 +210,7 @@ class RedisLink:
             self._fewer_since = None
             self._up.clear()
             log.error("Redis is away: going on from the last snapshot", extra={"redis": self._shown, "why": str(error)})
-        for task in self._asked:
+        for task in self._in_flight:
             task.cancel()
         self._break(RedisAway(f"Redis at {self._shown} is away"))
 
@@ -244,7 +244,7 @@ class RedisLink:
 
     async def _renew(self) -> None:
         """Makes new connections: redis-py may lose one for ever from its pool when its command is cancelled."""
-        await _end(list(self._asked))
+        await _end(list(self._in_flight))
         await self._close()
         self._client, self._places = _client(self._url, CONNECTIONS), _client(self._url, 1)
 
@@ -287,10 +287,10 @@ class RedisLink:
         """Hands messages to their handlers for ever. Raises OutOfStep when the connection is lost: Redis may well
         answer, as it does when it ends one whose messages pile up."""
         handlers = {self.key(channel).encode(): handle for channel, handle in self.on_message.items()}
-        heard = messages.listen()
+        incoming = messages.listen()
         while True:
             try:
-                message = await anext(heard)
+                message = await anext(incoming)
             except (*LOST, StopAsyncIteration) as error:  # redis-py ends the iteration of a closed connection
                 raise OutOfStep(f"the connection of the messages was lost: {error}") from error
             if message["type"] == "message":
@@ -320,8 +320,8 @@ class RedisLink:
         return int(version)
 
     def _count_workers(self, count: int) -> None:
-        """Takes in how many workers Redis counts. Fewer are believed in after a while: a Redis that was emptied hears
-        of one worker after the other."""
+        """Records the number of workers that Redis counts. Fewer are believed after a while: in a Redis that was
+        emptied one worker appears after the other."""
         if count >= self.workers:
             self.workers, self._fewer_since = count, None
         elif self._fewer_since is None:

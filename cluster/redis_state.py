@@ -17,7 +17,7 @@ from typing import Unpack
 import msgspec
 
 from cluster.messages import check_version
-from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, Heartbeat, News, Resident
+from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, Heartbeat, NodeReport, Resident
 from cluster.node_book import PAST_EPOCHS, TooManyNodes
 from cluster.node_table import Demand
 from cluster.queue_shares import room_for_others
@@ -44,7 +44,7 @@ class _Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
         return self.heartbeat.id
 
 
-class _Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+class _Reserved(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     node: str
     request: str
     demand: Demand
@@ -55,7 +55,7 @@ class _Freed(msgspec.Struct, frozen=True, array_like=True, tag="freed"):
     request: str
 
 
-_decoder = msgspec.msgpack.Decoder(_Put | _Held | _Freed)
+_decoder = msgspec.msgpack.Decoder(_Put | _Reserved | _Freed)
 _heartbeats, _facts = msgspec.msgpack.Decoder(Heartbeat), msgspec.msgpack.Decoder(Facts)
 _residents = msgspec.msgpack.Decoder(Resident)
 _encode = msgspec.msgpack.Encoder().encode
@@ -73,7 +73,7 @@ class RedisClusterState(ClusterState):
         self._version_risen = asyncio.Event()
         """Another one for each version."""
         self._version_before = 0
-        """What Redis had at the last heartbeat."""
+        """Version in Redis at the last heartbeat."""
         link.on_message[CHANGES] = self._changed
         link.on_resume.append(self._resume)
         link.on_heartbeat.append(self._check_version)
@@ -83,46 +83,52 @@ class RedisClusterState(ClusterState):
         since = self._link.away_since
         return None if since is None else self._clock() - since
 
-    async def publish(self, news: News) -> PublishResult:
+    async def publish(self, news: NodeReport) -> PublishResult:
         check_version(news.heartbeat.v)
         self._book.forget(self._aged())
         try:
-            taken, version = await self._publish(news, 0.0)
+            status, version = await self._publish(news, 0.0)
         except RedisAway:
             return self._publish_here(news)
-        if taken == -1:
+        if status == -1:
             raise TooManyNodes(f"{self._book.max_nodes} nodes are known already; {news.heartbeat.id} was not added")
-        if taken == 1:
+        if status == 1:
             await self._catch_up(version)
             return "taken"
-        return "older" if taken == 0 else "gap"
+        return "older" if status == 0 else "gap"
 
-    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
+    async def reserve(
+        self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None
+    ) -> int | None:
         try:
-            return await self._reserved(node_id, request_id, demand, seen)
+            return await self._reserved(node_id, request_id, demand, expected_generation)
         except RedisAway:
             seconds = min(AWAY_SECONDS, self._reservation_seconds)
-            held = await self._reserve_here(node_id, request_id, demand, seen, seconds=seconds, number=0)
-            return 0 if held else None
+            is_reserved = await self._reserve_here(
+                node_id, request_id, demand, expected_generation, seconds=seconds, number=0
+            )
+            return 0 if is_reserved else None
         except asyncio.CancelledError:  # nobody will use the place, if Redis has given one
             await self._free(node_id, request_id)
             raise
 
-    async def _reserved(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
+    async def _reserved(
+        self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None
+    ) -> int | None:
         """Reserves a place in Redis, giving a node back to it that it has lost. Returns the place's number, or None as
         `reserve` does. Raises RedisAway."""
         for restored in (False, True):
-            taken, version, generation, number = await self._reserve(node_id, request_id, demand, seen)
-            if taken > 0:
+            status, version, generation, number = await self._reserve(node_id, request_id, demand, expected_generation)
+            if status > 0:
                 if version > self._version:  # else its message has come already
-                    self._hold_ahead(_Held(node_id, request_id, demand), version, generation, number)
+                    self._hold_ahead(_Reserved(node_id, request_id, demand), version, generation, number)
                 return number
-            if taken == 0:
+            if status == 0:
                 await self._catch_up(version)
                 return None
             if restored or not await self._restore(node_id):
                 return None
-            seen = None  # Redis had lost its count
+            expected_generation = None  # Redis had lost its count
         return None
 
     async def release(self, node_id: str, request_id: str) -> None:
@@ -152,9 +158,9 @@ class RedisClusterState(ClusterState):
         key = self._link.key
         return [key("node", node_id), key("ends", node_id), key("demands", node_id), key("version")]
 
-    async def _publish(self, news: News, age: float, *, resuming: bool = False) -> tuple[int, int]:
+    async def _publish(self, news: NodeReport, age: float, *, resuming: bool = False) -> tuple[int, int]:
         heartbeat, changes = news.heartbeat, news.changes
-        record = self._book.known(heartbeat.id)
+        record = self._book.record(heartbeat.id)
         limit = news.facts.queue_limit if news.facts else record.queue_limit if record else 0
         args: list[Value] = [
             heartbeat.id,
@@ -173,35 +179,38 @@ class RedisClusterState(ClusterState):
             changes.since,
             changes.at,
             heartbeat.received.last,
-            heartbeat.received.came,
+            heartbeat.received.bits,
             self._longest_silence_ms,
-            len(changes.acknowledged),
-            *changes.acknowledged,
         ]
         for resident in changes.residents:
             args += [resident.digest, b"" if resident.tier == ABSENT_TIER else _encode(resident)]
         keys = [self._link.key("nodes"), *self._keys(heartbeat.id), self._link.key("residents", heartbeat.id)]
         run = self._link.catch_up_run if resuming else self._link.run
-        taken, version = await run("publish", keys, args)
-        return taken, version
+        status, version = await run("publish", keys, args)
+        return status, version
 
     async def _reserve(
-        self, node_id: str, request_id: str, demand: Demand, seen: int | None
+        self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None
     ) -> tuple[int, int, int, int]:
         """Runs the script `reserve` and returns its result: (1 taken | 0 refused | -1 unknown node, version,
         generation, number of the place). Raises RedisAway."""
-        payload = msgspec.msgpack.encode(_Held(node_id, request_id, demand))
-        record = self._book.known(node_id)
+        payload = msgspec.msgpack.encode(_Reserved(node_id, request_id, demand))
+        record = self._book.record(node_id)
         room = room_for_others(record.queue_limit) if record is not None and demand.displaces else 0
-        args: list[Value] = [request_id, payload, "" if seen is None else seen, self._longest_silence_ms]
+        args: list[Value] = [
+            request_id,
+            payload,
+            "" if expected_generation is None else expected_generation,
+            self._longest_silence_ms,
+        ]
         args += [round(self._reservation_seconds * 1000), self._channel, room]
-        taken, version, generation, number = await self._link.run("reserve", self._keys(node_id), args)
-        return taken, version, generation, number
+        status, version, generation, number = await self._link.run("reserve", self._keys(node_id), args)
+        return status, version, generation, number
 
     async def _restore(self, node_id: str, *, resuming: bool = False) -> bool:
         """Gives Redis a node back that it has lost. Returns whether there was one to give. Raises RedisAway."""
-        age = self._aged() - self._book.heard(node_id)
-        if self._book.known(node_id) is None or age >= self._expiry:
+        age = self._aged() - self._book.last_seen(node_id)
+        if self._book.record(node_id) is None or age >= self._expiry:
             return False
         await self._publish(self._book.news(node_id), max(0.0, age), resuming=resuming)
         return True
@@ -223,53 +232,54 @@ class RedisClusterState(ClusterState):
         self._apply(change, self._end(), int(number), int(generation) if is_newest else None)
         self._wake()
 
-    def _apply(self, change: _Put | _Held | _Freed, end: float, number: int, generation: int | None = None) -> None:
+    def _apply(self, change: _Put | _Reserved | _Freed, end: float, number: int, generation: int | None = None) -> None:
         """Makes a change in this worker's book. `generation`: the node's, after the change; None: it stays as it
         was."""
         after = self._book.generation(change.node) if generation is None else generation
         match change:
             case _Put(heartbeat, facts, changes):
-                self._put(News(heartbeat, facts, changes), self._aged())
-            case _Held(node, request, demand):
+                self._put(NodeReport(heartbeat, facts, changes), self._aged())
+            case _Reserved(node, request, demand):
                 self._book.hold(node, request, demand, end, number)
             case _Freed(node, request):
                 self._book.drop(node, request)
         self._book.set_generation(change.node, after)
 
-    def _hold_ahead(self, held: _Held, version: int, generation: int, number: int) -> None:
+    def _hold_ahead(self, place: _Reserved, version: int, generation: int, number: int) -> None:
         """Books a place of our own before its message comes; answers to reservations may come in another order."""
-        is_newest = version > self._ahead.get(held.node, 0)
+        is_newest = version > self._ahead.get(place.node, 0)
         if is_newest:
-            self._ahead[held.node] = version
-        self._apply(held, self._end(), number, generation if is_newest else None)
+            self._ahead[place.node] = version
+        self._apply(place, self._end(), number, generation if is_newest else None)
 
     def _end(self) -> float:
         return self._clock() + self._reservation_seconds
 
-    def _put(self, news: News, heard: float) -> None:
+    def _put(self, news: NodeReport, last_seen: float) -> None:
         """Takes news that Redis has taken in into the book. There is room once those nodes are forgotten that Redis has
         forgotten. Raises OutOfStep."""
-        if self._book.lacks(news):
+        if self._book.needs_full_report(news):
             raise OutOfStep(f"of node {news.heartbeat.id} something was missed")
-        if self._book.known(news.heartbeat.id) is None and len(self._book.ids()) >= self._book.max_nodes:
-            self._book.remove(min(self._book.ids(), key=self._book.heard))
-        self._book.put(news, heard)
+        if self._book.record(news.heartbeat.id) is None and len(self._book.ids()) >= self._book.max_nodes:
+            self._book.remove(min(self._book.ids(), key=self._book.last_seen))
+        self._book.put(news, last_seen)
 
     async def _resume(self) -> None:
-        """Takes everything in anew from Redis; what Redis lost and we still know, it gets back. Raises RedisAway."""
+        """Reads everything again from Redis; what Redis lost and this worker still has, it gets back. Raises
+        RedisAway."""
         key = self._link.key
         begins = [key("node", ""), key("ends", ""), key("demands", ""), key("residents", "")]
         version, *nodes = await self._link.catch_up_run("snapshot", [key("nodes"), key("version")], begins)
         there = set()
-        for heartbeat_bytes, facts, at, age, generation, held, residents in nodes:
+        for heartbeat_bytes, facts, at, age, generation, reserved, residents in nodes:
             heartbeat = _heartbeats.decode(heartbeat_bytes)
             there.add(heartbeat.id)
             changes = Changes(WHOLE, at, [_residents.decode(resident) for resident in residents])
-            self._put(News(heartbeat, _facts.decode(facts), changes), self._aged() - age / 1000)
+            self._put(NodeReport(heartbeat, _facts.decode(facts), changes), self._aged() - age / 1000)
             self._book.drop_all(heartbeat.id)
-            for left, stored in zip(held[::2], held[1::2], strict=True):
+            for remaining_ms, stored in zip(reserved[::2], reserved[1::2], strict=True):
                 number, place = stored.split(b":", 1)
-                seconds = min(left / 1000, self._reservation_seconds)
+                seconds = min(remaining_ms / 1000, self._reservation_seconds)
                 self._apply(_decoder.decode(place), self._clock() + seconds, int(number))
             self._book.set_generation(heartbeat.id, generation)
             await asyncio.sleep(0)  # many nodes with many adapters take long: calls go on between them

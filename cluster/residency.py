@@ -1,7 +1,7 @@
-"""What operators ask a node about its adapters. Gateway -> node, each with the cluster secret (cluster.messages):
+"""Requests of operators about a node's adapters. Gateway -> node, each with the cluster secret (cluster.messages):
 
     GET  /adapters            the reply is AdapterStates
-    POST /adapters/prefetch   body PrefetchOrder; the reply is Moved, with status 202 while the load still goes on
+    POST /adapters/prefetch   body PrefetchOrder; the reply is Moved, with status 202 while the load continues
     POST /adapters/evict      body EvictOrder; the reply is Moved
     POST /adapters/wanted     body WantedResidency; 204
 
@@ -22,13 +22,13 @@ WantedTier = Literal["device", "host"]
 
 
 class AdapterState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One adapter on a node."""
+    """State of one adapter on a node."""
 
     digest: str
     tier: HeldTier
-    """Where all of it is; absent: it is arriving from the object store."""
+    """Tier where all of it is; absent: it is arriving from the object store."""
     bytes: int
-    """That it takes in memory, or its file on the disk; 0 until that is known."""
+    """Bytes that it takes in memory, or of its file on the disk; 0 until that is known."""
     in_use: int = 0
     """Requests that hold a lease on it."""
     waiting: int = 0
@@ -36,13 +36,13 @@ class AdapterState(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: list[int] = []
     """The different ranks of its projections, ascending. None where only its file is known."""
     layers: list[LayerName] = []
-    """While it loads, each layer's state. None otherwise."""
+    """State of each layer while it loads. Empty otherwise."""
 
 
 class AdapterStates(msgspec.Struct, frozen=True):
     adapters: list[AdapterState]
     unnamed: int = 0
-    """So many more are on the disk alone."""
+    """Number of further adapters that are on the disk alone."""
     v: int = PROTOCOL_VERSION
 
 
@@ -50,7 +50,7 @@ class PrefetchOrder(msgspec.Struct, frozen=True):
     adapter: Adapter
     v: int = PROTOCOL_VERSION
     tenant: str = ""
-    """Who asks; empty: the operator. A tenant has only some of a node's places for prefetches."""
+    """Tenant that asks; empty: the operator. A tenant has only some of a node's places for prefetches."""
 
 
 class WantedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,7 +64,7 @@ class WantedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
     pinned: bool = False
     """An operator's policy wants it there; it does not count as a forecast, and waste does not hold it back."""
     provisioned: WantedTier | None = None
-    """The tier that it does not leave, whatever else needs room, as long as it is wanted; it is brought there beside
+    """Tier that it does not leave, whatever else needs room, as long as it is wanted. It is loaded in parallel with
     requests' loads."""
 
 
@@ -74,17 +74,17 @@ class WantedResidency(msgspec.Struct, frozen=True, omit_defaults=True):
 
     adapters: list[WantedAdapter]
     seconds: float
-    """For so long it holds, from receipt; behind it nothing is wanted."""
+    """Time for which it holds, from receipt; after it nothing is wanted."""
     idle_ttls: dict[str, float] = {}
-    """By digest: seconds without a request after which the adapter leaves the device, and after twice as many host
+    """Seconds without a request, by digest, after which the adapter leaves the device, and after twice as many host
     memory, unless it is wanted."""
-    v: int = PROTOCOL_VERSION
+    v: int = msgspec.field(default_factory=lambda: PROTOCOL_VERSION)  # a plain default would not be sent
 
 
 MAX_WANTED = 64
 """Adapters in one WantedResidency."""
 MAX_IDLE_TTLS = 1024
-"""In one WantedResidency."""
+"""Entries of `idle_ttls` in one WantedResidency."""
 
 
 class EvictOrder(msgspec.Struct, frozen=True):
@@ -95,5 +95,5 @@ class EvictOrder(msgspec.Struct, frozen=True):
 class Moved(msgspec.Struct, frozen=True):
     digest: str
     tier: HeldTier | None
-    """Where the adapter is now; None while its load goes on."""
+    """Tier of the adapter now; None while its load continues."""
     v: int = PROTOCOL_VERSION

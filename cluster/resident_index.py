@@ -1,4 +1,4 @@
-"""Which nodes hold an adapter: the nodes' residents, turned round."""
+"""Index from adapters to the nodes that hold them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOBODY: set[int] = set()
 
 
 class ResidentIndex:
-    """Which adapters the nodes hold, by rows of a table. Taking a record in touches only what changed: nodes hold
+    """Adapters that the nodes hold, by rows of a table. Taking a record in touches only what changed: nodes hold
     thousands of adapters, and most stay where they are."""
 
     def __init__(self, rows: int) -> None:
@@ -37,8 +37,8 @@ class ResidentIndex:
     def put(self, row: int, residents: Sequence[Resident]) -> None:
         """Takes in all that the row's node holds now."""
         after = {resident.digest for resident in residents}
-        gone = [Resident(digest, ABSENT_TIER, 0, 0) for digest in self._rows[row] if digest not in after]
-        self.change(row, (*gone, *residents))
+        removed = [Resident(digest, ABSENT_TIER, 0, 0) for digest in self._rows[row] if digest not in after]
+        self.change(row, (*removed, *residents))
 
     def change(self, row: int, residents: Iterable[Resident]) -> None:
         """Takes in what became of some of the node's adapters: those of ABSENT_TIER are gone."""

@@ -50,5 +50,5 @@ def authorization(secret: str) -> dict[str, str]:
 
 def is_authorized(header: str | None, secret: str) -> bool:
     """Returns whether an Authorization header carries the secret, compared in constant time."""
-    given = (header or "").removeprefix("Bearer ")
-    return hmac.compare_digest(given.encode(), secret.encode())
+    presented = (header or "").removeprefix("Bearer ")
+    return hmac.compare_digest(presented.encode(), secret.encode())

@@ -1,14 +1,14 @@
-"""What gateways know of nodes: their latest records, and places reserved on them but not yet acknowledged."""
+"""State of the nodes in gateways: their latest records, and places reserved on them but not yet acknowledged."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, TypedDict, Unpack
 
 from cluster.messages import check_version
-from cluster.news import RECORD_EXPIRY, News, Resident
+from cluster.news import RECORD_EXPIRY, NodeReport
 from cluster.node_book import FORGET_SECONDS, NodeBook, NodeView
 from cluster.node_table import Demand, NodeTable
 
@@ -54,22 +54,20 @@ class ClusterState(ABC):
         """The seconds since the snapshot was last in step with the other gateway workers'; None while it is."""
 
     @abstractmethod
-    async def publish(self, news: News) -> PublishResult:
+    async def publish(self, news: NodeReport) -> PublishResult:
         """Takes in what a node reports. Raises VersionMismatch, TooManyNodes."""
 
     @abstractmethod
-    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
-        """Takes a place on a live node. Returns its number, by which the node says that the request came (0: it ends by
-        itself). Returns None when the node is full or gone, or when its generation is no longer `seen` (None: whatever
-        it is); the table then shows why. At most one round trip."""
+    async def reserve(
+        self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None
+    ) -> int | None:
+        """Reserves a place on a live node. Returns its number, by which the node reports that the request came (0: it
+        ends by itself). Returns None when the node is full or gone. It does so, too, when its generation is not
+        `expected_generation` (None: any); the table then shows why. At most one round trip."""
 
     @abstractmethod
     async def release(self, node_id: str, request_id: str) -> None:
         """Gives back a place that will not be used; does nothing when the reservation has ended already."""
-
-    def residents(self, node_id: str, epoch: str) -> Mapping[str, Resident] | None:
-        """Returns what this process of the node holds, by digest; None when that is not known. Not to be changed."""
-        return self._book.residents(node_id, epoch)
 
     async def table(self) -> NodeTable:
         """Returns this process's snapshot of the nodes, with what is known now. No round trip to anywhere."""
@@ -80,21 +78,28 @@ class ClusterState(ABC):
         return self._book.views(self._clock(), self._aged())
 
     async def silence(self, node_id: str, epoch: str) -> float:
-        """Returns the seconds since this epoch of the node was heard of; infinite when it is forgotten or replaced."""
+        """Returns the seconds since this epoch of the node was last seen; infinite when it is forgotten or replaced."""
         return self._book.silence(node_id, epoch, self._aged())
 
-    def _publish_here(self, news: News) -> PublishResult:
+    def _publish_here(self, news: NodeReport) -> PublishResult:
         """Takes the news into this process's own book, and returns what `publish` does. Raises TooManyNodes."""
-        heard = self._aged()
-        if not self._book.is_newer(news.heartbeat, heard):
+        received_at = self._aged()
+        if not self._book.is_newer(news.heartbeat, received_at):
             return "older"
-        if self._book.lacks(news):
+        if self._book.needs_full_report(news):
             return "gap"
-        self._book.put(news, heard)
+        self._book.put(news, received_at)
         return "taken"
 
     async def _reserve_here(
-        self, node_id: str, request_id: str, demand: Demand, seen: int | None, *, seconds: float, number: int
+        self,
+        node_id: str,
+        request_id: str,
+        demand: Demand,
+        expected_generation: int | None,
+        *,
+        seconds: float,
+        number: int,
     ) -> bool:
         """Reserves a place in this process's own book for `seconds` at most; returns False where `reserve` gives
         None."""
@@ -102,7 +107,7 @@ class ClusterState(ABC):
         row = table.row(node_id)
         if row is None or not table.live[row] or not table.takes(row, demand):
             return False
-        if seen not in (None, int(table.generation[row])):
+        if expected_generation not in (None, int(table.generation[row])):
             return False
         self._book.hold(node_id, request_id, demand, self._clock() + seconds, number)
         return True
@@ -118,14 +123,18 @@ class MemoryClusterState(ClusterState):
         self._next_place = time.time_ns() // 1000
         """Counted from the clock, so that numbers of a gateway before do not come again."""
 
-    async def publish(self, news: News) -> PublishResult:
+    async def publish(self, news: NodeReport) -> PublishResult:
         check_version(news.heartbeat.v)
         self._book.forget(self._aged())
         return self._publish_here(news)
 
-    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> int | None:
+    async def reserve(
+        self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None
+    ) -> int | None:
         number, seconds = self._next_place, self._reservation_seconds
-        if not await self._reserve_here(node_id, request_id, demand, seen, seconds=seconds, number=number):
+        if not await self._reserve_here(
+            node_id, request_id, demand, expected_generation, seconds=seconds, number=number
+        ):
             return None
         self._next_place += 1
         return number

@@ -52,8 +52,8 @@ class BaseText:
     def encode_prompt(self, prompt: str, limit: int | None = None, keep: int | None = None) -> list[int]:
         """Returns the token ids of a raw prompt with the tokenizer's special tokens; BOS alone when it is empty.
 
-        With `keep`, at most so many: the last ones, but those that the tokenizer adds stay.
-        Raises TextTooLong, at once, when there are certainly more than `limit` tokens.
+        With `keep`, at most that number: the last ones, but those that the tokenizer adds stay. Raises TextTooLong, at
+        once, when there are certainly more than `limit` tokens.
         """
         if not prompt:
             return [self.bos_id]
@@ -61,8 +61,8 @@ class BaseText:
         if keep is None or len(ids) <= keep:
             return ids
         before, after = self._added
-        own = max(keep - before - after, 0)
-        return [*ids[:before], *ids[len(ids) - after - own : len(ids) - after], *ids[len(ids) - after :]][:keep]
+        room = max(keep - before - after, 0)
+        return [*ids[:before], *ids[len(ids) - after - room : len(ids) - after], *ids[len(ids) - after :]][:keep]
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Returns the token sequences of each word at a text's beginning and, where it is as long and begins otherwise,
@@ -87,13 +87,13 @@ class BaseText:
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Returns each token as the vocabulary writes it. Raises TextError for an id that no token has."""
-        found: list[str] = []
+        tokens: list[str] = []
         for place, token_id in enumerate(token_ids):
             token = self.tokenizer.id_to_token(token_id)
             if token is None:
                 raise TextError(f"the base model has no token {token_id} (entry {place} of the list)")
-            found.append(token)
-        return found
+            tokens.append(token)
+        return tokens
 
     def encode_chat(
         self, messages: list[dict[str, Any]], limit: int | None = None, *, answer: bool = True, special: bool = False
@@ -109,8 +109,8 @@ class BaseText:
         return self._ids(text, limit, special=special)
 
     def encode_rendered(self, text: str, limit: int | None = None, *, special: bool = False) -> list[int]:
-        """Returns the token ids of a conversation that another template has made a text of, special tokens included;
-        with `special` between those of a raw prompt. Raises TextTooLong as `encode_prompt` does."""
+        """Returns the token ids of a conversation that another template has rendered, special tokens included. With
+        `special` they stand between those of a raw prompt. Raises TextTooLong as `encode_prompt` does."""
         return self._ids(text, limit, special=special)
 
     def _ids(self, text: str, limit: int | None, special: bool) -> list[int]:
@@ -146,20 +146,20 @@ def _added_tokens(tokenizer: Tokenizer) -> tuple[int, int]:
 
 
 def _bos_id(tokenizer: Tokenizer, token: str | None, config: dict[str, Any]) -> int:
-    found = tokenizer.token_to_id(token) if token else config.get("bos_token_id")
-    if not isinstance(found, int):
+    token_id = tokenizer.token_to_id(token) if token else config.get("bos_token_id")
+    if not isinstance(token_id, int):
         raise TextError("the base model names no BOS token; an empty prompt would have no tokens")
-    return found
+    return token_id
 
 
 def end_token_ids(directory: Path) -> frozenset[int]:
     """Returns the end tokens of both config files: chat models often list the end of turn in one of them only."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
         if value is not None:
-            found.update(value if isinstance(value, list) else [value])
-    return frozenset(found)
+            ids.update(value if isinstance(value, list) else [value])
+    return frozenset(ids)
 
 
 def _compile_template(directory: Path, settings: dict[str, Any]) -> jinja2.Template | None:

@@ -1,4 +1,4 @@
-"""How much text one token can stand for: what is certainly too long for a context needs no tokenising."""
+"""Bounds on the text that one token can stand for: what is certainly too long for a context needs no tokenising."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
     vocabulary = model.get("vocab")
     if model["type"] != "BPE" or not isinstance(vocabulary, dict):
         return None
-    own = [_normalized_bytes(tokenizer, token["content"]) for token in added]
+    added_bytes = [_normalized_bytes(tokenizer, token["content"]) for token in added]
     if _is_byte_level(settings["pre_tokenizer"]):
         unknown = bytes(byte for byte, letter in enumerate(_byte_letters()) if letter not in vocabulary)
-        return TokenBytes(max([1, *map(len, vocabulary), *own]), unknown)
+        return TokenBytes(max([1, *map(len, vocabulary), *added_bytes]), unknown)
     if model["byte_fallback"] and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
-        return TokenBytes(max([1, *(len(token.encode()) for token in vocabulary), *own]))
+        return TokenBytes(max([1, *(len(token.encode()) for token in vocabulary), *added_bytes]))
     return None
 
 
@@ -48,8 +48,8 @@ def _byte_letters() -> list[str]:
     """Returns the letter that stands for each byte in a byte-level vocabulary: printable ones for themselves, the
     others for the letters from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    substitutes = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
 def _normalized_bytes(tokenizer: Tokenizer, content: str) -> int:

@@ -157,9 +157,7 @@ def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantSte
         return TenantStep(name, "none")
     with connect(None, admin=True) as client:
         known = client.tenant(name)
-    # a service of the release before has none of the last two
-    fields = ("limits", "slo", "weight", "webhook_hosts", "file_bytes")
-    now = {field: known[field] for field in fields if field in known}
+    now = {field: known[field] for field in ("limits", "slo", "weight", "webhook_hosts", "file_bytes")}
     changed = [field for field in stated if stated[field] != now.get(field)]
     if not changed or known["declared"]:
         return TenantStep(name, "later" if changed else "none", changed)

@@ -27,6 +27,7 @@ import torch
 from transformers import AutoConfig
 
 from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from adapters.tenants import Tenants
@@ -96,7 +97,7 @@ class Bed:
         self.adapter_bytes = 0
         for number, folder in enumerate(adapters):
             config, weights = (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors"
-            self.adapter_bytes = registry.deploy(TENANT, f"a{number}", config, weights).bytes
+            self.adapter_bytes = registry.deploy(TENANT, f"a{number}", AdapterUpload(config, weights)).bytes
         self.url = ""
 
     @contextmanager

@@ -228,7 +228,7 @@ def _books_wrong(registry: Path, policies: dict[str, Policy]) -> int:
     entries = read_standing(open_store(str(registry))).functions
     by_function = {name: entries.get(f"{TENANT}/{name}") for name in policies}
     return sum(
-        (entry is not None) != stands_in(policies[name]) or (entry is not None and not entry.says(policies[name]))
+        (entry is not None) != stands_in(policies[name]) or (entry is not None and not entry.matches(policies[name]))
         for name, entry in by_function.items()
     )
 

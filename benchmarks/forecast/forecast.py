@@ -193,7 +193,7 @@ def windows(minutes: np.ndarray, scale: Scale, seed: int) -> list[Row]:
         parameters = train([pick(lot, 0) for lot in lots], scale.training_steps // 3, seed)
         tests = [pick(lot, 1) for lot in lots[len(lots) // 4 :]]
         odds = np.concatenate([first_odds(parameters, lot) for lot in tests])
-        arrived = np.concatenate([lot.came for lot in tests])[:, DECISIVE] > 0
+        arrived = np.concatenate([lot.outcomes for lot in tests])[:, DECISIVE] > 0
         values = metrics(1 / (1 + np.exp(-odds[:, DECISIVE])), arrived)
         rows.append({"kind": "window", "predictor": "lstm", "window_s": window, **values})
     return rows
@@ -203,7 +203,7 @@ def pick(lot: Observations, half: int) -> Observations:
     """Returns the observations of the functions with even (0) or odd (1) numbers."""
     of = np.array([int(key) % 2 == half for key in lot.keys], bool)
     keys = [key for key, yes in zip(lot.keys, of.tolist(), strict=True) if yes]
-    return Observations(keys, lot.windows[of], lot.moment[of], lot.came[of])
+    return Observations(keys, lot.windows[of], lot.moment[of], lot.outcomes[of])
 
 
 def first_odds(parameters: Parameters, lot: Observations) -> np.ndarray:

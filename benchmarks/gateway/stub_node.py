@@ -21,7 +21,7 @@ import msgspec
 import uvloop
 
 from cluster.messages import ColdStart, Done, GenerateRequest, Started, Timing, Token, encode_event
-from cluster.news import NodeRecord, whole
+from cluster.news import NodeRecord, full_report
 from cluster.received import Received
 from cluster.secret import authorization
 
@@ -99,7 +99,8 @@ class Stub:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     await session.post(
-                        self.config.gateway + "/cluster/record", data=msgspec.msgpack.encode(whole(self._record()))
+                        self.config.gateway + "/cluster/record",
+                        data=msgspec.msgpack.encode(full_report(self._record())),
                     )
                 await asyncio.sleep(PUBLISH_SECONDS)
 

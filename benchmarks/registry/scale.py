@@ -21,6 +21,7 @@ import msgspec
 
 from adapters.base_model import load_base_model
 from adapters.contents import blob_key
+from adapters.deployment import AdapterUpload
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from benchmarks.common.report import STORIES, ContentionProbe, arguments, example_adapter, publish, report
@@ -50,7 +51,7 @@ class Many:
         """Seconds of one deploy: the same tensors with another alpha are another adapter."""
         config = json.dumps({**self.config, "lora_alpha": 1 + self.count}).encode()
         begin = time.perf_counter()
-        self.registry.deploy(TENANT, _name(self.count), config, self.weights)
+        self.registry.deploy(TENANT, _name(self.count), AdapterUpload(config, self.weights))
         self.count += 1
         return time.perf_counter() - begin
 

@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from benchmarks.gateway.stub_node import TIMING
 from cluster.messages import Done, GenerateRequest, Started, Token, encode_event
-from cluster.news import RECORD_INTERVAL, NodeRecord, whole
+from cluster.news import RECORD_INTERVAL, NodeRecord, full_report
 from cluster.received import Received
 from cluster.secret import authorization
 from garnish.simulation.columns import as_served, record_of, residents_of
@@ -136,7 +136,7 @@ class ModelNode:
         url = self._config.gateway + "/cluster/record"
         async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=2)) as session:
             while True:
-                news = whole(self._record(), residents_of(self._node))
+                news = full_report(self._record(), residents_of(self._node))
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     await session.post(url, data=msgspec.msgpack.encode(news))
                 await asyncio.sleep(RECORD_INTERVAL)

@@ -24,7 +24,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.common.report import ContentionProbe, arguments, publish, report
-from cluster.news import ABSENT_TIER, Changes, News, NodeRecord, Resident, heartbeat_of, rank_sums, whole
+from cluster.news import ABSENT_TIER, Changes, NodeRecord, NodeReport, Resident, full_report, heartbeat_from, rank_sums
 from cluster.node_table import ASSUMED
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
@@ -50,16 +50,16 @@ class Node:
     residents: list[Resident]
 
 
-def next_news(draw: random.Random, index: int, before: Node | None = None) -> tuple[Node, News]:
+def next_news(draw: random.Random, index: int, before: Node | None = None) -> tuple[Node, NodeReport]:
     """Another batch, and a few adapters that came or went."""
     record = next_record(draw, index, before.record if before else None)
     count, tiers = CHANGED if before else RESIDENT, ("device", "host", "disk")
     added = [Resident(digest(draw), draw.choice(tiers), 10**7, draw.randrange(2)) for _ in range(count)]
     if before is None:
-        return Node(record, added), whole(record, added, record.seq)
+        return Node(record, added), full_report(record, added, record.seq)
     removed = [Resident(resident.digest, ABSENT_TIER, 0, 0) for resident in before.residents[:count]]
     changes = Changes(before.record.seq, record.seq, [*removed, *added])
-    return Node(record, before.residents[count:] + added), News(heartbeat_of(record), None, changes)
+    return Node(record, before.residents[count:] + added), NodeReport(heartbeat_from(record), None, changes)
 
 
 def next_record(draw: random.Random, index: int, before: NodeRecord | None) -> NodeRecord:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from adapters.slo import Slo
@@ -67,7 +68,7 @@ def registry_of(model_dir: Path, functions: dict[str, int], tpot: float, root: P
                 file,
             )
         config = {**ADAPTER, "r": rank, "lora_alpha": 1 + number}  # another alpha makes another adapter
-        registry.deploy(TENANT, name, json.dumps(config).encode(), file)
+        registry.deploy(TENANT, name, AdapterUpload(json.dumps(config).encode(), file))
     return root / "registry", tenants.add_key(TENANT)[0]
 
 

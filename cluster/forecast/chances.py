@@ -1,4 +1,4 @@
-"""What a forecast says of functions."""
+"""Forecasts of calls, by function."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Likely(NamedTuple):
 
     key: str
     chance: float
-    """Within 30 s."""
+    """Probability of a call within 30 s."""
 
 
 class Forecasts(Mapping[str, Chances]):
-    """The chances of all functions, kept as an array: tens of thousands of tuples, made anew every 2 s, would have the
+    """The chances of all functions, kept as an array. Tens of thousands of tuples, made again every 2 s, would have the
     garbage collector stop the process for longer than an event loop may be held up."""
 
     def __init__(self, keys: list[str], chances: Array) -> None:
@@ -48,11 +48,11 @@ class Forecasts(Mapping[str, Chances]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def likeliest(self, least: float, limit: int) -> list[Likely]:
-        """Returns at most `limit` functions that are called within 30 s with a chance of `least` or more, the likeliest
+    def likeliest(self, min_chance: float, limit: int) -> list[Likely]:
+        """Returns at most `limit` functions that are called within 30 s with `min_chance` or more, the likeliest
         first."""
         chances = self._chances[:, Chances._fields.index("within_30_s")]
-        rows = np.flatnonzero(chances >= least)
+        rows = np.flatnonzero(chances >= min_chance)
         rows = rows[np.argsort(-chances[rows], kind="stable")[:limit]]
         return [
             Likely(self._keys[row], chance) for row, chance in zip(rows.tolist(), chances[rows].tolist(), strict=True)

@@ -7,9 +7,8 @@ from itertools import compress
 
 import numpy as np
 
-from cluster.forecast.calibration import ALL, Calibration, log_odds
+from cluster.forecast.calibration import ALL, Calibration, ForecastError, log_odds
 from cluster.forecast.chances import HORIZONS_S, Forecasts
-from cluster.forecast.forecast_error import ForecastError
 from cluster.forecast.idle_times import IdleTimes
 from cluster.forecast.lstm import Lstm
 from cluster.forecast.outcomes import Outcomes
@@ -32,10 +31,10 @@ PREDICTORS: dict[str, Maker] = PARTS | {"lstm": Lstm}
 DEFAULT = "mix"
 """Mixes all of PARTS, each weighted by what it got right lately."""
 MAX_FUNCTIONS = 40_000
-"""At most so many functions are known; beyond them the least recently called ones are forgotten."""
+"""Functions in the table; beyond them the least recently called ones are forgotten."""
 ACTIVE_S = 1800.0
-"""Functions that have not been called for so long are not forecast. They are known for the longest horizon more: that
-nothing came has to be learned as well."""
+"""Seconds after its last call for which a function is forecast. It stays in the table for the longest horizon more:
+that nothing came has to be learned as well."""
 FADING = 0.9998
 """Each batch of outcomes multiplies what calibration counted before by this."""
 
@@ -59,7 +58,8 @@ class Forecaster:
         """The last of its predictors is the mixture."""
         self._errors = ForecastError()
         self._odds: tuple[float, Array] = -np.inf, np.zeros((0, len(HORIZONS_S), size + 1), np.float32)
-        """When they were computed; log-odds f32[functions, horizons, parts and their mixture], not yet calibrated"""
+        """Time at which they were computed, and log-odds f32[functions, horizons, parts and their mixture], not yet
+        calibrated."""
         self._unix: float | None = None
         self._now = 0.0
         """Seconds of a clock that never goes back"""
@@ -122,8 +122,8 @@ class Forecaster:
         return self._odds[1]
 
     def _learn(self) -> None:
-        for horizon, rows, odds, came in self._outcomes.resolve_due(self._now):
+        for horizon, rows, odds, came_true in self._outcomes.resolve_due(self._now):
             chances = self._calibration.chances(odds, horizon)
-            self._errors.add(horizon, chances[:, -1], came)
-            self._weights.learn(horizon, rows, chances[:, :-1], came)
-            self._calibration.learn(horizon, odds, came, FADING)
+            self._errors.add(horizon, chances[:, -1], came_true)
+            self._weights.learn(horizon, rows, chances[:, :-1], came_true)
+            self._calibration.learn(horizon, odds, came_true, FADING)

@@ -12,11 +12,11 @@ EDGES_S = np.array([0, 1, 2, 3, 5, 8, 12, 20, 30, 45, *range(60, 2101, 60)], dty
 paper, finer below a minute. The last edge is the longest idle time that is forecast from, plus the longest horizon."""
 WIDTHS_S = np.diff(EDGES_S)
 SHARED_WEIGHT = 2.0
-"""The histogram of all functions counts as so many idle times in that of each function."""
+"""Idle times as which the histogram of all functions counts in that of each function."""
 HALF_LIFE = 64.0
-"""An idle time counts half after so many later ones of its function."""
+"""Later idle times of its function after which one counts half."""
 SHARED_HALF_LIFE = 200_000.0
-"""In the histogram of all functions, it counts half after so many later ones."""
+"""Later idle times after which one counts half in the histogram of all functions."""
 
 
 class IdleTimes:
@@ -25,7 +25,7 @@ class IdleTimes:
 
     def __init__(self, table: FunctionTable) -> None:
         self._last_call = table.last_call
-        self._own = table.column((len(EDGES_S),))
+        self._counts = table.column((len(EDGES_S),))
         """Weight of the function's idle times that were longer than each edge"""
         self._shared = np.arange(len(EDGES_S), 0.0, -1.0)
         """The same for all functions; it starts with one idle time in each bin."""
@@ -33,7 +33,7 @@ class IdleTimes:
     def observe(self, second: Second) -> None:
         longer = second.idle[:, None] > EDGES_S
         longer[:, 0] = True  # also the idle time of a second that was observed twice
-        self._own.live[second.rows] = self._own.live[second.rows] * np.float32(0.5 ** (1 / HALF_LIFE)) + longer
+        self._counts.live[second.rows] = self._counts.live[second.rows] * np.float32(0.5 ** (1 / HALF_LIFE)) + longer
         self._shared *= 0.5 ** (len(longer) / SHARED_HALF_LIFE)
         self._shared += longer.sum(axis=0)
 
@@ -50,6 +50,6 @@ class IdleTimes:
         edge = np.clip(np.searchsorted(EDGES_S, idle, side="right") - 1, 0, len(EDGES_S) - 2)
         part = ((idle - EDGES_S[edge]) / WIDTHS_S[edge]).astype(np.float32)
         shared = (SHARED_WEIGHT * self._shared / self._shared[0]).astype(np.float32)
-        own, at = self._own.live.ravel(), np.arange(len(idle)) * len(EDGES_S) + edge
-        weight: Array = (own[at] + shared[edge]) * (1 - part) + (own[at + 1] + shared[edge + 1]) * part
+        counts, at = self._counts.live.ravel(), np.arange(len(idle)) * len(EDGES_S) + edge
+        weight: Array = (counts[at] + shared[edge]) * (1 - part) + (counts[at + 1] + shared[edge + 1]) * part
         return weight

@@ -15,14 +15,14 @@ from cluster.forecast.table import Array, FunctionTable
 
 WINDOW_S = 30.0
 STEPS = 10
-"""The network sees so many windows."""
+"""Windows that the network reads."""
 OBSERVE_EVERY_S = 5.0
 OBSERVED = 32
-"""Every OBSERVE_EVERY_S so many functions, drawn at random, become observations to learn from."""
+"""Functions, drawn at random every OBSERVE_EVERY_S, that become observations to learn from."""
 CHUNK = 4096
-"""So many functions go through the network at once, which bounds its memory."""
+"""Functions that go through the network at once, which bounds its memory."""
 MEMORY_S = 1800.0
-"""In the mean rate that the readout sees, the weight of a call falls to 1/e within this time."""
+"""Seconds in which the weight of a call falls to 1/e, in the mean rate that the readout gets."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Lstm:
         self._rng = np.random.default_rng(0)
         self._requests = 0
         self._new_state = np.zeros(UNITS, np.float32)
-        """Of a function that enters."""
+        """Values of a function that enters."""
         self._refresh()
         table.entered.append(self._enter)
 
@@ -79,7 +79,7 @@ class Lstm:
         return chances
 
     def _shift(self, windows: int) -> None:
-        """Begins a new window after so many have ended."""
+        """Begins a new window for each one that has ended."""
         for _ in range(min(windows, STEPS + 1)):
             self._counts.live[:, :-1] = self._counts.live[:, 1:].copy()
             self._counts.live[:, -1] = 0
@@ -91,8 +91,8 @@ class Lstm:
         self._new_state = states(parameters, none, parameters["embedding"][None])[0]
         for begin in range(0, len(self._table), CHUNK):
             rows = slice(begin, begin + CHUNK)
-            own = embedding_of(self._trainer, self._table.keys[rows])
-            self._state.live[rows] = states(parameters, self._windows(rows), own)
+            embeddings = embedding_of(self._trainer, self._table.keys[rows])
+            self._state.live[rows] = states(parameters, self._windows(rows), embeddings)
 
     def _enter(self, keys: list[str], first_row: int) -> None:
         self._state.live[first_row : first_row + len(keys)] = self._new_state
@@ -120,8 +120,8 @@ class Lstm:
         self._observed_at = now
         rows = self._rng.choice(len(self._table), min(OBSERVED, len(self._table)), replace=False)
         keys = [self._table.keys[row] for row in rows.tolist()]
-        came = np.zeros((len(rows), len(HORIZONS_S)), np.float32)
-        self._waiting.append(_Waiting(now, Observations(keys, self._windows(rows), self._moment(now, rows), came)))
+        outcomes = np.zeros((len(rows), len(HORIZONS_S)), np.float32)
+        self._waiting.append(_Waiting(now, Observations(keys, self._windows(rows), self._moment(now, rows), outcomes)))
 
     def _resolve(self, now: float) -> None:
         """Adds outcomes to waiting observations. Those whose horizon's end was missed are dropped."""
@@ -130,7 +130,7 @@ class Lstm:
             late = now - waiting.at - HORIZONS_S[waiting.horizon]
             if late >= -TOLERANCE_S:
                 last = self._table.last_calls(waiting.lot.keys)
-                waiting.lot.came[:, waiting.horizon] = last > waiting.at
+                waiting.lot.outcomes[:, waiting.horizon] = last > waiting.at
                 waiting.horizon += 1
             if late > TOLERANCE_S:
                 continue

@@ -14,9 +14,9 @@ from cluster.forecast.table import Array
 UNITS = 64
 EMBEDDING = 16
 FEATURES = 2
-"""Of a window: log(1 + calls), and whether there was one."""
+"""Inputs of a window: log(1 + calls), and whether there was one."""
 MOMENT = 4
-"""Of the moment of a forecast; `lstm.py` says what they are."""
+"""Inputs of the moment of a forecast; `lstm.py` says what they are."""
 SHAPES = {
     "lower": (FEATURES + EMBEDDING + UNITS, 4 * UNITS),
     "lower_bias": (4 * UNITS,),
@@ -57,10 +57,10 @@ def read_out(parameters: Parameters, state: Array, moment: Array) -> Array:
 
 
 def loss_and_gradients(
-    parameters: Parameters, windows: Array, embedding: Array, moment: Array, came: Array
+    parameters: Parameters, windows: Array, embedding: Array, moment: Array, outcomes: Array
 ) -> tuple[float, Parameters, Array]:
-    """Returns the mean cross-entropy over functions and horizons of [n, horizons] `came` (0 or 1), its gradients by the
-    parameters but `embedding`, and by each function's embedding, [n, EMBEDDING]."""
+    """Returns the mean cross-entropy over functions and horizons of the outcomes [n, horizons] (0 or 1), and its
+    gradients. Those are by the parameters but `embedding`, and by each function's embedding, [n, EMBEDDING]."""
     tape: list[tuple[_Tape, _Tape]] = []
     zero: Array = np.zeros((len(windows), UNITS), windows.dtype)
     lower = upper = zero, zero
@@ -72,8 +72,8 @@ def loss_and_gradients(
         upper = state, cell
         tape.append((lower_tape, upper_tape))
     odds = read_out(parameters, upper[0], moment)
-    loss = float(np.mean(np.logaddexp(0, odds) - came * odds))
-    by_odds = (1 / (1 + np.exp(-odds)) - came) / odds.size
+    loss = float(np.mean(np.logaddexp(0, odds) - outcomes * odds))
+    by_odds = (1 / (1 + np.exp(-odds)) - outcomes) / odds.size
     gradients = {name: np.zeros_like(parameters[name]) for name in SHAPES if name != "embedding"}
     gradients["readout"] += np.concatenate([upper[0], moment], axis=1).T @ by_odds
     gradients["readout_bias"] += by_odds.sum(axis=0)
@@ -82,21 +82,22 @@ def loss_and_gradients(
 
 
 _Tape = tuple[Array, Array, Array, Array]
-"""Of one step of one layer: its input with its own state, the cell before, the four gates, tanh of the cell behind."""
+"""Values of one step of one layer: its input with its own state, the cell before, the four gates, tanh of the cell
+after it."""
 
 
 def _cell(parameters: Parameters, layer: str, below: Array, state: Array, cell: Array) -> tuple[Array, Array, _Tape]:
     """Computes one step of a layer. Returns the layer's state and cell behind the step, and what `_backward` needs."""
-    seen = np.concatenate([below, state], axis=1)
-    gates = seen @ parameters[layer] + parameters[f"{layer}_bias"]
+    inputs = np.concatenate([below, state], axis=1)
+    gates = inputs @ parameters[layer] + parameters[f"{layer}_bias"]
     for begin, end in ((0, 2), (3, 4)):
         part = gates[:, begin * UNITS : end * UNITS]
         part[:] = 0.5 + 0.5 * np.tanh(0.5 * part)  # the logistic function, without overflow
     np.tanh(gates[:, 2 * UNITS : 3 * UNITS], out=gates[:, 2 * UNITS : 3 * UNITS])
     let_in, keep, new, show = np.split(gates, 4, axis=1)
-    behind = keep * cell + let_in * new
-    shown = np.tanh(behind)
-    return show * shown, behind, (seen, cell, gates, shown)
+    next_cell = keep * cell + let_in * new
+    shown = np.tanh(next_cell)
+    return show * shown, next_cell, (inputs, cell, gates, shown)
 
 
 def _backward(parameters: Parameters, tape: list[tuple[_Tape, _Tape]], by_state: Array, gradients: Parameters) -> Array:
@@ -118,9 +119,9 @@ def _backward(parameters: Parameters, tape: list[tuple[_Tape, _Tape]], by_state:
 def _cell_backward(
     parameters: Parameters, layer: str, tape: _Tape, by_behind: tuple[Array, Array], gradients: Parameters
 ) -> tuple[Array, Array]:
-    """Returns the gradients by a step's input (with the state before it) and by the cell before it, from those by the
+    """Returns the gradients by a step's input (with the state before it) and by the cell before it. Needs those by the
     step's state and cell. Adds those by the layer's parameters to `gradients`."""
-    seen, cell, gates, shown = tape
+    inputs, cell, gates, shown = tape
     let_in, keep, new, show = np.split(gates, 4, axis=1)
     by_state, by_cell = by_behind
     by_cell = by_cell + by_state * show * (1 - shown**2)
@@ -133,6 +134,6 @@ def _cell_backward(
         ],
         axis=1,
     )
-    gradients[layer] += seen.T @ by_gates
+    gradients[layer] += inputs.T @ by_gates
     gradients[f"{layer}_bias"] += by_gates.sum(axis=0)
     return by_gates @ parameters[layer].T, by_cell * keep

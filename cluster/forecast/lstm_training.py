@@ -11,25 +11,25 @@ from cluster.forecast.lstm_cells import EMBEDDING, Parameters, loss_and_gradient
 from cluster.forecast.table import Array
 
 REPLAY = 10_000
-"""So many observations are kept, at most; the oldest give way."""
+"""Observations that are kept; the oldest are dropped."""
 UPDATE_EVERY = 100
 """Requests between two updates; there is at most one update a second."""
 BATCH = 64
 LEARNING_RATE = 1e-3
 MAX_EMBEDDINGS = 40_000
-"""At most so many functions have an embedding of their own; the least recently trained return to the shared one."""
+"""Functions with their own embedding; the least recently trained return to the shared one."""
 
 
 @dataclass(frozen=True)
 class Observations:
-    """What was seen of functions at a moment, and what came."""
+    """Inputs of functions at a moment, and the calls that came."""
 
     keys: list[str]
     windows: Array
     """f32[n, steps, FEATURES]"""
     moment: Array
     """f32[n, MOMENT]"""
-    came: Array
+    outcomes: Array
     """f32[n, horizons]: 1 where a call came within the horizon."""
 
 
@@ -87,13 +87,13 @@ class Trainer:
         if self._size < BATCH:
             return None
         batch = self._draw()
-        own = np.stack([self.embeddings.get(key, self.parameters["embedding"]) for key in batch.keys])
+        embeddings = np.stack([self.embeddings.get(key, self.parameters["embedding"]) for key in batch.keys])
         loss, gradients, by_embedding = loss_and_gradients(
-            self.parameters, batch.windows, own, batch.moment, batch.came
+            self.parameters, batch.windows, embeddings, batch.moment, batch.outcomes
         )
         gradients["embedding"] = by_embedding.sum(axis=0)
         self._adam.step(self.parameters, gradients)
-        for key, before, gradient in zip(batch.keys, own, by_embedding * BATCH, strict=True):
+        for key, before, gradient in zip(batch.keys, embeddings, by_embedding * BATCH, strict=True):
             trained = self.embeddings.pop(key, before)
             self.embeddings[key] = trained - np.float32(LEARNING_RATE) * gradient.astype(np.float32)
         while len(self.embeddings) > MAX_EMBEDDINGS:
@@ -111,7 +111,7 @@ class Trainer:
             [lot.keys[row] for lot, row in of],
             np.stack([lot.windows[row] for lot, row in of]),
             np.stack([lot.moment[row] for lot, row in of]),
-            np.stack([lot.came[row] for lot, row in of]),
+            np.stack([lot.outcomes[row] for lot, row in of]),
         )
 
 

@@ -10,16 +10,16 @@ from cluster.forecast.chances import HORIZONS_S
 from cluster.forecast.table import Array, FunctionTable
 
 SLOTS = (1, 5, 5, 5)
-"""So many forecasts of each horizon wait at once: one is recorded every horizon / slots seconds."""
+"""Forecasts of each horizon that wait at once: one is recorded every horizon / slots seconds."""
 TOLERANCE_S = 0.5
-"""An outcome is dropped if it is looked at later than this after its horizon: calls since would count for it."""
+"""An outcome is dropped if it is checked later than this after its horizon: calls since would count for it."""
 
 
 class Outcomes:
-    """Tells for each recorded forecast whether a call came within its horizon."""
+    """Reports for each recorded forecast whether a call came within its horizon."""
 
     def __init__(self, table: FunctionTable, predictors: int) -> None:
-        """Prepares to record the log-odds of so many `predictors`."""
+        """Prepares to record the log-odds of this number of `predictors`."""
         self._table = table
         self._waiting = [table.column((slots, predictors), fill=np.nan, dtype=np.float16) for slots in SLOTS]
         self._taken_at = [[-np.inf] * slots for slots in SLOTS]

@@ -1,4 +1,4 @@
-"""What every predictor does."""
+"""Interface of the predictors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Second:
     """The calls of one second."""
 
     now: float
-    """Its end, in seconds of a clock that never goes back."""
+    """End of the second, by a clock that never goes back."""
     elapsed: float
     """Seconds since the end of the second observed before; more than 1 if some were missed."""
     unix: float
-    """Its end, as the host's clock tells it."""
+    """End of the second, as the host's clock reports it."""
     rows: Array
     """i64: the functions that were called, by their rows in the table."""
     counts: Array

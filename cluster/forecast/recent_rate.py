@@ -10,7 +10,7 @@ from cluster.forecast.table import Array, FunctionTable
 WINDOW_S = 30.0
 """Predictive-LoRA found it to be best, section V.F."""
 MEMORY_S = 300.0
-"""Within this time the weight of a call falls to 1/e."""
+"""Seconds in which the weight of a call falls to 1/e."""
 
 
 class LastWindow:

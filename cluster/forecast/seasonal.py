@@ -13,9 +13,9 @@ DAY_S = 86_400.0
 MONDAY_S = 4 * DAY_S
 """Unix time of its first Monday."""
 SHRINKAGE = 4.0
-"""A slot's usual share counts as so many calls, so that with few calls an hour is taken for a usual one."""
+"""Calls as which a slot's usual share counts, so that with few calls an hour is taken for a usual one."""
 MAX_REMEMBERED = 40_000
-"""At most so many functions are remembered while they are not in the table; the first to leave is forgotten first."""
+"""Functions that are remembered while they are not in the table; the first to leave is forgotten first."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Seasonal:
 
     def _recall(self, keys: list[str], first_row: int) -> None:
         for row, key in enumerate(keys, first_row):
-            if known := self._remembered.pop(key, None):
-                self._born.live[row], self._touched.live[row], calls = known
+            if remembered := self._remembered.pop(key, None):
+                self._born.live[row], self._touched.live[row], calls = remembered
                 for column, stored in zip(self._calls, calls, strict=True):
                     column.live[row] = np.frombuffer(stored, np.float32)

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 FIRST_ROOM = 1024
-"""Columns start with so many rows, and double until the table's limit."""
+"""Rows with which columns start; they double until the table's limit."""
 
 
 class Column:
-    """One value, or one small array, for each function. The table moves, resets and grows it."""
+    """Value, or small array, of each function. The table moves, resets and grows it."""
 
     def __init__(self, table: FunctionTable, room: int, shape: tuple[int, ...], fill: float, dtype: type) -> None:
         self._table = table
@@ -54,7 +54,7 @@ class FunctionTable:
         self._columns: list[Column] = []
         self._rows: dict[str, int] = {}
         self.keys: list[str] = []
-        """Of the rows."""
+        """Keys of the functions, by row."""
         self.entered: list[Callable[[list[str], int], None]] = []
         """Called with the keys that enter and the first of their rows, which follow each other."""
         self.leaving: list[Callable[[list[str], Array], None]] = []
@@ -78,9 +78,9 @@ class FunctionTable:
 
     def last_calls(self, keys: list[str]) -> Array:
         """Returns f64: when these functions were called last; minus infinity where they have left."""
-        known = [(number, row) for number, key in enumerate(keys) if (row := self._rows.get(key)) is not None]
+        present = [(number, row) for number, key in enumerate(keys) if (row := self._rows.get(key)) is not None]
         last = np.full(len(keys), -np.inf)
-        last[[number for number, _ in known]] = self.last_call.live[[row for _, row in known]]
+        last[[number for number, _ in present]] = self.last_call.live[[row for _, row in present]]
         return last
 
     def expire(self, now: float) -> None:
@@ -94,9 +94,9 @@ class FunctionTable:
         table's limit are left out.
         """
         keys = keys[: self._limit]
-        known = [row for key in keys if (row := self._rows.get(key)) is not None]
+        present = [row for key in keys if (row := self._rows.get(key)) is not None]
         entering = [key for key in keys if key not in self._rows]
-        self._evict(len(self) + len(entering) - self._limit, known)
+        self._evict(len(self) + len(entering) - self._limit, present)
         self._append(entering)
         rows = np.fromiter((self._rows[key] for key in keys), np.int64, len(keys))
         idle = now - self.last_call.live[rows]
@@ -125,16 +125,16 @@ class FunctionTable:
 
     def _remove(self, leaving: Array) -> None:
         """Removes the rows that are `leaving`: the last rows that stay move into their gaps."""
-        gone = np.flatnonzero(leaving)
-        if not len(gone):
+        removed = np.flatnonzero(leaving)
+        if not len(removed):
             return
-        keys = [self.keys[row] for row in gone.tolist()]
+        keys = [self.keys[row] for row in removed.tolist()]
         for notify in self.leaving:
-            notify(keys, gone)
+            notify(keys, removed)
         for key in keys:
             del self._rows[key]
-        size = len(self) - len(gone)
-        target = gone[gone < size]
+        size = len(self) - len(removed)
+        target = removed[removed < size]
         source = np.flatnonzero(~leaving[size:]) + size
         for column in self._columns:
             column.move(source, target)

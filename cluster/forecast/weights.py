@@ -8,12 +8,12 @@ from cluster.forecast.calibration import log_loss
 from cluster.forecast.table import Array, FunctionTable
 
 FADING = (0.998, 0.998, 0.99, 0.98)
-"""For each horizon: an outcome multiplies the weight of earlier losses of its function by this."""
+"""Factors, by horizon, by which an outcome multiplies the weight of earlier losses of its function."""
 TRUST = (2.0, 1.0, 0.6, 0.6)
-"""For each horizon: how much a nat of loss counts. Forecasts of longer horizons overlap more, so that each outcome is
-less evidence. TRUST and SHARED_WEIGHT were chosen on the functions that `benchmarks/forecast` does not report on."""
+"""Weights, by horizon, of a nat of loss. Forecasts of longer horizons overlap more, so that each outcome is less
+evidence. TRUST and SHARED_WEIGHT were chosen on the functions that `benchmarks/forecast` does not report on."""
 SHARED_WEIGHT = 60.0
-"""The mean loss over all functions counts as so many outcomes of each function."""
+"""Outcomes of each function as which the mean loss over all functions counts."""
 SHARED_FADING = 0.999
 """Each batch of outcomes multiplies the weight of earlier ones in the mean over all functions by this."""
 
@@ -28,9 +28,9 @@ class Weights:
         self._outcomes = np.zeros((horizons, 1))
         self._trust = np.array(TRUST, np.float32)[:horizons, None]
 
-    def learn(self, horizon: int, rows: Array, chances: Array, came: Array) -> None:
+    def learn(self, horizon: int, rows: Array, chances: Array, outcomes: Array) -> None:
         """Adds outcomes, bool[functions], of f32[functions, predictors] forecasts."""
-        loss = log_loss(chances, came)
+        loss = log_loss(chances, outcomes)
         self._loss.live[rows, horizon] = self._loss.live[rows, horizon] * np.float32(FADING[horizon]) + loss
         self._shared[horizon] = self._shared[horizon] * SHARED_FADING + loss.sum(axis=0)
         self._outcomes[horizon] = self._outcomes[horizon] * SHARED_FADING + len(rows)

@@ -3,8 +3,8 @@
 -- ARGV: id, epoch, seq, heartbeat, facts (nil in msgpack: as they were), changes, queued, queue limit, age, channel, most
 --       nodes, time after which a node is forgotten, past epochs remembered, number of the change behind which the
 --       changes begin (-1: they are everything), number of the last one, number of the last place that became a request,
---       which of those before it did, silence after which a process that was replaced counts again, count of
---       acknowledged requests, these..., then digest and resident (empty: it is gone) of each that changed...
+--       which of those before it did, silence after which a process that was replaced counts again, then digest and
+--       resident (empty: it is gone) of each that changed...
 -- Returns {1 taken | 0 older than what is known | -1 too many nodes | -2 they build on what is not known, version}
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -51,9 +51,8 @@ redis.call('PEXPIRE', KEYS[2], forget)
 redis.call('ZADD', KEYS[1], heard, ARGV[1])
 redis.call('PEXPIRE', KEYS[1], forget)
 
-local first = 20 + tonumber(ARGV[19])
 if since < 0 then redis.call('DEL', KEYS[6]) end
-for index = first, #ARGV, 2 do
+for index = 19, #ARGV, 2 do
   if ARGV[index + 1] == '' then
     redis.call('HDEL', KEYS[6], ARGV[index])
   else
@@ -66,7 +65,6 @@ local function free(request)
   redis.call('ZREM', KEYS[3], request)
   redis.call('HDEL', KEYS[4], request)
 end
-for index = 20, first - 1 do free(ARGV[index]) end
 local last, came = tonumber(ARGV[16]), ARGV[17]
 local held = redis.call('HGETALL', KEYS[4])
 for index = 1, #held, 2 do

@@ -42,7 +42,7 @@ def gc(
     with output.screen() as screen:
         store = _store(file, state, writes=not dry_run)
         screen.progress("reading what the functions list")
-        done = _told(lambda: collect(store, dry_run=dry_run, tell=tell))
+        done = _told(lambda: collect(store, dry_run=dry_run, on_removal=tell))
         screen.end_progress()
         screen.line(
             f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, {shown_bytes(done.bytes)} "
@@ -68,7 +68,7 @@ def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STA
     with output.screen() as screen:
         store = _store(file, state, writes=False)
         screen.progress("reading every listed version")
-        done = _told(lambda: verify_store(store, tell=tell))
+        done = _told(lambda: verify_store(store, on_damage=tell))
         screen.end_progress()
         screen.line(f"{done.versions} versions, {done.objects} objects read; {done.damaged} versions are damaged")
         screen.result({**msgspec.to_builtins(done), "damages": damages})

@@ -132,5 +132,5 @@ class SimulatedTable(NodeTable):
         for digest in memory.changed:
             self._residents.tell(row, digest, memory.tier(digest), memory.leases(digest) > 0)
         memory.changed.clear()
-        self.heard[row] = now
+        self.last_seen[row] = now
         self._refresh(row)

@@ -67,7 +67,7 @@ class Job:
     entry: Entry | None = field(default=None, repr=False)
 
     @property
-    def due(self) -> float:
+    def first_token_deadline(self) -> float:
         """Returns when the first token is due: the promised TTFT, or USUAL_TTFT, after the arrival; simulated
         seconds."""
         return self.at + (USUAL_TTFT if self.ttft_slo is None else self.ttft_slo)

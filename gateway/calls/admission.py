@@ -50,7 +50,9 @@ def call_of(
             owner for owner in owners if owner.limit is not None or (reserved and owner is owners[-1])
         ),  # where places are kept for functions, those of each are counted
         reserved=reserved.get(function, 0),
-        others=tuple(Owner(f"{tenant}/{other}", places) for other, places in reserved.items() if other != function),
+        other_functions=tuple(
+            Owner(f"{tenant}/{other}", places) for other, places in reserved.items() if other != function
+        ),
     )
 
 
@@ -102,8 +104,8 @@ def _refused(refusal: Refusal, call: Call) -> ServiceError:
         assert owner is not None
         function = owner.name.partition("/")[2]
         why = f"the tenant may have {owner.limit} generations under way at once"
-        if call.others:
-            kept = sum(other.limit or 0 for other in call.others)
+        if call.other_functions:
+            kept = sum(other.limit or 0 for other in call.other_functions)
             why += f", {kept} of which are reserved for other functions (reserved_concurrency)"
         if function:
             why = f"function {function} runs {owner.limit} generations already, its max_concurrency"

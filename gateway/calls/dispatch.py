@@ -26,7 +26,7 @@ from gateway.calls.invocation import Invocation
 from gateway.calls.migration import Migration, Moved
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeFailure
-from gateway.calls.placing import Placer, too_old, ttft_left
+from gateway.calls.placing import Placer, ttft_left
 from gateway.calls.resumption import may_resume, resumption_of
 from gateway.calls.running import Running, interruptible
 from gateway.calls.trace_log import log_call
@@ -179,7 +179,7 @@ class Generation:
     async def place_again(self, excluded: frozenset[str]) -> Placed:
         """Reserves a place on another node than these. Raises ServiceError when there is none."""
         asked = self._from_here()
-        return await self.shared.placer.place(self._whose, asked, self.received, excluded | await self._unfit(asked))
+        return await self.shared.placer.place(self._whose, asked, self.received, excluded | await self._unreachable())
 
     def move_to(self, placed: Placed) -> bool:
         """Goes on there. Returns False when the call does not run any more."""
@@ -313,9 +313,9 @@ class Generation:
         began = time.monotonic()
         try:
             shared, request = self.shared, self._asked
-            crowded = shared.waiting.gives_way(request.tenant, request.weight)
+            crowded = shared.waiting.tenant_to_displace(request.tenant, request.weight)
             displaces = crowded is not None or request.slo_class == "strict" or request.reserved > 0  # as on the node
-            excluded |= await self._unfit(request)
+            excluded |= await self._unreachable()
             return await shared.placer.place(self._whose, request, self.received, excluded, displaces=displaces)
         except ServiceError as error:
             if error.type == "overloaded" and failure is None and not self.held:
@@ -324,10 +324,9 @@ class Generation:
         finally:
             self.schedule += time.monotonic() - began
 
-    async def _unfit(self, request: GenerateRequest) -> frozenset[str]:
-        """Ids of nodes that can't be talked to, or are too old for the request."""
-        nodes = await self.shared.state.table()
-        return self.shared.client.breakers.blocked(nodes) | too_old(nodes, request)
+    async def _unreachable(self) -> frozenset[str]:
+        """Returns the ids of nodes that can't be talked to."""
+        return self.shared.client.breakers.blocked(await self.shared.state.table())
 
     def _wait(self, waits: bool) -> None:
         """Note whether it is in a node's queue now."""

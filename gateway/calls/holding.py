@@ -96,7 +96,7 @@ class Hold:
 async def autoscaler(leases: Leases) -> str | None:
     """Returns who decides the pools' sizes; None: nobody, or it can't be told."""
     try:
-        return (await leases.look(AUTOSCALER)).holder or None
+        return (await leases.get(AUTOSCALER)).holder or None
     except RedisAway:
         return None
 

@@ -8,8 +8,7 @@ import aiohttp
 import msgspec
 
 from cluster.errors import STATUS, ServiceError
-from cluster.news import News, NodeRecord
-from cluster.old_record import OldRecord, decode_news
+from cluster.news import NodeRecord
 from cluster.secret import authorization
 
 T = TypeVar("T")
@@ -51,14 +50,6 @@ class NodeCalls:
             return status, msgspec.msgpack.decode(body, type=kind)
         except msgspec.DecodeError as error:
             raise _failed(node, f"said something that is no answer ({error})") from error
-
-    async def ask_news(self, node: NodeRecord) -> News | OldRecord:
-        """All that the node has to tell. Raises as `ask`."""
-        _, body = await self._call(node, "GET", "/record", b"")
-        try:
-            return decode_news(body)
-        except msgspec.DecodeError as error:
-            raise _failed(node, f"said something that is no record ({error})") from error
 
     async def order(self, node: NodeRecord, path: str, order: msgspec.Struct | None = None) -> None:
         """POST without an answer. Raises as `ask`, and PathUnknown."""

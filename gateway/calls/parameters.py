@@ -9,7 +9,7 @@ from typing import TypedDict, TypeVar
 import msgspec
 
 from adapters.functions import Defaults
-from cluster.messages import Sampling, version_for
+from cluster.messages import Sampling
 from cluster.text import BaseText
 from gateway.api.schema import MAX_BAD_CHARACTERS, GenerationParams
 from gateway.http.errors import invalid
@@ -45,7 +45,6 @@ class NodeParameters(TypedDict):
     sampling: Sampling
     stop: list[str]
     ignore_eos: bool
-    v: int
 
 
 def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodeParameters:
@@ -69,7 +68,7 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
     }
     sampling = Sampling(**{**passed_on, **made})
     stop = [merged.stop] if isinstance(merged.stop, str) else list(merged.stop or [])
-    return {"sampling": sampling, "stop": stop, "ignore_eos": bool(merged.ignore_eos), "v": version_for(sampling)}
+    return {"sampling": sampling, "stop": stop, "ignore_eos": bool(merged.ignore_eos)}
 
 
 def prompt_logprobs(call: GenerationParams) -> int | None:

@@ -8,7 +8,6 @@ import msgspec
 
 from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest
-from cluster.node_table import NodeTable
 from cluster.state import ClusterState
 from gateway.calls.explanations import Explanations, PlacedCall, Placement
 from gateway.scheduling.decision import Outcome
@@ -98,9 +97,3 @@ def ttft_left(request: GenerateRequest, received: float) -> float | None:
     """Returns the seconds that are left now of the promised time to the first token, at least LEAST_TTFT; None when
     none was promised. `received`: monotonic seconds."""
     return None if request.ttft is None else max(request.ttft - (time.monotonic() - received), LEAST_TTFT)
-
-
-def too_old(nodes: NodeTable, request: GenerateRequest) -> frozenset[str]:
-    """Ids of nodes that would refuse the request, because they do not know something that it states."""
-    older = (row for row, version in nodes.older.items() if version < request.v)
-    return frozenset(name for row in older if (name := nodes.ids[row]) is not None)

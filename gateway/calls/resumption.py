@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cluster.messages import RESUMPTION_VERSION, GenerateRequest
+from cluster.messages import GenerateRequest
 from gateway.calls.node_watch import NodeFailure
 
 MOST_RESUMPTIONS = 2
@@ -28,5 +28,4 @@ def resumption_of(request: GenerateRequest, generated: Sequence[int]) -> Generat
         generated=list(generated),
         sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=None),
         ttft=None,
-        v=RESUMPTION_VERSION,
     )

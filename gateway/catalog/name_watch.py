@@ -94,10 +94,10 @@ class NameWatch:
             return True
         return bool(epoch.marks) and epoch.marks[0].number > known.number + 1
 
-    def _dirty_until(self, marked: float | None, now: float | None) -> float:
+    def _dirty_until(self, marked: float, now: float | None) -> float:
         """Returns until when, by `clock`, a change that was marked at `marked` may still be committed. `now`: the
-        store's time, a moment ago. When either is None, the mark counts as made now."""
-        ago = 0.0 if marked is None or now is None else max(0.0, now - marked)
+        store's time, a moment ago; None: the mark counts as made now."""
+        ago = 0.0 if now is None else max(0.0, now - marked)
         return self._clock() - ago + DIRTY_SECONDS
 
     def _end_dirty(self, now: float) -> None:

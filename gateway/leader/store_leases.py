@@ -48,14 +48,14 @@ class StoreLeases:
             return Lease(known.holder, left)
         if await self._write(name, LeaseRecord(holder, seconds, known.writes + 1), etag):
             return Lease(holder, seconds)
-        return await self.look(name)
+        return await self.get(name)
 
     async def free(self, name: str, holder: str) -> None:
         known, etag = await self._read(name)
         if known.holder == holder:
             await self._write(name, LeaseRecord("", 0.0, known.writes + 1), etag)
 
-    async def look(self, name: str) -> Lease:
+    async def get(self, name: str) -> Lease:
         """An object that this process sees for the first time may say whose the lease was long ago."""
         known, _ = await self._read(name)
         left = self._left(name, known)

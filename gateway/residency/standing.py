@@ -107,7 +107,7 @@ def _wanted(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _Found 
         for tier, count in tiers
         if count
     ]
-    return _Found(entry.since, policy, wishes, entry.says(policy))
+    return _Found(entry.since, policy, wishes, entry.matches(policy))
 
 
 def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:

@@ -48,7 +48,7 @@ def weights_of(parameters: Parameters, embeddings: dict[str, Array]) -> Weights:
 
 
 def lot_of(seen: Observations) -> Lot:
-    return Lot(seen.keys, seen.windows.tobytes(), seen.moment.tobytes(), seen.came.tobytes())
+    return Lot(seen.keys, seen.windows.tobytes(), seen.moment.tobytes(), seen.outcomes.tobytes())
 
 
 def parameters_of(weights: Weights) -> Parameters:

@@ -9,10 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import ServiceError
-from cluster.messages import VersionMismatch, check_version
-from cluster.news import News, Wanted
+from cluster.messages import PROTOCOL_VERSION, VersionMismatch
+from cluster.news import FullReportRequest, NodeReport
 from cluster.node_book import TooManyNodes
-from cluster.old_record import OldRecord, decode_news, news_of_old
 from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized
 from cluster.state import PublishResult
@@ -27,6 +26,7 @@ routes = Routes()
 RECORD_LIMIT = 4 << 20
 """Bytes of a record: some 20,000 resident adapters."""
 RECORD_SECONDS = 5.0
+_decode = msgspec.msgpack.Decoder(NodeReport).decode
 
 
 @routes.public("POST /cluster/record")
@@ -36,31 +36,23 @@ async def record(request: Request) -> Response:
         raise ServiceError("unauthenticated", "the cluster secret is missing or wrong")
     body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
     try:
-        told = decode_news(body)
-        node = told.id if isinstance(told, OldRecord) else told.heartbeat.id
+        news = _decode(body)
+        node = news.heartbeat.id
         if not services.record_rates.allows(node):
             raise ServiceError("rate_limited", f"node {node[:60]} sends too many records", retry_after=1.0)
-        taken = await take_news(services, told, request.client.host if request.client else "")
+        taken = await take_news(services, news, request.client.host if request.client else "")
     except msgspec.DecodeError as error:
-        raise ServiceError("invalid_request", f"not a node record: {error}") from error
+        raise ServiceError("invalid_request", f"not a node record of version {PROTOCOL_VERSION}: {error}") from error
     except (VersionMismatch, BadRecord) as error:
         raise ServiceError("invalid_request", str(error)) from error
     except TooManyNodes as error:
         raise ServiceError("overloaded", str(error)) from error
     if taken == "gap":
-        return Response(msgspec.msgpack.encode(Wanted()), media_type="application/msgpack")
+        return Response(msgspec.msgpack.encode(FullReportRequest()), media_type="application/msgpack")
     return Response(status_code=204)
 
 
-async def take_news(services: Services, told: News | OldRecord, peer: str) -> PublishResult:
+async def take_news(services: Services, news: NodeReport, peer: str) -> PublishResult:
     """`peer`: where they came from. Raises BadRecord, VersionMismatch, TooManyNodes."""
-    cluster, hosts = services.cluster, services.config.node_hosts
-    if isinstance(told, News):
-        check_news(told, peer, hosts)
-        return await cluster.publish(told)
-    check_version(told.v)
-    news = news_of_old(told, cluster.residents(told.id, told.epoch))
-    check_news(news, peer, hosts)
-    if await cluster.publish(news) == "gap":
-        return await cluster.publish(news_of_old(told, None))
-    return "taken"
+    check_news(news, peer, services.config.node_hosts)
+    return await services.cluster.publish(news)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters import strict_json
+from adapters.deployment import AdapterUpload, Deployment
 from adapters.function_changes import check_options
 from adapters.functions import ITEM_BYTES
 from adapters.names import is_name
@@ -26,7 +26,6 @@ from gateway.http.routing import BOOLEAN, NAME_PATTERN, Routes, parameter
 from gateway.residency.before_traffic import WARM, warm_staged
 
 if TYPE_CHECKING:
-    from adapters.deployment import Deployment
     from gateway.services import Services
 
 routes = Routes()
@@ -92,7 +91,7 @@ async def deploy(request: Request, services: Services, tenant: str) -> Response:
 
 async def _from_upload(services: Services, request: Request, tenant: str, name: str, how: _How) -> Response:
     async with receive_upload(request, services.config) as upload:
-        given = _Given(upload.config, upload.weights, _alias(upload), _policy(upload))
+        given = AdapterUpload(upload.config, upload.weights, _alias(upload), _policy(upload))
         return await _store(services, request, tenant, name, given, how)
 
 
@@ -102,18 +101,8 @@ async def _from_source(services: Services, request: Request, tenant: str, name: 
     check_options(body.alias, body.policy)
     with services.deploys.deploy(tenant):
         async with copied_source(services.config, services.sources, services.source_threads, place) as files:
-            given = _Given(files.config, files.weights, body.alias, body.policy, body.source)
+            given = AdapterUpload(files.config, files.weights, body.alias, body.policy, body.source)
             return await _store(services, request, tenant, name, given, how)
-
-
-class _Given(NamedTuple):
-    """What is to be deployed; `weights` is a file that goes away afterwards."""
-
-    config: bytes
-    weights: Path
-    alias: str | None
-    policy: dict[str, Any] | None
-    source: str | None = None
 
 
 class _How(NamedTuple):
@@ -121,25 +110,25 @@ class _How(NamedTuple):
     warm: bool
 
 
-async def _store(services: Services, request: Request, tenant: str, name: str, given: _Given, how: _How) -> Response:
+async def _store(
+    services: Services, request: Request, tenant: str, name: str, upload: AdapterUpload, how: _How
+) -> Response:
     problems: list[str] = []
     registry, staged = services.registry, None
     await services.templates.check(
-        tenant, given.policy or {}, special=services.text.special, receive=request.receive, within="policy."
+        tenant, upload.policy or {}, special=services.text.special, receive=request.receive, within="policy."
     )
     if how.dry_run:
         async with services.deploys.store(tenant):
-            checked = await services.threads.write(
-                registry.check, given.config, given.weights, name, given.alias, given.policy
-            )
+            checked = await services.threads.write(registry.check, upload, name)
         return json_response(await _reply(services, checked, problems))
     if how.warm:
         async with services.deploys.store(tenant):
-            staged = await services.threads.write(registry.stage, tenant, name, *given)
-        problems += await warm_staged(services, tenant, staged.made)  # meanwhile others store theirs
+            staged = await services.threads.write(registry.stage, tenant, name, upload)
+        problems += await warm_staged(services, tenant, staged.deployment)  # meanwhile others store theirs
     async with services.deploys.store(tenant):
         memory = await services.provisionable()
-        made = await services.functions.change(registry.deploy, tenant, name, *given, staged, memory)
+        made = await services.functions.change(registry.deploy, tenant, name, upload, staged, memory)
     return json_response(await _reply(services, made, problems), 201 if made.created else 200)
 
 

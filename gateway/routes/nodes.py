@@ -15,7 +15,7 @@ from adapters.errors import NotFound
 from cluster.errors import ServiceError
 from cluster.gpu import GpuLoad, throttle_reasons
 from cluster.messages import Adapter
-from cluster.news import NodeRecord
+from cluster.news import NodeRecord, NodeReport
 from cluster.node_book import NodeView
 from cluster.record_check import BadRecord
 from cluster.residency import (
@@ -170,9 +170,9 @@ async def _set_draining(request: Request, services: Services, path: str) -> Resp
     """The node refuses by itself from now on; its new record is taken in here, so that none is sent there in vain."""
     node = await _node(services, request)
     await services.node_calls.order(node, path)
-    told = await services.node_calls.ask_news(node)
+    _, news = await services.node_calls.ask(node, "/record", NodeReport)
     try:
-        await take_news(services, told, urlsplit(node.url).hostname or "")
+        await take_news(services, news, urlsplit(node.url).hostname or "")
     except BadRecord as error:
         raise ServiceError("node_failed", f"node {node.id} says something that can't be: {error}") from error
     for view in await services.cluster.nodes():

@@ -108,7 +108,7 @@ async def lease_autoscaler(request: Request, services: Services) -> Response:
             held = await services.leases.take(AUTOSCALER, asked.holder, asked.seconds)
         else:
             await services.leases.free(AUTOSCALER, asked.holder)
-            held = await services.leases.look(AUTOSCALER)
+            held = await services.leases.get(AUTOSCALER)
     except RedisAway as error:
         raise ServiceError(
             "unavailable", "the lease can't be had while the cluster state is away", retry_after=RETRY_AFTER

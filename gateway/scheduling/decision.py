@@ -139,7 +139,7 @@ def picture(
     shown = _best(nodes, candidates, row, scores)
     rows = candidates[shown]
     values = np.full((len(FIELDS), rows.size), np.nan)
-    values[0] = nodes.now - nodes.heard[rows]
+    values[0] = nodes.now - nodes.last_seen[rows]
     for index, where in enumerate(rows.tolist()):
         load = nodes.load(where)
         values[1:5, index] = load.running, load.queued, len(nodes.reservations(where)), nodes.modelled[where]

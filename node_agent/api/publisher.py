@@ -49,7 +49,7 @@ class Publisher:
             async with session.post(self._url, data=msgspec.msgpack.encode(news), timeout=timeout) as response:
                 if response.status == 204:
                     self._known = news.changes.at
-                elif response.status == 200:  # Wanted: it has lost what these build on, or never had it
+                elif response.status == 200:  # FullReportRequest: it has lost what these build on, or never had it
                     self._known = WHOLE
                 else:
                     problem = f"the gateway answered {response.status}"

@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class _Versioned(msgspec.Struct):
-    v: int = 1
+    v: int
 
 
 def read_limits(model_dir: Path) -> Limits:

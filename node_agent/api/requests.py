@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from cluster.errors import ServiceError
-from cluster.messages import NEWEST_VERSION, GenerateRequest
-from cluster.news import News, NodeRecord, StrictRoom, rank_sums, whole
+from cluster.messages import GenerateRequest
+from cluster.news import NodeRecord, NodeReport, StrictRoom, full_report, rank_sums
 from cluster.queue_shares import QueueShares, room_for_others
 from cluster.received import Received
 from cluster.residency import WantedResidency
@@ -204,7 +204,7 @@ class RequestRegistry:
             return True
         if request.slo_class == "strict" and any(entry.slo_class == "best_effort" for entry in self._waiting()):
             return False
-        return not self._queue_shares.gives_way(request.tenant, request.weight)
+        return not self._queue_shares.tenant_to_displace(request.tenant, request.weight)
 
     def _waiting(self) -> Iterator[InFlight]:
         return (entry for entry in self._in_flight.values() if not entry.admitted)
@@ -336,7 +336,6 @@ class RequestRegistry:
             received=self._received,
             error=self.error,
             pool=self._config.pool,
-            accepts=NEWEST_VERSION,
             gpu=gpu.facts if gpu is not None else None,
             gpu_load=gpu.load if gpu is not None else None,
             best_effort=sum(entry.slo_class == "best_effort" for entry in self._in_flight.values()),
@@ -360,11 +359,11 @@ class RequestRegistry:
         queued = sum(entry.slo_class == "strict" for entry in self._waiting())
         return msgspec.structs.replace(room, queued=queued, prompt_tokens=prompts)
 
-    def news(self, known: int) -> News:
+    def news(self, known: int) -> NodeReport:
         """Returns what the gateway is to be told. `known`: the number of the last change that it has taken in, or
         WHOLE."""
         return self._log.news(self.record(), self._stats.residents, known)
 
-    def all_news(self) -> News:
+    def all_news(self) -> NodeReport:
         """Returns all that there is to tell of this node, for a reader that knows nothing of it yet."""
-        return whole(self.record(), self._stats.residents, self._log.at)
+        return full_report(self.record(), self._stats.residents, self._log.at)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.news import ABSENT_TIER, WHOLE, Changes, Facts, News, NodeRecord, Resident, facts_of, heartbeat_of
+from cluster.news import (
+    ABSENT_TIER,
+    WHOLE,
+    Changes,
+    Facts,
+    NodeRecord,
+    NodeReport,
+    Resident,
+    facts_from,
+    heartbeat_from,
+)
 
 
 class ResidencyLog:
@@ -20,12 +30,12 @@ class ResidencyLog:
         self._changed: dict[str, int] = {}
         """By digest, in the order of the numbers. Adapters that are gone stay until the gateway knows."""
 
-    def news(self, record: NodeRecord, residents: Sequence[Resident], known: int) -> News:
+    def news(self, record: NodeRecord, residents: Sequence[Resident], known: int) -> NodeReport:
         """Returns what the gateway has to be told now. `known`: the number of the last change that it has taken in, or
         WHOLE."""
-        self._note(facts_of(record), residents)
+        self._note(facts_from(record), residents)
         if known == WHOLE:
-            return News(heartbeat_of(record), self._facts, Changes(WHOLE, self.at, list(residents)))
+            return NodeReport(heartbeat_from(record), self._facts, Changes(WHOLE, self.at, list(residents)))
         self._forget(known)
         changed = [
             self._residents.get(digest, Resident(digest, ABSENT_TIER, 0, 0))
@@ -33,7 +43,7 @@ class ResidencyLog:
             if at > known
         ]
         facts = self._facts if self._facts_at > known else None
-        return News(heartbeat_of(record), facts, Changes(known, self.at, changed))
+        return NodeReport(heartbeat_from(record), facts, Changes(known, self.at, changed))
 
     def _note(self, facts: Facts, residents: Sequence[Resident]) -> None:
         number = self.at + 1

@@ -109,7 +109,7 @@ class Request:
         self.prompt_len = self.prompt_len or len(self.tokens)
 
     @property
-    def due(self) -> float:
+    def first_token_deadline(self) -> float:
         """Returns when the first token is due: the promised TTFT, or USUAL_TTFT, after the arrival; monotonic
         seconds."""
         return self.arrived + (USUAL_TTFT if self.ttft is None else self.ttft)

@@ -63,7 +63,7 @@ class WaitingQueue:
         best-effort request, whoever's; else the newest of the tenant with most waiting for its weight, if that is more
         than the newcomer's; else, for a function with places kept for it that fewer wait in, the newest of the tenant's
         without. Requests that have begun to answer stay. Returns None when the newcomer has to go."""
-        crowded = self._queue_shares.gives_way(newcomer.tenant, newcomer.weight)
+        crowded = self._queue_shares.tenant_to_displace(newcomer.tenant, newcomer.weight)
         # Who has begun to answer must not be sent away.
         going = [r for r in self._requests.values() if not r.generated]
         best_effort = [r for r in going if r.slo_class == "best_effort" and newcomer.slo_class == "strict"]

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from adapters.base_model import BaseModel
 from cluster.performance_file import write_performance
-from cluster.performance_fit import MOST_ERROR_IDLE, DecodeFit, PrefillFit
+from cluster.performance_fit import MAX_ERROR_IDLE, DecodeFit, PrefillFit
 from node_agent.config import EngineConfig
 from node_agent.cores import core_times, others_share
 from node_agent.device import is_out_of_memory
@@ -128,7 +128,7 @@ class IdleMeasurement:
             self._fail(str(error))
             return
         with_thread = ThreadPoolExecutor(1, "performance fit")
-        self._fits = with_thread.submit(fit, sweep, self.engine.lora_kernel, MOST_ERROR_IDLE)
+        self._fits = with_thread.submit(fit, sweep, self.engine.lora_kernel, MAX_ERROR_IDLE)
         with_thread.shutdown(wait=False)
 
     def _take_fits(self, fits: Future[tuple[DecodeFit, PrefillFit]]) -> bool:

@@ -17,7 +17,7 @@ from cluster.performance_file import (
     read_performance,
 )
 from cluster.performance_fit import (
-    MOST_ERROR,
+    MAX_ERROR,
     BadSample,
     DecodeFit,
     DecodeSample,
@@ -127,7 +127,7 @@ def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
         return ()
 
 
-def fit(sweep: Sweep, kernel: str, most_error: float = MOST_ERROR) -> tuple[DecodeFit, PrefillFit]:
+def fit(sweep: Sweep, kernel: str, most_error: float = MAX_ERROR) -> tuple[DecodeFit, PrefillFit]:
     """Fits both models to a sweep. `kernel`: of decode rows, as measured; `most_error`: held out, of a fit with a poor
     R^2. Takes some tenths of a second. Raises BadFit or BadSample."""
     return fit_decode(sweep.decode, most_error, rank_terms(kernel)), fit_prefill(sweep.prefill, most_error)

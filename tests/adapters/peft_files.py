@@ -74,6 +74,11 @@ def changed(config: bytes, **fields: Any) -> bytes:
     return json.dumps({**json.loads(config), **fields}).encode()
 
 
+def variant(files: tuple[bytes, Path], alpha: int) -> tuple[bytes, Path]:
+    """Another adapter: the same tensors with another alpha."""
+    return changed(files[0], lora_alpha=alpha), files[1]
+
+
 def safetensors_bytes(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
     """A safetensors file from raw parts; `length` lies about the header's length."""
     return (len(header) if length is None else length).to_bytes(8, "little") + header + data

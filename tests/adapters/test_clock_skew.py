@@ -13,6 +13,7 @@ import pytest
 from adapters.base_model import BaseModel
 from adapters.collect import ORPHAN_SECONDS, Collected, collect
 from adapters.contents import REWRITE_SECONDS
+from adapters.deployment import AdapterUpload
 from adapters.errors import Conflict, StoreUnavailable
 from adapters.local_store import LocalStore
 from adapters.quota import HOLD_SECONDS, Quota
@@ -67,14 +68,14 @@ def test_a_gateway_that_is_hours_behind_writes_old_content_anew(
     """Else it would list what is about to be collected."""
     store = LocalStore(tmp_path)
     registry = Registry(store, base)
-    registry.deploy("acme", "f", *good)
+    registry.deploy("acme", "f", AdapterUpload(*good))
     registry.delete_function("acme", "f")
     contents = [info.key for prefix in ("blobs/", "artifacts/") for info in store.list(prefix)]
     then = time.time() - ORPHAN_SECONDS
     for key in contents:
         os.utime(tmp_path / key, (then, then))
     skewed(-ORPHAN_SECONDS)
-    registry.deploy("acme", "g", *good)
+    registry.deploy("acme", "g", AdapterUpload(*good))
     infos = [store.head(key) for key in contents]
     assert all(info is not None and info.modified > then + REWRITE_SECONDS for info in infos)
 
@@ -99,7 +100,7 @@ def test_removals_are_remembered_by_the_stores_clock(
     tmp_path: Path, base: BaseModel, good: tuple[bytes, Path], skewed: Callable[[float], None]
 ) -> None:
     registry = Registry(LocalStore(tmp_path), base)
-    registry.deploy("acme", "f", *good)
+    registry.deploy("acme", "f", AdapterUpload(*good))
     before = time.time()
     skewed(-2 * ORPHAN_SECONDS)
     registry.delete_function("acme", "f")

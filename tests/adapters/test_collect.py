@@ -11,11 +11,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from peft_files import changed
+from peft_files import variant
 
 from adapters.base_model import BaseModel
 from adapters.collect import ORPHAN_SECONDS, Collected, collect
 from adapters.contents import blob_key
+from adapters.deployment import AdapterUpload
 from adapters.epoch import EPOCH_KEY
 from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Manifest, VersionEntry
@@ -31,10 +32,6 @@ HEX = "ab" * 32
 @pytest.fixture
 def store(new_store: Callable[[], ObjectStore]) -> ObjectStore:
     return new_store()
-
-
-def variant(good: Good, alpha: int) -> Good:
-    return changed(good[0], lora_alpha=alpha), good[1]
 
 
 def keys(store: ObjectStore) -> set[str]:
@@ -70,7 +67,7 @@ def age(store: LocalStore, seconds: float = ORPHAN_SECONDS + 60, part: str = "")
 def test_only_what_nobody_lists_is_removed(store: ObjectStore, base: BaseModel, good: Good) -> None:
     registry = Registry(store, base)
     for tenant, name, alpha in (("acme", "f", 8), ("acme", "f", 9), ("acme", "gone", 10), ("other", "f-2", 9)):
-        registry.deploy(tenant, name, *variant(good, alpha))
+        registry.deploy(tenant, name, AdapterUpload(*variant(good, alpha)))
     registry.delete_function("acme", "gone")
     litter = {f"blobs/sha256/{HEX}", f"artifacts/v1/{HEX}/{HEX}", "tenants/acme/functions/half/versions/1.json"}
     foreign = {
@@ -93,7 +90,7 @@ def test_only_what_nobody_lists_is_removed(store: ObjectStore, base: BaseModel, 
     assert (young.blobs, young.artifacts, young.manifests, keys(store)) == (0, 0, 0, before)
     told: list[str] = []
     later = time.time() + ORPHAN_SECONDS + 600
-    dry = collect(store, dry_run=True, now=later, tell=lambda info: told.append(info.key))
+    dry = collect(store, dry_run=True, now=later, on_removal=lambda info: told.append(info.key))
     assert set(told) == orphans
     assert keys(store) == before
     done = collect(store, now=later)
@@ -103,14 +100,15 @@ def test_only_what_nobody_lists_is_removed(store: ObjectStore, base: BaseModel, 
 
     assert verify(store).damaged == 0
     assert registry.resolve("acme", "f").version == 2
-    assert registry.deploy("acme", "gone", *good).version == 2, "the tombstone stays, and so do its numbers"
+    again = registry.deploy("acme", "gone", AdapterUpload(*good))
+    assert again.version == 2, "the tombstone stays, and so do its numbers"
     assert collect(store, now=later) == Collected(dry_run=False, kept=done.kept + 1), "only the new artifact came"
 
 
 def test_a_young_manifest_keeps_what_it_names(tmp_path: Path, base: BaseModel, good: Good) -> None:
     """Its deploy may still be about to list it."""
     store = LocalStore(tmp_path)
-    Registry(store, base).deploy("acme", "f", *good)
+    Registry(store, base).deploy("acme", "f", AdapterUpload(*good))
     (tmp_path / "tenants/acme/functions/f/function.json").unlink()
     age(store, part="/blobs/")
     age(store, part="/artifacts/")
@@ -127,8 +125,8 @@ def test_what_was_deleted_a_moment_ago_stays(tmp_path: Path, base: BaseModel, go
     store = LocalStore(tmp_path)
     registry = Registry(store, base)
     for alpha in (8, 9):
-        registry.deploy("acme", "f", *variant(good, alpha))
-    registry.deploy("acme", "g", *variant(good, 10))
+        registry.deploy("acme", "f", AdapterUpload(*variant(good, alpha)))
+    registry.deploy("acme", "g", AdapterUpload(*variant(good, 10)))
     age(store)
     before = keys(store)
     registry.delete_version("acme", "f", 1)
@@ -143,7 +141,7 @@ def test_later_deletions_do_not_keep_what_earlier_ones_left(tmp_path: Path, base
     store = LocalStore(tmp_path)
     registry = Registry(store, base)
     for alpha in (8, 9, 10):
-        registry.deploy("acme", "f", *variant(good, alpha))
+        registry.deploy("acme", "f", AdapterUpload(*variant(good, alpha)))
     registry.delete_version("acme", "f", 1)
     age(store)
     registry.delete_version("acme", "f", 2)
@@ -183,7 +181,7 @@ def test_deploys_beside_a_collection(tmp_path: Path, base: BaseModel, good: Good
     thread.start()
     try:
         for turn in range(1, 16):
-            assert registry.deploy("acme", "f", *good).version == turn
+            assert registry.deploy("acme", "f", AdapterUpload(*good)).version == turn
             assert verify(store).damaged == 0
             registry.delete_function("acme", "f")
             age(store)
@@ -201,7 +199,7 @@ def test_deploys_beside_a_collection(tmp_path: Path, base: BaseModel, good: Good
 def test_nothing_is_removed_when_it_is_not_known_what_is_needed(
     store: ObjectStore, base: BaseModel, good: Good, broken: str
 ) -> None:
-    Registry(store, base).deploy("acme", "f", *good)
+    Registry(store, base).deploy("acme", "f", AdapterUpload(*good))
     store.put(f"blobs/sha256/{HEX}", b"orphan")
     store.put(f"tenants/acme/functions/f/{broken}", b"{")
     before = keys(store)
@@ -211,7 +209,7 @@ def test_nothing_is_removed_when_it_is_not_known_what_is_needed(
 
 
 def test_a_listed_version_without_manifest_stops_it(store: ObjectStore, base: BaseModel, good: Good) -> None:
-    Registry(store, base).deploy("acme", "f", *good)
+    Registry(store, base).deploy("acme", "f", AdapterUpload(*good))
     store.delete("tenants/acme/functions/f/versions/1.json")
     with pytest.raises(CorruptArtifact, match="acme/f:1"):
         collect(store, now=time.time() + 2 * ORPHAN_SECONDS)

@@ -14,6 +14,7 @@ import pytest
 from adapters import contents, s3_removal
 from adapters.base_model import BaseModel
 from adapters.collect import ORPHAN_SECONDS, collect
+from adapters.deployment import AdapterUpload
 from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
@@ -43,7 +44,7 @@ def orphans(new_url: Callable[[], str], open_again: Open, base: BaseModel, good:
     urls = [new_url() for _ in range(STORES)]
     stores = [open_again(url) for url in urls]
     for store in stores:
-        Registry(store, base).deploy("acme", "f", *good)
+        Registry(store, base).deploy("acme", "f", AdapterUpload(*good))
         store.delete("tenants/acme/functions/f/function.json")  # as a deploy leaves it that died before its end
     last = max(info.modified for store in stores for info in all_objects(store, ""))
     now = last + (S3_TICK if isinstance(stores[0], S3Store) else DISK_TICK)
@@ -107,7 +108,7 @@ class Deploying:
             sleep(seconds)
 
         monkeypatch.setattr(time, "sleep", noted)
-        self.future = pool.submit(registry.deploy, "acme", "f", *good)
+        self.future = pool.submit(registry.deploy, "acme", "f", AdapterUpload(*good))
         self.future.add_done_callback(lambda _: self._halted.set())
         pool.shutdown(wait=False)
 
@@ -178,7 +179,7 @@ def test_a_collection_that_died_holds_up_a_deploy_for_a_while(
     time_of_s3 = registry.store.now
     monkeypatch.setattr(registry.store, "now", lambda: time_of_s3() + sum(waited))
     monkeypatch.setattr(time, "sleep", lambda _: waited.append(s3_removal.MARK_SECONDS / 3))
-    registry.deploy("acme", "f", *good)
+    registry.deploy("acme", "f", AdapterUpload(*good))
     assert waited, "what is there when the deploy begins may still be removed"
     assert verify(registry.store).damaged == 0
     assert not registry.store.list(s3_removal.FOLDER)

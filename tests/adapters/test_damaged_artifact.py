@@ -12,6 +12,7 @@ import pytest
 from adapters import contents
 from adapters.artifact import artifact_key
 from adapters.contents import blob_key
+from adapters.deployment import AdapterUpload
 from adapters.errors import CorruptArtifact
 from adapters.registry import Registry
 
@@ -35,7 +36,7 @@ DAMAGES: Damages = {
 @pytest.fixture
 def key(registry: Registry, good: tuple[bytes, Path]) -> str:
     """Of a deployed version's artifact."""
-    return artifact_key(registry.base.fingerprint, registry.deploy("acme", "f", *good).digest)
+    return artifact_key(registry.base.fingerprint, registry.deploy("acme", "f", AdapterUpload(*good)).digest)
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -93,6 +94,6 @@ def test_the_adapter_deployed_again_mends_it(registry: Registry, key: str, good:
     with pytest.raises(CorruptArtifact):
         registry.make_artifact("acme", "f", 1)
     elsewhere = Registry(registry.store, registry.base)
-    assert not elsewhere.deploy("acme", "f", *good).created
+    assert not elsewhere.deploy("acme", "f", AdapterUpload(*good)).created
     assert registry.store.get(key).data == whole
     assert registry.resolve("acme", "f").version == 1

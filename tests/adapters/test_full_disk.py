@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from adapters.base_model import BaseModel
+from adapters.deployment import AdapterUpload
 from adapters.errors import NotFound
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
@@ -17,6 +18,7 @@ DEPLOY = """
 import os, resource, sys
 from pathlib import Path
 from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
@@ -38,7 +40,7 @@ for writes in range(int(most) + 1):
     try:
         store = Filling(Path(stores, str(writes)))
         store.left = writes
-        Registry(store, base).deploy("acme", "f", config.read_bytes(), weights)
+        Registry(store, base).deploy("acme", "f", AdapterUpload(config.read_bytes(), weights))
     except StoreUnavailable as error:
         print(error, flush=True)
     finally:
@@ -73,4 +75,4 @@ def test_a_deploy_onto_a_disk_that_fills_up(
     assert registry.functions("acme") == ([], None)
     with pytest.raises(NotFound):
         registry.resolve("acme", "f")
-    assert registry.deploy("acme", "f", *good).version == (2 if writes == 4 else 1)
+    assert registry.deploy("acme", "f", AdapterUpload(*good)).version == (2 if writes == 4 else 1)

@@ -17,6 +17,7 @@ import pytest
 from peft_files import adapter, changed, safetensors_bytes
 
 from adapters.base_model import BaseModel
+from adapters.deployment import AdapterUpload
 from adapters.errors import MAX_PROBLEMS, AdapterError, InspectionBusy, InvalidAdapter, TooLarge
 from adapters.helper_process import MEMORY_BYTES, NICENESS
 from adapters.inspector import Inspector
@@ -204,7 +205,7 @@ def test_who_waits_too_long_may_try_again(
             target=lambda: outcome(changed(good[0], target_modules=ENDLESS), good[1], inspector.inspect)
         )
         held.start()
-        while not inspector._turn.locked():
+        while not inspector._lock.locked():
             time.sleep(0.01)
         with pytest.raises(InspectionBusy, match="other adapters were looked at"):
             inspector.inspect(*good)
@@ -225,11 +226,11 @@ def test_deploys_and_dry_runs_are_looked_at_there(
     registry: Registry, good: tuple[bytes, Path], inspector: Inspector
 ) -> None:
     helped = Registry(registry.store, registry.base, inspector.inspect)
-    assert helped.check(*good) == registry.check(*good)
-    made = helped.deploy("acme", "f", *good)
-    again = registry.deploy("acme", "f", *good)
+    assert helped.check(AdapterUpload(*good)) == registry.check(AdapterUpload(*good))
+    made = helped.deploy("acme", "f", AdapterUpload(*good))
+    again = registry.deploy("acme", "f", AdapterUpload(*good))
     assert (made.version, made.digest) == (again.version, again.digest)
-    for look in (helped.check, lambda *files: helped.deploy("acme", "f", *files)):
+    for look in (helped.check, lambda *files: helped.deploy("acme", "f", AdapterUpload(*files))):
         with pytest.raises(InvalidAdapter, match="use_dora"):
             look(changed(good[0], use_dora=True), good[1])
 

@@ -11,9 +11,8 @@ import pytest
 from peft import LoraConfig
 from peft_files import tiny_model
 
-from adapters.foreign_fields import OTHER_COMPUTATION, TRAINERS, TRAINING
 from adapters.model_families import FAMILIES
-from adapters.peft_config import HARMLESS, REFUSED, SERVED, check_config
+from adapters.peft_config import HARMLESS, OTHER_COMPUTATION, REFUSED, SERVED, TRAINERS, TRAINING, check_config
 from adapters.peft_targets import module_names
 from adapters.strict_json import loads
 

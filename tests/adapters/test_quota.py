@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from peft_files import changed
 
 from adapters.base_model import BaseModel
+from adapters.deployment import AdapterUpload
 from adapters.errors import Conflict, NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, VersionEntry
 from adapters.local_store import LocalStore
@@ -44,26 +45,26 @@ def test_a_limit_is_kept_and_room_comes_back(
 ) -> None:
     registry, tenants = Registry(store, base), Tenants(store)
     tenants.put("acme")
-    size = registry.deploy("acme", "before", *adapters[0]).bytes
+    size = registry.deploy("acme", "before", AdapterUpload(*adapters[0])).bytes
     limit = {"adapters": 3} if which == "adapters" else {"bytes": 3 * size + size // 2}
     tenants.replace("acme", Limits(**limit))
-    registry.deploy("acme", "f", *adapters[1])
-    registry.deploy("acme", "f", *adapters[2])
+    registry.deploy("acme", "f", AdapterUpload(*adapters[1]))
+    registry.deploy("acme", "f", AdapterUpload(*adapters[2]))
     for name in ("f", "g"):
         with pytest.raises(Conflict, match="may have"):
-            registry.deploy("acme", name, *adapters[3])
+            registry.deploy("acme", name, AdapterUpload(*adapters[3]))
     assert len(store.list("artifacts/")) == 3, "what is refused stores nothing"
-    assert registry.deploy("acme", "f", *adapters[1]).created is False  # nothing new
+    assert registry.deploy("acme", "f", AdapterUpload(*adapters[1])).created is False  # nothing new
     assert held_by(store) == (3, 3 * size, 0)
     registry.delete_function("acme", "f")
-    registry.deploy("acme", "g", *adapters[3])
-    registry.deploy("acme", "g", *adapters[4])
+    registry.deploy("acme", "g", AdapterUpload(*adapters[3]))
+    registry.deploy("acme", "g", AdapterUpload(*adapters[4]))
     with pytest.raises(Conflict):
-        registry.deploy("acme", "g", *adapters[5])
+        registry.deploy("acme", "g", AdapterUpload(*adapters[5]))
     tenants.put("other")
-    registry.deploy("other", "g", *adapters[5])
+    registry.deploy("other", "g", AdapterUpload(*adapters[5]))
     tenants.replace("acme", Limits())
-    registry.deploy("acme", "g", *adapters[5])
+    registry.deploy("acme", "g", AdapterUpload(*adapters[5]))
     assert tenants.get("acme").held is None
 
 
@@ -75,7 +76,7 @@ def test_racing_deploys_never_pass_the_limit(
 
     def deploy(number: int) -> bool:
         try:
-            Registry(store, base).deploy("acme", f"f{number % 5}", *adapters[number])
+            Registry(store, base).deploy("acme", f"f{number % 5}", AdapterUpload(*adapters[number]))
         except Conflict:
             return False
         return True
@@ -111,23 +112,23 @@ def test_a_bound_that_is_too_high_is_found_out(store: ObjectStore, base: BaseMod
     now = [1000.0]
     registry = Registry(store, base)
     registry.quota = Quota(store, lambda: now[0])
-    registry.deploy("acme", "f", *adapters[0])
+    registry.deploy("acme", "f", AdapterUpload(*adapters[0]))
     # A gateway that was killed between the removal and giving back its room.
     key = "tenants/acme/functions/f/function.json"
     gone = msgspec.json.decode(store.get(key).data, type=FunctionRecord)
     store.put(key, msgspec.json.encode(msgspec.structs.replace(gone, deleted=True, versions=(), aliases={})))
     with pytest.raises(Conflict):
-        registry.deploy("acme", "g", *adapters[1])
+        registry.deploy("acme", "g", AdapterUpload(*adapters[1]))
     now[0] += RECOUNT_SECONDS + 1
-    registry.deploy("acme", "g", *adapters[1])
+    registry.deploy("acme", "g", AdapterUpload(*adapters[1]))
 
 
 def test_a_count_in_the_midst_of_a_removal(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
     """It has seen that the version is gone: giving its room back once more would be one too many."""
     Tenants(store).put("acme", limits=Limits(adapters=2))
     registry, quota = Registry(store, base), Quota(store)
-    size = registry.deploy("acme", "f", *adapters[0]).bytes
-    registry.deploy("acme", "g", *adapters[1])
+    size = registry.deploy("acme", "f", AdapterUpload(*adapters[0])).bytes
+    registry.deploy("acme", "g", AdapterUpload(*adapters[1]))
     key = "tenants/acme/functions/g/function.json"
     gone = msgspec.json.decode(store.get(key).data, type=FunctionRecord)
     with quota.removing("acme") as freed:
@@ -141,11 +142,11 @@ def test_deploys_do_not_read_the_other_functions(store: ObjectStore, base: BaseM
     """However many there are: only the first deploy under a new limit counts them."""
     Tenants(store).put("acme", limits=Limits(adapters=100))
     registry = Registry(store, base)
-    registry.deploy("acme", "f0", *adapters[0])
+    registry.deploy("acme", "f0", AdapterUpload(*adapters[0]))
     read: list[str] = []
     get = store.get
     store.get = lambda key: read.append(key) or get(key)  # type: ignore[method-assign, func-returns-value]
-    registry.deploy("acme", "f1", *adapters[1])
+    registry.deploy("acme", "f1", AdapterUpload(*adapters[1]))
     registry.delete_function("acme", "f1")
     assert not [key for key in read if "/f0/" in key]
 
@@ -154,7 +155,7 @@ def test_deploys_into_a_deleted_tenant(store: ObjectStore, base: BaseModel, adap
     tenants, registry = Tenants(store), Registry(store, base)
     tenants.put("acme", limits=Limits(adapters=5))
     key, _ = tenants.add_key("acme")
-    registry.deploy("acme", "f", *adapters[0])
+    registry.deploy("acme", "f", AdapterUpload(*adapters[0]))
     delete_tenant(tenants, registry, "acme")
     assert tenants.verify(key) is None
     assert not tenants.list()
@@ -162,12 +163,12 @@ def test_deploys_into_a_deleted_tenant(store: ObjectStore, base: BaseModel, adap
         with pytest.raises(NotFound):
             call("acme")
     with pytest.raises(NotFound):
-        registry.deploy("acme", "f", *adapters[1])
+        registry.deploy("acme", "f", AdapterUpload(*adapters[1]))
     tenant, created = tenants.replace("acme", Limits())
     assert (created, tenant.keys, tenant.limits) == (True, (), Limits())
     assert tenants.verify(key) is None
     assert registry.functions("acme") == ([], None)
-    assert registry.deploy("acme", "f", *adapters[0]).version == 2  # numbers are never used twice
+    assert registry.deploy("acme", "f", AdapterUpload(*adapters[0])).version == 2  # numbers are never used twice
 
 
 def test_a_deploy_that_a_deletion_of_its_tenant_missed_leaves_nothing(
@@ -183,7 +184,7 @@ def test_a_deploy_that_a_deletion_of_its_tenant_missed_leaves_nothing(
 
     registry.contents.put_files = put_files  # type: ignore[method-assign]
     with pytest.raises(NotFound):
-        registry.deploy("acme", "f", *adapters[0])
+        registry.deploy("acme", "f", AdapterUpload(*adapters[0]))
     tenants.replace("acme", Limits())
     assert registry.functions("acme") == ([], None)
 
@@ -191,7 +192,7 @@ def test_a_deploy_that_a_deletion_of_its_tenant_missed_leaves_nothing(
 def test_a_deletion_that_died_is_ended_by_the_next(store: ObjectStore, base: BaseModel, adapters: Any) -> None:
     tenants, registry = Tenants(store), Registry(store, base)
     tenants.put("acme")
-    registry.deploy("acme", "f", *adapters[0])
+    registry.deploy("acme", "f", AdapterUpload(*adapters[0]))
     tenants.delete("acme")
     with pytest.raises(Conflict, match="deletion"):
         tenants.replace("acme", Limits())

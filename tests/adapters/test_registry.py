@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from peft_files import changed, read_layer
+from peft_files import changed, read_layer, variant
 
 from adapters.artifact import artifact_key, read_header
 from adapters.base_model import BaseModel
 from adapters.contents import blob_key
-from adapters.deployment import Deployment
+from adapters.deployment import AdapterUpload, Deployment, Staged
 from adapters.errors import Conflict, InvalidAdapter, InvalidRequest, NotFound, StoreUnavailable
 from adapters.functions import FunctionRecord, Policy, VersionEntry, with_version
 from adapters.local_store import LocalStore
@@ -20,13 +20,10 @@ from adapters.records import read_record
 from adapters.registry import MAX_PASSED, Registry
 
 
-def deploy(registry: Registry, good: tuple[bytes, Path], name: str = "f", **options: Any) -> Deployment:
-    return registry.deploy("acme", name, *good, **options)
-
-
-def variant(good: tuple[bytes, Path], alpha: int) -> tuple[bytes, Path]:
-    """Another adapter: the same tensors with another alpha."""
-    return changed(good[0], lora_alpha=alpha), good[1]
+def deploy(
+    registry: Registry, good: tuple[bytes, Path], name: str = "f", staged: Staged | None = None, **options: Any
+) -> Deployment:
+    return registry.deploy("acme", name, AdapterUpload(*good, **options), staged)
 
 
 def test_a_deployed_adapter_is_resolved_and_read(registry: Registry, good: tuple[bytes, Path], base: BaseModel) -> None:
@@ -152,7 +149,7 @@ def test_a_page_costs_the_same_however_many_were_deleted(registry: Registry, goo
 
 
 def test_a_dry_run_writes_nothing(registry: Registry, good: tuple[bytes, Path]) -> None:
-    found = registry.check(*good, name="f")
+    found = registry.check(AdapterUpload(*good), name="f")
     assert (found.version, found.created) == (None, False)
     assert registry.store.list("") == ()
     assert deploy(registry, good).digest == found.digest
@@ -167,7 +164,7 @@ def test_a_dry_run_writes_nothing(registry: Registry, good: tuple[bytes, Path]) 
 )
 def test_malformed_names_are_refused(registry: Registry, good: tuple[bytes, Path], name: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        registry.deploy("acme", name, *good)
+        registry.deploy("acme", name, AdapterUpload(*good))
     assert raised.value.param == "name"
     for call in (registry.resolve, registry.function, registry.delete_function):
         with pytest.raises(NotFound):
@@ -196,7 +193,7 @@ def test_malformed_options_are_refused(
         deploy(registry, good, **options)
     assert raised.value.param == param
     with pytest.raises(InvalidRequest):
-        registry.check(*good, name="f", **options)
+        registry.check(AdapterUpload(*good, **options), name="f")
     assert registry.store.list("") == ()
 
 
@@ -321,8 +318,8 @@ def test_a_damaged_record_is_an_outage_not_a_crash(registry: Registry, good: tup
 def test_what_is_staged_keeps_its_number_and_is_listed_by_its_deploy(
     registry: Registry, good: tuple[bytes, Path]
 ) -> None:
-    staged = registry.stage("acme", "f", *good)
-    made = staged.made
+    staged = registry.stage("acme", "f", AdapterUpload(*good))
+    made = staged.deployment
     assert registry.store.head(artifact_key(registry.base.fingerprint, made.digest)) is not None
     with pytest.raises(NotFound):
         registry.resolve("acme", "f", str(made.version))
@@ -331,17 +328,17 @@ def test_what_is_staged_keeps_its_number_and_is_listed_by_its_deploy(
     assert (done.version, done.digest, done.created) == (made.version, made.digest, True)
     assert [entry.version for entry in registry.function("acme", "f").versions] == [1, 2]
     assert registry.resolve("acme", "f").digest == done.digest
-    again = registry.stage("acme", "f", *good)
-    assert (again.made.version, again.made.created, again.manifest) == (1, False, None)
+    again = registry.stage("acme", "f", AdapterUpload(*good))
+    assert (again.deployment.version, again.deployment.created, again.manifest) == (1, False, None)
     assert not deploy(registry, good, staged=again).created
 
 
 def test_what_was_staged_and_collected_is_stored_again(registry: Registry, good: tuple[bytes, Path]) -> None:
-    staged = registry.stage("acme", "f", *good)
-    artifact = artifact_key(registry.base.fingerprint, staged.made.digest)
+    staged = registry.stage("acme", "f", AdapterUpload(*good))
+    artifact = artifact_key(registry.base.fingerprint, staged.deployment.digest)
     for key in (artifact, "tenants/acme/functions/f/versions/1.json"):
         assert registry.store.head(key) is not None
         registry.store.delete(key)
     done = deploy(registry, good, staged=staged)
-    assert registry.manifest("acme", "f", done.version or 0).digest == staged.made.digest
+    assert registry.manifest("acme", "f", done.version or 0).digest == staged.deployment.digest
     assert registry.store.head(artifact) is not None

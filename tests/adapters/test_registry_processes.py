@@ -21,6 +21,7 @@ DEPLOY = """
 import json, multiprocessing, sys
 from pathlib import Path
 from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 
@@ -31,7 +32,8 @@ start = fork.Barrier(3)
 def deploy(first):
     registry = Registry(LocalStore(Path(store)), load_base_model(Path(base)))
     start.wait(60)
-    return [registry.deploy("acme", "f", config.encode(), Path(weights)).version for config in configs[first::3]]
+    uploads = [AdapterUpload(config.encode(), Path(weights)) for config in configs[first::3]]
+    return [registry.deploy("acme", "f", upload).version for upload in uploads]
 
 with fork.Pool(3) as pool:  # a process for each
     print(json.dumps(pool.map(deploy, range(3), 1)))
@@ -41,6 +43,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 
@@ -61,7 +64,7 @@ for writes in range(int(most) + 1):
     try:
         store = Mortal(Path(stores, str(writes)))
         store.left = writes
-        Registry(store, base).deploy("acme", "f", config.read_bytes(), weights)
+        Registry(store, base).deploy("acme", "f", AdapterUpload(config.read_bytes(), weights))
     finally:
         os._exit(1)
 """

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from peft_files import changed
+from peft_files import variant
 
 from adapters import standing
+from adapters.deployment import AdapterUpload
 from adapters.errors import AdapterError, Conflict, InvalidRequest, NotFound
 from adapters.records import read_record
 from adapters.registry import Registry
@@ -28,7 +29,7 @@ def filled(registry: Registry, good: tuple[bytes, Path]) -> Registry:
     """Three functions of one size, of a tenant that may have 10 generations at once."""
     Tenants(registry.store).put("acme", limits=Limits(concurrent=10))
     for name in FUNCTIONS:
-        registry.deploy("acme", name, *good)
+        registry.deploy("acme", name, AdapterUpload(*good))
     return registry
 
 
@@ -122,8 +123,9 @@ def test_a_refusal_says_the_sum(filled: Registry, good: tuple[bytes, Path]) -> N
     with pytest.raises(InvalidRequest, match="3 is more than max_concurrency, 2") as odd:
         filled.changes.set_policy("acme", "g", {"reserved_concurrency": 3, "max_concurrency": 2})
     assert odd.value.param == "reserved_concurrency"
+    upload = AdapterUpload(*good, policy={"provisioned": {"device": 1}})
     with pytest.raises(Conflict, match="provisioned"):
-        filled.deploy("acme", "new", *good, policy={"provisioned": {"device": 1}}, memory=Memory(nodes=0))
+        filled.deploy("acme", "new", upload, memory=Memory(nodes=0))
     with pytest.raises(NotFound):
         filled.function("acme", "new")
     assert books(filled) == ({"acme/f": (2, 0, each, None)}, {"f": 8})
@@ -158,7 +160,7 @@ def test_a_deleted_function_gives_back_what_it_had(filled: Registry) -> None:
 def test_idle_limits_are_those_of_versions_that_an_alias_names(filled: Registry, good: tuple[bytes, Path]) -> None:
     filled.changes.set_policy("acme", "f", {"idle_ttl": 9})
     first = filled.function("acme", "f").versions[0].digest
-    filled.deploy("acme", "f", changed(good[0], lora_alpha=3), good[1])
+    filled.deploy("acme", "f", AdapterUpload(*variant(good, 3)))
     second = filled.function("acme", "f").versions[1].digest
     assert read_standing(filled.store).functions["acme/f"].digests == (second,)
     filled.changes.set_alias("acme", "f", "prod", {"1": 1.0})

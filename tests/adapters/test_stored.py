@@ -11,15 +11,16 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peft_files import changed
+from peft_files import variant
 
 from adapters.aliases import Alias
+from adapters.deployment import AdapterUpload
 from adapters.functions import Defaults, FunctionRecord, Policy, VersionEntry
 from adapters.local_store import LocalStore
+from adapters.records import decode_record, encode_over
 from adapters.registry import Registry
 from adapters.slo import Slo
 from adapters.standing import function_key
-from adapters.stored import decode_record, encode_over
 from adapters.tenants import Limits, Tenant, Tenants
 
 FUNCTION = FunctionRecord(
@@ -88,15 +89,17 @@ NEWER = {"device_class": "h200", "mirrors": [{"region": "eu"}], "off": None, "wa
         lambda registry, _: registry.changes.set_policy("acme", "f", {"timeout": None, "defaults": {"top_k": 3}}),
         lambda registry, _: registry.changes.set_alias("acme", "f", "prod", {"1": 1.0}),
         lambda registry, _: registry.changes.roll_back("acme", "f", "prod"),
-        lambda registry, good: registry.deploy("acme", "f", *good, alias="next", policy={"max_concurrency": 3}),
+        lambda registry, good: registry.deploy(
+            "acme", "f", AdapterUpload(*good, alias="next", policy={"max_concurrency": 3})
+        ),
     ],
     ids=["policy", "policy-back", "alias", "rollback", "deploy"],
 )
 def test_a_policy_of_a_newer_release_survives_our_writes(
     registry: Registry, good: tuple[bytes, Path], write: Callable[[Registry, Any], object]
 ) -> None:
-    registry.deploy("acme", "f", *good, policy={"timeout": 9, "defaults": {"top_k": 2}})
-    registry.deploy("acme", "f", changed(good[0], lora_alpha=3), good[1])
+    registry.deploy("acme", "f", AdapterUpload(*good, policy={"timeout": 9, "defaults": {"top_k": 2}}))
+    registry.deploy("acme", "f", AdapterUpload(*variant(good, 3)))
     registry.changes.set_alias("acme", "f", "prod", {"1": 1.0})
     registry.changes.set_alias("acme", "f", "prod", {"2": 1.0})
     key = function_key("acme", "f")
@@ -120,14 +123,14 @@ def test_a_policy_of_a_newer_release_survives_our_writes(
 
 
 def test_a_deleted_function_leaves_nothing_for_who_takes_its_name(registry: Registry, good: tuple[bytes, Path]) -> None:
-    registry.deploy("acme", "f", *good)
+    registry.deploy("acme", "f", AdapterUpload(*good))
     key = function_key("acme", "f")
     stored = msgspec.json.decode(registry.store.get(key).data)
     stored["policy"] = NEWER
     registry.store.put(key, msgspec.json.encode(stored))
     registry.delete_function("acme", "f")
     assert not set(NEWER) & set(msgspec.json.decode(registry.store.get(key).data)["policy"])
-    registry.deploy("acme", "f", *good)
+    registry.deploy("acme", "f", AdapterUpload(*good))
     assert msgspec.json.decode(registry.store.get(key).data)["policy"] == {}
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from peft_files import changed
+from peft_files import variant
 
 from adapters.base_model import BaseModel
+from adapters.deployment import AdapterUpload
 from adapters.registry import Registry
 from adapters.store import ObjectStore
 from adapters.verify import Damage, Verified, verify
@@ -20,15 +21,15 @@ Good = tuple[bytes, Path]
 def registry(new_store: Callable[[], ObjectStore], base: BaseModel, good: Good) -> Registry:
     """Two functions of one adapter, and one of another; they share the weights' file."""
     registry = Registry(new_store(), base)
-    registry.deploy("acme", "f", *good)
-    registry.deploy("other", "f", *good)
-    registry.deploy("other", "g", changed(good[0], lora_alpha=9), good[1])
+    registry.deploy("acme", "f", AdapterUpload(*good))
+    registry.deploy("other", "f", AdapterUpload(*good))
+    registry.deploy("other", "g", AdapterUpload(*variant(good, 9)))
     return registry
 
 
 def damages(store: ObjectStore) -> tuple[Verified, set[Damage]]:
     told: list[Damage] = []
-    done = verify(store, tell=told.append)
+    done = verify(store, on_damage=told.append)
     assert len(told) == len(set(told))
     return done, set(told)
 

@@ -12,7 +12,7 @@ from adapters import schedules
 from adapters.errors import Conflict, InvalidRequest
 from adapters.functions import Policy, parse_policy
 from adapters.local_store import LocalStore
-from adapters.schedules import forget_schedules, note_schedule, read_schedules
+from adapters.schedules import forget_schedules, read_schedules, record_schedule
 from adapters.warm_windows import WarmWindow, window_state
 
 MINUTE, DAY = 60, 86400
@@ -113,11 +113,11 @@ def test_a_function_is_taken_off_the_list_when_no_writer_can_be_about_to_commit(
     store, now = LocalStore(tmp_path), 1e9
     monkeypatch.setattr(LocalStore, "now", lambda _: now)
     for name in ("f", "g"):
-        note_schedule(store, "acme", name)
+        record_schedule(store, "acme", name)
     now += schedules.SETTLED_SECONDS - 1
     forget_schedules(store, ["acme/f", "acme/h"])
     assert set(read_schedules(store).functions) == {"acme/f", "acme/g"}
-    note_schedule(store, "acme", "f")
+    record_schedule(store, "acme", "f")
     now += 2
     forget_schedules(store, ["acme/f", "acme/g"])
     assert set(read_schedules(store).functions) == {"acme/f"}, "that one was noted again"
@@ -128,9 +128,9 @@ def test_the_list_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(schedules, "MAX_SCHEDULED", 3)
     store = LocalStore(tmp_path)
     for name in ("f", "g", "f"):
-        note_schedule(store, "acme", name)
+        record_schedule(store, "acme", name)
     with pytest.raises(Conflict):
-        note_schedule(store, "acme", "h")
-    note_schedule(store, "other", "f")
+        record_schedule(store, "acme", "h")
+    record_schedule(store, "other", "f")
     with pytest.raises(Conflict):
-        note_schedule(store, "third", "f")
+        record_schedule(store, "third", "f")

@@ -21,7 +21,7 @@ class Call:
     function: str
     prompt: int
     output: int
-    due: float = 0.0
+    first_token_deadline: float = 0.0
     made: int = 0
 
 
@@ -54,14 +54,14 @@ calls = st.builds(
     function=st.sampled_from(FUNCTIONS),
     prompt=st.integers(1, 50),
     output=st.integers(1, 20),
-    due=st.floats(0, 10),
+    first_token_deadline=st.floats(0, 10),
 )
 events = st.lists(st.one_of(calls, st.sampled_from(["serve", "step", "cancel"])), max_size=80)
 
 
 @given(events=events, weights=st.tuples(*[st.sampled_from([0.5, 1.0, 2.0, 7.0])] * len(TENANTS)))
 def test_counters_are_those_of_the_paper(events: list[Call | str], weights: tuple[float, ...]) -> None:
-    """At both levels, and who is next has the least of them, of equal ones what is due first."""
+    """At both levels, and who is next has the least of them, of equal ones what is first_token_deadline first."""
     weight = dict(zip(TENANTS, weights, strict=True))
     shares, tenants = FairShares(), Paper()
     functions = {tenant: Paper() for tenant in TENANTS}
@@ -93,7 +93,9 @@ def test_counters_are_those_of_the_paper(events: list[Call | str], weights: tupl
             own = functions[chosen.tenant]
             mine = [call for call in waiting if call.tenant == chosen.tenant]
             assert own.counters[chosen.function] == min(own.counters[call.function] for call in mine)
-            assert chosen.due == min(call.due for call in mine if call.function == chosen.function)
+            assert chosen.first_token_deadline == min(
+                call.first_token_deadline for call in mine if call.function == chosen.function
+            )
             charge(chosen, chosen.prompt, 0)
             leave(chosen)
             running.append(chosen)
@@ -117,7 +119,7 @@ def test_backlogged_tenants_get_service_by_weight(data: st.DataObject, rows: int
     weights = {tenant: data.draw(st.sampled_from([1.0, 2.0, 5.0])) for tenant in TENANTS[:count]}
     shapes = {tenant: data.draw(st.tuples(st.integers(1, longest), st.integers(1, most))) for tenant in weights}
     shares, served = FairShares(), dict.fromkeys(weights, 0.0)
-    waiting = [Call(tenant, "", *shapes[tenant], due=turn) for tenant in weights for turn in range(3)]
+    waiting = [Call(tenant, "", *shapes[tenant], first_token_deadline=turn) for tenant in weights for turn in range(3)]
     for call in waiting:
         shares.join(call.tenant, "")
     running: list[Call] = []
@@ -134,7 +136,9 @@ def test_backlogged_tenants_get_service_by_weight(data: st.DataObject, rows: int
             waiting.remove(call)
             shares.leave(call.tenant, "")
             running.append(call)
-            waiting.append(Call(call.tenant, "", *shapes[call.tenant], due=call.due + 3))
+            waiting.append(
+                Call(call.tenant, "", *shapes[call.tenant], first_token_deadline=call.first_token_deadline + 3)
+            )
             shares.join(call.tenant, "")
         for call in running:
             charge(call, token_cost(0, 1, 0))
@@ -168,7 +172,7 @@ def test_who_was_ahead_stays_so_after_a_pause() -> None:
 
 def test_a_call_taken_up_makes_the_others_turn_come() -> None:
     """Within one walk through the queue, so that one iteration fills its rows fairly."""
-    shares, calls = FairShares(), [Call(tenant, "", 10, 1, due=i) for i, tenant in enumerate("aaabbb")]
+    shares, calls = FairShares(), [Call(tenant, "", 10, 1, first_token_deadline=i) for i, tenant in enumerate("aaabbb")]
     for call in calls:
         shares.join(call.tenant, "")
     order = []
@@ -186,7 +190,7 @@ def test_a_larger_rank_costs_more(rank: int) -> None:
 @given(ahead=st.lists(st.floats(1, 1e6), min_size=50, max_size=200))
 def test_few_of_many_who_went_are_remembered(ahead: list[float]) -> None:
     """And whoever is forgotten comes back level with those who wait, never below."""
-    counters = Counters(most_idle=10)
+    counters = Counters(max_idle=10)
     counters.join("stays")
     for number, service in enumerate(ahead):
         counters.join(f"t{number}")

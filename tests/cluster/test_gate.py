@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.gate import Gate
+from cluster.redis_limits import Gate
 
 
 def test_nobody_passes_while_it_is_closed() -> None:

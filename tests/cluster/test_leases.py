@@ -25,17 +25,17 @@ def run(world: World, main) -> None:
 
 def test_one_holds_it_until_it_gives_it_back(world: World) -> None:
     async def main(leases: Leases) -> None:
-        assert await leases.look("scaler") == NOBODY
+        assert await leases.get("scaler") == NOBODY
         mine = await leases.take("scaler", "a", 60.0)
         assert (mine.holder, mine.seconds) == ("a", 60.0)
         theirs = await leases.take("scaler", "b", 60.0)
         assert theirs.holder == "a" and 0 < theirs.seconds <= 60.0
         assert (await leases.take("other", "b", 60.0)).holder == "b", "another lease"
         await leases.free("scaler", "b")
-        assert (await leases.look("scaler")).holder == "a"
+        assert (await leases.get("scaler")).holder == "a"
         assert (await leases.take("scaler", "a", 90.0)).seconds == 90.0, "prolonged"
         await leases.free("scaler", "a")
-        assert await leases.look("scaler") == NOBODY
+        assert await leases.get("scaler") == NOBODY
         assert (await leases.take("scaler", "b", 60.0)).holder == "b"
 
     run(world, main)
@@ -45,7 +45,7 @@ def test_it_ends_by_itself(world: World) -> None:
     async def main(leases: Leases) -> None:
         await leases.take("scaler", "a", 0.2)
         await world.wait(0.4)
-        assert await leases.look("scaler") == NOBODY
+        assert await leases.get("scaler") == NOBODY
         assert (await leases.take("scaler", "b", 60.0)).holder == "b"
         assert (await leases.take("scaler", "a", 60.0)).holder == "b", "who was late has lost it"
 
@@ -84,6 +84,6 @@ def test_without_redis_nobody_gets_it(shared_redis: RedisServer) -> None:
                 return link.is_up
 
             await until(back)
-            assert (await leases.look("scaler")).holder == "a"
+            assert (await leases.get("scaler")).holder == "a"
 
     asyncio.run(main())

@@ -27,20 +27,17 @@ from cluster.messages import (
     encode_event,
 )
 from cluster.news import (
-    ABSENT_TIER,
-    RECORD_VERSION,
-    WHOLE,
     Changes,
     Heartbeat,
-    News,
     NodeRecord,
+    NodeReport,
     Resident,
     StrictRoom,
+    full_report,
     record_from,
-    whole,
 )
-from cluster.old_record import OldRecord, decode_news, news_of_old
 from cluster.received import WINDOW, Received
+from cluster.residency import EvictOrder, Moved, WantedResidency
 
 SECONDS = st.floats(0, 1e6)
 COLD = st.builds(ColdStart, st.text(), st.text(), SECONDS, SECONDS)
@@ -62,6 +59,18 @@ EVENTS = st.one_of(
     st.builds(Failed, type=st.text(), message=st.text(), retryable=st.booleans(), retry_after=st.none() | SECONDS),
 )
 
+REQUEST = GenerateRequest(
+    id="i",
+    base="b",
+    tenant="t",
+    token_ids=[1, 2],
+    max_tokens=3,
+    sampling=Sampling(temperature=0.0, seed=2**63 - 1, logprobs=0),
+    timeout=1.5,
+    adapter=Adapter(digest="d", artifact="a/b", bytes=10, ranks=(4, 8)),
+    stop=["x"],
+)
+
 
 @given(st.lists(EVENTS, max_size=5))
 def test_events_come_back(events: list[Event]) -> None:
@@ -78,18 +87,7 @@ def test_garbage_is_a_decode_error(body: bytes) -> None:
 
 
 def test_requests_and_records_come_back() -> None:
-    request = GenerateRequest(
-        id="i",
-        base="b",
-        tenant="t",
-        token_ids=[1, 2],
-        max_tokens=3,
-        sampling=Sampling(temperature=0.0, seed=2**63 - 1, logprobs=0),
-        timeout=1.5,
-        adapter=Adapter(digest="d", artifact="a/b", bytes=10, ranks=(4, 8)),
-        stop=["x"],
-    )
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=GenerateRequest) == request
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(REQUEST), type=GenerateRequest) == REQUEST
     record = NodeRecord(
         id="n",
         epoch="e",
@@ -106,10 +104,10 @@ def test_requests_and_records_come_back() -> None:
         kv_blocks=5,
         block_tokens=6,
     )
-    news = whole(record, [Resident(digest="d", tier="host", bytes=1, in_use=2)], 7)
-    told = decode_news(msgspec.msgpack.encode(news))
-    assert told == news and isinstance(told, News) and told.facts is not None
-    assert record_from(told.heartbeat, told.facts) == record
+    news = full_report(record, [Resident(digest="d", tier="host", bytes=1, in_use=2)], 7)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(news), type=NodeReport)
+    assert decoded == news and decoded.facts is not None
+    assert record_from(decoded.heartbeat, decoded.facts) == record
 
 
 def test_news_are_small_however_much_a_node_does() -> None:
@@ -124,33 +122,7 @@ def test_news_are_small_however_much_a_node_does() -> None:
         prefetch_useful_bytes=most, prefetch_late_bytes=most, prefetch_wasted_bytes=most,
         gpu_load=GpuLoad(1 << 40, 100, 1200, 120, 0x7FF), best_effort=10_000,
     )  # fmt: skip
-    assert len(msgspec.msgpack.encode(News(heartbeat, None, Changes(most, most)))) <= 400
-
-
-OLD = {
-    "id": "n", "epoch": "e", "seq": 4, "url": "http://h:1", "state": "ready", "base": "b", "base_id": "base",
-    "max_context": 10, "running": 3, "queued": 1, "queue_limit": 3, "kv_blocks_free": 4, "kv_blocks": 5,
-    "block_tokens": 6, "batch_ranks": [8, 8, 16], "batch_contexts": [5, 6, 7], "batch_slots": [2, 2, -1],
-    "queued_ranks": [32], "strict": {"rows": 2, "tightest_tpot": 0.5}, "acknowledged": ["r1"], "accepts": 3, "v": 1,
-    "residents": [{"digest": "x", "tier": "host", "bytes": 7, "in_use": 1}], "a_later_field": 1,
-}  # fmt: skip
-
-
-def test_a_record_of_the_release_before_says_the_same() -> None:
-    old = decode_news(msgspec.msgpack.encode(OLD))
-    assert isinstance(old, OldRecord)
-    news = news_of_old(old, None)
-    heartbeat, facts = news.heartbeat, news.facts
-    sums = heartbeat.contexts, heartbeat.max_rank, heartbeat.request_ranks, heartbeat.adapter_ranks
-    assert sums == (18, 32, 64, 40)
-    assert (heartbeat.strict, heartbeat.v) == (StrictRoom(rows=2, tightest_tpot=0.5), RECORD_VERSION)
-    assert facts is not None and (facts.url, facts.accepts, facts.queue_limit) == ("http://h:1", 3, 3)
-    held = Resident("x", "host", 7, 1)
-    assert news.changes == Changes(WHOLE, 4, [held], ["r1"])
-    assert news_of_old(old, {"x": held}).changes == Changes(0, 4, [], ["r1"])
-    gone = Resident("y", ABSENT_TIER, 0, 0)
-    known = {"x": Resident("x", "disk", 7, 0), "y": Resident("y", "host", 1, 0)}
-    assert news_of_old(old, known).changes == Changes(0, 4, [held, gone], ["r1"])
+    assert len(msgspec.msgpack.encode(NodeReport(heartbeat, None, Changes(most, most)))) <= 400
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=400), st.integers(1, 1 << 50))
@@ -164,7 +136,7 @@ def test_which_places_became_requests(steps: list[tuple[int, int]], first: int) 
         came.add(one)
     for one in range(max(first, received.last - WINDOW + 1), received.last + 5):
         assert received.has(one) == (one in came)
-    assert len(received.came) <= WINDOW // 8
+    assert len(received.bits) <= WINDOW // 8
     assert received.last <= WINDOW or received.has(received.last - WINDOW), "what is older has come, or never will"
     assert not received.has(0)
 
@@ -175,7 +147,13 @@ def test_fields_of_a_later_version_are_ignored() -> None:
     assert decode_event(msgspec.msgpack.encode(told)) == Started(node="n", cold_start="none")
 
 
-def test_versions() -> None:
+@pytest.mark.parametrize("v", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+def test_an_older_or_newer_version_is_refused(v: int) -> None:
     check_version(PROTOCOL_VERSION)
-    with pytest.raises(VersionMismatch, match="99"):
-        check_version(99)
+    with pytest.raises(VersionMismatch, match=f"message version {v} is not served; served: {PROTOCOL_VERSION}"):
+        check_version(v)
+
+
+@pytest.mark.parametrize("message", [REQUEST, WantedResidency([], 1.0), EvictOrder("d"), Moved("d", None)])
+def test_every_message_is_sent_with_its_version(message: msgspec.Struct) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message))["v"] == PROTOCOL_VERSION

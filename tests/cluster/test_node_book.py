@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import news
 
-from cluster.news import NodeRecord, whole
 from cluster.node_book import NodeBook
 
 EXPIRY = 2.0
-RECORD = NodeRecord(
-    id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="b", max_context=8, running=0,
-    queued=0, queue_limit=8, kv_blocks_free=9, kv_blocks=9, block_tokens=4,
-)  # fmt: skip
 STEPS = st.lists(
     st.tuples(st.sampled_from(["put", "put", "remove", "look"]), st.sampled_from("abc"), st.integers(0, 5)), max_size=30
 )
@@ -27,7 +22,7 @@ def test_who_is_alive_after_a_drawn_history(steps: list[tuple[str, str, int]]) -
         now += quarters / 4
         if step == "put":
             heard[name] = now - (quarters % 3) / 2
-            book.put(whole(msgspec.structs.replace(RECORD, id=name, seq=seq)), heard[name])
+            book.put(news(id=name, seq=seq), heard[name])
         elif step == "remove" and name in heard:
             book.remove(name)
             del heard[name]

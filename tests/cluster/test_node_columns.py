@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cluster.news import Resident, StrictRoom
 from cluster.node_table import ASSUMED, COLUMNS, RANK_TERMS, Demand, NodeTable
 from cluster.performance_model import DecodeModel, PerformanceModel, PrefillModel, Transfer
-from tests.support.told import OldRecord, tell
+from tests.support.listed_record import ListedRecord, put_record
 
 ROWS = 3
 SECONDS = st.floats(0, 0.1)
@@ -49,7 +49,7 @@ COUNTS = st.integers(0, 40)
 TPOTS = st.none() | st.sampled_from([math.nan, math.inf, 0.0, -1.0]) | st.floats(1e-3, 1)
 RANKS = st.lists(st.integers(0, 512), max_size=5)
 RECORDS = st.builds(
-    lambda ranks, waiting, tier, in_use, **fields: OldRecord(
+    lambda ranks, waiting, tier, in_use, **fields: ListedRecord(
         seq=1, url="http://127.0.0.1:1", base_id="base", running=len(ranks), batch_ranks=ranks,
         batch_slots=[rank % 3 - 1 for rank in ranks], batch_contexts=[3 * rank for rank in ranks],
         queued=len(waiting), queued_ranks=waiting,
@@ -103,12 +103,12 @@ class World:
     """What the table is told, kept plainly."""
 
     def __init__(self) -> None:
-        self.records: dict[str, tuple[OldRecord, float]] = {}
+        self.records: dict[str, tuple[ListedRecord, float]] = {}
         self.places: dict[str, dict[str, Demand]] = {}
         self.given: dict[str, int] = {}
         """Places ever given away on the node, since it came."""
 
-    def put(self, record: OldRecord, heard: float) -> None:
+    def put(self, record: ListedRecord, heard: float) -> None:
         before, _ = self.records.get(record.id, (record, 0.0))
         if record.id not in self.records or before.epoch != record.epoch:
             self.places[record.id] = {}
@@ -129,10 +129,10 @@ def test_every_column_is_what_it_is_said_to_be(steps: list[tuple]) -> None:
             record, heard = told
             if record.id not in world.records and len(world.records) == ROWS:
                 with pytest.raises(IndexError):
-                    tell(table, record, heard)
+                    put_record(table, record, heard)
                 continue
             world.put(record, heard)
-            tell(table, record, heard)
+            put_record(table, record, heard)
         elif told[0] in world.records:
             row = table.row(told[0])
             assert row is not None
@@ -162,7 +162,7 @@ def _compare(table: NodeTable, world: World) -> None:
         strict = _strict(record, held, model, wanted)
         wanted |= {name: (wanted[name], strict[name]) for name in strict if name != "strict_saved"}
         wanted |= {"strict_saved": strict["strict_saved"]}
-        wanted |= {"live": True, "heard": heard}
+        wanted |= {"live": True, "last_seen": heard}
         assert wanted.keys() == set(COLUMNS)
         for column, value in wanted.items():
             assert getattr(table, column)[row] == pytest.approx(value, rel=1e-9, abs=1e-15), column
@@ -188,7 +188,7 @@ def _compare_adapter(table: NodeTable, world: World, rows: dict[str, int]) -> No
     assert (table.tiers("d"), table.users("d")) == (tiers, users)
 
 
-def _believed(record: OldRecord) -> PerformanceModel:
+def _believed(record: ListedRecord) -> PerformanceModel:
     told = record.performance
     return ASSUMED if told is None or any(told is bad for bad in BAD) else told
 
@@ -206,7 +206,7 @@ def _prompts(model: PerformanceModel, tokens: int, demands: list[Demand]) -> flo
     return model.prefill.per_token * tokens + model.prefill.per_token_rank * ranks
 
 
-def _counts(record: OldRecord, held: list[Demand], model: PerformanceModel) -> dict[str, float]:
+def _counts(record: ListedRecord, held: list[Demand], model: PerformanceModel) -> dict[str, float]:
     ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in held)]
     there, waiting = len(ranks), record.queued + len(held)
     beyond = max(4, record.queue_limit // 8)
@@ -226,7 +226,7 @@ def _counts(record: OldRecord, held: list[Demand], model: PerformanceModel) -> d
     }
 
 
-def _seconds(record: OldRecord, held: list[Demand], model: PerformanceModel) -> dict[str, float]:
+def _seconds(record: ListedRecord, held: list[Demand], model: PerformanceModel) -> dict[str, float]:
     ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in held)]
     adapters = {slot: rank for slot, rank in zip(record.batch_slots, record.batch_ranks, strict=True) if slot >= 0}
     apart = sum(adapters.values()) + sum(record.queued_ranks) + sum(demand.rank for demand in held)
@@ -263,7 +263,7 @@ def _seconds(record: OldRecord, held: list[Demand], model: PerformanceModel) -> 
 
 
 def _strict(
-    record: OldRecord, held: list[Demand], model: PerformanceModel, others: dict[str, float]
+    record: ListedRecord, held: list[Demand], model: PerformanceModel, others: dict[str, float]
 ) -> dict[str, float]:
     """A node that tells nothing of strict requests treats them as all others."""
     room = record.strict

@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds import RECORD
 
 from cluster.news import Resident, StrictRoom
 from cluster.node_table import ASSUMED, DEVICE, HOST, MOST, RANK_TERMS, TIERS, Demand, NodeTable
-from tests.support.told import OldRecord, tell
-
-RECORD = OldRecord(
-    id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=100,
-    running=0, queued=0, queue_limit=2, kv_blocks_free=10, kv_blocks=10, block_tokens=16,
-)  # fmt: skip
+from tests.support.listed_record import ListedRecord, put_record
 
 RANKS = st.lists(st.integers(0, 512), max_size=6)
 RECORDS = st.builds(
@@ -72,7 +68,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_columns_say_what_records_and_reservations_say(steps: list[tuple]) -> None:
     table = NodeTable(3)
-    records: dict[str, OldRecord] = {}
+    records: dict[str, ListedRecord] = {}
     places: dict[str, dict[str, Demand]] = {}
     for step in steps:
         if step[0] == "put":
@@ -83,7 +79,7 @@ def test_columns_say_what_records_and_reservations_say(steps: list[tuple]) -> No
             held = places.setdefault(record.id, {})
             for request in record.acknowledged:
                 held.pop(request, None)
-            tell(table, record)
+            put_record(table, record)
         elif step[1] in records:
             row = table.row(step[1])
             assert row is not None
@@ -117,14 +113,14 @@ SERVED = st.tuples(
 
 
 @given(st.lists(SERVED, max_size=25))
-def test_who_serves_a_base_after_a_drawn_history(steps: list[tuple[str, OldRecord]]) -> None:
+def test_who_serves_a_base_after_a_drawn_history(steps: list[tuple[str, ListedRecord]]) -> None:
     """Asked after every step: what is remembered from one time to the next must not outlive a change."""
     table = NodeTable(3)
-    alive: dict[str, OldRecord] = {}
+    alive: dict[str, ListedRecord] = {}
     for step, record in steps:
         row = table.row(record.id)
         if step == "put":
-            tell(table, record)
+            put_record(table, record)
             alive[record.id] = record
         elif row is not None:
             alive.pop(record.id, None)
@@ -137,7 +133,7 @@ def test_who_serves_a_base_after_a_drawn_history(steps: list[tuple[str, OldRecor
             assert (found.shortest, found.longest) == (min(contexts), max(contexts))
 
 
-def _compare(table: NodeTable, records: dict[str, OldRecord], places: dict[str, dict[str, Demand]]) -> None:
+def _compare(table: NodeTable, records: dict[str, ListedRecord], places: dict[str, dict[str, Demand]]) -> None:
     assert {table.ids[row] for row in table.rows()} == set(records)
     assert int(table.live.sum()) == len(records) == len(table)
     for name, record in records.items():
@@ -156,7 +152,7 @@ def _compare(table: NodeTable, records: dict[str, OldRecord], places: dict[str, 
 
 def test_an_unmeasured_node_has_a_model_that_is_neither_free_nor_infinite() -> None:
     table = NodeTable(1)
-    row = tell(table, RECORD)
+    row = put_record(table, RECORD)
     assert not table.modelled[row]
     assert 0 < table.decode_base[row] < np.inf
     assert DEVICE < HOST
@@ -165,12 +161,12 @@ def test_an_unmeasured_node_has_a_model_that_is_neither_free_nor_infinite() -> N
 def test_no_count_is_negative_or_too_large_to_reckon_with() -> None:
     table = NodeTable(1)
     odd = {"running": -5, "queued": 1 << 70, "batch_contexts": [1 << 70], "batch_ranks": [-3], "loading_bytes": -1}
-    row = tell(table, msgspec.structs.replace(RECORD, tightest_tpot=math.nan, **odd))
+    row = put_record(table, msgspec.structs.replace(RECORD, tightest_tpot=math.nan, **odd))
     load = table.load(row)
     assert (load.running, load.queued, load.contexts) == (0, MOST, MOST)
     assert (load.max_rank, load.request_ranks, load.loading_bytes) == (0, 0, 0)
     assert (table.tightest_tpot[row] == math.inf).all()
-    tell(table, msgspec.structs.replace(RECORD, tightest_tpot=-1.0))
+    put_record(table, msgspec.structs.replace(RECORD, tightest_tpot=-1.0))
     table.reserve(row, "p", Demand(tpot=0.05))
     assert table.tightest_tpot[row].tolist() == [0.05, math.inf]
 
@@ -179,11 +175,11 @@ def test_a_model_that_can_not_be_reckoned_with_is_told_and_not_used(caplog: pyte
     table = NodeTable(1)
     odd = msgspec.structs.replace(ASSUMED, decode=msgspec.structs.replace(ASSUMED.decode, per_row=math.nan))
     for _ in range(3):
-        row = tell(table, msgspec.structs.replace(RECORD, performance=odd))
+        row = put_record(table, msgspec.structs.replace(RECORD, performance=odd))
     assert table.model_problem(row) == "decode.per_row is nan, not between 0 and 1e+06"
     assert not table.modelled[row] and table.model(row) is ASSUMED
     assert caplog.text.count("the performance model of node a is not used: decode.per_row") == 1
-    tell(table, msgspec.structs.replace(RECORD, performance=msgspec.structs.replace(ASSUMED, exposed_share=0.5)))
+    put_record(table, msgspec.structs.replace(RECORD, performance=msgspec.structs.replace(ASSUMED, exposed_share=0.5)))
     assert (table.model_problem(row), table.modelled[row], table.exposed_share[row]) == (None, True, 0.5)
     table.remove("a")
     assert table.model_problem(row) is None
@@ -192,9 +188,9 @@ def test_a_model_that_can_not_be_reckoned_with_is_told_and_not_used(caplog: pyte
 def test_a_model_of_another_base_is_not_used() -> None:
     table = NodeTable(1)
     own = msgspec.structs.replace(ASSUMED, key=msgspec.structs.replace(ASSUMED.key, base="b"))
-    row = tell(table, msgspec.structs.replace(RECORD, performance=own, base=""))
+    row = put_record(table, msgspec.structs.replace(RECORD, performance=own, base=""))
     assert table.model_problem(row) is None, "its base is not known yet"
-    tell(table, msgspec.structs.replace(RECORD, performance=own, base="c"))
+    put_record(table, msgspec.structs.replace(RECORD, performance=own, base="c"))
     assert table.model_problem(row) == "key.base is b, and the node serves c"
-    tell(table, msgspec.structs.replace(RECORD, performance=own))
+    put_record(table, msgspec.structs.replace(RECORD, performance=own))
     assert (table.model_problem(row), bool(table.modelled[row])) == (None, True)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cluster.performance_fit import (
-    LEAST_R2,
-    MOST_ERROR,
+    MAX_ERROR,
+    MIN_R2,
     BadFit,
     BadSample,
     DecodeSample,
@@ -97,7 +97,7 @@ decode_models = st.builds(
 def test_known_costs_of_decode_steps_are_found_in_noise(model: DecodeModel, seed: int, noise: float) -> None:
     fit = fit_decode(measured(model, seed, noise))
     assert float(np.median(errors(model, fit.model, seed))) <= noise + 1e-6
-    assert fit.quality.r2 >= LEAST_R2
+    assert fit.quality.r2 >= MIN_R2
     assert fit.quality.heldout_median_error <= 2 * noise + 1e-6
     assert fit.quality.samples == 30
     assert len(fit.quality.residuals) == 30
@@ -160,7 +160,7 @@ def test_times_that_follow_nothing_are_refused_with_their_numbers() -> None:
     samples = [replace(sample_of(step), seconds=draw.uniform(0.01, 1.0)) for step in steps(0)]
     with pytest.raises(BadFit, match=r"decode: R\^2 is -?\d\.\d+ over 30 configurations; at least 0.9") as caught:
         fit_decode(samples)
-    assert caught.value.r2 < LEAST_R2
+    assert caught.value.r2 < MIN_R2
     assert caught.value.samples == 30
 
 
@@ -168,8 +168,8 @@ def test_steps_that_all_take_much_the_same_time_are_described_although_r2_is_low
     draw = random.Random(0)
     samples = [replace(sample_of(step), seconds=0.02 * draw.uniform(0.97, 1.03)) for step in steps(0)]
     fit = fit_decode(samples)
-    assert fit.quality.r2 < LEAST_R2
-    assert fit.quality.heldout_median_error < MOST_ERROR
+    assert fit.quality.r2 < MIN_R2
+    assert fit.quality.heldout_median_error < MAX_ERROR
     assert fit.model.base == pytest.approx(0.02, rel=0.03)
 
 
@@ -221,7 +221,7 @@ def test_known_costs_of_prompts_are_found_in_noise(
         for _ in range(5)
     ]
     fit = fit_prefill(samples)
-    assert fit.quality.r2 >= LEAST_R2
+    assert fit.quality.r2 >= MIN_R2
     off = [
         abs(fit.model.seconds(*of) / model.seconds(*of) - 1)
         for of in ((p.tokens, p.squares, p.token_ranks) for p in prompts(seed + 1))

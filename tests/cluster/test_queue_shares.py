@@ -19,7 +19,7 @@ def test_a_queue_ends_up_shared_by_weight(arrivals: list[str], limit: int) -> No
     shares, held = QueueShares(), Counter[str]()
     for tenant in arrivals:
         if held.total() == limit:
-            way = shares.gives_way(tenant, WEIGHTS[tenant])
+            way = shares.tenant_to_displace(tenant, WEIGHTS[tenant])
             most = max(held, key=lambda name: held[name] / WEIGHTS[name])
             fair = (held[tenant] + 1) / WEIGHTS[tenant] < held[most] / WEIGHTS[most]
             assert (way is not None) == (fair and tenant != most)
@@ -35,7 +35,7 @@ def test_a_queue_ends_up_shared_by_weight(arrivals: list[str], limit: int) -> No
     for tenant, count in held.items():
         for _ in range(count):
             shares.leave(tenant)
-    assert (len(shares.tenants), shares.gives_way("a", 1.0)) == (0, None)
+    assert (len(shares.tenants), shares.tenant_to_displace("a", 1.0)) == (0, None)
 
 
 def test_who_does_not_wait_cannot_leave() -> None:

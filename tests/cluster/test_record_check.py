@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Clock, news
 
-from cluster.news import Changes, News, StrictRoom
+from cluster.news import Changes, NodeReport, StrictRoom
 from cluster.received import Received
 from cluster.record_check import RECORDS_PER_SECOND, BadRecord, RecordRates, check_news
 
 
-def told(**changed: Any) -> News:
+def told(**changed: Any) -> NodeReport:
     """Fields of Heartbeat, Facts and Changes."""
     first = news()
     assert first.facts is not None
@@ -25,13 +25,13 @@ def told(**changed: Any) -> News:
         fields = {name: value for name, value in changed.items() if name in known.__struct_fields__}
         return msgspec.structs.replace(known, **fields)
 
-    return News(part(first.heartbeat), part(first.facts), part(first.changes))
+    return NodeReport(part(first.heartbeat), part(first.facts), part(first.changes))
 
 
 def test_what_is_right_is_believed() -> None:
     check_news(told(tightest_tpot=0.1), "127.0.0.1", ())
     check_news(told(base="", state="warming"), "127.0.0.1", ())
-    check_news(News(told().heartbeat, None, Changes(3, 3)), "10.0.0.9", ())
+    check_news(NodeReport(told().heartbeat, None, Changes(3, 3)), "10.0.0.9", ())
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_layouts_keep_apart_and_leave_only_a_counter(
             assert await new.nodes() == []
             await new.publish(news(id="b"))
             assert [node.record.id for node in await old.nodes()] == ["a"]
-            assert (await RedisLeases(new_link).look("leader")).holder == ""
+            assert (await RedisLeases(new_link).get("leader")).holder == ""
             assert (old_link.workers, new_link.workers) == (1, 1)
 
     asyncio.run(main())

@@ -152,7 +152,7 @@ def test_a_hanging_redis_ends_all_calls_within_their_limit(tmp_path: Path) -> No
             server.wake()
             await until(lambda: is_up(link))
             assert await echo(link, "again") == b"again"
-            assert not [task for task in link._asked if not task.done()]
+            assert not [task for task in link._in_flight if not task.done()]
 
     with redis_server(tmp_path) as server:
         for loop in (asyncio.new_event_loop, uvloop.new_event_loop):

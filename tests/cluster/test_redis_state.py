@@ -12,6 +12,7 @@ from worlds import PATIENCE, World, news, until
 
 from cluster import redis_link
 from cluster.node_table import Demand
+from cluster.received import Received
 from cluster.redis_link import RedisAway, check_redis, prefix_of
 from cluster.redis_state import RedisClusterState
 from cluster.redis_url import shown_url, url_problem
@@ -45,13 +46,15 @@ def test_workers_share_records_and_places(shared_redis: RedisServer) -> None:
         async with world.worker() as (_, one), world.worker() as (_, two):
             await one.publish(news(queue_limit=3))
             await agree([one, two], {"a": 0})
-            assert await one.reserve("a", "r1", Demand(rank=4), 0)
+            first = await one.reserve("a", "r1", Demand(rank=4), 0)
             assert not await two.reserve("a", "r2", Demand(), 0), "its picture is older than the place that is taken"
             assert await reserved(two) == {"a": 1}, "and now it knows"
             assert await two.reserve("a", "r2", Demand(), 1)
-            assert await one.reserve("a", "r3", Demand(), None)
+            third = await one.reserve("a", "r3", Demand(), None)
             assert not await two.reserve("a", "r4", Demand(), None), "full"
-            await two.publish(news(seq=2, queue_limit=3, acknowledged=["r1", "r3"]))
+            assert first is not None and third is not None
+            received = Received().with_one(first).with_one(third)
+            await two.publish(news(seq=2, queue_limit=3, received=received))
             await agree([one, two], {"a": 1})
             await two.release("a", "r2")
             await agree([one, two], {"a": 0})

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, news, record, until
 
-from cluster.news import RECORD_EXPIRY, RECORD_INTERVAL, WHOLE, News, NodeRecord, Resident
-from cluster.old_record import record_of_old
+from cluster.news import RECORD_EXPIRY, RECORD_INTERVAL, WHOLE, NodeRecord, NodeReport, Resident
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState
@@ -50,14 +49,14 @@ class Node:
 
     def record(self) -> NodeRecord:
         self.seq += 1
-        return record_of_old(record(epoch=str(self.epoch), seq=self.seq, pool=self.pool))
+        return record(epoch=str(self.epoch), seq=self.seq, pool=self.pool).to_record()
 
-    def news(self) -> News:
+    def news(self) -> NodeReport:
         return msgspec.convert(
-            msgspec.to_builtins(self.log.news(self.record(), self.residents, self.known)), News, strict=False
+            msgspec.to_builtins(self.log.news(self.record(), self.residents, self.known)), NodeReport, strict=False
         )
 
-    def answered(self, news: News, taken: str) -> None:
+    def answered(self, news: NodeReport, taken: str) -> None:
         self.known = WHOLE if taken == "gap" else news.changes.at
 
 
@@ -67,7 +66,7 @@ async def play(world: World, steps: list[tuple[str, object]]) -> None:
         second = (
             await stack.enter_async_context(world.open(expiry=RECORD_EXPIRY)) if world.server is not None else first
         )
-        states, node, late = (first, second), Node(), list[News]()
+        states, node, late = (first, second), Node(), list[NodeReport]()
         for what, with_what in steps:
             if what == "hold":
                 assert isinstance(with_what, dict)

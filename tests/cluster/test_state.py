@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from worlds import World, news, until
 
-from cluster.messages import VersionMismatch
-from cluster.news import Changes, News, Resident
+from cluster.messages import PROTOCOL_VERSION, VersionMismatch
+from cluster.news import Changes, NodeReport, Resident
 from cluster.node_book import PAST_EPOCHS, TooManyNodes
 from cluster.node_table import STANDARD, Demand
 from cluster.received import Received
@@ -41,9 +41,9 @@ def test_residents_change_by_numbers(world: World) -> None:
     def resident(digest: str, tier: str) -> Resident:
         return Resident(digest=digest, tier=tier, bytes=1, in_use=0)
 
-    def change(seq: int, since: int, at: int, *residents: Resident) -> News:
+    def change(seq: int, since: int, at: int, *residents: Resident) -> NodeReport:
         told = news(seq=seq)
-        return News(told.heartbeat, None, Changes(since, at, list(residents)))
+        return NodeReport(told.heartbeat, None, Changes(since, at, list(residents)))
 
     async def main(state: ClusterState) -> None:
         async def tiers() -> dict[str, str]:
@@ -115,11 +115,12 @@ def test_reservations_count_and_end(world: World) -> None:
     async def main(state: ClusterState) -> None:
         await state.publish(news())
         assert await state.reserve("a", "r1", Demand(), None)
-        assert await state.reserve("a", "r2", Demand(), None)
+        second = await state.reserve("a", "r2", Demand(), None)
+        assert second is not None
         assert not await state.reserve("a", "r3", Demand(), None)  # the queue's limit is 2
         await state.release("a", "r1")
         assert await state.reserve("a", "r3", Demand(), None)
-        await state.publish(news(seq=2, acknowledged=["r2", "unknown"]))
+        await state.publish(news(seq=2, received=Received().with_one(second)))
         assert [node.reserved for node in await state.nodes()] == [1]
         await state.release("z", "r3")
         await state.release("a", "r3")
@@ -190,9 +191,9 @@ def test_nodes_are_bounded_and_forgotten(world: World) -> None:
 
 def test_other_protocol_versions_are_refused(world: World) -> None:
     async def main(state: ClusterState) -> None:
-        newer = msgspec.structs.replace(news(), heartbeat=msgspec.structs.replace(news().heartbeat, v=99))
-        with pytest.raises(VersionMismatch):
-            await state.publish(newer)
+        for v in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
+            with pytest.raises(VersionMismatch, match=f"version {v}"):
+                await state.publish(news(v=v))
 
     world.run(main)
 
@@ -200,9 +201,8 @@ def test_other_protocol_versions_are_refused(world: World) -> None:
 class Reservations(RuleBasedStateMachine):
     """One live node, reserved by two states that share it, against a plain list of (request, end)."""
 
-    def __init__(self, world: World, *, by_name: bool) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__()
-        self.by_name = by_name
         self.numbers: dict[str, int] = {}
         self.received = Received()
         self.world = world
@@ -229,17 +229,11 @@ class Reservations(RuleBasedStateMachine):
     def publish(self, acknowledged: list[str], queued: int, by: int) -> None:
         self.seq += 1
         self.queued = queued
-        for name in acknowledged:  # those of a node that knows no numbers are told by name
+        for name in acknowledged:
             self.received = self.received.with_one(self.numbers.get(name, 0))
-        names = acknowledged if self.by_name else []
-        sent = news(seq=self.seq, queued=queued, queue_limit=4, acknowledged=names)
-        sent = msgspec.structs.replace(sent, heartbeat=msgspec.structs.replace(sent.heartbeat, received=self.received))
+        sent = news(seq=self.seq, queued=queued, queue_limit=4, received=self.received)
         assert self.runner.run(self.states[by].publish(sent)) == "taken"
-        self.open = {
-            name: end
-            for name, end in self.open.items()
-            if name not in names and not self.received.has(self.numbers[name])
-        }
+        self.open = {name: end for name, end in self.open.items() if not self.received.has(self.numbers[name])}
 
     @rule(request=st.sampled_from("abcdef"), by=st.integers(0, 1))
     def reserve(self, request: str, by: int) -> None:
@@ -277,18 +271,13 @@ class Reservations(RuleBasedStateMachine):
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("by_name", [False, True])
-def test_drawn_reservations_in_memory(by_name: bool) -> None:
-    run_state_machine_as_test(
-        lambda: Reservations(World(None), by_name=by_name),
-        settings=settings(stateful_step_count=20),
-    )
+def test_drawn_reservations_in_memory() -> None:
+    run_state_machine_as_test(lambda: Reservations(World(None)), settings=settings(stateful_step_count=20))
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("by_name", [False, True])
-def test_drawn_reservations_in_redis(shared_redis: RedisServer, by_name: bool) -> None:
+def test_drawn_reservations_in_redis(shared_redis: RedisServer) -> None:
     run_state_machine_as_test(
-        lambda: Reservations(World(shared_redis), by_name=by_name),
+        lambda: Reservations(World(shared_redis)),
         settings=settings(max_examples=draws(10), stateful_step_count=15),
     )

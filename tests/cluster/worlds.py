@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
-from cluster.news import News
+from cluster.news import NodeReport
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState
+from tests.support.listed_record import ListedRecord, full_news
 from tests.support.redis_server import RedisServer
-from tests.support.told import OldRecord, news_of
 
 PATIENCE = 20.0
-RECORD = OldRecord(
+RECORD = ListedRecord(
     id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=100,
     running=0, queued=0, queue_limit=2, kv_blocks_free=10, kv_blocks=10, block_tokens=16,
 )  # fmt: skip
@@ -29,13 +29,13 @@ RECORD = OldRecord(
 _prefixes = count()
 
 
-def record(**changed: Any) -> OldRecord:
+def record(**changed: Any) -> ListedRecord:
     return msgspec.structs.replace(RECORD, **changed)
 
 
-def news(**changed: Any) -> News:
+def news(**changed: Any) -> NodeReport:
     """All that there is to tell of a node."""
-    return news_of(record(**changed))
+    return full_news(record(**changed))
 
 
 class Clock:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 
@@ -23,7 +24,7 @@ def folder(tmp_path: Path, stories_dir: Path, stories_adapters: dict[str, Path])
     store, files = LocalStore(tmp_path / "store"), stories_adapters["dragon"]
     registry = Registry(store, load_base_model(stories_dir, "stories260K"))
     config = (files / "adapter_config.json").read_bytes()
-    registry.deploy("acme", "dragon", config, files / "adapter_model.safetensors")
+    registry.deploy("acme", "dragon", AdapterUpload(config, files / "adapter_model.safetensors"))
     orphan = f"blobs/sha256/{'0' * 64}"
     store.put(orphan, b"12345")
     os.utime(tmp_path / "store" / orphan, (time.time() - 2 * 86400,) * 2)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from adapters import start_keys
+from adapters import tenants as tenant_records
 from adapters.keys import KeyRecord, new_key
 from adapters.local_store import LocalStore
 from adapters.records import read_record, update_record
@@ -25,8 +24,8 @@ KEPT = 10
 @pytest.fixture(autouse=True)
 def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer starts than in earnest fill the room for their keys."""
-    assert KEPT < start_keys.START_KEYS < MAX_KEYS / 2
-    monkeypatch.setattr(start_keys, "START_KEYS", KEPT)
+    assert KEPT < tenant_records.MAX_START_KEYS < MAX_KEYS / 2
+    monkeypatch.setattr(tenant_records, "MAX_START_KEYS", KEPT)
 
 
 def service(folder: Path, text: str = "") -> ServiceFile:
@@ -53,27 +52,6 @@ def admin_keys(tenants: Tenants) -> tuple[KeyRecord, ...]:
     return found[0].keys
 
 
-def older_release(tenants: Tenants, starts: int) -> tuple[list[str], list[str]]:
-    """As starts of the release before left it, each an hour after the last; the texts of their admin's and a's keys."""
-    texts: tuple[list[str], list[str]] = ([], [])
-    kept: tuple[list[KeyRecord], list[KeyRecord]] = ([], [])
-    for number in range(starts):
-        for which, owner in enumerate((None, "a")):
-            text, key = new_key(owner)
-            texts[which].append(text)
-            kept[which].append(msgspec.structs.replace(key, created=3600.0 * number + 0.2 * which))
-    for tenant in ("a", "b"):
-        tenants.put(tenant, declared=True)
-    update_record(tenants.store, ADMIN_KEY, Admin, lambda _: Admin(tuple(kept[0])))
-
-    def full(record: Tenant | None) -> Tenant:
-        assert record is not None
-        return msgspec.structs.replace(record, keys=(*record.keys, *kept[1]))
-
-    update_record(tenants.store, tenant_key("a"), Tenant, full)
-    return texts
-
-
 def test_starts_without_state_keep_keys_few(tmp_path: Path, tenants: Tenants) -> None:
     tenants.put("a")
     users = [tenants.add_key("a")[0] for _ in range(3)]
@@ -86,38 +64,6 @@ def test_starts_without_state_keep_keys_few(tmp_path: Path, tenants: Tenants) ->
     for key in (*users, first.admin_key, first.api_key, last.admin_key, *last.keys.values()):
         assert tenants.verify(key) is not None
     assert start(tmp_path, KEPT + 4)[1] == {}, "a state that is still there has its keys"
-
-
-def test_a_full_registry_of_an_older_release_is_cleaned_up(tmp_path: Path, tenants: Tenants) -> None:
-    tenants.put("a")
-    user, kept = tenants.add_key("a")
-    admins, of_a = older_release(tenants, MAX_KEYS - 1)
-    update_record(tenants.store, ADMIN_KEY, Admin, lambda found: Admin((*found.keys, new_key(None)[1])))  # type: ignore[union-attr]
-    credentials, _ = start(tmp_path, 0)
-    assert tenants.verify(credentials.admin_key) is not None
-    assert tenants.verify(credentials.keys["a"]) is not None
-    assert len(admin_keys(tenants)) == KEPT + 1
-    assert len(tenants.get("a").keys) == KEPT + 2
-    for key in (user, of_a[0], of_a[-1], admins[0], admins[-1]):
-        assert tenants.verify(key) is not None
-    assert tenants.verify(of_a[1]) is tenants.verify(admins[1]) is None
-    assert kept.key_id in {key.key_id for key in tenants.get("a").keys}
-
-
-def test_keys_that_a_user_may_have_made_stay(tmp_path: Path, tenants: Tenants) -> None:
-    _, of_a = older_release(tenants, 2 * KEPT)
-    second = new_key("a")  # beside the one that a start made: nobody can tell which is which
-
-    def add(record: Tenant | None) -> Tenant:
-        assert record is not None
-        beside = msgspec.structs.replace(second[1], created=3600.0 * 5 + 1)
-        return msgspec.structs.replace(record, keys=(*record.keys, beside))
-
-    update_record(tenants.store, tenant_key("a"), Tenant, add)
-    start(tmp_path, 0)
-    assert tenants.verify(second[0]) is not None
-    assert tenants.verify(of_a[5]) is not None
-    assert tenants.verify(of_a[6]) is None
 
 
 def test_a_tenant_full_of_its_own_keys_starts(tmp_path: Path, tenants: Tenants) -> None:

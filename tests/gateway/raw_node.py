@@ -13,7 +13,7 @@ import uvloop
 
 from cluster.errors import ServiceError
 from cluster.messages import ColdStart, Event, GenerateRequest, Sampling, Timing
-from cluster.news import News, NodeRecord, whole
+from cluster.news import NodeRecord, NodeReport, full_report
 from cluster.state import ClusterState, MemoryClusterState
 from gateway.calls.breaker import Breakers
 from gateway.calls.node_client import NodeClient
@@ -110,7 +110,7 @@ async def recorded(*nodes: tuple[str, str], clock: Callable[[], float] = time.mo
     return state
 
 
-def record(node_id: str, epoch: str, seq: int = 1) -> News:
+def record(node_id: str, epoch: str, seq: int = 1) -> NodeReport:
     found = NodeRecord(
         id=node_id,
         epoch=epoch,
@@ -127,7 +127,7 @@ def record(node_id: str, epoch: str, seq: int = 1) -> News:
         kv_blocks=100,
         block_tokens=16,
     )
-    return whole(found)
+    return full_report(found)
 
 
 async def ask(

@@ -12,12 +12,12 @@ from cluster.node_table import ASSUMED, NodeTable
 from cluster.performance_model import PerformanceModel
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
-from tests.support.told import OldRecord, tell
+from tests.support.listed_record import ListedRecord, put_record
 
 MEASURED = msgspec.structs.replace(
     ASSUMED, key=msgspec.structs.replace(ASSUMED.key, hardware="bench", base="b", dtype="float32", kernel="mbgmv")
 )
-RECORD = OldRecord(
+RECORD = ListedRecord(
     id="n", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=8192,
     running=0, queued=0, queue_limit=64, kv_blocks_free=2000, kv_blocks=2000, block_tokens=16, max_rows=32,
     performance=MEASURED,
@@ -27,7 +27,7 @@ REQUEST = PlacementRequest(
 )
 
 
-def node(node_id: str, *ranks: int, tier: str | None = None, **changed: Any) -> OldRecord:
+def node(node_id: str, *ranks: int, tier: str | None = None, **changed: Any) -> ListedRecord:
     """A node with a running request of each of `ranks`; `tier`: where it has the adapter of REQUEST."""
     fields: dict[str, Any] = {
         "id": node_id,
@@ -56,10 +56,10 @@ def slow(factor: float, model: PerformanceModel = MEASURED) -> PerformanceModel:
     )
 
 
-def table_of(*records: OldRecord) -> NodeTable:
+def table_of(*records: ListedRecord) -> NodeTable:
     table = NodeTable(max(8, len(records)))
     for record in records:
-        tell(table, record)
+        put_record(table, record)
     return table
 
 

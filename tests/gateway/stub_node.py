@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from cluster.frames import frame
 from cluster.http_protocol import BoundedHttp
 from cluster.messages import (
-    NEWEST_VERSION,
     ColdStart,
     Done,
     Event,
@@ -34,7 +33,7 @@ from cluster.messages import (
     TopLogprob,
     encode_event,
 )
-from cluster.news import NodeRecord, Resident, whole
+from cluster.news import NodeRecord, Resident, full_report
 from cluster.received import Received
 from cluster.residency import Moved, PrefetchOrder
 from cluster.secret import authorization, is_authorized
@@ -108,7 +107,6 @@ class StubNode:
             kv_blocks=100,
             block_tokens=16,
             received=self.places,
-            accepts=NEWEST_VERSION,
         )
         if state == "warming":  # as a node whose engine has not said yet what it has
             unknown = {"base": "", "max_context": 0, "kv_blocks": 0, "kv_blocks_free": 0}
@@ -121,7 +119,7 @@ class StubNode:
         held = [Resident(digest="0" * 64, tier="host", bytes=1, in_use=0)] if residents is None else residents
         return httpx.post(
             f"{gateway_url}/cluster/record",
-            content=msgspec.msgpack.encode(whole(self.record(state, **changed), held)),
+            content=msgspec.msgpack.encode(full_report(self.record(state, **changed), held)),
             headers=authorization(self.secret),
             timeout=60,
             verify=False,  # there is no TLS: to read the certificates of all authorities takes longer

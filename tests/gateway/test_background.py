@@ -98,7 +98,7 @@ def test_the_epoch_is_read_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        faulty = Faulty(Epoch("e"))
+        faulty = Faulty(Epoch("e", 0.0))
         monkeypatch.setattr(name_watch, "read_epoch", faulty)
         watch = NameWatch(LocalStore(tmp_path), StoreThreads(10.0), monotonic, 0.01)
         async with watch.running():

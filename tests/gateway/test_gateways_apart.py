@@ -18,6 +18,7 @@ from test_gateway_server import config, node_of, process, wait_for  # noqa: F401
 from test_gateway_workers import stream
 
 from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from adapters.tenants import Tenants
@@ -59,7 +60,7 @@ def start(
             for name in ("pirate", "space"):
                 folder = stories_adapters[name]
                 told = (folder / "adapter_config.json").read_bytes()
-                registry.deploy("acme", "f", told, folder / "adapter_model.safetensors")
+                registry.deploy("acme", "f", AdapterUpload(told, folder / "adapter_model.safetensors"))
             registry.changes.set_alias("acme", "f", "live", {"1": 1.0})
             settle(store)
             clients = [_gateway(stack, config, tmp_path / str(number), redis[number], script) for number in range(2)]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from adapters import artifact
 from adapters.artifact import MAGIC, PREFIX, read_header
 from adapters.base_model import PROJECTIONS, BaseModel, load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from adapters.store import Arrived, ObjectStore
@@ -55,7 +56,7 @@ class World:
         for i in range(6):
             path = make_adapter(stories_dir, root / f"a{i}", i, **draw_adapter(rng, 5))
             config = (path / "adapter_config.json").read_bytes()
-            registry.deploy("t", f"a{i}", config, path / "adapter_model.safetensors")
+            registry.deploy("t", f"a{i}", AdapterUpload(config, path / "adapter_model.safetensors"))
             found = registry.resolve("t", f"a{i}")
             self.adapters.append(Adapter(found.digest, found.artifact_key, found.bytes, tuple(found.ranks)))
             self.files[found.digest] = path / "adapter_model.safetensors"

@@ -17,7 +17,7 @@ from aiohttp import web
 from cluster.frames import Frames
 from cluster.http_protocol import BoundedHttp
 from cluster.messages import Event, GenerateRequest, Sampling, decode_event
-from cluster.news import WHOLE, Facts, News, NodeRecord, Resident, record_from
+from cluster.news import WHOLE, Facts, NodeRecord, NodeReport, Resident, record_from
 from cluster.secret import authorization, create_secret
 from node_agent.api.app import create_app, listen, url_of
 from node_agent.api.request import read_limits
@@ -37,7 +37,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self.status = 204
-        self.news: list[News] = []
+        self.news: list[NodeReport] = []
         """All that were answered by 204."""
         self.records: asyncio.Queue[NodeRecord] = asyncio.Queue()
         self._facts: Facts | None = None
@@ -45,7 +45,7 @@ class Gateway:
 
     async def receive(self, request: web.Request) -> web.Response:
         self.authorizations.add(request.headers.get("authorization"))
-        told = msgspec.msgpack.decode(await request.read(), type=News)
+        told = msgspec.msgpack.decode(await request.read(), type=NodeReport)
         self._facts = told.facts or self._facts
         assert self._facts is not None, "facts come first"
         self.records.put_nowait(record_from(told.heartbeat, self._facts))
@@ -84,7 +84,7 @@ class Node:
     async def record(self) -> NodeRecord:
         async with self.session.get(self.url + "/record") as response:
             assert response.status == 200
-            told = msgspec.msgpack.decode(await response.read(), type=News)
+            told = msgspec.msgpack.decode(await response.read(), type=NodeReport)
             assert told.facts is not None and told.changes.since == WHOLE
             self.residents = told.changes.residents
             return record_from(told.heartbeat, told.facts)

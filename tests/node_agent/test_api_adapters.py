@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.messages import Adapter
+from cluster.messages import PROTOCOL_VERSION, Adapter
 from cluster.residency import (
     MAX_IDLE_TTLS,
     MAX_WANTED,
@@ -170,7 +170,7 @@ def test_what_is_wanted_reaches_the_engine(tmp_path: Path, stories_dir: Path) ->
 
 
 def test_wants_that_are_none_do_not_reach_the_engine(tmp_path: Path, stories_dir: Path) -> None:
-    def body(seconds: float = 1.0, count: int = 1, v: int = 3, **changes: object) -> bytes:
+    def body(seconds: float = 1.0, count: int = 1, v: int = PROTOCOL_VERSION, **changes: object) -> bytes:
         adapter = {**msgspec.to_builtins(ADAPTER), **{k: changes.pop(k) for k in ("digest", "bytes") if k in changes}}
         idle = changes.pop("idle_ttls", {})
         entry = {"adapter": adapter, "tier": "device", "chance": 0.5, **changes}

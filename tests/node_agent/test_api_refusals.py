@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from cluster.errors import ServiceError
-from cluster.messages import NEWEST_VERSION, Done, Failed, GenerateRequest, Sampling
+from cluster.messages import PROTOCOL_VERSION, Done, Failed, GenerateRequest, Sampling
 from node_agent.api.request import BODY_OVERHEAD, decode_request, read_body
 from tests.node_agent.scripted_engine import READY, ScriptedEngine, finished
 from tests.node_agent.served_node import Node, request_of, run_scenario, served_node
@@ -100,7 +100,7 @@ def test_another_version_of_the_protocol_is_for_another_node(tmp_path: Path, sto
         async with served_node(tmp_path, stories_dir) as node:
             engine = await node.engine()
             for body in (
-                msgspec.msgpack.encode(request_of(v=NEWEST_VERSION + 1)),
+                *(msgspec.msgpack.encode(request_of(v=PROTOCOL_VERSION + by)) for by in (-1, 1)),
                 msgspec.msgpack.encode({"v": 99, "of": "another shape"}),
             ):
                 failed = await refusal(node, body)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from cluster.messages import Adapter, Sampling
@@ -80,7 +81,7 @@ class World:
         for i, rank in enumerate((8, 3)):
             half = {"dtype": torch.float16, "r": rank, "lora_alpha": 2 - i, "target_modules": ALL_TARGETS}
             path = make_adapter(model_dir, root / f"a{i}", i, **half)
-            registry.deploy("t", f"a{i}", (path / "adapter_config.json").read_bytes(), _tensors(path))
+            registry.deploy("t", f"a{i}", AdapterUpload((path / "adapter_config.json").read_bytes(), _tensors(path)))
             found = registry.resolve("t", f"a{i}")
             self.adapters.append((path, Adapter(found.digest, found.artifact_key, found.bytes, tuple(found.ranks))))
         self.leases = [None if adapter is None else loaded_lease(self.store, adapter) for _, adapter in self.adapters]

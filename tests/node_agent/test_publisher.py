@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from cluster.news import ABSENT_TIER, WHOLE, Changes, News, Resident
+from cluster.news import ABSENT_TIER, WHOLE, Changes, NodeReport, Resident
 from cluster.secret import authorization
 from node_agent.api import publisher
 from node_agent.api.publisher import Publisher
@@ -123,9 +123,9 @@ class WatchedRegistry(RequestRegistry):
 
     def __init__(self, config: NodeConfig) -> None:
         super().__init__(config, LIMITS)
-        self.made: asyncio.Queue[News] = asyncio.Queue()
+        self.made: asyncio.Queue[NodeReport] = asyncio.Queue()
 
-    def news(self, known: int) -> News:
+    def news(self, known: int) -> NodeReport:
         news = super().news(known)
         self.made.put_nowait(news)
         return news
@@ -155,11 +155,11 @@ def test_all_that_there_is_is_told_once_to_a_gateway_that_takes_long(
 ) -> None:
     monkeypatch.setattr(publisher, "POST_SECONDS", 0.05)
     monkeypatch.setattr(publisher, "WHOLE_SECONDS", 60.0)
-    told: list[News] = []
+    told: list[NodeReport] = []
     first, go_on, third = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def receive(request: web.Request) -> web.Response:
-        told.append(msgspec.msgpack.decode(await request.read(), type=News))
+        told.append(msgspec.msgpack.decode(await request.read(), type=NodeReport))
         first.set()
         await go_on.wait()
         if len(told) > 2:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.messages import RESUMPTION_VERSION, Adapter, Done, Event, GenerateRequest, Sampling, Token
+from cluster.messages import Adapter, Done, Event, GenerateRequest, Sampling, Token
 from cluster.text import BaseText
 from node_agent.api.detokenize import TokenText
 from node_agent.api.reply import Reply
@@ -110,7 +110,7 @@ def ran(engine: LocalEngine, requests: list[GenerateRequest], text: TokenText) -
 def cut(request: GenerateRequest, sent: list[Token]) -> GenerateRequest:
     generated = [token_id for token in sent for token_id in token.token_ids]
     sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
-    return msgspec.structs.replace(request, generated=generated, sampling=sampling, v=RESUMPTION_VERSION)
+    return msgspec.structs.replace(request, generated=generated, sampling=sampling)
 
 
 def assert_same(whole: Said, parts: Said) -> None:
@@ -165,7 +165,7 @@ def test_many_drawn_cuts(make_engine: MakeEngine, drawn_adapters: list[Path], to
 
 def test_a_failure_behind_the_tokens_of_another_node_is_retryable(tokens: TokenText) -> None:
     """None was computed here; once one is, it is not."""
-    reply = Reply(request_of(generated=[403, 407], v=RESUMPTION_VERSION), "n", tokens, received=0.0)
+    reply = Reply(request_of(generated=[403, 407]), "n", tokens, received=0.0)
     reply.resume([403, 407])
     assert reply.fail("overloaded", "full").retryable
     reply.translate(Generated("r1", 403))

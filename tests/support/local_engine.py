@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from cluster.messages import Adapter, GenerateRequest, Sampling
@@ -70,7 +71,7 @@ class LocalEngine:
     def deploy(self, directory: Path, name: str | None = None) -> Adapter:
         function = (name or directory.name).lower()
         config = (directory / "adapter_config.json").read_bytes()
-        self.registry.deploy("test", function, config, directory / "adapter_model.safetensors")
+        self.registry.deploy("test", function, AdapterUpload(config, directory / "adapter_model.safetensors"))
         found = self.registry.resolve("test", function, None)
         return Adapter(found.digest, found.artifact_key, found.bytes, tuple(found.ranks))
 

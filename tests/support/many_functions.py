@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from adapters.contents import blob_key
+from adapters.deployment import AdapterUpload
 from adapters.registry import Registry
 
 TENANT = "bench"
@@ -17,7 +18,7 @@ WRITERS = 16
 
 def fill(registry: Registry, adapter: Path, functions: int, orphans: int) -> None:
     config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
-    registry.deploy(TENANT, function_name(0), config.read_bytes(), weights)
+    registry.deploy(TENANT, function_name(0), AdapterUpload(config.read_bytes(), weights))
     record, manifest = registry.function(TENANT, function_name(0)), registry.manifest(TENANT, function_name(0), 1)
 
     def write(number: int) -> None:

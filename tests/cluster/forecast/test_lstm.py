@@ -149,7 +149,7 @@ def test_what_is_observed_is_what_happened() -> None:
         assert len(lot.keys) <= OBSERVED
         for row, key in enumerate(lot.keys):
             of = called[:, int(key)]
-            assert lot.came[row].tolist() == [of[now : now + horizon].any() for horizon in (1, 5, 30, 300)]
+            assert lot.outcomes[row].tolist() == [of[now : now + horizon].any() for horizon in (1, 5, 30, 300)]
             ended = (now - 1) // 30
             begins = [30 * (ended - STEPS + step) for step in range(STEPS)]
             counts = [of[begin : begin + 30].sum() if begin >= 0 else 0 for begin in begins]

@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.forecast.calibration import BINS, FARTHEST, PRIOR_WEIGHT, STEP, Calibration, log_loss, log_odds
+from cluster.forecast.calibration import (
+    BINS,
+    ERROR_FADING,
+    FARTHEST,
+    PRIOR_WEIGHT,
+    STEP,
+    Calibration,
+    ForecastError,
+    log_loss,
+    log_odds,
+)
 from cluster.forecast.chances import HORIZONS_S
-from cluster.forecast.forecast_error import FADING as ERROR_FADING
-from cluster.forecast.forecast_error import ForecastError
 from cluster.forecast.outcomes import SLOTS, TOLERANCE_S, Outcomes
 from cluster.forecast.table import FunctionTable
 from cluster.forecast.weights import FADING, SHARED_FADING, SHARED_WEIGHT, TRUST, Weights

@@ -19,10 +19,10 @@ class SlowLeases(MemoryLeases):
         self.go_on.set()
         self.looks = 0
 
-    async def look(self, name: str) -> Lease:
+    async def get(self, name: str) -> Lease:
         self.looks += 1
         await self.go_on.wait()
-        return await super().look(name)
+        return await super().get(name)
 
 
 class World:

@@ -24,8 +24,6 @@ from stub_node import (
     stub_node,
 )
 
-from cluster.messages import PARAMETERS_VERSION
-
 CALL = {"prompt": "x", "max_tokens": 3}
 PATH = "/invoke/stories260K"
 
@@ -140,7 +138,6 @@ def test_the_only_node_fails(bare: Running, script: object, expected: tuple[int,
 def test_node_dies_mid_stream(bare: Running) -> None:
     running = bare
     node = running.node(die_after_first, "a-dies")
-    other = running.node(echo, "b-other", accepts=PARAMETERS_VERSION)
     with httpx_sse.connect_sse(running.client(), "POST", PATH, json={**CALL, "stream": True}) as source:
         events = source.iter_sse()
         assert next(events).json()["text"] == "first"
@@ -149,8 +146,6 @@ def test_node_dies_mid_stream(bare: Running) -> None:
         assert error.event == "error"
         assert error.json()["error"]["type"] == "node_failed"
         assert list(events) == []
-    assert other.received == []  # it is too old to go on, and it is never started again
-    assert running.client().post("/invoke/stories260K", json=CALL).status_code in (200, 502)
 
 
 def test_node_dies_before_a_whole_reply_is_there(bare: Running) -> None:

@@ -13,8 +13,6 @@ from running_gateway import Running, until, until_received
 from stub_node import Cut, StubNode, die_at_once, die_behind, done, echo, refuse, token
 
 from cluster.messages import (
-    PARAMETERS_VERSION,
-    RESUMPTION_VERSION,
     Event,
     Failed,
     GenerateRequest,
@@ -52,7 +50,7 @@ def test_a_stream_goes_on_where_it_was_cut(start: Callable[..., Running]) -> Non
     assert (last.event, said["node"], said["timing"]["resumed"]) == ("done", "b-other", 1)
     assert said["output"] == {"finish_reason": "length"}
     asked, again = first.received[0], second.received[0]
-    assert (again.generated, again.v, again.ttft) == ([100], RESUMPTION_VERSION, None)
+    assert (again.generated, again.ttft) == ([100], None)
     same = ("id", "base", "tenant", "token_ids", "max_tokens", "sampling", "adapter", "stop", "function", "weight")
     assert all(getattr(asked, field) == getattr(again, field) for field in same)
     assert said["usage"]["completion_tokens"] == 5
@@ -94,19 +92,6 @@ def test_a_node_that_does_not_take_it_up_counts_as_a_cut(start: Callable[..., Ru
     reply = running.client().post(PATH, json=CALL)
     assert (reply.json()["output"]["text"], reply.json()["timing"]["resumed"]) == (" t0 t1 t2 t3 t4", 2)
     assert generated(*nodes) == [[[]], [[100]], [[100]]]
-
-
-def test_older_nodes_get_no_resumption(start: Callable[..., Running]) -> None:
-    running = start()
-    running.node(die_behind, "a-dies")
-    old = running.node(echo, "b-old", accepts=PARAMETERS_VERSION)
-    reply = running.client().post(PATH, json=CALL)
-    assert (reply.status_code, reply.json()["error"]["type"]) == (502, "node_failed")
-    assert old.received == []
-    new = running.node(echo, "c-new")
-    old.publish(running.url, state="draining", accepts=PARAMETERS_VERSION)
-    assert streamed(running)[-1].json()["timing"]["resumed"] == 1
-    assert generated(old, new) == [[], [[100]]]
 
 
 def failing(type: str) -> Any:

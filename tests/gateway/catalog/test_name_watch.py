@@ -119,18 +119,10 @@ def test_what_was_committed_a_second_ago_is_answered(world: World) -> None:
     asyncio.run(main())
 
 
-def mark_as_before(store: Store, key: str) -> None:
-    """As a release did that says nothing of times."""
-    mark(store, key)
-    epoch = read_epoch(store)
-    marks = [list(msgspec.to_builtins(each))[:4] for each in epoch.marks]
-    store.put(EPOCH_KEY, msgspec.json.encode({"id": epoch.id, "marks": marks}))
-
-
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))])
 def test_an_answer_is_never_older_than_a_second(world: World, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn writers, some of an earlier release, between whose mark and commit up to 100 s pass; drawn readings of the
-    epoch that are late or fail, drawn starts, and drawn calls. In every second world marks are soon no longer named."""
+    """Drawn writers, between whose mark and commit up to 100 s pass; drawn readings of the epoch that are late or fail,
+    drawn starts, and drawn calls. In every second world marks are soon no longer named."""
     draw = random.Random(seed)
     monkeypatch.setattr(epochs, "MAX_MARKS", draw.choice([3, MAX_MARKS]))
     committed: dict[str, list[tuple[float, int]]] = {key: [(float("-inf"), 0)] for key in KEYS}
@@ -145,7 +137,7 @@ def test_an_answer_is_never_older_than_a_second(world: World, seed: int, monkeyp
                 committed[due[1]].append((world.now, due[2]))
             if draw.random() < 0.02:
                 key = draw.choice(KEYS)
-                draw.choices([mark, mark_as_before], [9, 1])[0](world.store, key)
+                mark(world.store, key)
                 coming.append((world.now + draw.choice([0.0, 0.3, 5.0, 40.0, 100.0]), key, step))
             if draw.random() < 0.01:
                 world.start()
@@ -179,7 +171,7 @@ def test_a_gateway_that_starts_believes_what_was_not_marked_lately(world: World)
 def test_a_gateway_that_starts_believes_nothing_when_marks_may_be_missing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Because the epoch is new, more was marked lately than it names, or an earlier release wrote it."""
+    """Because the epoch is new, or more was marked lately than it names."""
     monkeypatch.setattr(epochs, "MAX_MARKS", 3)
 
     async def believes() -> bool:
@@ -193,13 +185,6 @@ def test_a_gateway_that_starts_believes_nothing_when_marks_may_be_missing(
         assert await believes()
         for key in (KEYS[4], *KEYS[:3]):
             mark(world.store, key)
-        assert not await believes()
-        world.passes(DIRTY_SECONDS)
-        assert await believes()
-        mark_as_before(world.store, KEYS[0])
-        world.passes(DIRTY_SECONDS)
-        assert not await believes(), "how long ago that was it does not say"
-        mark(world.store, KEYS[0])
         assert not await believes()
         world.passes(DIRTY_SECONDS)
         assert await believes()

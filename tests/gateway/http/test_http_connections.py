@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from stub_node import Script, StubNode, hang_after_first, hang_before_first
 
-from cluster.http_protocol import HEAD_LINES, MOST_WAITING, BoundedHttp
+from cluster.http_protocol import HEAD_LINES, MAX_WAITING, BoundedHttp
 from gateway.http.protocol import WRITE_SECONDS, GatewayHttp
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -56,7 +56,7 @@ def test_requests_without_end_do_not_pile_up_behind_a_slow_one(reused: Running) 
     with connected(running.url) as raw:
         raw.sendall(call(running))
         assert node.began.wait(30)
-        raw.sendall(HEALTH * (MOST_WAITING + 2))
+        raw.sendall(HEALTH * (MAX_WAITING + 2))
         assert answer(raw) == b""
     assert node.disconnected.wait(30)
     assert running.client().get("/healthz").status_code == 200
@@ -68,11 +68,11 @@ def test_so_many_requests_may_wait_on_one_connection(reused: Running) -> None:
     with connected(running.url) as raw:
         raw.sendall(call(running, b"false"))
         assert node.began.wait(30)
-        raw.sendall(HEALTH * MOST_WAITING)
+        raw.sendall(HEALTH * MAX_WAITING)
         raw.shutdown(socket.SHUT_WR)
         time.sleep(0.2)
         node.go_on.set()
-        assert answer(raw).count(b"HTTP/1.1 200") == 1 + MOST_WAITING
+        assert answer(raw).count(b"HTTP/1.1 200") == 1 + MAX_WAITING
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def test_offers_of_another_protocol_have_the_bounds_of_all_heads(reused: Running
     with connected(reused.url) as raw:
         raw.sendall((start + b"\r\n") * 4000)
         raw.shutdown(socket.SHUT_WR)
-        assert answer(raw).count(b"HTTP/1.1 200") <= 1 + MOST_WAITING
+        assert answer(raw).count(b"HTTP/1.1 200") <= 1 + MAX_WAITING
     with connected(reused.url) as raw:
         raw.sendall(b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n")
         assert answer(raw).startswith(b"HTTP/1.1 400")

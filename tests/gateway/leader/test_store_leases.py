@@ -40,7 +40,7 @@ def test_a_challenger_waits_by_its_own_clock_from_the_last_change_that_it_saw(st
     async def main() -> None:
         one, two = Clock(5.0), Clock(1e9)  # hosts that started at other times
         mine, theirs = StoreLeases(store, one), StoreLeases(store, two)
-        assert await mine.look("leader") == NOBODY
+        assert await mine.get("leader") == NOBODY
         assert (await mine.take("leader", "a", SECONDS)).holder == "a"
         assert (await theirs.take("leader", "b", SECONDS)).holder == "a"
         two.now += 5.9
@@ -65,9 +65,9 @@ def test_it_is_given_back_by_its_holder_alone(store: ObjectStore) -> None:
         leases = StoreLeases(store, Clock())
         await leases.take("leader", "a", SECONDS)
         await leases.free("leader", "b")
-        assert (await leases.look("leader")).holder == "a"
+        assert (await leases.get("leader")).holder == "a"
         await leases.free("leader", "a")
-        assert await leases.look("leader") == NOBODY
+        assert await leases.get("leader") == NOBODY
         assert (await leases.take("leader", "b", SECONDS)).holder == "b"
 
     asyncio.run(main())

@@ -17,7 +17,7 @@ from adapters.choices import Choice, Resolved
 from adapters.errors import AdapterError, CorruptFunction, NoSuchFunction, NotFound, StoreUnavailable
 from adapters.functions import Policy
 from adapters.local_store import LocalStore
-from adapters.schedules import note_schedule, read_schedules
+from adapters.schedules import read_schedules, record_schedule
 from adapters.warm_windows import WarmWindow, window_state
 from gateway.leader.turn import Turn
 from gateway.residency import schedules
@@ -62,7 +62,7 @@ class World:
     def __init__(self, folder: Path, windows: dict[str, list[WarmWindow]]) -> None:
         self.store, self.threads, self.functions, self.now = LocalStore(folder), Threads(), Functions(windows), 0.0
         for name in windows:
-            note_schedule(self.store, "t", name)
+            record_schedule(self.store, "t", name)
         self.schedules = WarmSchedules(
             self.store,
             self.threads,  # type: ignore[arg-type]

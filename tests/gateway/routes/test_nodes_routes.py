@@ -21,7 +21,7 @@ from starlette.routing import Route
 from stub_node import StubNode, echo, hang_after_first, stub_node
 
 from cluster.gpu import GpuLoad
-from cluster.news import whole
+from cluster.news import full_report
 from cluster.residency import AdapterState, AdapterStates, EvictOrder, Moved, PrefetchOrder
 from cluster.secret import is_authorized
 from garnish.credentials import FILE_NAME, Credentials, write_credentials
@@ -62,7 +62,7 @@ class OperatedNode(StubNode):
         if path in self.answers:
             return Response(self.answers[path][1], self.answers[path][0])
         if path == "/record":
-            return Response(msgspec.msgpack.encode(whole(self.record(self.state))))
+            return Response(msgspec.msgpack.encode(full_report(self.record(self.state))))
         self.state = "draining" if path == "/drain" else "ready"
         return Response(status_code=204)
 

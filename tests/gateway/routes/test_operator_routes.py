@@ -18,7 +18,8 @@ from running_gateway import Running, plain_client, upload
 
 import gateway.routes
 from adapters.local_store import LocalStore
-from cluster.news import Resident, whole
+from cluster.messages import PROTOCOL_VERSION
+from cluster.news import Resident, full_report
 from cluster.secret import authorization
 from gateway.app import ROUTES
 from gateway.routes import console, docs
@@ -53,7 +54,7 @@ def test_ready_only_with_a_ready_node(start: Callable[..., Running]) -> None:
 
 
 def test_records_need_the_secret(reused: Running) -> None:
-    body = msgspec.msgpack.encode(whole(reused.nodes[0].record()))
+    body = msgspec.msgpack.encode(full_report(reused.nodes[0].record()))
     for headers in ({}, authorization("x" * 43), authorization(reused.keys["admin"])):
         reply = httpx.post(f"{reused.url}/cluster/record", content=body, headers=headers, timeout=60, verify=False)
         assert (reply.status_code, reply.json()["error"]["type"]) == (401, "unauthenticated")
@@ -67,7 +68,10 @@ def test_records_that_are_none(reused: Running, body: bytes) -> None:
 
 
 def test_records_of_another_version_or_size(reused: Running) -> None:
-    assert reused.nodes[0].publish(reused.url, v=99).status_code == 400
+    for v in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
+        reply = reused.nodes[0].publish(reused.url, v=v)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"] == f"message version {v} is not served; served: {PROTOCOL_VERSION}"
     assert reused.nodes[0].publish(reused.url, error="x" * (5 << 20)).status_code == 413
 
 

@@ -11,7 +11,7 @@ from cluster.news import Resident, StrictRoom
 from cluster.node_table import Demand
 from cluster.performance_model import DecodeModel, PrefillModel, Transfer
 from gateway.scheduling.request import PlacementRequest
-from tests.support.told import OldRecord
+from tests.support.listed_record import ListedRecord
 
 ITEM_SIZES = st.sampled_from([0, 2, 4])
 """Of which 0 is not told."""
@@ -58,7 +58,7 @@ ROOMS = st.builds(
 
 
 @st.composite
-def nodes(draw: st.DrawFn) -> OldRecord:
+def nodes(draw: st.DrawFn) -> ListedRecord:
     running, waiting = draw(st.lists(RANKS, max_size=5)), draw(st.lists(RANKS, max_size=3))
     tier = draw(st.sampled_from([None, "device", "host", "disk"]))
     used = draw(st.booleans())

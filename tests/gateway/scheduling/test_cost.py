@@ -15,7 +15,7 @@ from cluster.node_table import ASSUMED, Demand
 from cluster.performance_model import PerformanceModel
 from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.request import PlacementRequest
-from tests.support.told import OldRecord
+from tests.support.listed_record import ListedRecord
 
 
 def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:
@@ -24,7 +24,7 @@ def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:
     return sum(ranks) if model.decode.rank_term == "request_ranks" else distinct
 
 
-def reference(record: OldRecord, demands: list[Demand], request: PlacementRequest) -> tuple[float, float]:
+def reference(record: ListedRecord, demands: list[Demand], request: PlacementRequest) -> tuple[float, float]:
     """(total, how near the nearest promise is to being broken, as a ratio)."""
     model, answer = record.performance or ASSUMED, request.expected_tokens or max(1.0, request.max_tokens / 2)
     ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in demands)]
@@ -71,7 +71,7 @@ def reference(record: OldRecord, demands: list[Demand], request: PlacementReques
 
 
 def _queue(
-    record: OldRecord,
+    record: ListedRecord,
     demands: list[Demand],
     request: PlacementRequest,
     model: PerformanceModel,
@@ -102,7 +102,7 @@ def _queue(
 
 @given(st.lists(st.tuples(nodes(), st.lists(DEMANDS, max_size=3)), min_size=1, max_size=5), REQUESTS, st.data())
 def test_every_total_is_the_formulas(
-    drawn: list[tuple[OldRecord, list[Demand]]], request: PlacementRequest, data: st.DataObject
+    drawn: list[tuple[ListedRecord, list[Demand]]], request: PlacementRequest, data: st.DataObject
 ) -> None:
     records = [msgspec.structs.replace(record, id=str(index)) for index, (record, _) in enumerate(drawn)]
     table = table_of(*records)

@@ -15,14 +15,14 @@ from cluster.node_table import STANDARD, Demand, NodeTable
 from gateway.scheduling.cost import Terms, attainable, terms
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
 from gateway.scheduling.request import PlacementRequest
-from tests.support.told import OldRecord, tell
+from tests.support.listed_record import ListedRecord, put_record
 
 CROWDS = st.lists(st.tuples(nodes(), st.lists(DEMANDS, max_size=2)), min_size=2, max_size=5)
 COLUMNS = [name for name in Terms.__struct_fields__[1:] if name not in ("ttft_limit", "answer", "inverse")]
 
 
-def put(table: NodeTable, record: OldRecord, demands: list[Demand]) -> int:
-    row = tell(table, record)
+def put(table: NodeTable, record: ListedRecord, demands: list[Demand]) -> int:
+    row = put_record(table, record)
     for index, demand in enumerate(demands):
         table.reserve(row, str(index), demand)
     return row
@@ -37,8 +37,8 @@ def forecast(table: NodeTable, rows: np.ndarray, request: PlacementRequest) -> t
 
 @given(CROWDS, st.lists(nodes(), max_size=5), REQUESTS, st.data())
 def test_a_forecast_is_of_its_node_alone(
-    drawn: list[tuple[OldRecord, list[Demand]]],
-    before: list[OldRecord],
+    drawn: list[tuple[ListedRecord, list[Demand]]],
+    before: list[ListedRecord],
     request: PlacementRequest,
     data: st.DataObject,
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_forecast_is_of_its_node_alone(
 
 @given(nodes(), st.lists(DEMANDS, max_size=2), REQUESTS, st.sampled_from([0.5, 0.9999, 1.0001, 2.0]))
 def test_what_is_attainable_is_what_the_node_would_do_if_it_had_nothing_to_do(
-    record: OldRecord, demands: list[Demand], request: PlacementRequest, share: float
+    record: ListedRecord, demands: list[Demand], request: PlacementRequest, share: float
 ) -> None:
     """Promises a little below and above what it would do then."""
     idle = table_of(
@@ -110,7 +110,7 @@ def test_an_adapter_in_use_adds_no_rank_where_distinct_ones_count() -> None:
 
 @given(st.lists(nodes(), min_size=1, max_size=4), REQUESTS, st.data())
 def test_a_refused_request_is_told_when_the_first_node_could_keep_its_promise(
-    records: list[OldRecord], request: PlacementRequest, data: st.DataObject
+    records: list[ListedRecord], request: PlacementRequest, data: st.DataObject
 ) -> None:
     request = msgspec.structs.replace(
         request, slo_class="strict", ttft=data.draw(st.floats(0.01, 3)), tpot=data.draw(st.none() | st.floats(0.01, 1))

@@ -18,13 +18,13 @@ from cluster.state import MemoryClusterState
 from gateway.scheduling.decision import MOST_CANDIDATES, Candidate
 from gateway.scheduling.placement import ATTEMPTS, Trace, able, place
 from gateway.scheduling.policy import POLICIES, make_policy
-from tests.support.told import OldRecord, news_of
+from tests.support.listed_record import ListedRecord, full_news
 
 
-async def state_of(*records: OldRecord) -> MemoryClusterState:
+async def state_of(*records: ListedRecord) -> MemoryClusterState:
     state = MemoryClusterState(lambda: 0.0)
     for record in records:
-        assert await state.publish(news_of(record)) == "taken"
+        assert await state.publish(full_news(record)) == "taken"
     return state
 
 
@@ -116,17 +116,17 @@ def test_strict_requests_are_told_when_to_come_back() -> None:
 class PublishResult(MemoryClusterState):
     """A state where others take places at the same moment."""
 
-    async def reserve(self, node_id: str, request_id: str, demand: Demand, seen: int | None) -> bool:
+    async def reserve(self, node_id: str, request_id: str, demand: Demand, expected_generation: int | None) -> bool:
         if request_id == "r":
-            await super().reserve(node_id, f"other-{len(await self.nodes())}-{seen}", demand, None)
-        return await super().reserve(node_id, request_id, demand, seen)
+            await super().reserve(node_id, f"other-{len(await self.nodes())}-{expected_generation}", demand, None)
+        return await super().reserve(node_id, request_id, demand, expected_generation)
 
 
 def test_a_place_that_others_change_is_chosen_anew_and_taken_at_last() -> None:
     async def main() -> None:
         state, trace = PublishResult(lambda: 0.0), Trace()
         for name in ("a", "b"):
-            await state.publish(news_of(node(name, queue_limit=8)))
+            await state.publish(full_news(node(name, queue_limit=8)))
         placed = await place(state, make_policy("rank_aware"), "b", REQUEST, trace=trace)
         assert trace.tries == ATTEMPTS
         assert placed.forecast is not None and placed.forecast > 0
@@ -140,8 +140,8 @@ def test_the_only_node_is_not_chosen_anew(slo_class: str, tries: int) -> None:
 
     async def main() -> None:
         state, trace = PublishResult(lambda: 0.0), Trace()
-        await state.publish(news_of(node("a", queue_limit=80)))
-        await state.publish(news_of(node("full", queued=2, queue_limit=2)))
+        await state.publish(full_news(node("a", queue_limit=80)))
+        await state.publish(full_news(node("full", queued=2, queue_limit=2)))
         request = ask(slo_class=slo_class)
         assert (await place(state, make_policy("rank_aware"), "b", request, trace=trace)).node_id == "a"
         assert trace.tries == tries
@@ -153,9 +153,9 @@ def test_what_is_told_of_a_placement() -> None:
     async def main() -> list[Candidate]:
         now = 7.0
         state, trace = MemoryClusterState(lambda: now), Trace()
-        await state.publish(news_of(node("cold")))
-        await state.publish(news_of(node("warm", 16, tier="device")))
-        await state.publish(news_of(node("promised", 16, tier="host", tightest_tpot=0.0303, performance=None)))
+        await state.publish(full_news(node("cold")))
+        await state.publish(full_news(node("warm", 16, tier="device")))
+        await state.publish(full_news(node("promised", 16, tier="host", tightest_tpot=0.0303, performance=None)))
         now = 8.5
         placed = await place(state, make_policy("rank_aware"), "b", REQUEST, trace=trace)
         assert trace.picture is not None

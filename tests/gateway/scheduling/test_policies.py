@@ -15,7 +15,7 @@ from garnish.config import built
 from gateway.config import GatewayConfig
 from gateway.scheduling.policy import POLICIES, UnknownPolicy, make_policy
 from gateway.scheduling.toppings import PENALTY, Toppings
-from tests.support.told import OldRecord
+from tests.support.listed_record import ListedRecord
 
 RANDOM_NODES = st.lists(
     st.builds(
@@ -49,7 +49,9 @@ def test_the_service_file_knows_the_same_ones() -> None:
 
 
 @given(RANDOM_NODES, st.sampled_from(sorted(POLICIES)), st.data())
-def test_each_chooses_a_candidate_and_changes_nothing(records: list[OldRecord], name: str, data: st.DataObject) -> None:
+def test_each_chooses_a_candidate_and_changes_nothing(
+    records: list[ListedRecord], name: str, data: st.DataObject
+) -> None:
     table = table_of(*(msgspec.structs.replace(record, id=str(index)) for index, record in enumerate(records)))
     rows = sorted(data.draw(st.sets(st.integers(0, len(records) - 1), min_size=1)))
     before = {column: getattr(table, column).copy() for column in COLUMNS}
@@ -61,7 +63,7 @@ def test_each_chooses_a_candidate_and_changes_nothing(records: list[OldRecord], 
 
 
 @given(RANDOM_NODES, st.none() | st.floats(0.02, 0.2))
-def test_toppings_is_algorithm_1(records: list[OldRecord], slo: float | None) -> None:
+def test_toppings_is_algorithm_1(records: list[ListedRecord], slo: float | None) -> None:
     records = [msgspec.structs.replace(record, id=str(index)) for index, record in enumerate(records)]
     request, policy = ask(tpot=slo, typical_tokens=50.0), Toppings()
     totals = []

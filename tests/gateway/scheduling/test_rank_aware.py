@@ -17,7 +17,7 @@ from garnish.simulation.profile import load_profile
 from gateway.scheduling.policy import make_policy
 from gateway.scheduling.rank_aware import RETRY_BOUNDS, RankAware
 from gateway.scheduling.toppings import Toppings
-from tests.support.told import tell
+from tests.support.listed_record import put_record
 
 
 def test_an_idle_node_without_the_adapter_loses_to_one_that_has_it_and_one_request() -> None:
@@ -129,7 +129,7 @@ def test_a_model_that_is_none_is_not_used(model: object) -> None:
     assert nodes.model_problem(0) is not None
     assert not nodes.modelled[0]
     assert nodes.decode_base[0] == nodes.decode_base[1]
-    tell(nodes, node("odd"))
+    put_record(nodes, node("odd"))
     assert (nodes.model_problem(0), bool(nodes.modelled[0])) == (None, True)
 
 

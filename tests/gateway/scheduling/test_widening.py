@@ -12,7 +12,7 @@ from cluster.node_table import NodeTable
 from gateway.scheduling.decision import picture
 from gateway.scheduling.rank_aware import RankAware
 from gateway.scheduling.widening import EVERY, PATIENCE, Widening
-from tests.support.told import tell
+from tests.support.listed_record import put_record
 
 FULL = node("full", *[8] * 32, tier="device", queued=50)
 STRICT = ask(ttft=0.1, slo_class="strict")
@@ -29,7 +29,7 @@ class World:
 
     def tell(self, **ratios: float | None) -> None:
         for name, ratio in ratios.items():
-            tell(self.nodes, msgspec.structs.replace(node(name), forecast_ratio=ratio))
+            put_record(self.nodes, msgspec.structs.replace(node(name), forecast_ratio=ratio))
 
     def widened(self, after: float) -> list[str | None]:
         self.now += after
@@ -81,6 +81,6 @@ def test_what_a_widened_node_forecasts_refuses_nobody() -> None:
     assert chosen(policy, nodes, STRICT) == "busier"
     told = picture(nodes, np.arange(2), STRICT, 1, policy.last).candidates(STRICT)
     assert {each.node: each.widened for each in told} == {"full": False, "busier": True}
-    tell(nodes, msgspec.structs.replace(busier, forecast_ratio=1.0))
+    put_record(nodes, msgspec.structs.replace(busier, forecast_ratio=1.0))
     now += EVERY
     assert chosen(policy, nodes, STRICT) is None

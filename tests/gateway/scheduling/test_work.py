@@ -11,7 +11,7 @@ from cluster.node_table import NodeTable
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import rows_together, work
-from tests.support.told import OldRecord, tell
+from tests.support.listed_record import ListedRecord, put_record
 
 small = st.floats(1e-6, 1e-2)
 MODEL = PerformanceModel(
@@ -21,16 +21,16 @@ MODEL = PerformanceModel(
     to_device=Transfer(latency=0.0, bandwidth=1e9),
     from_store=Transfer(latency=0.0, bandwidth=1e9),
 )
-RECORD = OldRecord(
+RECORD = ListedRecord(
     id="a", epoch="1", seq=1, url="http://127.0.0.1:1", state="ready", base="b", base_id="base", max_context=4096,
     running=0, queued=0, queue_limit=64, kv_blocks_free=4096, kv_blocks=4096, block_tokens=16, max_rows=8,
     performance=MODEL,
 )  # fmt: skip
 
 
-def taken(record: OldRecord, request: PlacementRequest) -> float | None:
+def taken(record: ListedRecord, request: PlacementRequest) -> float | None:
     nodes = NodeTable(2)
-    return work(nodes, tell(nodes, record), request)
+    return work(nodes, put_record(nodes, record), request)
 
 
 def request(prompt: int = 100, answer: int = 50, rank: int = 0) -> PlacementRequest:
@@ -84,7 +84,7 @@ def test_of_a_node_that_was_never_measured_nothing_is_known() -> None:
 )
 def test_what_is_not_known_bounds_nothing_and_one_always_runs(told: dict[str, int], together: float) -> None:
     nodes = NodeTable(2)
-    row = tell(nodes, msgspec.structs.replace(RECORD, **told))
+    row = put_record(nodes, msgspec.structs.replace(RECORD, **told))
     assert rows_together(nodes.load(row), 150.0) == pytest.approx(together)
     found = work(nodes, row, request())
     prefill = MODEL.prefill.seconds(100, 100 * 100, 0)

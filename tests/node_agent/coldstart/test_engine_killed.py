@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
 from adapters.open_store import open_store
 from adapters.registry import Registry
 from cluster.messages import Adapter, Done, Failed, Started, Token
@@ -30,7 +31,11 @@ pytestmark = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worke
 
 def deploy(stories_dir: Path, root: Path, directory: Path) -> Adapter:
     registry = Registry(open_store(str(root)), load_base_model(stories_dir))
-    registry.deploy("t", "f", (directory / "adapter_config.json").read_bytes(), directory / "adapter_model.safetensors")
+    registry.deploy(
+        "t",
+        "f",
+        AdapterUpload((directory / "adapter_config.json").read_bytes(), directory / "adapter_model.safetensors"),
+    )
     found = registry.resolve("t", "f")
     return Adapter(found.digest, found.artifact_key, found.bytes, found.ranks)
 
