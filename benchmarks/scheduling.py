@@ -33,8 +33,8 @@ from garnish.simulation.job import TraceRequest
 from garnish.simulation.profile import NodeProfile, load_profile, profile_names
 from garnish.simulation.slo import DEFAULT_SLO, base_tpt, parse_slo
 from garnish.simulation.study import simulate
-from garnish.simulation.traces.laws import Laws, chat_prompts, outputs, rank_of, zipf
 from garnish.simulation.traces.read import read_trace
+from garnish.simulation.traces.requests import Laws, chat_prompts, outputs, rank_of, zipf
 
 POLICIES = ("rank_aware", "toppings", "first_fit", "random", "most_idle", "dlora")
 SIM_NODES, SIM_RATE, SIM_FUNCTIONS = 60, 340.0, 40_000

@@ -13,7 +13,7 @@ from garnish.cli.options import TableOutput
 if TYPE_CHECKING:
     from garnish.screen import Screen
     from garnish.simulation.outcome import Distribution, Summary
-    from garnish.simulation.run import Plan
+    from garnish.simulation.study import Plan
 
 SWEEP = re.compile(r"nodes=(\d{1,4})\.\.(\d{1,4})")
 MOST_NODES = 1024
@@ -58,8 +58,8 @@ def simulate(
     Placement is the gateway's own code; nodes are timed by a profile's performance model. The same seed gives the same
     result.
     """
-    from garnish.simulation.run import make_plan
-    from garnish.simulation.traces.laws import Laws
+    from garnish.simulation.study import make_plan
+    from garnish.simulation.traces.requests import Laws
 
     laws = Laws(seed, _ranks(ranks), functions=functions, rate=rate, seconds=seconds)
     bounds = _bounds(sweep) if sweep is not None else None

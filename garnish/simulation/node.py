@@ -1,7 +1,7 @@
 """A node: continuous batching at iteration level, as in `node_agent/engine`, timed by a performance model.
 
 An iteration is one decode step of every row that decodes, with chunks of prompts beside it, oldest first. While nothing
-but decodes is there to do, steps are taken together in closed form (`decode_run`) until a row ends or something comes.
+but decodes is there to do, steps are taken together in closed form (`DecodeRun`) until a row ends or something comes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from garnish.simulation.admission import Admission
-from garnish.simulation.decode_run import DecodeRun
+from garnish.simulation.admission import Admission, WaitingQueue
+from garnish.simulation.batch import RANK_TERM, DecodeRun, RankMix
 from garnish.simulation.job import Job
 from garnish.simulation.loads import Loads
 from garnish.simulation.profile import NodeProfile
-from garnish.simulation.rank_mix import RANK_TERM, RankMix
-from garnish.simulation.waiting import WaitingQueue
 
 Arrived = Callable[[Job], None]
 Pace = Callable[[], float]

@@ -1,16 +1,37 @@
-"""One run, and the search for the smallest pool that keeps the SLO."""
+"""One run of a trace by a policy, and the search for the smallest pool that keeps the SLO."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from garnish.simulation.job import TraceRequest
-from garnish.simulation.outcome import Summary, summarise
-from garnish.simulation.policies import policy_maker
-from garnish.simulation.prepare import make_jobs
-from garnish.simulation.profile import NodeProfile
+import msgspec
+import numpy as np
+
+from garnish.errors import FrontDoorError
+from garnish.simulation.job import Job, TraceRequest
+from garnish.simulation.oracle import Oracle
+from garnish.simulation.outcome import Summary, summarise, values
+from garnish.simulation.profile import NodeProfile, ProfileError, load_profile
 from garnish.simulation.simulator import Simulator
-from garnish.simulation.slo import Slo
+from garnish.simulation.slo import Slo, SloError, parse_slo
+from garnish.simulation.traces.lines import TraceError
+from garnish.simulation.traces.read import read_trace
+from garnish.simulation.traces.requests import Laws
+from gateway.config import GatewayConfig
+from gateway.scheduling.policy import POLICIES, Policy, UnknownPolicy, make_policy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Clock = Callable[[], float]
+SIMULATED: Mapping[str, Callable[[Clock], Policy]] = MappingProxyType({"oracle": Oracle})
+STATED_TOKENS = 256
+"""`max_tokens` of a call that states none (docs/guide/invoke.md). Who got a longer answer is taken to have asked for
+it."""
+Progress = Callable[[str], None]
 
 
 def simulate(
@@ -42,3 +63,172 @@ def smallest_pool(attainment: Callable[[int], float], low: int, high: int, wante
         else:
             low = middle + 1
     return high
+
+
+def default_policy() -> str:
+    """Returns the name of the policy that the gateway has by default."""
+    return str(next(field.default for field in msgspec.structs.fields(GatewayConfig) if field.name == "policy"))
+
+
+def policy_names() -> list[str]:
+    return sorted([*POLICIES, *SIMULATED])
+
+
+def policy_maker(name: str, seed: int) -> Callable[[Clock], Policy]:
+    """Returns the function that makes the policy with the simulation's clock. Raises UnknownPolicy with the names that
+    exist."""
+    if name in SIMULATED:
+        return SIMULATED[name]
+    if name not in POLICIES:
+        raise UnknownPolicy(f"placement policy {name!r} does not exist; known: {', '.join(policy_names())}")
+    return lambda clock: make_policy(name, clock, seed)
+
+
+def make_jobs(requests: Sequence[TraceRequest], profile: NodeProfile, slo: Slo) -> list[Job]:
+    """Returns the requests as jobs for nodes of `profile`, numbered in order, as the simulator wants them."""
+    return [
+        Job(
+            number=number,
+            at=request.at,
+            digest=request.function or None,
+            rank=request.rank if request.function else 0,
+            bytes=(request.bytes or request.rank * profile.bytes_per_rank) if request.function else 0,
+            prompt=request.prompt_tokens,
+            output=request.output_tokens,
+            max_tokens=_stated(request, profile),
+            tenant=request.tenant,
+            function=request.function,
+            ttft_slo=slo.ttft,
+            tpot_slo=slo.per_token,
+        )
+        for number, request in enumerate(requests)
+    ]
+
+
+def _stated(request: TraceRequest, profile: NodeProfile) -> int:
+    left = profile.max_context - request.prompt_tokens
+    return max(request.output_tokens, min(STATED_TOKENS, left))
+
+
+class Plan:
+    """A trace, a kind of node and a policy; `run` and `sweep` simulate."""
+
+    def __init__(
+        self, form: str, requests: list[TraceRequest], profile: NodeProfile, slo: Slo, policy: str, seed: int
+    ) -> None:
+        self._form, self._requests, self._profile, self._slo = form, requests, profile, slo
+        self._policy, self._seed = policy, seed
+        self._last: tuple[int, Simulator, Summary] | None = None
+        self._sweep: dict[int, float] = {}
+
+    def told(self) -> dict[str, Any]:
+        """Returns, for display, what is simulated: the trace, profile, policy, SLO and seed."""
+        bounds = {name: getattr(self._slo, name) for name in ("ttft", "tpot", "tpt")}
+        stated = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in bounds.items() if value is not None)
+        return {
+            "simulated": True,
+            "format": self._form,
+            "requests": len(self._requests),
+            "functions": len({request.function for request in self._requests}),
+            "profile": self._profile.title,
+            "source": self._profile.source,
+            "policy": self._policy,
+            "slo": f"SLO: {stated}",
+            "seed": self._seed,
+        }
+
+    def run(self, nodes: int, progress: Progress) -> dict[str, Any]:
+        summary = self._simulate(nodes, progress)
+        return {"nodes": nodes, "summary": summary}
+
+    def sweep(self, low: int, high: int, wanted: float, progress: Progress) -> dict[str, Any]:
+        """Returns the smallest pool of `low` to `high` nodes with at least the `wanted` attainment (None: `high` are
+        not enough), the pools that were looked at on the way, and the smallest one's summary."""
+
+        def attainment(nodes: int) -> float:
+            if nodes not in self._sweep:
+                self._sweep[nodes] = self._simulate(nodes, progress).attainment
+            return self._sweep[nodes]
+
+        smallest = smallest_pool(attainment, low, high, wanted)
+        if smallest is not None and (self._last is None or self._last[0] != smallest):
+            self._simulate(smallest, progress)
+        pools = [{"nodes": nodes, "attainment": self._sweep[nodes]} for nodes in sorted(self._sweep)]
+        return {
+            "smallest": smallest,
+            "wanted": wanted,
+            "high": high,
+            "sweep": pools,
+            "nodes": smallest,
+            "summary": self._last[2] if self._last is not None and smallest is not None else None,
+        }
+
+    def plot(self, file: Path, wanted: float) -> None:
+        """Draws the last run, and the sweep if there was one, into `file`. Raises FrontDoorError when that fails."""
+        assert self._last is not None
+        nodes, simulator, _ = self._last
+        title = f"{nodes} nodes, {self._policy}, {self._profile.title}"
+        try:
+            draw(file, simulator, self._slo, self._sweep, wanted, title)
+        except ImportError:
+            problem = "plots need matplotlib: pip install matplotlib, or leave --plot out"
+            raise FrontDoorError(f"the plot can't be drawn: {problem}") from None
+        except (ValueError, OSError) as error:
+            raise FrontDoorError(f"the plot can't be drawn: {error}") from None
+
+    def _simulate(self, nodes: int, progress: Progress) -> Summary:
+        total = len(self._requests)
+        progress(f"simulating {nodes} nodes")
+        simulator, summary = simulate(
+            self._requests,
+            self._profile,
+            nodes,
+            self._policy,
+            self._slo,
+            self._seed,
+            lambda placed: progress(f"simulating {nodes} nodes: {placed * 100 // total} % of {total} requests"),
+        )
+        self._last = nodes, simulator, summary
+        return summary
+
+
+def make_plan(trace: Path, laws: Laws, profile: str, slo: str, policy: str | None, seed: int) -> Plan:
+    """Reads the trace, profile, SLO and policy that are named, and returns the plan. Raises FrontDoorError."""
+    try:
+        name = policy or default_policy()
+        policy_maker(name, seed)
+        node = load_profile(profile)
+        bounds = parse_slo(slo, node)
+        form, requests = read_trace(trace, laws)
+    except (UnknownPolicy, ProfileError, SloError, TraceError) as error:
+        raise FrontDoorError(str(error)) from None
+    return Plan(form, requests, node, bounds, name, seed)
+
+
+def draw(file: Path, simulator: Simulator, slo: Slo, sweep: Mapping[int, float], wanted: float, title: str) -> None:
+    """Draws the distributions of TTFT and TPT and, of a sweep (nodes -> attainment), attainment by nodes, into `file`,
+    whose ending chooses the format. Raises ImportError, ValueError, OSError."""
+    from matplotlib.figure import Figure  # which the service does not need
+
+    figure = Figure(figsize=(5 * (3 if sweep else 2), 4), layout="constrained")
+    axes = figure.subplots(1, 3 if sweep else 2)
+    for axis, measure, bound in zip(axes, ("ttft", "tpt"), (slo.ttft, slo.tpt), strict=False):
+        _cumulative(axis, values(simulator.jobs, measure, simulator.profile.overhead), bound)
+        axis.set_xlabel(f"{measure.upper()}, ms")
+    axes[0].set_ylabel("share of requests")
+    if sweep:
+        axes[2].plot(sorted(sweep), [sweep[nodes] for nodes in sorted(sweep)], marker="o")
+        axes[2].axhline(wanted, linestyle="--", color="grey")
+        axes[2].set_xlabel("nodes")
+        axes[2].set_ylabel("SLO attainment")
+    figure.suptitle(f"Simulated: {title}")
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def _cumulative(axis: Axes, found: np.ndarray, bound: float | None) -> None:
+    if found.size:
+        axis.plot(found * 1e3, np.arange(1, found.size + 1) / found.size)
+        axis.set_xscale("log")
+    if bound is not None:
+        axis.axvline(bound * 1e3, linestyle="--", color="grey")
+    axis.set_ylim(0, 1)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from garnish.simulation.traces.errors import TraceError
-
 MAX_LINE = 1 << 20
 """Characters: a day's counts of one function take a few thousand."""
 MOST_TOKENS = 10_000_000
@@ -111,3 +109,12 @@ def field(line: Line, found: dict[str, Any], name: str, least: float, most: floa
 def column_of(line: Line, name: str) -> int:
     """Returns the column (from 1) at which a field's name begins in a JSON line; 1 when it is not there."""
     return max(1, line.text.find(f'"{name}"') + 1)
+
+
+class TraceError(ValueError):
+    """What is wrong with a trace, and where: `line` and `column` count from 1; `column` is that of a character, 0 where
+    the whole line is meant."""
+
+    def __init__(self, file: str, line: int, column: int, problem: str) -> None:
+        super().__init__(f"{file}:{line}:{column}: {problem}" if column else f"{file}:{line}: {problem}")
+        self.file, self.line, self.column, self.problem = file, line, column, problem

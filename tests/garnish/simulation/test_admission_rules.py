@@ -18,9 +18,9 @@ from simulated import PROFILE
 
 from cluster.messages import Adapter, Sampling
 from garnish.simulation.admission import Admission as SimulatedAdmission
+from garnish.simulation.admission import WaitingQueue as SimulatedQueue
 from garnish.simulation.job import Job
 from garnish.simulation.loads import Loads
-from garnish.simulation.waiting import WaitingQueue as SimulatedQueue
 from node_agent.engine import admission
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.prefixes import Prefixes

@@ -16,11 +16,10 @@ from cluster.node_table import NodeTable
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.node import SimulatedNode
 from garnish.simulation.outcome import summarise
-from garnish.simulation.policies import policy_maker, policy_names
 from garnish.simulation.profile import NodeProfile
 from garnish.simulation.simulator import Simulator
 from garnish.simulation.slo import Slo, SloError, base_tpt, parse_slo
-from garnish.simulation.study import simulate, smallest_pool
+from garnish.simulation.study import policy_maker, policy_names, simulate, smallest_pool
 from gateway.scheduling.dlora import Dlora
 from gateway.scheduling.request import PlacementRequest
 from tests.support.draws import draws

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from garnish.simulation.job import TraceRequest
-from garnish.simulation.traces.errors import TraceError
-from garnish.simulation.traces.laws import Laws
+from garnish.simulation.traces.lines import TraceError
 from garnish.simulation.traces.read import FORMATS, read_trace
+from garnish.simulation.traces.requests import Laws
 
 ROOT = Path(__file__).parents[3]
 MAF = "HashOwner,HashApp,HashFunction,Trigger,1,2,3\no1,a,f,http,2,0,1\no2,a,g,timer,0,4,0\n"
@@ -186,7 +186,7 @@ def test_damaged_traces_are_read_or_refused(
 def test_a_trace_of_more_requests_than_are_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    for module in ("build", "own"):
+    for module in ("requests", "read"):
         monkeypatch.setattr(f"garnish.simulation.traces.{module}.MAX_REQUESTS", 1)
     with pytest.raises(TraceError, match="more than 1 requests") as caught:
         read(tmp_path, text)
