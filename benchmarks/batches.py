@@ -38,7 +38,7 @@ from benchmarks.gateway_rig import process, wait_until_ready
 from benchmarks.report import ROOT, arguments, publish, report
 from cluster.news import RECORD_EXPIRY
 from cluster.secret import create_secret
-from garnish.batches import batch_call, content_call, create_call, upload_call
+from garnish.calls import batch_call, content_call, create_call, upload_call
 from garnish.client import Client
 from gateway.batches.messages import ENDED, Batch, FileObject
 from gateway.config import GatewayConfig

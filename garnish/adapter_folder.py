@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
 import shlex
@@ -12,11 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from adapters.wrong_files import LFS_POINTER, PICKLE_FILE, POINTER_PROBLEM
 from garnish.errors import GarnishError
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 MAX_ENTRIES = 1000
 """Entries of a folder that are looked at."""
@@ -39,6 +38,10 @@ class AdapterFiles(msgspec.Struct, frozen=True):
 
     config: Path
     weights: Path
+
+    def sha256(self) -> tuple[str, str]:
+        """Returns the hashes of both files. Raises GarnishError for one that can't be read."""
+        return _sha256(self.config), _sha256(self.weights)
 
 
 def adapter_files(folder: Path, use: str) -> AdapterFiles:
@@ -168,6 +171,14 @@ def _named(use: str, folder: str) -> str:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _sha256(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise _problem(f"{file} can't be read: {error.strerror}") from None
 
 
 def _problem(text: str) -> GarnishError:

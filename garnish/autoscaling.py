@@ -9,28 +9,29 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
-from garnish.client import Client
+from garnish.calls import lease_call, pools_call
+from garnish.client import Client, admin_client
 from garnish.config import ServiceFile, load_service_file
+from garnish.drain import gpu_fault, known_nodes, open_requests, set_draining
 from garnish.errors import FrontDoorError, GarnishError
-from garnish.node_pools import stack_of
-from garnish.operate import admin_client, lease_call, pools_call
-from garnish.provision import told
-from garnish.this_host import ThisHost
+from garnish.node_pools import infra_directory, stack_of
+from garnish.provision import Provision, told, unchanged
 from gateway.routes import pools as pool_routes
 from infra.autoscale.driver import PoolDriver
 from infra.autoscale.local import LocalDriver
 from infra.autoscale.rounds import Autoscaler, Away, Decided, Picture, Scaled, View
 from infra.autoscale.sizing import Load, Targets
-from infra.errors import Interrupted
+from infra.errors import InfraError, Interrupted, raised_as
 from infra.instances import devices_of
-from infra.stack import check_stack
+from infra.processes import NodeKey, running_nodes
+from infra.stack import Stack, check_stack, node_ids
 
 INTERVAL = 2.0
 """Seconds between two rounds."""
@@ -164,7 +165,7 @@ def _aws_driver(service: ServiceFile, state: Path) -> PoolDriver | None:
     if all(pool.backend != "aws" for pool in service.node_pools.values()):
         return None
     from infra.autoscale.aws import AwsDriver
-    from infra.autoscale.noted import NotedDriver
+    from infra.autoscale.sizes import NotedDriver
 
     assert service.infra.aws is not None
     host = ThisHost(service.file, state)
@@ -195,3 +196,57 @@ def _stopped() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class ThisHost:
+    """Does what infra.autoscale.local.Host asks of this host; `state` is an absolute path."""
+
+    def __init__(self, file: Path, state: Path) -> None:
+        self._file, self._state = file, state
+        with _told():
+            self.directory = infra_directory(load_service_file(file), state)
+
+    def stack(self) -> Stack:
+        with _told():
+            return stack_of(load_service_file(self._file), self._state)
+
+    def stated(self, pool: str) -> int:
+        """Returns `desired` of the pool in the service file now. Raises InfraError when the file has no such pool any
+        more."""
+        with _told():
+            entry = load_service_file(self._file).node_pools.get(pool)
+        if entry is None:
+            raise InfraError(f"node_pools.{pool}: the service file has no such pool any more")
+        return entry.desired
+
+    def running(self) -> set[str]:
+        stack = self.stack()
+        keys = [
+            NodeKey(state=str(self._state), service=stack.service, pool=pool.name, node=node)
+            for pool in stack.local_pools
+            for node in node_ids(pool.name, pool.max)
+        ]
+        return {key.node for key in running_nodes(self._state, stack.service, keys)}
+
+    def failed(self) -> set[str]:
+        with _told(), admin_client(self._state) as client:
+            nodes = known_nodes(client).items()
+        return {name for name, node in nodes if gpu_fault(node) and not open_requests(node)}
+
+    def open_requests(self) -> Mapping[str, int]:
+        with _told(), admin_client(self._state) as client:
+            return {name: open_requests(node) for name, node in known_nodes(client).items()}
+
+    def drain(self, node: str, wanted: bool) -> None:
+        with _told(), admin_client(self._state) as client:
+            set_draining(client, node, wanted)
+
+    def apply(self) -> None:
+        with unchanged():
+            provision = Provision(self._file, self._state)
+        provision.resize(lambda _text: None)
+
+
+def _told() -> AbstractContextManager[None]:
+    """Raises failures of the front door as InfraError, which the driver tells."""
+    return raised_as(InfraError, FrontDoorError)

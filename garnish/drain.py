@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from garnish.calls import drain_call, nodes_call
 from garnish.client import Client
 from garnish.errors import GarnishError
-from garnish.operate import drain_call, nodes_call
 from gateway.routes.nodes import NodeItem, NodeList
 
 POLL_SECONDS = 0.2

@@ -19,9 +19,8 @@ from garnish.service_file import NodePool
 from garnish.settings import registry_of, secret_file_of
 from garnish.up.prepare import local_url
 from infra.autoscale.sizes import SetSize, in_force, read_sizes
-from infra.instances import gpus_of
-from infra.local.processes import service_directory
-from infra.memory_need import check_fits, need_of
+from infra.instances import check_fits, gpus_of, need_of
+from infra.processes import service_directory
 from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, Stack, sharing_nodes
 from node_agent.config import default_adapter_memory, pass_memory
 

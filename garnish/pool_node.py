@@ -14,16 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from garnish.settings import SERVICE_STOP_SECONDS, run_directory
-from garnish.up.logs import bound_log, fresh_log, last_problem, log_of
-from infra.local.proc import Process, is_alive
-from infra.local.processes import NodeKey, StillRunning, remember, stop
-from node_agent.supervisor import STOP_SLACK
+from garnish.logs import bound_log, fresh_log, last_problem, log_of
+from garnish.settings import POOL_NODE_STOP_SECONDS, run_directory
+from infra.processes import NodeKey, Process, StillRunning, is_alive, remember, stop
 
 START_SECONDS = 60.0
 """Until the node's API process listens for its engine; the base model warms after that."""
-STOP_SECONDS = SERVICE_STOP_SECONDS + STOP_SLACK + 5.0
-"""The node itself ends its longest call first."""
 POLL_SECONDS = 0.05
 LOG_SECONDS = 5.0
 """Between two looks at the size of the log."""
@@ -57,7 +53,7 @@ def create(spec: Spec) -> None:
     Also when Terraform, which asked for it, has ended meanwhile (by kill -9): no state would hold the node.
     """
     parent = os.getppid()
-    stop(spec.key, STOP_SECONDS)  # what an interrupted creation has left, and whatever of it was lost
+    stop(spec.key, POOL_NODE_STOP_SECONDS)  # what an interrupted creation has left, and whatever of it was lost
     state = Path(spec.state)
     socket = run_directory(state, spec.node) / "engine.sock"
     socket.unlink(missing_ok=True)
@@ -129,7 +125,7 @@ def main() -> int:
         if action == "create":
             create(spec)
         elif action == "stop":
-            stop(spec.key, STOP_SECONDS)
+            stop(spec.key, POOL_NODE_STOP_SECONDS)
         elif action == "serve":
             serve(spec)
         else:

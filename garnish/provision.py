@@ -10,18 +10,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from garnish.client import admin_client
 from garnish.config import ServiceFile, load_service_file
 from garnish.drain import drain, gpu_fault, known_nodes, undrain
 from garnish.errors import FrontDoorError, GarnishError
 from garnish.node_pools import check_memory, infra_directory, stack_of
-from garnish.operate import admin_client
-from garnish.pool_node import STOP_SECONDS
 from garnish.pool_status import PoolStatus, Seen, is_instance, pool_statuses, size_told
+from garnish.settings import POOL_NODE_STOP_SECONDS
 from gateway.routes.nodes import NodeItem
 from infra.autoscale.sizes import forget_sizes
 from infra.changes import REASONS, Change
 from infra.errors import InfraError, StalePlan, StateLocked, Unchanged, raised_as
-from infra.local.processes import NodeKey, running_nodes, service_directory, stop
+from infra.processes import NodeKey, running_nodes, service_directory, stop
 from infra.stack import Stack, pool_of
 from infra.terraform import Event, find_program, missing_credentials
 from infra.workspace import PlanNote, Workspace, declared_nodes, digest_of, local_nodes, outputs, tainted_nodes
@@ -188,7 +188,7 @@ class Provision:
     def _end_strays(self, tell: Tell) -> None:
         for key in self._strays(local_nodes(self.workspace.state())):
             tell(f"{key.node}: ending a process that no state holds")
-            stop(key, STOP_SECONDS)
+            stop(key, POOL_NODE_STOP_SECONDS)
 
     def _drain_what_goes(self, note: PlanNote, tell: Tell) -> list[str]:
         going = [change.resource for change in note.changes if change.action in ("destroy", "replace")]

@@ -6,7 +6,6 @@ What the service has and the file does not declare is left alone.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -170,7 +169,7 @@ def _plan_function(
     connect: Connect, name: str, function: Function, files: AdapterFiles, *, tenant: str, new_tenant: bool
 ) -> FunctionStep:
     alias, policy = function.alias or "latest", function.policy()
-    hashes = _sha256(files.config), _sha256(files.weights)
+    hashes = files.sha256()
     version: int | None = None
     points_to: int | dict[str, float] | None = None
     if not new_tenant:
@@ -196,14 +195,6 @@ def _settings(service: ServiceFile, tenant: str) -> dict[str, Any]:
     declared = service.tenants.get(tenant)
     stated = {} if declared is None else msgspec.to_builtins(declared)
     return {field: value for field, value in stated.items() if value is not None}
-
-
-def _sha256(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise GarnishError("invalid_request", f"{file} can't be read: {error.strerror}") from None
 
 
 def _target(points_to: int | dict[str, float]) -> str:

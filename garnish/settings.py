@@ -16,12 +16,15 @@ from garnish.config import ServiceFile
 from garnish.errors import ServiceFileError, StartError
 from gateway.config import MAX_TIMEOUT, ConfigError, GatewayConfig, check_config
 from node_agent.config import DiskCacheConfig, EngineConfig, LinkConfig, NodeConfig
+from node_agent.supervisor import STOP_SLACK
 
 UP_SHUTDOWN_SECONDS = 5.0
 """Under `garnish up` a person waits for the end, so open requests get less time than in production."""
 
 SERVICE_STOP_SECONDS = MAX_TIMEOUT + 10.0
 """A node or a gateway of its own stops when its longest call can have ended; its supervisor may kill it sooner."""
+POOL_NODE_STOP_SECONDS = SERVICE_STOP_SECONDS + STOP_SLACK + 5.0
+"""For a node of a local pool, which ends its longest call first."""
 DISK_CACHE_BYTES = 10 << 30
 MAX_RUN_DIRECTORY = 90
 """Bytes; Linux allows 107 for the socket, its name included."""

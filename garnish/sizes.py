@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import UTC, datetime
 from fractions import Fraction
 
 BYTES = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
 BYTES |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -61,3 +64,8 @@ def _quantity(value: object, units: dict[str, float] | dict[str, int], expected:
     if not 0 < amount < 2**62:
         raise ValueError(f"expected {expected}, above 0 and below 4 exbibytes, found {value!r}")
     return amount
+
+
+def shown_time(moment: float) -> str:
+    """Returns a moment, in seconds since 1970, as `2026-11-21T19:22:44Z`."""
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,15 +1,29 @@
-"""Instance types with NVIDIA GPUs that a pool of the backend `aws` may have: how many GPUs, and each one's memory."""
+"""Instance types with NVIDIA GPUs that a pool of the backend `aws` may have, and whether a node fits on such a GPU."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
+from adapters.base_model import PROJECTIONS, head_dim, kv_elements, projection_widths
+from adapters.model_families import FAMILIES, LLAMA
 from infra.errors import InfraError
 
 MIB = 1 << 20
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MIN_KV_TOKENS = 8192
+"""Of running requests together, where the file states no kv_memory; at most one request of the longest context."""
+RUNTIME = 1 << 30
+"""Bytes for the driver's context, kernels and activations."""
+NEEDED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+OPTIONAL = ("num_key_value_heads", "head_dim")
+GIB = float(1 << 30)
 
 
 class Gpus(msgspec.Struct, frozen=True):
@@ -63,3 +77,71 @@ def gpus_of(instance_type: str, field: str) -> Gpus:
             f"{field}: unknown instance type {instance_type!r}; {hint}known families: {', '.join(_FAMILIES)}"
         )
     return found
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node needs on the device, in bytes."""
+
+    weights: int
+    adapters: int
+    kv: int
+    runtime: int = RUNTIME
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.adapters + self.kv + self.runtime
+
+
+def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_memory: int | None) -> Need:
+    """Returns what a node needs at least. `config` is the base model's config.json; `dtype` as the file has it;
+    `adapter_memory` and `kv_memory` in bytes (None: room for MIN_KV_TOKENS, or for one longest context if that is
+    less). Raises InfraError for an unknown dtype, or a model that is not Llama-like."""
+    _check_config(config)
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    item = ITEM_BYTES.get(dtype)
+    if item is None:
+        raise InfraError(f"base_model: its dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}")
+    if kv_memory is None:
+        kv_memory = min(MIN_KV_TOKENS, int(config["max_position_embeddings"])) * kv_bytes_per_token(config, item)
+    return Need(weights=parameters(config) * item, adapters=adapter_memory, kv=kv_memory)
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    known = {name: config.get(name) for name in NEEDED} | {name: config.get(name) or 1 for name in OPTIONAL}
+    wrong = [name for name, value in known.items() if not isinstance(value, int) or value <= 0]
+    if wrong:
+        raise InfraError(
+            f"base_model: what a node needs can't be told from its config.json: expected whole numbers above 0, as a "
+            f"Llama-like model has them, for {', '.join(wrong)}"
+        )
+
+
+def parameters(config: Mapping[str, Any]) -> int:
+    """Returns the number of parameters: projections, norms, embeddings, and a head of its own unless it is tied; a
+    family that is not served counts as Llama's."""
+    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    widths, family = projection_widths(config), FAMILIES.get(str(config.get("model_type")), LLAMA)
+    biased = {*family.biased}.union(*(names for key, names in family.bias_keys.items() if config.get(key)))
+    layer = sum(
+        d_in * d_out + (name in biased) * d_out for name, (d_in, d_out) in zip(PROJECTIONS, widths, strict=True)
+    )
+    layer += len(family.layer_norms) * hidden + len(family.head_norms) * head_dim(config)
+    embedding = int(config["vocab_size"]) * hidden
+    return layers * layer + hidden + embedding * (1 if config.get("tie_word_embeddings") else 2)
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], item: int) -> int:
+    """Returns the bytes of one token's keys and values in all layers; `item` is the bytes of one element."""
+    return kv_elements(int(config["num_hidden_layers"]), projection_widths(config)) * item
+
+
+def check_fits(field: str, instance_type: str, gpus: Gpus, need: Need) -> None:
+    """Raises InfraError, with the numbers, when a node does not fit on one GPU of the instance."""
+    if need.total > gpus.memory:
+        raise InfraError(
+            f"{field}: a node does not fit on the {gpus.name} of {instance_type}: it needs {need.total / GIB:.1f} GiB "
+            f"({need.weights / GIB:.1f} base model, {need.adapters / GIB:.1f} adapter_memory, {need.kv / GIB:.1f} keys "
+            f"and values, {need.runtime / GIB:.1f} runtime), and a GPU has {gpus.memory / GIB:.1f} GiB; "
+            "choose a larger type, or less adapter_memory or kv_memory"
+        )

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from infra.aws_modules import PROVIDER, aws_parts
 from infra.errors import InfraError
-from infra.stack import Pool, Stack, check_stack, module_name, sharing_nodes
+from infra.instances import devices_of
+from infra.stack import AwsHost, Pool, RegistryBucket, Stack, check_stack, module_name, sharing_nodes
 from infra.text import literal, write_whole
 
 MODULES = Path(__file__).with_name("modules")
@@ -20,19 +20,19 @@ REQUIRED_VERSION = ">= 1.10"
 NOTE = "Made by `garnish infra render` from serverless.yml: edit that file, not this one."
 
 Block = dict[str, Any]
+PROVIDER = {"aws": {"source": "hashicorp/aws", "version": ">= 6.0, < 7.0"}}
 
 
 def render(stack: Stack) -> Block:
     """Returns the root module. Raises InfraError for a stack that can't be."""
     check_stack(stack)
-    parts = aws_parts(stack)
     modules = {module_name(pool.name): _local_module(stack, pool) for pool in stack.local_pools}
-    modules |= parts.modules
     terraform: Block = {"required_version": REQUIRED_VERSION, "backend": _backend(stack)}
     root: Block = {"//": NOTE, "terraform": terraform}
-    if parts.providers:
+    if stack.aws is not None:
+        modules |= _aws_modules(stack, stack.aws)
         terraform["required_providers"] = PROVIDER
-        root["provider"] = parts.providers
+        root["provider"] = {"aws": _aws_provider(stack.service, stack.aws)}
     if modules:
         root["module"] = {name: modules[name] for name in sorted(modules)}
     root["output"] = {
@@ -116,3 +116,49 @@ def _write_modules(target: Path, names: set[str]) -> None:
         shutil.rmtree(target / old.name, ignore_errors=True)
     for name in sorted(names):
         shutil.copytree(MODULES / name, target / name, ignore=shutil.ignore_patterns("tests", ".terraform*"))
+
+
+def _aws_modules(stack: Stack, host: AwsHost) -> dict[str, Block]:
+    """Returns the modules of the stack's part in AWS. Without pools that is the registry's bucket, and what Terraform
+    needs to destroy pools that were there. Raises InfraError without a registry on S3."""
+    if stack.registry is None:
+        raise InfraError("registry: nodes in AWS need a registry on S3, s3://bucket/prefix")
+    modules = {module_name(pool.name): _aws_pool(stack.service, pool, host, stack.registry) for pool in stack.aws_pools}
+    if stack.registry.managed:
+        modules["registry"] = {"source": "./modules/aws_registry", "bucket": literal(stack.registry.bucket)}
+    return modules
+
+
+def _aws_provider(service: str, host: AwsHost) -> Block:
+    tags = {"garnish:service": service, **dict(sorted(host.tags.items()))}
+    return {"region": literal(host.region), "default_tags": {"tags": literal(tags)}}
+
+
+def _aws_pool(service: str, pool: Pool, host: AwsHost, registry: RegistryBucket) -> Block:
+    kind = pool.instance_type or ""
+    settings = {
+        "service": service,
+        "pool": pool.name,
+        "instance_type": kind,
+        "devices": devices_of(kind, host.devices, f"node_pools.{pool.name}.instance_type"),
+        "min": pool.min,
+        "desired": pool.desired,
+        "max": pool.max,
+        "vpc_id": host.vpc_id,
+        "subnet_ids": host.subnet_ids,
+        "gateway_security_group_id": host.gateway_security_group_id,
+        "gateway_url": host.gateway_url,
+        "secret_parameter": host.secret_parameter,
+        "secret_kms_key_arn": host.secret_kms_key_arn,
+        "image_parameter": host.image_parameter,
+        "package": host.package,
+        "model_source": host.model_source,
+        "registry_bucket": registry.bucket,
+        "registry_prefix": registry.prefix,
+        "node_file": host.node_file,
+        "volume_gib": host.volume_gib,
+        "target_group_arns": host.target_group_arns,
+        "tags": dict(sorted(host.tags.items())) or None,
+    }
+    stated = {name: value for name, value in settings.items() if value not in (None, [])}
+    return {"source": "./modules/aws_pool", **literal(stated)}

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from garnish.cli.options import Output, TenantService, commands
+from garnish.errors import GarnishError
+from garnish.screen import Screen
 
 if TYPE_CHECKING:
     from garnish.client import Client
-    from garnish.screen import Screen
     from gateway.batches.messages import Batch
 
 POLL_SECONDS = 1.0
@@ -31,7 +32,7 @@ def submit(
     watch_it: Watch = False,
 ) -> None:
     """Upload a file of calls and have it run."""
-    from garnish.batches import create_call, upload_call
+    from garnish.calls import create_call, upload_call
     from gateway.batches.messages import Batch, FileObject
 
     with output.screen() as screen, service.client(service.tenant) as client:
@@ -47,7 +48,7 @@ def submit(
 
 def watch(service: TenantService, output: Output, batch_id: BatchId) -> None:
     """Follow a batch to its end."""
-    from garnish.batches import batch_call
+    from garnish.calls import batch_call
     from gateway.batches.messages import Batch
 
     with output.screen() as screen, service.client(service.tenant) as client:
@@ -64,8 +65,7 @@ def get(
     errors: Annotated[bool, typer.Option("--errors", help="The calls that failed, not the answers.")] = False,
 ) -> None:
     """Fetch the answers of a batch that has ended, or the calls that failed; with --json only the batch itself."""
-    from garnish.batches import batch_call, content_call
-    from garnish.errors import GarnishError
+    from garnish.calls import batch_call, content_call
     from gateway.batches.messages import ENDED, Batch
 
     screen = output.screen()
@@ -84,8 +84,6 @@ def get(
 
 
 def _save(pieces: Iterator[bytes], path: Path) -> None:
-    from garnish.errors import GarnishError
-
     try:
         with path.open("wb") as file:
             file.writelines(pieces)
@@ -95,7 +93,7 @@ def _save(pieces: Iterator[bytes], path: Path) -> None:
 
 def _followed(client: Client, screen: Screen, batch: Batch) -> Batch:
     """Returns the batch once it has ended."""
-    from garnish.batches import batch_call
+    from garnish.calls import batch_call
     from gateway.batches.messages import ENDED, Batch
 
     while batch.status not in ENDED:
@@ -119,8 +117,6 @@ def _shown(batch: Batch) -> str:
 
 def _check(batch: Batch) -> None:
     """Raises GarnishError for a batch that has ended without having run."""
-    from garnish.errors import GarnishError
-
     if batch.status in ("failed", "expired", "cancelled"):
         raise GarnishError("conflict", f"the batch has not run to its end: it is {batch.status}")
 

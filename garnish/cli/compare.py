@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, File, Output, TenantService
-from garnish.table import Column
+from garnish.errors import FrontDoorError
+from garnish.screen import Column, Screen
 
 if TYPE_CHECKING:
     from garnish.comparison import Comparison, Row
-    from garnish.screen import Screen
 
 DEFAULT_PROMPTS = (
     "What is the capital of France?",
@@ -46,7 +46,7 @@ def compare(
     PEFT runs in a process of its own, in the node's dtype, over the base model of the service file; it needs memory for
     that model once more. Where PEFT's best logits lie within rounding of each other, either token is right: a tie.
     """
-    from garnish.compare_calls import Wanted, check_installed, run_comparison
+    from garnish.comparison import Wanted, check_installed, run_comparison
     from garnish.config import load_service_file
 
     if not peft:
@@ -73,8 +73,6 @@ def compare(
 def read_prompts(file: Path) -> list[str]:
     """Returns the file's lines that are not blank. Raises FrontDoorError where it can't be read, or has too many or
     none."""
-    from garnish.errors import FrontDoorError
-
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_PROMPT_BYTES + 1)

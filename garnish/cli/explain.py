@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from garnish.cli.options import TableOutput, TenantService
+from garnish.screen import Column, Screen
 
 if TYPE_CHECKING:
-    from garnish.screen import Screen
-    from garnish.table import Column
     from gateway.calls.explanations import ExplainedPlacement
     from gateway.scheduling.decision import Candidate, Decision
 
@@ -32,7 +31,7 @@ TERMS = {
 
 def explain(service: TenantService, output: TableOutput, request_id: RequestId, admin: Admin = False) -> None:
     """Show how a call was placed: the nodes that could have served it, what was forecast of each, the choice."""
-    from garnish.operate import explain_call
+    from garnish.calls import explain_call
     from gateway.calls.explanations import ExplainReply
 
     if admin and service.tenant is not None:
@@ -91,8 +90,6 @@ def in_words(candidate: Candidate, made: Decision) -> str:
 
 
 def _columns() -> list[Column]:
-    from garnish.table import Column
-
     return [
         Column(""),
         Column("NODE", least=12),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from garnish.cli.options import Output, TableOutput, TenantService, Warm
+from garnish.cli.options import Output, Service, TableOutput, TenantService, Warm, ask
+from garnish.errors import GarnishError
+from garnish.screen import Column, Screen
+from garnish.sizes import shown_bytes, shown_time
 
 if TYPE_CHECKING:
     from garnish.client import Client
-    from garnish.screen import Screen
     from gateway.residency.messages import ForecastReply
+    from gateway.routes.deploy import DeployReply
     from gateway.routes.functions import FunctionReply
 
 Name = Annotated[str, typer.Argument(help="The function's name.")]
@@ -32,9 +37,6 @@ def deploy(
     yes: Annotated[bool, typer.Option("--yes", help="With -f: carry out the plan without asking.")] = False,
 ) -> None:
     """Deploy an adapter as a function, or with -f reconcile tenants and functions with a service file."""
-    from garnish.cli.reconcile import deploy_file
-    from garnish.sizes import shown_bytes
-
     if (file is None) == (name is None or path is None) or (
         file is not None and (name, alias, warm) != (None, None, False)
     ):
@@ -56,11 +58,47 @@ def deploy(
         screen.result(reply)
 
 
+def deploy_file(file: Path, service: Service, screen: Screen, *, dry_run: bool, yes: bool) -> None:
+    """Shows what a service file would change, asks, and changes it; with `dry_run` it has only the adapters checked,
+    with `yes` nobody is asked. Raises FrontDoorError."""
+    from garnish.config import load_service_file
+    from garnish.credentials import find_connection
+    from garnish.reconcile import carry_out, make_plan, try_out
+
+    declared = load_service_file(file)
+    administers = find_connection(service.url, None, os.environ, state=service.state, admin=True).key.startswith("gak_")
+    screen.progress("comparing the file with the service")
+    plan = make_plan(declared, service.client, administers=administers)
+    screen.end_progress()
+    for step in plan.steps:
+        screen.line(str(step))
+    if dry_run:
+        for reply in try_out(plan, service.client, screen.progress):
+            _warn(reply, screen)
+        screen.end_progress()
+    if dry_run or not plan.changes:
+        screen.result({"plan": plan, "deployed": []})
+        return
+    if not yes:
+        nobody = f"{plan.changes} changes are planned and nobody can be asked: say --yes (or --dry-run)"
+        ask(f"carry out {plan.changes} changes?", screen, nobody)
+    deployed = []
+    for reply in carry_out(plan, service.client, screen.progress):
+        screen.end_progress()
+        rank = max(reply.ranks, default=0)
+        screen.line(f"{reply.function}: version {reply.version}, rank {rank}, {shown_bytes(reply.bytes)}")
+        _warn(reply, screen)
+        deployed.append(reply)
+    screen.result({"plan": plan, "deployed": deployed})
+
+
+def _warn(reply: DeployReply, screen: Screen) -> None:
+    for warning in reply.warnings:
+        screen.note(f"warning: {reply.function}: {warning}")
+
+
 def list_functions(service: TenantService, output: TableOutput) -> None:
     """List the tenant's functions."""
-    from garnish.sizes import shown_bytes
-    from garnish.table import Column
-
     screen = output.screen()
     with service.client(service.tenant) as client:
         page = client.functions()
@@ -97,8 +135,6 @@ def list_functions(service: TenantService, output: TableOutput) -> None:
 
 def describe(service: TenantService, output: TableOutput, name: Name) -> None:
     """Show one function: aliases, versions, where it is resident."""
-    import msgspec
-
     screen = output.screen()
     with service.client(service.tenant) as client:
         found, forecast = client.function(name), _forecast(client, name)
@@ -115,8 +151,6 @@ def describe(service: TenantService, output: TableOutput, name: Name) -> None:
 
 def _forecast(client: Client, name: str) -> ForecastReply | None:
     """Returns None where the service is of a release that forecasts nothing."""
-    from garnish.errors import GarnishError
-
     try:
         return client.forecast(name)
     except GarnishError as error:
@@ -144,10 +178,6 @@ def _expected(forecast: ForecastReply | None) -> str:
 
 
 def _show_versions(found: FunctionReply, screen: Screen) -> None:
-    from garnish.sizes import shown_bytes
-    from garnish.table import Column
-    from garnish.text import shown_time
-
     rows = [
         [
             str(entry.version),
@@ -196,8 +226,6 @@ def delete(
 
 def _delete_version(client: Client, name: str, version: int) -> None:
     """Deletes the version. Raises GarnishError; where an alias is in the way, one that says what to do about it."""
-    from garnish.errors import GarnishError
-
     try:
         client.delete_version(name, version)
     except GarnishError as error:

@@ -1,16 +1,19 @@
-"""`garnish infra`: node pools of the service file, by Terraform."""
+"""`garnish infra` and `autoscale`: node pools of the service file, by Terraform, and their sizes, by their load."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, Output, State, TableOutput, ask, commands
+from garnish.screen import Column, Screen
 
 if TYPE_CHECKING:
-    from garnish.screen import Screen
+    from infra.autoscale.rounds import Decided
     from infra.workspace import PlanNote
 
 CHANGES = 2
@@ -104,7 +107,6 @@ def destroy(
 def show(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE) -> None:
     """Show the pools: what is desired, what lives, and where the two differ."""
     from garnish.provision import Provision
-    from garnish.table import Column
 
     with output.screen() as screen:
         pools = Provision(file, state).show()
@@ -130,8 +132,6 @@ def show(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_
 
 
 def _show(note: PlanNote, screen: Screen) -> None:
-    from garnish.table import Column
-
     columns = [
         Column("ACTION"),
         Column("POOL", least=12),
@@ -164,6 +164,46 @@ def _result(note: PlanNote) -> dict[str, object]:
 def _confirm(question: str, screen: Screen, yes: bool) -> None:
     if not yes:
         ask(question, screen, f"{question} Nobody can be asked: say --yes")
+
+
+def autoscale(
+    output: Output,
+    file: File = DEFAULT_FILE,
+    state: State = DEFAULT_STATE,
+    once: Annotated[bool, typer.Option("--once", help="One round; it makes no pool smaller.")] = False,
+) -> None:
+    """Keep the node pools as large as their load asks, within their bounds, until Ctrl-C."""
+    from garnish.autoscaling import autoscale as scale
+
+    screen, shown = output.screen(), dict[str, tuple[object, ...]]()
+    with screen:
+        well = scale(file, state, lambda decided: _show_decision(decided, screen, shown, every=once), once=once)
+    raise typer.Exit(0 if well else 1)
+
+
+def _show_decision(decided: Decided, screen: Screen, shown: dict[str, tuple[object, ...]], *, every: bool) -> None:
+    """Shows what was decided of a pool: with JSON every decision; for people what differs from the pool's last line in
+    `shown`, or all of it with `every`."""
+
+    screen.result({"at": round(time.time(), 3), **msgspec.to_builtins(decided)})
+    line = (decided.action, decided.size, decided.wanted, decided.reason if decided.action == "held" else "")
+    before = shown.get(decided.pool)
+    if every or before is None or (before != line and (decided.action != "none" or before[0] == "held")):
+        screen.line(f"{decided.pool}: {_format_decision(decided)}")
+    shown[decided.pool] = line
+
+
+def _format_decision(decided: Decided) -> str:
+    at = "" if decided.size is None else f" at {decided.size}"
+    match decided.action:
+        case "set" if decided.size != decided.wanted:
+            return f"{decided.size} -> {decided.wanted}: {decided.reason}"
+        case "held":
+            return f"held{at}: {decided.reason}"
+        case "waits":
+            return f"waits{at}: {decided.reason}"
+        case _:
+            return f"stays{at}: {decided.reason}"
 
 
 group = commands(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from garnish.cli.options import Output, TenantService
+from garnish.screen import Screen
 
 if TYPE_CHECKING:
     from garnish.client import Client
-    from garnish.screen import Screen
     from gateway.api.schema import ColdStartTiming, DoneEvent, InvokeReply
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from garnish.cli.options import Output, Service, TableOutput, TenantService, commands, flat
-
-if TYPE_CHECKING:
-    from garnish.screen import Screen
+from garnish.screen import Column, Screen
+from garnish.sizes import shown_bytes
 
 Node = Annotated[str, typer.Argument(help="The node's id.")]
 Function = Annotated[
@@ -30,8 +29,7 @@ def list_unless_told(service: Service, output: TableOutput, context: typer.Conte
 
 def list_nodes(service: Service, output: TableOutput) -> None:
     """List the nodes as the scheduler sees them, and why each has its CPU workers; --json says more."""
-    from garnish.operate import nodes_call
-    from garnish.table import Column
+    from garnish.calls import nodes_call
     from gateway.routes.nodes import NodeList
 
     screen = output.screen()
@@ -75,8 +73,6 @@ def workers_shown(record: Mapping[str, Any]) -> str:
 
 def gpu_shown(record: Mapping[str, Any]) -> str:
     """Returns the GPU of a node and how it is, as far as that is reported: `0 L4, 5.0 GiB of 24.0 GiB, 87 %, 43 C`."""
-    from garnish.sizes import shown_bytes
-
     gpu, load = record.get("gpu"), record.get("gpu_load") or {}
     if not gpu:
         return "-"
@@ -108,9 +104,7 @@ def observed_over_forecast(record: Mapping[str, Any]) -> str:
 
 def adapters(service: Service, output: TableOutput, node: Node) -> None:
     """List a node's adapters: where they are, and how far those have come that are loading."""
-    from garnish.operate import node_adapters_call
-    from garnish.sizes import shown_bytes
-    from garnish.table import Column
+    from garnish.calls import node_adapters_call
     from gateway.routes.nodes import NodeAdapters
 
     screen = output.screen()
@@ -168,7 +162,7 @@ def evict(service: TenantService, output: Output, node: Node, function: Function
 def _move(
     action: str, node: str, function: str | None, digest: str | None, service: TenantService, screen: Screen
 ) -> None:
-    from garnish.operate import move_call
+    from garnish.calls import move_call
     from gateway.routes.nodes import MovedReply
 
     if (function is None) == (digest is None):
@@ -202,7 +196,7 @@ def undrain(service: Service, output: Output, node: Node) -> None:
 
 
 def _set_draining(node: str, wanted: bool, service: Service, screen: Screen) -> None:
-    from garnish.operate import drain_call
+    from garnish.calls import drain_call
     from gateway.routes.nodes import NodeItem
 
     with service.client(admin=True) as client:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from garnish.errors import FrontDoorError
+from garnish.screen import Screen
+
 if TYPE_CHECKING:
     from garnish.client import Client
-    from garnish.screen import Screen
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NoHeader = Annotated[bool, typer.Option("--no-header", help="Leave out the table's header line.")]
@@ -44,7 +46,7 @@ class Service:
     def client(self, tenant: str | None = None, *, admin: bool = False) -> Client:
         """Returns a client for the tenant, with the key that belongs to the service, or with its admin key."""
         from garnish.client import Client
-        from garnish.connection import find_connection
+        from garnish.credentials import find_connection
 
         connection = find_connection(self.url, None, os.environ, state=self.state, tenant=tenant, admin=admin)
         return Client(connection=connection)
@@ -64,8 +66,6 @@ class Output:
     as_json: AsJson = False
 
     def screen(self) -> Screen:
-        from garnish.screen import Screen
-
         return Screen(self.as_json)
 
 
@@ -77,16 +77,12 @@ class TableOutput:
     as_json: AsJson = False
 
     def screen(self) -> Screen:
-        from garnish.screen import Screen
-
         return Screen(self.as_json, header=not self.no_header)
 
 
 def ask(question: str, screen: Screen, nobody: str) -> None:
     """Asks a person whether to go on. Raises FrontDoorError, with the text `nobody`, when there is nobody to ask, and
     Exit when the answer is no."""
-    from garnish.errors import FrontDoorError
-
     if screen.as_json or not sys.stdin.isatty():
         raise FrontDoorError(nobody)
     if not typer.confirm(question, err=True):

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, HostNodes, Output, State
+from garnish.errors import FrontDoorError
+from garnish.screen import Screen
 
 if TYPE_CHECKING:
-    from garnish.screen import Screen
     from node_agent.config import EngineConfig
+
+COMMAND = (sys.executable, "-m", "node_agent.profile_process")
+LONGEST_STEP = 1800.0
+"""Seconds without a word after which the measurement counts as stuck: a large base on few cores takes its time."""
 
 
 def profile(
@@ -48,8 +57,6 @@ def profile(
 
 def _measure(config: EngineConfig, screen: Screen) -> dict[str, Any]:
     """Measures with the GPU and the cores that a node would have. Raises FrontDoorError."""
-    from garnish.errors import FrontDoorError
-    from garnish.measurement import run_measurement
     from node_agent.gpu.claim import claimed_gpu
     from node_agent.gpu.devices import NoGpu
 
@@ -58,6 +65,34 @@ def _measure(config: EngineConfig, screen: Screen) -> dict[str, Any]:
             return run_measurement(claimed, screen.progress)
     except NoGpu as error:
         raise FrontDoorError(f"the node can't be measured: {error}") from None
+
+
+def run_measurement(
+    config: EngineConfig,
+    step: Callable[[str, float | None], None],
+    command: Sequence[str] = COMMAND,
+    patience: float = LONGEST_STEP,
+) -> dict[str, Any]:
+    """Measures the node, and returns its cold-start profile (`cold_start`) and its performance model (`performance`),
+    which the process has also written to `config.profile` and beside it. `step` is told what is being done, and which
+    share of it is done.
+
+    The process ends with this call, however that ends, and with this process. Raises FrontDoorError.
+    """
+    from garnish.child_messages import child_messages
+    from node_agent.config import ProfileProcessConfig
+
+    settings = ProfileProcessConfig(parent=os.getpid(), engine=config)
+    with contextlib.closing(child_messages(command, settings, doing="the measurement", patience=patience)) as messages:
+        for message in messages:
+            if message.get("type") == "step":
+                step(message["text"], message.get("share"))
+            elif message.get("type") == "failed":
+                raise FrontDoorError(f"the node can't be measured: {message['message']}")
+            else:
+                message.pop("type", None)
+                return dict(message)
+    raise FrontDoorError("the measuring process ended before it was done; its log is above")
 
 
 def show(found: dict[str, Any], file: Path, screen: Any) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import msgspec
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, Output, State, commands
+from garnish.errors import FrontDoorError, StartError
+from garnish.sizes import shown_bytes
 
 if TYPE_CHECKING:
     from adapters.store import ObjectStore
@@ -26,11 +29,8 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
     """Remove what no function lists and is 24 hours old. It may run beside the service and its deploys."""
-    import msgspec
-
     from adapters.collect import collect
     from adapters.store import ObjectInfo
-    from garnish.sizes import shown_bytes
 
     removed: list[str] = []
 
@@ -53,8 +53,6 @@ def gc(
 
 def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE) -> None:
     """Read and hash again all that functions list, and name what is missing or changed. Exit code 1 if anything is."""
-    import msgspec
-
     from adapters.verify import Damage
     from adapters.verify import verify as verify_store
 
@@ -81,7 +79,6 @@ def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
     FrontDoorError."""
     from adapters.open_store import open_checked_store, open_store
     from garnish.config import load_service_file
-    from garnish.errors import StartError
     from garnish.settings import registry_of
 
     address = registry_of(load_service_file(file), state.absolute())
@@ -94,7 +91,6 @@ def _told(work: Callable[[], T]) -> T:
     """Returns the work's result. Raises what went wrong with the store as FrontDoorError, for the person at the
     terminal."""
     from adapters.errors import AdapterError
-    from garnish.errors import FrontDoorError
 
     try:
         return work()

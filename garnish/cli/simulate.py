@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from garnish.cli.options import TableOutput
+from garnish.screen import Column, Screen
 
 if TYPE_CHECKING:
-    from garnish.screen import Screen
     from garnish.simulation.outcome import Distribution, Summary
     from garnish.simulation.study import Plan
 
@@ -108,8 +108,6 @@ def _verdict(found: dict[str, Any]) -> str:
 
 
 def _show_summary(screen: Screen, nodes: int, summary: Summary) -> None:
-    from garnish.table import Column
-
     screen.line(
         f"{nodes} nodes, {summary.seconds:.0f} s simulated: {summary.done} done, {summary.rejected} turned away, "
         f"{summary.attainment:.2%} within the SLO (empty nodes: {summary.attainable:.2%})"

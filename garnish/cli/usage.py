@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from garnish.cli.options import TableOutput, TenantService
+from garnish.screen import Column
 
 if TYPE_CHECKING:
     from gateway.routes.usage import UsageSums
@@ -40,8 +41,6 @@ def usage(
     all_tenants: All = False,
 ) -> None:
     """Show what was used, in whole hours."""
-    from garnish.table import Column
-
     if all_tenants and service.tenant is not None:
         raise typer.BadParameter("expected --tenant or --all-tenants, not both")
     groups = [group for group in GROUPS if group in group_by.split(",")]

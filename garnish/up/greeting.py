@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from garnish.connection import DEFAULT_STATE
-from garnish.credentials import FILE_NAME, Credentials
+from garnish.credentials import DEFAULT_STATE, FILE_NAME, Credentials
+from garnish.logs import Capacity, capacity, log_of
 from garnish.screen import Screen
-from garnish.up.logs import Capacity, capacity, log_of
 from garnish.up.prepare import Prepared
 from gateway.routes.deploy import DeployReply
 

@@ -20,9 +20,9 @@ from adapters.tenants import FILE_BYTES, Limits, Tenants
 from cluster.redis_link import RedisAway, check_redis
 from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
-from garnish.connection import Connection
 from garnish.credentials import (
     FILE_NAME,
+    Connection,
     Credentials,
     adopt_keys,
     prepare_keys,

@@ -9,7 +9,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
-from infra.autoscale.driver import PoolSize, Throttled, check_bounds
+from infra.autoscale.driver import Deferred, PoolSize, check_bounds
 from infra.errors import InfraError
 from infra.terraform import missing_credentials
 
@@ -125,9 +125,9 @@ def _explained(operation: str, error: ClientError) -> InfraError:
     code = error.response.get("Error", {}).get("Code", "")
     action = "".join(part.capitalize() for part in operation.split("_"))
     if code in THROTTLED:
-        return Throttled(f"autoscaling: {action} was throttled by AWS; the next round tries again")
+        return Deferred(f"autoscaling: {action} was throttled by AWS; the next round tries again")
     if code in DENIED:
         return InfraError(f"autoscaling: the permission autoscaling:{action} is missing")
     if code in BUSY:
-        return Throttled(f"autoscaling: {action} must wait for another change of the group to end")
+        return Deferred(f"autoscaling: {action} must wait for another change of the group to end")
     return InfraError(f"autoscaling: {action} failed: {code}: {error.response.get('Error', {}).get('Message', '')}")

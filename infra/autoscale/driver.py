@@ -19,16 +19,11 @@ class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
     """Whether nothing is left to do for `desired` to be so; else `set_desired` of the same size does it."""
 
 
-class Later(InfraError):
-    """A size can't be asked for or set now; the next round tries again."""
+class Deferred(InfraError):
+    """A size can't be asked for or set now; the next round tries again.
 
-
-class Throttled(Later):
-    """The driver was asked too often, or another change is under way."""
-
-
-class Draining(Later):
-    """Nodes that go have requests open, so the pool can't become smaller yet."""
+    The driver was asked too often, another change is under way, or nodes that go have requests open.
+    """
 
 
 class PoolDriver(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from infra.autoscale.driver import Draining, PoolSize, check_bounds
+from infra.autoscale.driver import Deferred, PoolSize, check_bounds
 from infra.autoscale.sizes import SetSize, read_sizes, set_size
 from infra.errors import InfraError, Unchanged
 from infra.stack import Pool, Stack, node_ids, pool_of
@@ -64,7 +64,7 @@ class LocalDriver:
         return self._seen(pool)[0]
 
     def set_desired(self, pool: str, size: int) -> None:
-        """Brings the pool to `size` nodes and notes that size; nodes that go are drained first. Raises Draining while
+        """Brings the pool to `size` nodes and notes that size; nodes that go are drained first. Raises Deferred while
         they have requests open, and Unchanged, with the old size noted, where nothing was changed."""
         (known, live, failed), entry, nodes = self._seen(pool), self._pool(pool), _nodes(pool, size)
         check_bounds(pool, size, known)
@@ -94,7 +94,7 @@ class LocalDriver:
         counts = self._host.open_requests()
         busy = [node for node in sorted(nodes) if counts.get(node) and now - self._since[node] < DRAIN_SECONDS]
         if busy:
-            raise Draining(f"requests are open on {', '.join(busy)}, which will go")
+            raise Deferred(f"requests are open on {', '.join(busy)}, which will go")
 
     def _undrain(self, nodes: Collection[str]) -> None:
         for node in sorted(nodes):

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from infra.autoscale.driver import Later, PoolDriver, PoolSize
+from infra.autoscale.driver import Deferred, PoolDriver, PoolSize
 from infra.autoscale.sizing import Decision, Load, Sizer, Targets, wanted
 from infra.errors import InfraError, Interrupted
 
@@ -122,7 +122,7 @@ class Autoscaler:
 
     def _scale(self, pool: Scaled, known: PoolSize | InfraError, view: View, looked: float, once: bool) -> Decided:
         if isinstance(known, InfraError):
-            action: Action = "waits" if isinstance(known, Later) else "held"
+            action: Action = "waits" if isinstance(known, Deferred) else "held"
             return Decided(pool=pool.name, action=action, reason=str(known), load=view.load)
         decision = self._decide(pool, known, view, looked, once)
         told = Decided(
@@ -160,7 +160,7 @@ class Autoscaler:
             pool.driver.set_desired(pool.name, size)
         except Interrupted:
             raise
-        except Later as error:
+        except Deferred as error:
             return msgspec.structs.replace(told, action="waits", reason=f"{told.reason}; {error}")
         except InfraError as error:
             state.again, state.pause = self._clock() + state.pause, min(2 * state.pause, LONGEST_PAUSE)

@@ -7,10 +7,12 @@ more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from infra.autoscale.driver import PoolDriver, PoolSize
 from infra.errors import InfraError
 from infra.text import write_whole
 
@@ -70,3 +72,23 @@ def in_force(set_size: SetSize | None, stated: int, least: int, most: int) -> in
     if set_size is None or set_size.stated != stated:
         return stated
     return max(least, min(set_size.size, most))
+
+
+class NotedDriver:
+    """Does what `driver` does, with each size that was set noted beside Terraform's state. `stated` returns `desired`
+    of a pool in the file now."""
+
+    def __init__(self, driver: PoolDriver, directory: Path, stated: Callable[[str], int]) -> None:
+        self._driver, self._directory, self._stated = driver, directory, stated
+
+    def size(self, pool: str) -> PoolSize:
+        """Returns the driver's size. A note that tells another size is mended: whoever set that one had no time left to
+        note it."""
+        known, noted = self._driver.size(pool), read_sizes(self._directory).get(pool)
+        if noted is not None and noted.size != known.desired and noted.stated == self._stated(pool):
+            set_size(self._directory, pool, SetSize(known.desired, noted.stated))
+        return known
+
+    def set_desired(self, pool: str, size: int) -> None:
+        self._driver.set_desired(pool, size)
+        set_size(self._directory, pool, SetSize(size, self._stated(pool)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from garnish.provision import Provision
-from infra.local.processes import NodeKey, remember
+from infra.processes import NodeKey, remember
 from infra.stack import pool_of
 from infra.workspace import PlanNote
 

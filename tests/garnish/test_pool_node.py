@@ -15,8 +15,7 @@ import pytest
 
 from cluster.secret import create_secret
 from garnish.pool_node import START_SECONDS, Spec, main
-from infra.local.proc import tagged
-from infra.local.processes import processes_of, remembered
+from infra.processes import processes_of, remembered, tagged
 
 
 @pytest.fixture

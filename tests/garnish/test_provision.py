@@ -13,7 +13,7 @@ import pytest
 from garnish import node_pools
 from garnish.errors import FrontDoorError
 from garnish.provision import DEAD, _progress
-from infra.local.processes import NodeKey, StillRunning
+from infra.processes import NodeKey, StillRunning
 from infra.workspace import PlanNote
 from tests.garnish.local_pools import Pools
 from tests.infra.stacks import needs_terraform

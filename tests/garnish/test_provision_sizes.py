@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
+from garnish.autoscaling import ThisHost
 from garnish.errors import FrontDoorError
 from garnish.provision import DEAD, FAILED
-from garnish.this_host import ThisHost
 from infra.autoscale.sizes import SetSize, set_size
 from infra.errors import InfraError
 from tests.garnish.draining_gateway import running_gateway

@@ -11,9 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from cluster.printable import printable
-from garnish.screen import Screen, progress_bar
-from garnish.table import GAP, Column, drawn, fit
-from garnish.text import shown_time
+from garnish.screen import GAP, Column, Screen, drawn, fit, progress_bar
+from garnish.sizes import shown_time
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:

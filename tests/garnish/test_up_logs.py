@@ -11,11 +11,10 @@ import pytest
 
 from cluster.logs import JsonLines
 from garnish.errors import StartError
+from garnish.logs import bound_log, capacity, end_reason, fresh_log, last_problem, times_ended
 from garnish.screen import Screen
 from garnish.up.greeting import capacity_lines
-from garnish.up.logs import bound_log, capacity, end_reason, fresh_log, last_problem, times_ended
-from garnish.up.opening import MAX_CRASHES, check_nodes
-from garnish.up.run import NO_REASON, Ends
+from garnish.up.run import MAX_CRASHES, NO_REASON, Ends, check_nodes
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from infra.autoscale.aws import AwsDriver
-from infra.autoscale.driver import Draining, PoolSize, Throttled, check_bounds
-from infra.autoscale.noted import NotedDriver
+from infra.autoscale.driver import Deferred, PoolSize, check_bounds
 from infra.autoscale.rounds import (
     FIRST_PAUSE,
     GAP_SECONDS,
@@ -22,7 +21,7 @@ from infra.autoscale.rounds import (
     Scaled,
     View,
 )
-from infra.autoscale.sizes import SetSize, read_sizes
+from infra.autoscale.sizes import NotedDriver, SetSize, read_sizes
 from infra.autoscale.sizing import Load, Targets
 from infra.errors import InfraError
 from tests.infra.autoscale.conftest import REGION, MakeGroup
@@ -144,7 +143,7 @@ def test_who_waits_for_a_node_that_starts_does_not_ask_for_another() -> None:
 def test_a_throttled_or_draining_driver_is_asked_again_at_once() -> None:
     world = World(Group(desired=1))
     world.load = load(0.9)
-    world.groups[0].failures = [Throttled("was throttled"), Draining("requests are open on a-2")]
+    world.groups[0].failures = [Deferred("was throttled"), Deferred("requests are open on a-2")]
     assert [world.round()[0] for _ in range(3)] == [("waits", 1, 2), ("waits", 1, 2), ("set", 1, 2)]
 
 

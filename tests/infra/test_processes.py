@@ -14,16 +14,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.local.proc import Process, identify, is_alive, read_stat, tags
-from infra.local.processes import (
+from infra.processes import (
     NodeKey,
+    Process,
+    identify,
+    is_alive,
     main_process,
     processes_of,
+    read_stat,
     remember,
     remembered,
     running_nodes,
     send,
     stop,
+    tags,
 )
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -211,5 +215,5 @@ def test_a_stranger_that_takes_the_id_over_while_it_is_looked_at(
         """The tags of the node that had the id a moment ago, once."""
         return next(before, None) if pid == stranger.pid else tags(pid)
 
-    monkeypatch.setattr("infra.local.proc.tags", told)
+    monkeypatch.setattr("infra.processes.tags", told)
     assert processes_of(key) == []
