@@ -1,4 +1,4 @@
-"""The folder that a person names as an adapter: its two files, or one line that says what lies there instead."""
+"""Finds the two files of an adapter's folder, or says in one line what the folder holds instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adapters.wrong_files import LFS_POINTER, PICKLE_FILE, POINTER_PROBLEM
 from garnish.errors import GarnishError
 
 MAX_ENTRIES = 1000
-"""Entries of a folder that are looked at."""
+"""Entries of a folder that are read, at most."""
 MAX_SHOWN = 5
 
 CONVERT = (
@@ -26,7 +26,7 @@ CONVERT = (
     "save_file({k: v.clone().contiguous() for k, v in "
     "torch.load(f + '.bin', map_location='cpu', weights_only=True).items()}, f + '.safetensors')"
 )
-"""Python that turns a folder's pickle into safetensors; `weights_only` runs none of the pickle's code."""
+"""Python code that converts a folder's pickle to safetensors; `weights_only` runs none of the pickle's code."""
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,12})", re.ASCII)
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.zst")
@@ -45,9 +45,9 @@ class AdapterFiles(msgspec.Struct, frozen=True):
 
 
 def adapter_files(folder: Path, use: str) -> AdapterFiles:
-    """Returns the paths of the folder's two files; nothing of them is read but how they begin.
+    """Returns the paths of the folder's two files, of which only the beginnings are read.
 
-    `use` says how another folder is named instead, with `{}` in its place: `garnish deploy mine {}`.
+    `use` is a command with `{}` in place of the folder, such as `garnish deploy mine {}`, for hints to other folders.
     Raises GarnishError with one line that says what the folder is, and what to do.
     """
     files = AdapterFiles(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
@@ -65,10 +65,9 @@ def adapter_files(folder: Path, use: str) -> AdapterFiles:
 
 
 def what_lies_there(names: list[str], where: str, use: str) -> str:
-    """Returns one line about a folder that lacks at least one of the two files: what lies there instead, and what to
-    do.
+    """Returns one line about a folder that lacks at least one of the two files: what it holds, and what to do.
 
-    `names`: paths in it, relative, at most one folder deep. `where`: what it is called.
+    `names` are relative paths in it, at most one folder deep. `where` is the folder's name in the text.
     """
     top = [name for name in names if "/" not in name]
     below = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{CONFIG_FILE}")})
@@ -96,25 +95,25 @@ def what_lies_there(names: list[str], where: str, use: str) -> str:
 
 
 def _without_weights(top: list[str], where: str) -> str:
-    """Returns what to say of a folder that holds the config but no weights: what lies there instead, and what to do."""
+    """Returns the text about a folder with the config but no weights: what it holds, and what to do."""
     if PICKLE_FILE in top:
         convert = f"python -c {shlex.quote(CONVERT)} {shlex.quote(where)}"
         return (
             f"holds {PICKLE_FILE}, a pickle, which is never read, for it could run code; "
             f"to convert it, where torch and safetensors are installed: {convert}"
         )
-    others = sorted(name for name in top if name.endswith(".safetensors"))
-    if len(others) == 1:
-        source, target = (shlex.quote(f"{where}/{name}") for name in (others[0], WEIGHTS_FILE))
-        return f"holds no {WEIGHTS_FILE} but {others[0]}; if that is the adapter: mv {source} {target}"
+    other_files = sorted(name for name in top if name.endswith(".safetensors"))
+    if len(other_files) == 1:
+        source, target = (shlex.quote(f"{where}/{name}") for name in (other_files[0], WEIGHTS_FILE))
+        return f"holds no {WEIGHTS_FILE} but {other_files[0]}; if that is the adapter: mv {source} {target}"
     if any(name.endswith(".gguf") for name in top):
         return "holds a GGUF file, llama.cpp's, and no weights of PEFT: deploy the adapter that it was converted from"
-    found = f"; found {_shown(others)}" if others else ""
-    return f"holds {CONFIG_FILE} but no {WEIGHTS_FILE}: save the adapter with PEFT's save_pretrained{found}"
+    listed = f"; found {_shown(other_files)}" if other_files else ""
+    return f"holds {CONFIG_FILE} but no {WEIGHTS_FILE}: save the adapter with PEFT's save_pretrained{listed}"
 
 
 def _no_folder(path: Path, use: str) -> str:
-    """Returns what to say of a path that is no folder: what it is, if anything, and what to do."""
+    """Returns the text about a path that is no folder: what it is, and what to do."""
     if path.is_file():
         if (path.parent / CONFIG_FILE).is_file():
             return f"{path} is a file of an adapter: name its folder: {_named(use, str(path.parent))}"
@@ -142,8 +141,10 @@ def _siblings(path: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """Yields the names in the folder: of files, `name/adapter_config.json` of folders that hold one, `name/` of other
-    folders. MAX_ENTRIES are looked at."""
+    """Yields MAX_ENTRIES names in the folder at most.
+
+    A folder with an adapter is `name/adapter_config.json`, another folder is `name/`.
+    """
     with os.scandir(folder) as entries:
         for entry in islice(entries, MAX_ENTRIES):
             if not entry.is_dir():
@@ -160,9 +161,9 @@ def _begins_as_pointer(file: Path) -> bool:
 
 
 def _shown(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - MAX_SHOWN} more" if len(every) > MAX_SHOWN else ""
-    return ", ".join(every[:MAX_SHOWN]) + more
+    shown_names = list(names)
+    more = f" and {len(shown_names) - MAX_SHOWN} more" if len(shown_names) > MAX_SHOWN else ""
+    return ", ".join(shown_names[:MAX_SHOWN]) + more
 
 
 def _named(use: str, folder: str) -> str:

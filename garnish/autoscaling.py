@@ -1,4 +1,4 @@
-"""`garnish autoscale`: rounds of looking and deciding, between the gateway, the lease and the drivers of the pools."""
+"""`garnish autoscale`: rounds that read the load from the gateway and scale the pools, under a lease."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ INTERVAL = 2.0
 """Seconds between two rounds."""
 LEASE_SECONDS = 15.0
 RENEW_SECONDS = 4.0
-"""Between two prolongations of the lease."""
 Tell = Callable[[Decided], None]
 
 
 class LeaseKeeper:
-    """Asks for the lease again and again, in a thread of its own: a change of a pool may take minutes."""
+    """Renews the autoscaler's lease in a separate thread, since a change of a pool may take minutes."""
 
     def __init__(self, state: Path) -> None:
         self.holder = (
@@ -55,14 +54,18 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def trouble(self) -> str | None:
-        """Returns why this process may not act; None while it leads, by its own clock from before the gateway was
-        asked."""
+        """Returns why this process may not act, or None while it leads.
+
+        The lease ends by this process's clock, counted from before the request was sent.
+        """
         return None if time.monotonic() < self._ends else self._why
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Holds the lease while the context runs. The first answer, or failure, is there when the context begins, or
-        LEASE_SECONDS are over; the lease is given back when it ends."""
+        """Holds the lease while the context runs, and releases it at the end.
+
+        The context begins with the first answer or failure, after LEASE_SECONDS at the latest.
+        """
         self._thread.start()
         self._asked.wait(LEASE_SECONDS)
         try:
@@ -93,17 +96,19 @@ class LeaseKeeper:
 
 
 def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> bool:
-    """Scales the pools until a signal comes, or for one round with `once`. Returns False when that one round held a
-    pool, else True. Raises FrontDoorError."""
+    """Scales the pools until a signal comes, or for one round with `once`.
+
+    Returns False if that one round held a pool, else True. Raises FrontDoorError.
+    """
     service, keeper = load_service_file(file), LeaseKeeper(state)
     if not service.node_pools:
         raise FrontDoorError(f"{file}: there are no node_pools to scale")
     with told():
         check_stack(stack_of(service, state.absolute()))
     with told(), _stopped() as stop, admin_client(state) as client, keeper.running():
-        each = {name: _nodes_each(service, name) for name in service.node_pools}
+        nodes_each = {name: _nodes_each(service, name) for name in service.node_pools}
         scaler = Autoscaler(
-            _pools(service, file, state), lambda: picture_of(client, each), keeper.trouble, time.monotonic
+            _pools(service, file, state), lambda: picture_of(client, nodes_each), keeper.trouble, time.monotonic
         )
         while not stop.is_set():
             try:
@@ -119,19 +124,19 @@ def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> boo
 
 
 def picture_of(client: Client, nodes_each: dict[str, int]) -> Picture:
-    """Asks the gateway for the pools' loads and ready nodes. Raises Away."""
+    """Reads the pools' loads and ready nodes from the gateway. Raises LoadUnknown."""
     try:
-        seen = client.ask(pools_call(), pool_routes.PoolList)
+        reply = client.ask(pools_call(), pool_routes.PoolList)
     except GarnishError as error:
         raise Away(f"the gateway does not tell the load: {error}") from error
-    if seen.stale is not None:
+    if reply.stale is not None:
         raise Away("Redis is away, and what the gateway knows of the load is not current")
     pools = {
         pool.pool: View(_load(pool, nodes_each[pool.pool]), pool.ready / nodes_each[pool.pool])
-        for pool in seen.pools
+        for pool in reply.pools
         if pool.pool in nodes_each
     }
-    return Picture(pools, _load(seen.unplaced, 1))
+    return Picture(pools, _load(reply.unplaced, 1))
 
 
 def _load(load: pool_routes.Load, each: int) -> Load:
@@ -142,7 +147,7 @@ def _load(load: pool_routes.Load, each: int) -> Load:
 
 def _pools(service: ServiceFile, file: Path, state: Path) -> list[Scaled]:
     local, aws = LocalDriver(ThisHost(file, state.absolute()), time.monotonic), _aws_driver(service, state.absolute())
-    found = []
+    scaled_pools = []
     for name, pool in service.node_pools.items():
         scaling = pool.scaling
         targets = Targets(
@@ -157,8 +162,8 @@ def _pools(service: ServiceFile, file: Path, state: Path) -> list[Scaled]:
         )
         driver = local if pool.backend == "local" else aws
         assert driver is not None
-        found.append(Scaled(name, driver, targets))
-    return found
+        scaled_pools.append(Scaled(name, driver, targets))
+    return scaled_pools
 
 
 def _aws_driver(service: ServiceFile, state: Path) -> PoolDriver | None:
@@ -174,8 +179,10 @@ def _aws_driver(service: ServiceFile, state: Path) -> PoolDriver | None:
 
 
 def _nodes_each(service: ServiceFile, name: str) -> int:
-    """Returns how many nodes the pool's driver counts as one: an instance has a node for each GPU that nodes may
-    have."""
+    """Returns the number of nodes that the pool's driver counts as one.
+
+    An instance in AWS has a node for each GPU that nodes may use.
+    """
     pool, devices = service.node_pools[name], service.node.devices
     if pool.backend != "aws":
         return 1
@@ -187,10 +194,10 @@ def _stopped() -> Iterator[threading.Event]:
     """Provides an event that INT and TERM set while the context runs."""
     stop = threading.Event()
 
-    def note(_number: int, _frame: FrameType | None) -> None:
+    def request_stop(_number: int, _frame: FrameType | None) -> None:
         stop.set()
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
@@ -199,7 +206,7 @@ def _stopped() -> Iterator[threading.Event]:
 
 
 class ThisHost:
-    """Does what infra.autoscale.local.Host asks of this host; `state` is an absolute path."""
+    """Implements infra.autoscale.local.Host for this host; `state` is an absolute path."""
 
     def __init__(self, file: Path, state: Path) -> None:
         self._file, self._state = file, state
@@ -211,8 +218,7 @@ class ThisHost:
             return stack_of(load_service_file(self._file), self._state)
 
     def stated(self, pool: str) -> int:
-        """Returns `desired` of the pool in the service file now. Raises InfraError when the file has no such pool any
-        more."""
+        """Returns the pool's `desired` in the service file now. Raises InfraError if the pool is no longer there."""
         with _told():
             entry = load_service_file(self._file).node_pools.get(pool)
         if entry is None:
@@ -248,5 +254,5 @@ class ThisHost:
 
 
 def _told() -> AbstractContextManager[None]:
-    """Raises failures of the front door as InfraError, which the driver tells."""
+    """Raises failures of the front door as InfraError, which drivers may raise."""
     return raised_as(InfraError, FrontDoorError)

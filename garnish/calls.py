@@ -1,5 +1,7 @@
-"""Requests of the service's HTTP interface, without any I/O: `Client.ask` sends them, `Client.download` those for
-contents."""
+"""Builds requests of the service's HTTP interface, without any I/O.
+
+`Client.ask` sends them; `Client.download` sends those that ask for a file's content.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from gateway.batches.messages import Endpoint
 from gateway.residency.messages import WARM_SECONDS, Tier
 
 SOURCE = "s3://"
-"""How an adapter's place begins that is no directory of ours."""
+"""Prefix of an adapter's address in an object store."""
 Prompt = str | list[int] | list[dict[str, str]]
 """A prompt, its token ids, or messages such as {"role": "user", "content": "Hello"}."""
 AliasTarget = int | Mapping[int, float] | Mapping[str, float]
@@ -47,8 +49,10 @@ def _condition(generation: int | None) -> dict[str, str]:
 
 
 def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]) -> Call:
-    """Returns the request that calls a function. `options` are fields of the request by their names, and `session`, a
-    header; None means not stated."""
+    """Returns the request that calls a function.
+
+    `options` are fields of the request by name, and `session`, a header. None means not stated.
+    """
     stated = {field: value for field, value in options.items() if value is not None}
     session = stated.pop("session", None)
     is_prompt = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))  # and not messages
@@ -63,10 +67,11 @@ def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]
 
 @contextmanager
 def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool, warm: bool = False) -> Iterator[Call]:
-    """Provides the request that deploys an adapter. `adapter`: a directory, whose two files are kept open while the
-    request is sent, `hf:org/name` on the Hugging Face Hub, which is fetched first, or `s3://bucket/prefix`.
+    """Provides the request that deploys an adapter.
 
-    Raises GarnishError when it is none of these, or a file can't be read.
+    `adapter` is a directory, `hf:org/name` on the Hugging Face Hub, which is downloaded first, or `s3://bucket/prefix`.
+    The directory's two files stay open while the request is sent. Raises GarnishError if `adapter` is none of these,
+    or a file can't be read.
     """
     call = partial(
         Call,
@@ -153,14 +158,16 @@ def rollback_call(name: str, alias: str = "latest", if_match: int | None = None,
 
 
 def warm_call(name: str, version: str | None = None, *, tier: Tier = "device", copies: int = 1) -> Call:
-    """Brings what calls of the function would run (or a version, or an alias's) to its nodes now. Loads may still go on
-    when it returns: the reply says where each is, and the same call again where it is then."""
+    """Loads the adapters that calls of the function would use (or a version's, or an alias's) on its nodes now.
+
+    Loads may continue after the reply, which says where each adapter is. The same request again reports progress.
+    """
     body = {"tier": tier, "copies": copies, **({} if version is None else {"version": version})}
     return Call(method="POST", url=_path("functions", name, "warm"), json=body)
 
 
 def forecast_call(name: str) -> Call:
-    """Asks whether calls of the function are expected soon, and which nodes are asked to have it ready."""
+    """Asks whether calls of the function are expected soon, and which nodes are to have it ready."""
     return Call(method="GET", url=_path("functions", name, "forecast"))
 
 
@@ -194,14 +201,18 @@ def usage_call(
 
 
 def webhook_secret_call(tenant: str) -> Call:
-    """Makes a webhook secret for the tenant; needs an admin key. The reply is
-    gateway.routes.webhook_secrets.NewSecretReply."""
+    """Creates a webhook secret for the tenant; needs an admin key.
+
+    The reply is gateway.routes.webhook_secrets.NewSecretReply.
+    """
     return Call(method="POST", url=_path("tenants", tenant, "webhook-secrets"))
 
 
 def webhook_secrets_call(tenant: str) -> Call:
-    """Asks for the tenant's webhook secrets; needs an admin key. The reply is
-    gateway.routes.webhook_secrets.SecretsReply."""
+    """Asks for the tenant's webhook secrets; needs an admin key.
+
+    The reply is gateway.routes.webhook_secrets.SecretsReply.
+    """
     return Call(method="GET", url=_path("tenants", tenant, "webhook-secrets"))
 
 
@@ -214,7 +225,7 @@ def end_webhook_secret_call(tenant: str, secret_id: str) -> Call:
 
 
 def submit_call(name: str, prompt: Prompt, **options: Any) -> Call:
-    """Calls a function without waiting for it; the reply's `id` is what the other methods want.
+    """Calls a function without waiting for its result; the other methods take the reply's `id`.
 
     `options` are those of `invoke`, `on_success` and `on_failure` ({"webhook": URL} or {"function": NAME}), and
     `idempotency_key`: the same key with the same call gives the same event.
@@ -241,8 +252,7 @@ def redrive_call(event_id: str) -> Call:
 
 
 def redrive_all_call(function: str | None = None) -> Call:
-    """Queues up to 500 dead letters again, of one function or of all; `more` of the reply says whether there may be
-    others."""
+    """Queues up to 500 dead letters again, of one function or of all. `more` of the reply says if others may remain."""
     return Call(method="POST", url="/dead-letters/redrive", params=_stated(function=function))
 
 
@@ -264,10 +274,9 @@ def dead_letters_call(function: str | None = None, limit: int = 20, after: str |
 
 @contextmanager
 def upload_call(path: Path) -> Iterator[Call]:
-    """Provides the request that uploads a file; the file is open while the request is sent. The reply is
-    gateway.batches.messages.FileObject.
+    """Provides the request that uploads a file, which stays open while the request is sent.
 
-    Raises GarnishError when the file can't be read.
+    The reply is gateway.batches.messages.FileObject. Raises GarnishError if the file can't be read.
     """
     try:
         with path.open("rb") as content:
@@ -283,8 +292,10 @@ def upload_call(path: Path) -> Iterator[Call]:
 
 
 def create_call(file_id: str, endpoint: Endpoint) -> Call:
-    """Returns the request that makes a batch of an uploaded file. The reply is gateway.batches.messages.Batch, as that
-    of `batch_call`."""
+    """Returns the request that creates a batch from an uploaded file.
+
+    The reply is gateway.batches.messages.Batch, like that of `batch_call`.
+    """
     body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
     return Call(method="POST", url="/v1/batches", json=body)
 
@@ -311,8 +322,10 @@ def pools_call() -> Call:
 
 
 def lease_call(holder: str, seconds: float) -> Call:
-    """Asks for the autoscaler's lease for so many seconds; 0 gives it back. The reply is
-    gateway.routes.pools.LeaseReply."""
+    """Requests the autoscaler's lease for a number of seconds; 0 releases it.
+
+    The reply is gateway.routes.pools.LeaseReply.
+    """
     return Call(method="PUT", url="/pools/autoscaler", json={"holder": holder, "seconds": seconds})
 
 
@@ -332,6 +345,8 @@ def drain_call(node: str, drain: bool) -> Call:
 
 
 def move_call(node: str, action: str, function: str | None, digest: str | None) -> Call:
-    """Has a node fetch or drop an adapter, named by its function or its digest. `action`: prefetch or evict. The reply
-    is gateway.routes.nodes.MovedReply."""
+    """Prefetches an adapter to a node, or evicts it, by its function or its digest.
+
+    `action` is "prefetch" or "evict". The reply is gateway.routes.nodes.MovedReply.
+    """
     return Call(method="POST", url=_path("nodes", node, action), json=_stated(function=function, digest=digest))

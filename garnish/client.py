@@ -36,7 +36,7 @@ Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Raises httpx's failures as GarnishError: what was not reached at `url`, and what to do about it."""
+    """Raises httpx's failures as GarnishError, which says what was not reached at `url` and what to do."""
     try:
         yield
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -61,8 +61,10 @@ def explained(url: str) -> Iterator[None]:
 
 
 class Method(Generic[Parameters, Reply]):
-    """A client's method with the parameters of `request`: it sends what that returns with the client's `ask`, and
-    returns the reply, of the type `kind`."""
+    """A client's method that sends what `request` returns with the client's `ask`, and returns the reply.
+
+    It has the parameters of `request`; `kind` is the reply's type.
+    """
 
     def __init__(self, request: Callable[Parameters, Call], kind: type[Reply]) -> None:
         self._request, self._kind = request, kind
@@ -89,8 +91,7 @@ def _as_is(call: Call) -> Call:
 
 
 class Methods:
-    """The methods of both clients that take one request and its reply; the functions of the requests say more of
-    each."""
+    """Methods of both clients that send one request; their documentation is that of the request's function."""
 
     send = Method(_as_is, NoneType)
     functions = Method(calls.functions_call, FunctionList)
@@ -117,7 +118,7 @@ class Methods:
 
 
 class _Connected(Methods, Generic[Http]):
-    """What both clients have in common: the connection, and most of their methods."""
+    """Common part of both clients: the connection, and most methods."""
 
     _http_kind: type[Http]
     _http: Http
@@ -138,7 +139,7 @@ class _Connected(Methods, Generic[Http]):
 class Client(_Connected[httpx.Client]):
     """Calls a Garnish service. Use it as a context manager, or `close` it. Every method raises GarnishError.
 
-    Without `url` and `key` it takes GARNISH_URL and GARNISH_API_KEY, else `./.garnish/credentials.toml`, else
+    `url` and `key` default to GARNISH_URL and GARNISH_API_KEY, then to `./.garnish/credentials.toml`, then to
     `~/.config/garnish/config.toml`.
     """
 
@@ -174,19 +175,17 @@ class Client(_Connected[httpx.Client]):
     def deploy(
         self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False, *, warm: bool = False
     ) -> DeployReply:
-        """Deploys a PEFT adapter's directory, `hf:org/name`, or what lies in an allowed `s3://bucket/prefix`, and
-        returns what the service says of it. Raises GarnishError.
+        """Deploys a PEFT adapter from a directory, `hf:org/name`, or an allowed `s3://bucket/prefix`.
 
-        `alias`: it points to the new version from now on. `dry_run`: the adapter is only validated. `warm`: the alias,
-        or a first version, waits until a node has loaded the adapter; the reply's `warnings` say when that took too
-        long.
+        `alias` points to the new version from now on. With `dry_run` the adapter is only validated. With `warm` the
+        alias, or a first version, waits until a node has loaded the adapter; the reply's `warnings` say if that took
+        too long. Raises GarnishError.
         """
         with deploy_call(name, adapter, alias, dry_run, warm) as call:
             return self.ask(call, DeployReply)
 
     def ask(self, call: Call, kind: type[Reply]) -> Reply:
-        """Sends any other request, such as those of garnish.calls, and returns its reply; `kind` is the reply's
-        type."""
+        """Sends any request, such as those of garnish.calls, and returns its reply, of the type `kind`."""
         with explained(self._connection.url):
             response = self._http.request(**call.arguments())
         return parse(response, kind, self._connection)

@@ -1,4 +1,7 @@
-"""Reads the log files of the processes under `garnish up`, and makes a trace of the calls in the gateway's."""
+"""Log files of the processes under `garnish up`, and the trace of the calls in the gateway's.
+
+A log is `<state>/logs/NAME.log`, in JSON lines; one older generation is NAME.log.1.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,26 @@ from gateway.calls.trace_log import CALL, Call
 
 DIGEST_LETTERS = 16
 MAX_LOG = 32 << 20
-"""Bytes after which a log is begun anew; with the generation before it takes at most twice as many, and a little."""
+"""Bytes after which a log is rotated; both generations together take little more than twice as many."""
 TAIL = 256 << 10
-"""Bytes at a log's end that are looked at."""
+"""Bytes at a log's end that are read."""
 UNKNOWN = ""
-"""The process of a line that does not say whose it is."""
+"""Process of a line that names none."""
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """One call, as `garnish simulate` reads it (garnish.simulation.traces.read)."""
+    """A call, as `garnish simulate` reads it (garnish.simulation.traces.read)."""
 
     at: float
-    """Seconds since the first call."""
+    """seconds since the first call"""
     tenant: str
     function: str
-    """The beginning of the adapter's digest; empty for the base alone."""
+    """start of the adapter's digest; empty for the base alone"""
     rank: int
     prompt_tokens: int
     output_tokens: int
     bytes: int
-    """Of the adapter."""
+    """size of the adapter"""
 
     def line(self) -> str:
         return msgspec.json.encode(self).decode() + "\n"
@@ -54,22 +57,24 @@ def log_names(state: Path) -> list[str]:
 
 
 def last_lines(state: Path, name: str, count: int) -> list[str]:
-    """Returns the last `count` lines of the log and of the generation before it. Raises FrontDoorError."""
-    known = log_names(state)
-    if name not in known:
-        raise FrontDoorError(f"there is no log of {name!r} in {state / 'logs'}; there are: {', '.join(known)}")
+    """Returns the last `count` lines of the log and its older generation. Raises FrontDoorError."""
+    names = log_names(state)
+    if name not in names:
+        raise FrontDoorError(f"there is no log of {name!r} in {state / 'logs'}; there are: {', '.join(names)}")
     return list(deque(_lines(log_of(state, name)), maxlen=count))
 
 
 def for_people(line: str) -> str:
-    """Returns a JSON line as it is read on this process's standard output; anything else without control characters."""
+    """Returns a JSON line in the form for people, and any other line without control characters."""
     entry = parse_entry(line)
     return printable(line) if entry is None else readable(entry, wants_colour(sys.stdout))
 
 
 def trace_lines(state: Path) -> Iterator[TraceLine]:
-    """Yields the calls that ended well, by the time at which they came; tenants are numbered as they first appear.
-    Raises FrontDoorError when there are none."""
+    """Yields the calls that ended well, by arrival; tenants are numbered in the order of their first call.
+
+    Raises FrontDoorError if there are none.
+    """
     log_names(state)
     calls = sorted(_calls(log_of(state, "gateway")), key=lambda call: call.at)
     if not calls:
@@ -88,8 +93,7 @@ def trace_lines(state: Path) -> Iterator[TraceLine]:
 
 
 def _calls(log: Path) -> Iterator[Call]:
-    """Yields the calls that the log holds. Lines of other kinds, and lines that were cut when the log was begun anew,
-    are passed over."""
+    """Yields the calls in the log. Skips other lines, and lines that a rotation has cut."""
     for text in _lines(log):
         if f'"{CALL}"' not in text:
             continue
@@ -112,13 +116,13 @@ def _of(file: Path) -> Iterator[str]:
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What a node is good for, as node_agent.performance.capacity writes it; that module loads torch."""
+    """Capacity of a node, as node_agent.performance.capacity logs it; that module loads torch."""
 
     device_adapters: dict[str, int]
-    """By rank: how many adapters of all seven projections fit at once, if no others are there."""
+    """number of adapters of all seven projections that fit on the device, by rank"""
     host_adapters: dict[str, int]
     tokens_per_second: dict[str, float] = {}
-    """By number of callers, together; empty: not known."""
+    """total rate by number of concurrent callers; empty if not known"""
     device: str = ""
     dtype: str = ""
 
@@ -128,7 +132,7 @@ def log_of(state: Path, name: str) -> Path:
 
 
 def fresh_log(state: Path, name: str) -> Path:
-    """Returns the path of a log that is empty now; the log of the start before becomes NAME.log.1."""
+    """Creates an empty log and returns its path; the previous log becomes NAME.log.1."""
     log = log_of(state, name)
     log.parent.mkdir(mode=0o700, exist_ok=True)
     if log.exists():
@@ -138,9 +142,9 @@ def fresh_log(state: Path, name: str) -> Path:
 
 
 def bound_log(log: Path, limit: int = MAX_LOG) -> None:
-    """Begins a log anew that has grown beyond `limit` bytes; what it held becomes NAME.log.1.
+    """Rotates a log that has grown beyond `limit` bytes: its content becomes NAME.log.1.
 
-    Its writers keep it open for appending, so it is emptied, not renamed: lines written within that moment are lost.
+    Its writers keep it open for appending, so it is emptied, not renamed; lines written in that moment are lost.
     """
     if log.stat().st_size > limit:
         shutil.copyfile(log, log.with_suffix(".log.1"))
@@ -150,43 +154,40 @@ def bound_log(log: Path, limit: int = MAX_LOG) -> None:
 
 
 def capacity(log: Path) -> Capacity | None:
-    """Returns what a node's engine logged that it is good for, the last time it got warm; None if it is not there."""
-    found = None
+    """Returns the capacity that a node's engine logged when it last became ready; None if it is not in the log."""
+    reported = None
     for entry in _entries(log):
         if entry.get("message") == CAPACITY:
-            found = msgspec.convert(entry, Capacity)
-    return found
+            reported = msgspec.convert(entry, Capacity)
+    return reported
 
 
 def times_ended(log: Path) -> int:
-    """Returns how often a node's supervisor saw one of its processes end by itself, as far as the log's last TAIL bytes
-    tell."""
+    """Returns how often a node's supervisor logged the exit of one of its processes, in the log's last TAIL bytes."""
     return sum(entry.get("message") == "child ended" for entry in _entries(log))
 
 
 def refuses_to_start(log: Path) -> bool:
-    """Returns whether a node's engine logged that it can't start, for a reason that a further start does not change:
-    a setting, for instance."""
+    """Returns True if a node's engine logged that it can't start for a permanent reason, such as a setting."""
     return any(entry.get("message") == "engine can't start" and entry.get("permanent") for entry in _entries(log))
 
 
 def last_problem(log: Path, start: int = 0) -> str | None:
-    """Returns the last error that a process logged, in one line: a record's message or the end of a stack trace. None
-    without one.
+    """Returns the last error that a process logged, as one line; None without one.
 
-    Only what stands after the byte `start` counts, where a process that began later wrote its first line.
+    It is a record's message or the end of a stack trace. Only what follows the byte `start` counts, which is the log's
+    size when the process started.
     """
     return _read(_tail(log, start)).last
 
 
 def end_reason(log: Path) -> str | None:
-    """Returns the last error of that process of a node which ended last, as its supervisor tells in the node's log;
-    None without one."""
+    """Returns the last error of the process of a node that ended last; None without one."""
     return _read(_tail(log)).ended
 
 
 class _Problems:
-    """What a log says went wrong; a process that is started again does not inherit the problem of the one before."""
+    """Problems in a log, by process; a process that starts again does not inherit those of its predecessor."""
 
     def __init__(self) -> None:
         self.last: str | None = None
@@ -197,8 +198,8 @@ class _Problems:
         self.last = self._of[process] = problem[:500]
 
     def started(self, process: str) -> None:
-        gone = {self._of.pop(process, None), self._of.pop(UNKNOWN, None)}
-        if self.last in gone:
+        former = {self._of.pop(process, None), self._of.pop(UNKNOWN, None)}
+        if self.last in former:
             self.last = None
 
     def end(self, process: str) -> None:
@@ -228,7 +229,7 @@ def _entries(log: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_entry(line: str) -> dict[str, Any] | None:
-    """Returns the record in a line of a log; None for a line that is no JSON object."""
+    """Returns the record in a log line; None if the line is not a JSON object."""
     try:
         entry = json.loads(line)
     except ValueError:

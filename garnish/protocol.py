@@ -14,7 +14,7 @@ from gateway.api import schema
 
 CONNECT = 5.0
 SHORT = 60.0
-"""Seconds for what needs no computation; also the slack on top of what the service bounds."""
+"""Timeout in seconds for what needs no computation; also the slack on top of the service's own bounds."""
 CALL_SECONDS = 600.0
 """The service's deadline of a call that states none, and of a deploy."""
 Event = schema.TokenEvent | schema.DoneEvent
@@ -22,7 +22,7 @@ Reply = TypeVar("Reply")
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, as keyword arguments of httpx's `build_request`."""
+    """A request, as keyword arguments of httpx's `build_request`."""
 
     method: str
     url: str
@@ -39,14 +39,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waiting(seconds: float) -> httpx.Timeout:
-    """Returns a read timeout for a reply that the service bounds by `seconds` itself: long enough that its own answer
-    comes first."""
+    """Returns a timeout longer than `seconds`, the service's own bound, so that its reply comes first."""
     return httpx.Timeout(SHORT, connect=CONNECT, pool=CONNECT, read=seconds + SHORT)
 
 
 def base_headers(connection: Connection) -> dict[str, str]:
-    """Returns the headers of every request: the key, and the tenant for whom an administrator acts. Raises GarnishError
-    for a key or tenant that no header can carry, such as a key that was copied with its `…`."""
+    """Returns the headers of all requests: the key, and the tenant for whom an administrator acts.
+
+    Raises GarnishError for a key or tenant that no header can carry, such as a key that was copied with its `…`.
+    """
     if not _can_be_sent(connection.key):
         problem = "no key has the characters of this one: copy it whole"
         raise GarnishError("unauthenticated", f"{problem} ({_key_used(connection)})")
@@ -65,8 +66,10 @@ def _can_be_sent(text: str) -> bool:
 
 
 def parse(reply: httpx.Response, kind: type[Reply], connection: Connection) -> Reply:
-    """Returns the typed content of a reply that was read; None where `kind` is NoneType, for a reply that is empty.
-    Raises GarnishError for an error and for what is no reply of a Garnish service."""
+    """Returns the content of a reply that was read, as `kind`; for an empty reply `kind` is NoneType.
+
+    Raises GarnishError for an error, and for a reply that is not of a Garnish service.
+    """
     if not reply.is_success:
         raise error_of(reply, connection)
     try:
@@ -84,18 +87,18 @@ def _address(reply: httpx.Response) -> str:
 
 
 def error_of(reply: httpx.Response, connection: Connection) -> GarnishError:
-    """Returns what an error reply says; its content must have been read."""
+    """Returns an error reply as an exception; its content must have been read."""
     try:
-        told = msgspec.json.decode(reply.content, type=schema.ErrorReply).error
+        content = msgspec.json.decode(reply.content, type=schema.ErrorReply).error
     except msgspec.DecodeError:
         message = (
             f"{_address(reply)} answered {reply.status_code}, but not as a Garnish service does: is the address right?"
         )
         return GarnishError("internal", message, status=reply.status_code)
     if reply.status_code == 401:
-        told = msgspec.structs.replace(told, message=f"{told.message} ({_key_used(connection)})")
+        content = msgspec.structs.replace(content, message=f"{content.message} ({_key_used(connection)})")
     retry_after = reply.headers.get("retry-after", "")
-    return _error(told, reply.status_code, float(retry_after) if retry_after.isdecimal() else None)
+    return _error(content, reply.status_code, float(retry_after) if retry_after.isdecimal() else None)
 
 
 def _key_used(connection: Connection) -> str:
@@ -106,14 +109,14 @@ def _key_used(connection: Connection) -> str:
     )
 
 
-def _error(told: schema.ErrorContent, status: int, retry_after: float | None = None) -> GarnishError:
-    details = [msgspec.to_builtins(entry) for entry in told.details]
+def _error(content: schema.ErrorContent, status: int, retry_after: float | None = None) -> GarnishError:
+    details = [msgspec.to_builtins(entry) for entry in content.details]
     return GarnishError(
-        told.type,
-        told.message,
-        param=told.param,
+        content.type,
+        content.message,
+        param=content.param,
         details=details,
-        request_id=told.request_id,
+        request_id=content.request_id,
         status=status,
         retry_after=retry_after,
     )
@@ -133,11 +136,10 @@ class EventReader:
         self._name = ""
         self._data: list[str] = []
         self.finished = False
-        """Whether `done` came: a stream that ends without it broke off."""
+        """True after the `done` event; a stream that ends without it was cut off"""
 
     def line(self, line: str) -> Event | None:
-        """Returns the event that this line completes; None when it completes none. Raises GarnishError for an `error`
-        event."""
+        """Returns the event that this line completes, or None. Raises GarnishError for an `error` event."""
         if line:
             field, _, value = line.partition(":")
             value = value.removeprefix(" ")

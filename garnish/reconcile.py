@@ -1,7 +1,7 @@
-"""What it takes to make a service hold what its service file declares: tenants, functions, and where aliases point.
+"""Reconciles a service with its service file: tenants, functions and aliases.
 
 A plan is made first, by reading the service and hashing the adapters' files; nothing changes until it is carried out.
-What the service has and the file does not declare is left alone.
+What the service has and the file does not declare stays as it is.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ class Connect(Protocol):
 
 
 class FunctionStep(msgspec.Struct, frozen=True):
-    """What is to be done for one function. `create`: the adapter becomes a new version. `move`: the adapter is a
-    version already, and the alias has to point to it. `set`: only the function's policy has to change, which it may
-    with the others, too."""
+    """Change that one function needs.
+
+    `create`: the adapter becomes a new version. `move`: the adapter is a version already, and the alias must point to
+    it. `set`: only the function's policy changes, which it may in the other cases too.
+    """
 
     tenant: str
     function: str
     alias: str
     action: Literal["create", "move", "set", "none"]
     version: int | None
-    """The one that the adapter is already."""
+    """version that the adapter is already"""
     points_to: int | dict[str, float] | None
-    """Where the alias points now."""
+    """present target of the alias"""
     adapter: str
     policy: dict[str, Any] = {}
-    """Fields that the file states and that are not so."""
+    """stated fields whose present values differ"""
 
     def __str__(self) -> str:
         return f"{self._deployed()}; policy: {', '.join(self.policy)}" if self.policy else self._deployed()
@@ -60,28 +62,31 @@ class FunctionStep(msgspec.Struct, frozen=True):
 
 
 class TenantStep(msgspec.Struct, frozen=True):
-    """What is to be done for one tenant. `change`: what the file states of it is not so. `later`: nor is it, but the
-    gateway itself takes the tenant from its own service file."""
+    """Change that one tenant needs.
+
+    `change`: its settings differ from the file. `later`: they differ too, but the gateway declares the tenant in its
+    own service file.
+    """
 
     tenant: str
     action: Literal["create", "change", "later", "none"]
     changed: list[str] = []
     settings: dict[str, Any] = {}
-    """All that is to hold afterwards."""
+    """complete settings after the change"""
 
     def __str__(self) -> str:
-        told = {
+        actions = {
             "create": "create",
             "change": f"change {', '.join(self.changed)}",
             "later": "is taken from the gateway's own serverless.yml at its next start",
             "none": "nothing to do",
         }
-        return f"tenant {self.tenant}: {told[self.action]}"
+        return f"tenant {self.tenant}: {actions[self.action]}"
 
 
 class Plan(msgspec.Struct, frozen=True):
     tenants: list[TenantStep]
-    """Empty without an administrator's key."""
+    """steps for tenants; empty without an administrator's key"""
     functions: list[FunctionStep]
 
     @property
@@ -94,8 +99,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> Plan:
-    """Compares the service file's functions and tenants with what the service has, and returns what there is to do.
-    Raises GarnishError."""
+    """Compares the service file's functions and tenants with the service, and returns the plan.
+
+    Raises GarnishError.
+    """
     tenants: list[TenantStep] = []
     if administers:
         tenants = [_plan_tenant(service, connect, name) for name in tenant_names(service)]
@@ -108,8 +115,10 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
 
 
 def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
-    """Carries out one change after another, and yields the reply of each deploy; `tell` is called with each before it
-    begins. Raises GarnishError: what was done before stays."""
+    """Carries out one change after another, and yields the reply of each deploy.
+
+    `report` is called with each change before it starts. Raises GarnishError; earlier changes stay.
+    """
     for step in plan.tenants:
         if step.action in ("create", "change"):
             tell(str(step))
@@ -126,9 +135,9 @@ def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iter
 
 
 def try_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
-    """Has the service check the adapters that would become versions, of tenants that exist. Nothing changes.
+    """Has the service validate the adapters that would become versions, of existing tenants. Nothing changes.
 
-    Raises GarnishError, naming the function, for the first that it refuses.
+    Raises GarnishError with the function's name for the first one that is refused.
     """
     new = {step.tenant for step in plan.tenants if step.action == "create"}
     for entry in plan.functions:
@@ -155,12 +164,12 @@ def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantSte
     if not stated:
         return TenantStep(name, "none")
     with connect(None, admin=True) as client:
-        known = client.tenant(name)
+        settings = client.tenant(name)
     # a service of the release before has none of the last two
     fields = ("limits", "slo", "weight", "webhook_hosts", "file_bytes")
-    now = {field: known[field] for field in fields if field in known}
+    now = {field: settings[field] for field in fields if field in settings}
     changed = [field for field in stated if stated[field] != now.get(field)]
-    if not changed or known["declared"]:
+    if not changed or settings["declared"]:
         return TenantStep(name, "later" if changed else "none", changed)
     return TenantStep(name, "change", changed, {**now, **stated})
 
@@ -175,15 +184,15 @@ def _plan_function(
     if not new_tenant:
         with connect(tenant) as client:
             try:
-                found = client.function(name)
-                points_to = found.aliases.get(alias)
-                policy = {field: value for field, value in policy.items() if found.policy.get(field) != value}
-                known = client.versions(name).versions
+                deployed = client.function(name)
+                points_to = deployed.aliases.get(alias)
+                policy = {field: value for field, value in policy.items() if deployed.policy.get(field) != value}
+                versions = client.versions(name).versions
             except GarnishError as error:
                 if error.type != "not_found":
                     raise
-                known = []
-        same = [entry.version for entry in known if (entry.config_sha256, entry.weights_sha256) == hashes]
+                versions = []
+        same = [entry.version for entry in versions if (entry.config_sha256, entry.weights_sha256) == hashes]
         version = max(same, default=None)
     action: Literal["create", "move", "set", "none"] = "create" if version is None else "move"
     if version is not None and points_to == version:

@@ -15,7 +15,7 @@ from infra.errors import InfraError
 MIB = 1 << 20
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MIN_KV_TOKENS = 8192
-"""Of running requests together, where the file states no kv_memory; at most one request of the longest context."""
+"""Tokens of KV memory for all running requests, without kv_memory in the file; at most one longest context."""
 RUNTIME = 1 << 30
 """Bytes for the driver's context, kernels and activations."""
 NEEDED = (
@@ -30,7 +30,7 @@ class Gpus(msgspec.Struct, frozen=True):
     name: str
     count: int
     memory: int
-    """Bytes of one GPU, as its driver reports the total."""
+    """bytes of a GPU, the total that its driver reports"""
 
 
 _T4, _A10G, _L4, _L40S = ("T4", 15_360), ("A10G", 23_028), ("L4", 23_034), ("L40S", 46_068)
@@ -57,8 +57,10 @@ INSTANCE_TYPES: dict[str, Gpus] = {
 
 
 def devices_of(instance_type: str, devices: Sequence[int] | None, field: str) -> list[int]:
-    """Returns the GPUs of an instance that get a node: `devices`, or all of them if that is None. Raises InfraError for
-    one that the type does not have."""
+    """Returns the GPUs of an instance that get a node: `devices`, or all if that is None.
+
+    Raises InfraError for a GPU that the type does not have.
+    """
     count = gpus_of(instance_type, field).count
     if devices is None:
         return list(range(count))
@@ -68,19 +70,19 @@ def devices_of(instance_type: str, devices: Sequence[int] | None, field: str) ->
 
 
 def gpus_of(instance_type: str, field: str) -> Gpus:
-    """Returns the GPUs of an AWS instance type. Raises InfraError for a type that is unknown, or has no GPU."""
-    found = INSTANCE_TYPES.get(instance_type)
-    if found is None:
+    """Returns the GPUs of an AWS instance type. Raises InfraError for a type that is unknown or has no GPU."""
+    gpus = INSTANCE_TYPES.get(instance_type)
+    if gpus is None:
         near = difflib.get_close_matches(instance_type, INSTANCE_TYPES, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise InfraError(
             f"{field}: unknown instance type {instance_type!r}; {hint}known families: {', '.join(_FAMILIES)}"
         )
-    return found
+    return gpus
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node needs on the device, in bytes."""
+    """Device memory that a node needs, in bytes."""
 
     weights: int
     adapters: int
@@ -93,9 +95,12 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_memory: int | None) -> Need:
-    """Returns what a node needs at least. `config` is the base model's config.json; `dtype` as the file has it;
-    `adapter_memory` and `kv_memory` in bytes (None: room for MIN_KV_TOKENS, or for one longest context if that is
-    less). Raises InfraError for an unknown dtype, or a model that is not Llama-like."""
+    """Returns the minimal device memory of a node.
+
+    `config` is the base model's config.json, `dtype` that of the service file. `adapter_memory` and `kv_memory` are in
+    bytes; None for `kv_memory` is room for MIN_KV_TOKENS, or one longest context if smaller. Raises InfraError for an
+    unknown dtype, or a model that is not Llama-like.
+    """
     _check_config(config)
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -108,8 +113,8 @@ def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_me
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    known = {name: config.get(name) for name in NEEDED} | {name: config.get(name) or 1 for name in OPTIONAL}
-    wrong = [name for name, value in known.items() if not isinstance(value, int) or value <= 0]
+    fields = {name: config.get(name) for name in NEEDED} | {name: config.get(name) or 1 for name in OPTIONAL}
+    wrong = [name for name, value in fields.items() if not isinstance(value, int) or value <= 0]
     if wrong:
         raise InfraError(
             f"base_model: what a node needs can't be told from its config.json: expected whole numbers above 0, as a "
@@ -118,8 +123,10 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 
 def parameters(config: Mapping[str, Any]) -> int:
-    """Returns the number of parameters: projections, norms, embeddings, and a head of its own unless it is tied; a
-    family that is not served counts as Llama's."""
+    """Returns the number of parameters: projections, norms, embeddings, and a head unless it is tied.
+
+    A family that is not served counts as Llama's.
+    """
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     widths, family = projection_widths(config), FAMILIES.get(str(config.get("model_type")), LLAMA)
     biased = {*family.biased}.union(*(names for key, names in family.bias_keys.items() if config.get(key)))
@@ -137,7 +144,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], item: int) -> int:
 
 
 def check_fits(field: str, instance_type: str, gpus: Gpus, need: Need) -> None:
-    """Raises InfraError, with the numbers, when a node does not fit on one GPU of the instance."""
+    """Raises InfraError with the numbers if a node does not fit on one GPU of the instance."""
     if need.total > gpus.memory:
         raise InfraError(
             f"{field}: a node does not fit on the {gpus.name} of {instance_type}: it needs {need.total / GIB:.1f} GiB "

@@ -1,4 +1,7 @@
-"""A pool's nodes as processes: their pid files, which of them live, and how they end."""
+"""Processes of local nodes: their pid files, their tags in /proc, and their ends.
+
+A process is identified by its pid and start time, since pids are used again.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from infra.text import write_whole
 
 POLL_SECONDS = 0.05
 KILL_SECONDS = 10.0
-"""After SIGKILL; only a process that hangs in the kernel takes longer."""
+"""Time for a process to end after SIGKILL; only one that hangs in the kernel takes longer."""
 PROC = Path("/proc")
 NODE_TAG = "GARNISH_POOL_NODE"
-"""`<service>/<pool>/<node>` in the environment of a pool's node and of all that it starts."""
+"""Environment variable of a pool's node and all its children: `<service>/<pool>/<node>`."""
 STATE_TAG = "GARNISH_POOL_STATE"
-"""The state directory: two services of one name on a host are two."""
+"""Environment variable with the state directory, which separates two services of one name on a host."""
 
 
 class NodeKey(msgspec.Struct, frozen=True, kw_only=True):
-    """Names one node: of which state directory (an absolute path), service and pool it is."""
+    """Identity of a node: state directory (an absolute path), service, pool and node id."""
 
     state: str
     service: str
@@ -45,11 +48,11 @@ class NodeKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StillRunning(InfraError):
-    """Processes that did not end, not even by SIGKILL."""
+    """Processes did not end, even by SIGKILL."""
 
 
 def service_directory(state: Path, service: str) -> Path:
-    """Returns the directory for what is kept of a service's node pools, unless that is kept elsewhere."""
+    """Returns the default directory of a service's node pools."""
     return state / "infra" / service
 
 
@@ -58,7 +61,7 @@ def nodes_directory(state: Path, service: str) -> Path:
 
 
 def remember(key: NodeKey, pid: int) -> Process | None:
-    """Writes the node's pid file and returns its process; None when the process has ended already."""
+    """Writes the node's pid file and returns its process; None if the process has ended already."""
     process = identify(pid)
     if process is None:
         return None
@@ -68,7 +71,7 @@ def remember(key: NodeKey, pid: int) -> Process | None:
 
 
 def remembered(key: NodeKey) -> Process | None:
-    """Returns the process that the pid file names, alive or not; None when the file is lost or broken."""
+    """Returns the process in the pid file, alive or not; None if the file is missing or broken."""
     try:
         return msgspec.json.decode(key.pid_file.read_bytes(), type=Process)
     except (OSError, msgspec.DecodeError):
@@ -76,47 +79,52 @@ def remembered(key: NodeKey) -> Process | None:
 
 
 def processes_of(key: NodeKey) -> list[Process]:
-    """Returns all living processes of a node: what its pid file names, and whatever carries its tag."""
-    named = remembered(key)
-    found = {process.pid: process for tag, process in tagged(key.state, key.tag) if tag == key.tag}
-    if named is not None and is_alive(named):
-        found[named.pid] = named
-    return [found[pid] for pid in sorted(found)]
+    """Returns all living processes of a node: the one in its pid file, and those with its tag."""
+    recorded = remembered(key)
+    by_pid = {process.pid: process for tag, process in tagged(key.state, key.tag) if tag == key.tag}
+    if recorded is not None and is_alive(recorded):
+        by_pid[recorded.pid] = recorded
+    return [by_pid[pid] for pid in sorted(by_pid)]
 
 
 def main_process(key: NodeKey) -> Process | None:
-    """Returns the node's supervisor if it lives; without a pid file, the tagged process that none of the others
-    started. None without one."""
-    named = remembered(key)
-    if named is not None:
-        return named if is_alive(named) else None
-    found = processes_of(key)
-    pids = {process.pid for process in found}
-    roots = [process for process in found if (stat := read_stat(process.pid)) and stat.parent not in pids]
+    """Returns the node's supervisor, or None if it has ended.
+
+    Without a pid file it is the tagged process that no other tagged process started.
+    """
+    recorded = remembered(key)
+    if recorded is not None:
+        return recorded if is_alive(recorded) else None
+    processes = processes_of(key)
+    pids = {process.pid for process in processes}
+    roots = [process for process in processes if (stat := read_stat(process.pid)) and stat.parent not in pids]
     return roots[0] if roots else None
 
 
 def stop(key: NodeKey, grace: float) -> bool:
-    """Ends a node: TERM to the supervisor, which drains; after `grace` seconds KILL to what is left. Returns whether
-    anything ran.
+    """Ends a node: TERM to the supervisor, which drains; after `grace` seconds KILL to the remaining processes.
 
-    Raises StillRunning when a process survives that.
+    Returns True if anything ran. Raises StillRunning if a process survives.
     """
-    found = processes_of(key)
+    processes = processes_of(key)
     if main := main_process(key):
         send(main, signal.SIGTERM)
         _wait(key, grace)
     for process in processes_of(key):
         send(process, signal.SIGKILL)
-    if left := _wait(key, KILL_SECONDS):
-        raise StillRunning(f"{key.node}: the processes {', '.join(str(process.pid) for process in left)} don't end")
+    if remaining := _wait(key, KILL_SECONDS):
+        raise StillRunning(
+            f"{key.node}: the processes {', '.join(str(process.pid) for process in remaining)} don't end"
+        )
     key.pid_file.unlink(missing_ok=True)
-    return bool(found)
+    return bool(processes)
 
 
 def send(process: Process, number: signal.Signals) -> None:
-    """Sends the signal to this very process: its id is held while it is looked at, so that no stranger can take it
-    over. Does nothing when the process has ended."""
+    """Sends the signal to this process, or does nothing if it has ended.
+
+    A pidfd pins the pid during the check, so that no other process can get the signal.
+    """
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -129,12 +137,11 @@ def send(process: Process, number: signal.Signals) -> None:
         os.close(handle)
 
 
-def running_nodes(state: Path, service: str, known: Iterable[NodeKey] = ()) -> dict[NodeKey, Process]:
-    """Returns the nodes of the service whose supervisor lives, with its process: all that are tagged, and those `known`
-    by their pid files."""
-    keys = {key_of(str(state), tag) for tag, _ in tagged(str(state), f"{service}/")} | set(known)
-    found = {key: main_process(key) for key in keys if key is not None}
-    return {key: process for key, process in found.items() if process is not None}
+def running_nodes(state: Path, service: str, expected: Iterable[NodeKey] = ()) -> dict[NodeKey, Process]:
+    """Returns the living supervisors of the service's nodes: all that are tagged, and those of `expected` keys."""
+    keys = {key_of(str(state), tag) for tag, _ in tagged(str(state), f"{service}/")} | set(expected)
+    supervisors = {key: main_process(key) for key in keys if key is not None}
+    return {key: process for key, process in supervisors.items() if process is not None}
 
 
 def key_of(state: str, tag: str) -> NodeKey | None:
@@ -143,21 +150,21 @@ def key_of(state: str, tag: str) -> NodeKey | None:
 
 
 def _wait(key: NodeKey, seconds: float) -> list[Process]:
-    """Waits until no process of the node lives, `seconds` at most; returns those that still do."""
+    """Waits until no process of the node lives, for `seconds` at most; returns the remaining ones."""
     deadline = time.monotonic() + seconds
     pause = POLL_SECONDS
-    while (left := processes_of(key)) and time.monotonic() < deadline:
+    while (remaining := processes_of(key)) and time.monotonic() < deadline:
         time.sleep(pause)
         pause = min(2 * pause, 1.0)  # a drain may take an hour
-    return left
+    return remaining
 
 
 class Process(msgspec.Struct, frozen=True):
-    """One very process: no later process with the same id is equal to it."""
+    """Identity of a process; no later process with the same pid is equal to it."""
 
     pid: int
     start_time: int
-    """Clock ticks since boot (field 22 of /proc/PID/stat)."""
+    """clock ticks since boot (field 22 of /proc/PID/stat)"""
     boot: str
 
 
@@ -168,7 +175,7 @@ class Stat(msgspec.Struct, frozen=True):
 
 
 def read_stat(pid: int) -> Stat | None:
-    """Returns what the kernel says of the process; None when there is no such process."""
+    """Returns the kernel's state of the process; None if there is no such process."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
     except (OSError, UnicodeDecodeError):
@@ -182,7 +189,7 @@ def boot_id() -> str:
 
 
 def identify(pid: int) -> Process | None:
-    """Returns the living process of this id; None without one, and for a zombie, which only waits to be reaped."""
+    """Returns the living process with this pid; None without one, and for a zombie."""
     stat = read_stat(pid)
     return None if stat is None or stat.state in "ZX" else Process(pid, stat.start_time, boot_id())
 
@@ -192,25 +199,24 @@ def is_alive(process: Process) -> bool:
 
 
 def tags(pid: int) -> tuple[str, str] | None:
-    """Returns (state directory, node tag) that the process was started with; None where it has none, or is another
-    user's."""
+    """Returns the process's (state directory, node tag); None if it has none, or belongs to another user."""
     try:
         entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    found = {name: os.fsdecode(value) for name, _, value in (entry.partition(b"=") for entry in entries)}
-    node, state = found.get(NODE_TAG.encode()), found.get(STATE_TAG.encode())
+    variables = {name: os.fsdecode(value) for name, _, value in (entry.partition(b"=") for entry in entries)}
+    node, state = variables.get(NODE_TAG.encode()), variables.get(STATE_TAG.encode())
     return None if node is None or state is None else (state, node)
 
 
 def tagged(state: str, prefix: str) -> Iterator[tuple[str, Process]]:
-    """Yields (tag, process) of every living process of this state directory whose tag begins with `prefix`."""
+    """Yields (tag, process) of the living processes of this state directory whose tags begin with `prefix`."""
     for entry in PROC.iterdir():
         if not entry.name.isdigit():
             continue
-        found = tags(int(entry.name))
-        if found is None or found[0] != state or not found[1].startswith(prefix):
+        process_tags = tags(int(entry.name))
+        if process_tags is None or process_tags[0] != state or not process_tags[1].startswith(prefix):
             continue
         process = identify(int(entry.name))
-        if process is not None and tags(int(entry.name)) == found:  # else another has taken the id meanwhile
-            yield found[1], process
+        if process is not None and tags(int(entry.name)) == process_tags:  # else another has taken the id meanwhile
+            yield process_tags[1], process

@@ -1,4 +1,4 @@
-"""From a stack to a Terraform root module: JSON in a stable order, fit for review, and the modules that it uses."""
+"""Renders a stack as a Terraform root module: JSON in a stable order, fit for review, and the modules that it uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROVIDER = {"aws": {"source": "hashicorp/aws", "version": ">= 6.0, < 7.0"}}
 
 
 def render(stack: Stack) -> Block:
-    """Returns the root module. Raises InfraError for a stack that can't be."""
+    """Returns the root module. Raises InfraError for an invalid stack."""
     check_stack(stack)
     modules = {module_name(pool.name): _local_module(stack, pool) for pool in stack.local_pools}
     terraform: Block = {"required_version": REQUIRED_VERSION, "backend": _backend(stack)}
@@ -50,8 +50,10 @@ def text_of(root: Block) -> str:
 
 
 def write_root(stack: Stack, directory: Path) -> str:
-    """Writes the root module and the modules it uses; what else lies in the directory stays. Returns the root's text.
-    Raises InfraError."""
+    """Writes the root module and the modules that it uses, and returns the root's text. Raises InfraError.
+
+    Other files in the directory stay.
+    """
     root = render(stack)
     text = text_of(root)
     try:
@@ -90,19 +92,18 @@ def _local_module(stack: Stack, pool: Pool) -> Block:
 
 
 def _pool_output(pool: Pool) -> Block:
-    made = "nodes" if pool.backend == "local" else "autoscaling_group"
+    created_by = "nodes" if pool.backend == "local" else "autoscaling_group"
     return {
         "backend": pool.backend,
         "min": pool.min,
         "desired": pool.desired,
         "max": pool.max,
-        made: f"${{module.{module_name(pool.name)}.{made}}}",
+        created_by: f"${{module.{module_name(pool.name)}.{created_by}}}",
     }
 
 
 def _backend(stack: Stack) -> Block:
-    """Returns where the state lies; for S3, region and credentials come from the environment, as for every tool of
-    AWS."""
+    """Returns the backend of the state; for S3, region and credentials come from the environment."""
     if stack.state is None:
         return {"local": {"path": STATE_FILE}}
     key = "/".join(part for part in (stack.state.prefix, stack.service, STATE_FILE) if part)
@@ -110,8 +111,7 @@ def _backend(stack: Stack) -> Block:
 
 
 def _write_modules(target: Path, names: set[str]) -> None:
-    """Writes the modules `names`, and removes our other ones. Nothing else in the directory is touched: it may hold
-    others'."""
+    """Writes the modules `names`, and removes our other ones. Modules of others in the directory stay."""
     for old in sorted(MODULES.iterdir()):
         shutil.rmtree(target / old.name, ignore_errors=True)
     for name in sorted(names):
@@ -119,8 +119,10 @@ def _write_modules(target: Path, names: set[str]) -> None:
 
 
 def _aws_modules(stack: Stack, host: AwsHost) -> dict[str, Block]:
-    """Returns the modules of the stack's part in AWS. Without pools that is the registry's bucket, and what Terraform
-    needs to destroy pools that were there. Raises InfraError without a registry on S3."""
+    """Returns the modules of the stack's part in AWS: its pools and the registry's bucket.
+
+    Raises InfraError without a registry on S3.
+    """
     if stack.registry is None:
         raise InfraError("registry: nodes in AWS need a registry on S3, s3://bucket/prefix")
     modules = {module_name(pool.name): _aws_pool(stack.service, pool, host, stack.registry) for pool in stack.aws_pools}

@@ -108,10 +108,10 @@ def create_secret(service: Service, output: Output, tenant: TenantName) -> None:
 
     screen = output.screen()
     with service.client(admin=True) as client:
-        made = client.ask(webhook_secret_call(tenant), NewSecretReply)
-    screen.line(made.secret)
-    screen.note(f"its id is {made.secret_id}; it is not shown again")
-    screen.result(made)
+        created = client.ask(webhook_secret_call(tenant), NewSecretReply)
+    screen.line(created.secret)
+    screen.note(f"its id is {created.secret_id}; it is not shown again")
+    screen.result(created)
 
 
 def list_secrets(service: Service, output: TableOutput, tenant: TenantName) -> None:
@@ -121,10 +121,10 @@ def list_secrets(service: Service, output: TableOutput, tenant: TenantName) -> N
 
     screen = output.screen()
     with service.client(admin=True) as client:
-        found = client.ask(webhook_secrets_call(tenant), SecretsReply)
-    rows = [[each.secret_id, shown_time(each.created)] for each in found.secrets]
+        reply = client.ask(webhook_secrets_call(tenant), SecretsReply)
+    rows = [[each.secret_id, shown_time(each.created)] for each in reply.secrets]
     screen.table([Column("ID", least=16), Column("CREATED", least=20)], rows)
-    screen.result(found)
+    screen.result(reply)
 
 
 def end_secret(

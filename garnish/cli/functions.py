@@ -137,16 +137,16 @@ def describe(service: TenantService, output: TableOutput, name: Name) -> None:
     """Show one function: aliases, versions, where it is resident."""
     screen = output.screen()
     with service.client(service.tenant) as client:
-        found, forecast = client.function(name), _forecast(client, name)
-    screen.line(f"name: {found.name}")
-    screen.line(f"generation: {found.generation}")
-    for alias, target in found.aliases.items():
+        function, forecast = client.function(name), _forecast(client, name)
+    screen.line(f"name: {function.name}")
+    screen.line(f"generation: {function.generation}")
+    for alias, target in function.aliases.items():
         screen.line(f"alias {alias}: {pointed(target)}")
-    for field, value in found.policy.items():
+    for field, value in function.policy.items():
         screen.line(f"policy {field}: {msgspec.json.encode(value).decode()}")
     screen.line(f"calls expected: {_expected(forecast)}")
-    _show_versions(found, screen)
-    screen.result(found)
+    _show_versions(function, screen)
+    screen.result(function)
 
 
 def _forecast(client: Client, name: str) -> ForecastReply | None:
@@ -177,7 +177,7 @@ def _expected(forecast: ForecastReply | None) -> str:
     return f"{expected}; wanted on {places or 'no node'}{left_out}"
 
 
-def _show_versions(found: FunctionReply, screen: Screen) -> None:
+def _show_versions(function: FunctionReply, screen: Screen) -> None:
     rows = [
         [
             str(entry.version),
@@ -185,9 +185,9 @@ def _show_versions(found: FunctionReply, screen: Screen) -> None:
             ", ".join(entry.targets),
             shown_bytes(entry.bytes),
             shown_time(entry.created),
-            ", ".join(f"{p.node}:{p.tier}" for p in found.residency if p.version == entry.version) or "-",
+            ", ".join(f"{p.node}:{p.tier}" for p in function.residency if p.version == entry.version) or "-",
         ]
-        for entry in found.versions
+        for entry in function.versions
     ]
     screen.table(
         [
@@ -238,15 +238,15 @@ def _delete_version(client: Client, name: str, version: int) -> None:
 def _version_in(name: str, version: int | None) -> tuple[str, int | None]:
     """Returns the name and the version to delete: `teas:1` means the same as `teas --version 1`. Raises
     typer.BadParameter for `teas:prod`."""
-    name, colon, named = name.partition(":")
+    name, colon, suffix = name.partition(":")
     if not colon:
         return name, version
-    if not (named.isascii() and named.isdecimal() and int(named)) or version is not None:
+    if not (suffix.isascii() and suffix.isdecimal() and int(suffix)) or version is not None:
         raise typer.BadParameter(
-            f"{named!r} is no version: `garnish delete {name}:1` deletes version 1, `garnish delete {name}` deletes "
+            f"{suffix!r} is no version: `garnish delete {name}:1` deletes version 1, `garnish delete {name}` deletes "
             "all of them; an alias stays as long as its function (garnish alias points it elsewhere)"
         )
-    return name, int(named)
+    return name, int(suffix)
 
 
 def pointed(target: int | dict[str, float]) -> str:

@@ -51,15 +51,15 @@ def plan(
 
     with output.screen() as screen:
         provision = Provision(file, state)
-        note = provision.plan(screen.progress)
+        saved = provision.plan(screen.progress)
         screen.end_progress()
-        _show(note, screen)
+        _show(saved, screen)
         for line in provision.sizes_told():
             screen.line(line)
-        if note.changes:
+        if saved.changes:
             screen.line("the plan is saved: `garnish infra apply` carries it out")
-        screen.result({**_result(note), "sizes": provision.sizes_told()})
-    if detailed and note.changes:
+        screen.result({**_result(saved), "sizes": provision.sizes_told()})
+    if detailed and saved.changes:
         raise typer.Exit(CHANGES)
 
 
@@ -69,16 +69,16 @@ def apply(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT
 
     with output.screen() as screen:
 
-        def confirm(note: PlanNote) -> None:
+        def confirm(plan: PlanNote) -> None:
             screen.end_progress()
-            _show(note, screen)
-            if note.changes:
-                _confirm(f"carry out {len(note.changes)} changes?", screen, yes)
+            _show(plan, screen)
+            if plan.changes:
+                _confirm(f"carry out {len(plan.changes)} changes?", screen, yes)
 
-        note = Provision(file, state).apply(confirm, screen.progress)
+        applied = Provision(file, state).apply(confirm, screen.progress)
         screen.end_progress()
-        screen.line(f"applied: {_summary(note)}")
-        screen.result(_result(note))
+        screen.line(f"applied: {_summary(applied)}")
+        screen.result(_result(applied))
 
 
 def destroy(
@@ -93,15 +93,15 @@ def destroy(
 
     with output.screen() as screen:
 
-        def confirm(note: PlanNote) -> None:
+        def confirm(plan: PlanNote) -> None:
             screen.end_progress()
-            _show(note, screen)
-            _confirm(f"destroy all {len(note.changes)}?", screen, yes)
+            _show(plan, screen)
+            _confirm(f"destroy all {len(plan.changes)}?", screen, yes)
 
-        note = Provision(file, state).destroy(confirm, screen.progress, force=force)
+        destroyed = Provision(file, state).destroy(confirm, screen.progress, force=force)
         screen.end_progress()
-        screen.line(f"destroyed: {len(note.changes)}" if note.changes else "there is nothing to destroy")
-        screen.result(_result(note))
+        screen.line(f"destroyed: {len(destroyed.changes)}" if destroyed.changes else "there is nothing to destroy")
+        screen.result(_result(destroyed))
 
 
 def show(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE) -> None:
@@ -131,7 +131,7 @@ def show(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_
         screen.result({"pools": pools})
 
 
-def _show(note: PlanNote, screen: Screen) -> None:
+def _show(plan: PlanNote, screen: Screen) -> None:
     columns = [
         Column("ACTION"),
         Column("POOL", least=12),
@@ -141,24 +141,24 @@ def _show(note: PlanNote, screen: Screen) -> None:
     ]
     rows = [
         [change.action, change.pool or "-", change.resource, change.reason, "yes" if change.cost else "-"]
-        for change in note.changes
+        for change in plan.changes
     ]
     if rows:
         screen.table(columns, rows)
-    screen.line(_summary(note))
+    screen.line(_summary(plan))
 
 
-def _summary(note: PlanNote) -> str:
+def _summary(plan: PlanNote) -> str:
     counts = dict.fromkeys(("create", "change", "replace", "destroy"), 0)
-    for change in note.changes:
+    for change in plan.changes:
         counts[change.action] += 1
-    told = [f"{count} to {action}" for action, count in counts.items() if count]
-    costing = sum(change.cost for change in note.changes)
-    return ", ".join(told) + (f" ({costing} bear on cost)" if costing else "") if told else "nothing to do"
+    parts = [f"{count} to {action}" for action, count in counts.items() if count]
+    costing = sum(change.cost for change in plan.changes)
+    return ", ".join(parts) + (f" ({costing} bear on cost)" if costing else "") if parts else "nothing to do"
 
 
-def _result(note: PlanNote) -> dict[str, object]:
-    return {"changes": note.changes, "made_for": note.made_for, "destroy": note.destroy}
+def _result(plan: PlanNote) -> dict[str, object]:
+    return {"changes": plan.changes, "made_for": plan.made_for, "destroy": plan.destroy}
 
 
 def _confirm(question: str, screen: Screen, yes: bool) -> None:
@@ -182,8 +182,10 @@ def autoscale(
 
 
 def _show_decision(decided: Decided, screen: Screen, shown: dict[str, tuple[object, ...]], *, every: bool) -> None:
-    """Shows what was decided of a pool: with JSON every decision; for people what differs from the pool's last line in
-    `shown`, or all of it with `every`."""
+    """Prints what a round did to a pool: with --json always, else only what differs from the pool's last line.
+
+    `shown` holds these lines by pool. With `show_all` every line is printed.
+    """
 
     screen.result({"at": round(time.time(), 3), **msgspec.to_builtins(decided)})
     line = (decided.action, decided.size, decided.wanted, decided.reason if decided.action == "held" else "")

@@ -103,7 +103,7 @@ def _show_timing(screen: Screen, reply: InvokeReply | DoneEvent) -> None:
 
 
 def _phases(cold: ColdStartTiming) -> list[list[str]]:
-    """Returns rows that tell how the load went, for an adapter that was not on the device."""
+    """Returns the rows about the load of an adapter that was not on the device."""
     rows = []
     if cold.fetch_ms:
         rows.append(["  from the store", _ms(cold.fetch_ms)])

@@ -34,10 +34,10 @@ def list_nodes(service: Service, output: TableOutput) -> None:
 
     screen = output.screen()
     with service.client(admin=True) as client:
-        found = client.ask(nodes_call(), NodeList)
+        reply = client.ask(nodes_call(), NodeList)
     shown = ("id", "state", "running", "queued", "kv_blocks_free", "url", "error")
-    rows = [[str(node.record.get(field, "")) for field in shown] for node in found.nodes]
-    for row, node in zip(rows, found.nodes, strict=True):
+    rows = [[str(node.record.get(field, "")) for field in shown] for node in reply.nodes]
+    for row, node in zip(rows, reply.nodes, strict=True):
         row.insert(5, observed_over_forecast(node.record))
         row.insert(6, str(node.record.get("cpu_workers", "-")))
     columns = [
@@ -51,20 +51,22 @@ def list_nodes(service: Service, output: TableOutput) -> None:
         Column("URL", spare=2),
         Column("ERROR", least=20),
     ]
-    if any(node.record.get("gpu") for node in found.nodes):
+    if any(node.record.get("gpu") for node in reply.nodes):
         columns.insert(7, Column("GPU", spare=1))
-        for row, node in zip(rows, found.nodes, strict=True):
+        for row, node in zip(rows, reply.nodes, strict=True):
             row.insert(7, gpu_shown(node.record))
     screen.table(columns, rows)
-    for line in () if screen.as_json else (workers_shown(node.record) for node in found.nodes):
+    for line in () if screen.as_json else (workers_shown(node.record) for node in reply.nodes):
         if line:
             screen.note(line)
-    screen.result(found)
+    screen.result(reply)
 
 
 def workers_shown(record: Mapping[str, Any]) -> str:
-    """Returns how many CPU workers a node has, and why: `node-1: 2 CPU workers: they gain; ...`. Empty where the node
-    gives no reason."""
+    """Returns a node's number of CPU workers and the reason: `node-1: 2 CPU workers: they gain; ...`.
+
+    Empty if the node gives no reason.
+    """
     count, reason = record.get("cpu_workers"), record.get("cpu_workers_reason", "")
     if count is None or not reason:
         return ""
@@ -89,8 +91,7 @@ def gpu_shown(record: Mapping[str, Any]) -> str:
 
 
 def observed_over_forecast(record: Mapping[str, Any]) -> str:
-    """Returns text that tells how a node's passes compare with what its performance model says of them, or how far the
-    measuring of one is."""
+    """Returns the ratio of observed to forecast pass durations as text, or how far the model's measurement is."""
     from cluster.model_check import is_off
 
     ratio = record.get("forecast_ratio")
@@ -109,7 +110,7 @@ def adapters(service: Service, output: TableOutput, node: Node) -> None:
 
     screen = output.screen()
     with service.client(admin=True) as client:
-        found = client.ask(node_adapters_call(node), NodeAdapters)
+        reply = client.ask(node_adapters_call(node), NodeAdapters)
     rows = [
         [
             entry.digest,
@@ -120,7 +121,7 @@ def adapters(service: Service, output: TableOutput, node: Node) -> None:
             str(entry.waiting),
             _progress(entry.layers),
         ]
-        for entry in found.adapters
+        for entry in reply.adapters
     ]
     screen.table(
         [
@@ -134,13 +135,13 @@ def adapters(service: Service, output: TableOutput, node: Node) -> None:
         ],
         rows,
     )
-    if found.unnamed:
-        screen.note(f"{found.unnamed} more are on the disk")
-    screen.result(found)
+    if reply.unnamed:
+        screen.note(f"{reply.unnamed} more are on the disk")
+    screen.result(reply)
 
 
 def _progress(layers: Sequence[str] | None) -> str:
-    """Returns text that tells how many layers are in each state, such as `3 device, 1 host, 4 no`; `-` without
+    """Returns the number of layers in each state as text, such as `3 device, 1 host, 4 no`; `-` without
     layers."""
     if layers is None:
         return "-"
@@ -175,14 +176,16 @@ def _move(
 
 
 def _first_tenant(function: str | None, service: Service) -> str | None:
-    """Returns the tenant that a `function` named without one belongs to: the first tenant in the state's credentials.
-    Returns None when no function is named, a URL is given, or the state has no credentials."""
+    """Returns the tenant of a `function` that is named without one: the first in the state's credentials.
+
+    Returns None if no function is named, a URL is given, or the state has no credentials.
+    """
     from garnish.credentials import FILE_NAME, read_credentials
 
     if function is None or service.url is not None or "GARNISH_URL" in os.environ:
         return None
-    known = read_credentials(service.state / FILE_NAME)
-    return known.tenant if known is not None else None
+    credentials = read_credentials(service.state / FILE_NAME)
+    return credentials.tenant if credentials is not None else None
 
 
 def drain(service: Service, output: Output, node: Node) -> None:
@@ -195,15 +198,15 @@ def undrain(service: Service, output: Output, node: Node) -> None:
     _set_draining(node, False, service, output.screen())
 
 
-def _set_draining(node: str, wanted: bool, service: Service, screen: Screen) -> None:
+def _set_draining(node: str, draining: bool, service: Service, screen: Screen) -> None:
     from garnish.calls import drain_call
     from gateway.routes.nodes import NodeItem
 
     with service.client(admin=True) as client:
-        found = client.ask(drain_call(node, wanted), NodeItem)
-    open_requests = found.record["running"] + found.record["queued"]
-    screen.line(f"{node}: {found.record['state']}, {open_requests} requests open")
-    screen.result(found)
+        node_item = client.ask(drain_call(node, draining), NodeItem)
+    open_requests = node_item.record["running"] + node_item.record["queued"]
+    screen.line(f"{node}: {node_item.record['state']}, {open_requests} requests open")
+    screen.result(node_item)
 
 
 group = commands(

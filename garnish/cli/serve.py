@@ -46,11 +46,11 @@ def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host 
     from gateway.server import run
 
     service = load_service_file(file)
-    with state_directory(state) as own:
-        config = gateway_config(service, resolve_base(service), own, host=host, port=port)
+    with state_directory(state) as directory:
+        config = gateway_config(service, resolve_base(service), directory, host=host, port=port)
         check_port(config.host, config.port)
         check_shared(config)
-        show_keys(own, *make_keys(service, own, local_url(config.host, config.port)), Screen())
+        show_keys(directory, *make_keys(service, directory, local_url(config.host, config.port)), Screen())
         run(config)
 
 
@@ -105,17 +105,17 @@ def logs(
     if trace:
         if process is not None:
             raise typer.BadParameter("--trace is made of the gateway's log: name no process")
-        found = list(trace_lines(state))
+        requests = list(trace_lines(state))
         if screen.as_json:
-            screen.result(found)
+            screen.result(requests)
         else:
-            for request in found:
+            for request in requests:
                 screen.piece(request.line())
         return
     names = [process] if process is not None else log_names(state)
-    found_lines = {name: last_lines(state, name, lines) for name in names}
+    log_lines = {name: last_lines(state, name, lines) for name in names}
     show = for_people if wants_text(sys.stdout) else str
-    for name, texts in found_lines.items():
+    for name, texts in log_lines.items():
         for text in texts:
             screen.styled(f"{name}\t{show(text)}" if process is None else show(text))
-    screen.result(found_lines)
+    screen.result(log_lines)

@@ -61,18 +61,18 @@ def simulate(
     from garnish.simulation.study import make_plan
     from garnish.simulation.traces.requests import Laws
 
-    laws = Laws(seed, _ranks(ranks), functions=functions, rate=rate, seconds=seconds)
+    options = Laws(seed, _ranks(ranks), functions=functions, rate=rate, seconds=seconds)
     bounds = _bounds(sweep) if sweep is not None else None
     with output.screen() as screen:
         screen.progress(f"reading {trace}")
-        plan = make_plan(trace, laws, profile, slo, policy, seed)
-        found = plan.sweep(*bounds, attain, screen.progress) if bounds else plan.run(nodes, screen.progress)
+        plan = make_plan(trace, options, profile, slo, policy, seed)
+        result = plan.sweep(*bounds, attain, screen.progress) if bounds else plan.run(nodes, screen.progress)
         screen.end_progress()
-        _show(screen, plan, found)
+        _show(screen, plan, result)
         if plot is not None:
             plan.plot(plot, attain)
             screen.line(f"plot: {plot}")
-        screen.result({**plan.told(), **found})
+        screen.result({**plan.told(), **result})
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -83,28 +83,33 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def _bounds(text: str) -> tuple[int, int]:
-    found = SWEEP.fullmatch(text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]) <= MOST_NODES:
+    match = SWEEP.fullmatch(text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]) <= MOST_NODES:
         raise typer.BadParameter(f"--sweep: expected nodes=LOW..HIGH, from 1 to {MOST_NODES}, not {text!r}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
-def _show(screen: Screen, plan: Plan, found: dict[str, Any]) -> None:
-    told = plan.told()
-    screen.line(f"trace: {told['format']}, {told['requests']} requests of {told['functions']} functions")
-    screen.line(f"profile: {told['profile']} ({told['source']}); policy {told['policy']}; {told['slo']}")
-    for pool in found.get("sweep", ()):
+def _show(screen: Screen, plan: Plan, result: dict[str, Any]) -> None:
+    plan_fields = plan.told()
+    screen.line(
+        f"trace: {plan_fields['format']}, {plan_fields['requests']} requests of {plan_fields['functions']} functions"
+    )
+    screen.line(
+        f"profile: {plan_fields['profile']} ({plan_fields['source']}); "
+        f"policy {plan_fields['policy']}; {plan_fields['slo']}"
+    )
+    for pool in result.get("sweep", ()):
         screen.line(f"{pool['nodes']:>4} nodes: {pool['attainment']:.2%} within the SLO")
-    if "smallest" in found:
-        screen.line(_verdict(found))
-    if found.get("summary") is not None:
-        _show_summary(screen, found["nodes"], found["summary"])
+    if "smallest" in result:
+        screen.line(_verdict(result))
+    if result.get("summary") is not None:
+        _show_summary(screen, result["nodes"], result["summary"])
 
 
-def _verdict(found: dict[str, Any]) -> str:
-    if found["smallest"] is None:
-        return f"no pool up to {found['high']} nodes reaches {found['wanted']:.2%}"
-    return f"smallest pool with {found['wanted']:.2%}: {found['smallest']} nodes (by bisection)"
+def _verdict(sweep: dict[str, Any]) -> str:
+    if sweep["smallest"] is None:
+        return f"no pool up to {sweep['high']} nodes reaches {sweep['wanted']:.2%}"
+    return f"smallest pool with {sweep['wanted']:.2%}: {sweep['smallest']} nodes (by bisection)"
 
 
 def _show_summary(screen: Screen, nodes: int, summary: Summary) -> None:
@@ -127,5 +132,5 @@ def _show_summary(screen: Screen, nodes: int, summary: Summary) -> None:
         screen.line(f"{summary.moves} requests moved to another node")
 
 
-def _milliseconds(found: Distribution) -> list[str]:
-    return [f"{value * 1e3:.1f}" for value in (found.mean, found.p50, found.p90, found.p99)]
+def _milliseconds(times: Distribution) -> list[str]:
+    return [f"{value * 1e3:.1f}" for value in (times.mean, times.p50, times.p90, times.p99)]

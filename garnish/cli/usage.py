@@ -48,14 +48,14 @@ def usage(
         raise typer.BadParameter(f"--group-by: {min(unknown)!r} is none of {', '.join(GROUPS)}")
     screen = output.screen()
     with service.client(service.tenant, admin=all_tenants) as client:
-        told = client.usage(start=start, end=end, group_by=groups)
-    rows = [[*(_shown(getattr(row, group)) for group in groups), *(_numbers(row))] for row in told.rows]
-    rows.append([*["total", *("" for _ in groups[1:])], *_numbers(told.total)])
-    named = [Column(name.upper(), least=10) for name in groups or ["all"]]
-    sums = [*SUMS.values(), *([("COST", 0)] if told.total.cost is not None else [])]
+        reply = client.usage(start=start, end=end, group_by=groups)
+    rows = [[*(_shown(getattr(row, group)) for group in groups), *(_numbers(row))] for row in reply.rows]
+    rows.append([*["total", *("" for _ in groups[1:])], *_numbers(reply.total)])
+    group_columns = [Column(name.upper(), least=10) for name in groups or ["all"]]
+    sums = [*SUMS.values(), *([("COST", 0)] if reply.total.cost is not None else [])]
     numbers = [Column(name, number=True, spare=spare) for name, spare in sums]
-    screen.table([*named, *numbers], rows if groups else rows[-1:])
-    screen.result(told)
+    screen.table([*group_columns, *numbers], rows if groups else rows[-1:])
+    screen.result(reply)
 
 
 def _numbers(sums: UsageSums) -> list[str]:

@@ -36,13 +36,15 @@ def alias(
     warm: Warm = False,
 ) -> None:
     """Point an alias to a version, or split its calls between some; without TARGET, show it."""
-    wanted = parse_target(target) if target else None
+    new_target = parse_target(target) if target else None
     screen = output.screen()
     with service.client(service.tenant) as client:
         reply = (
-            client.alias(name, alias) if wanted is None else client.set_alias(name, alias, wanted, if_match, warm=warm)
+            client.alias(name, alias)
+            if new_target is None
+            else client.set_alias(name, alias, new_target, if_match, warm=warm)
         )
-    _show(screen, reply, with_history=wanted is None)
+    _show(screen, reply, with_history=new_target is None)
 
 
 def rollback(
@@ -106,12 +108,12 @@ def policy(
     changes = dict(_field(text) for text in fields or ())
     screen = output.screen()
     with service.client(service.tenant) as client:
-        found = client.set_policy(name, changes, if_match) if changes else client.function(name)
-    for field, value in found.policy.items():
+        function = client.set_policy(name, changes, if_match) if changes else client.function(name)
+    for field, value in function.policy.items():
         screen.line(f"{field}: {msgspec.json.encode(value).decode()}")
-    if not found.policy:
+    if not function.policy:
         screen.note("the service's defaults hold")
-    screen.result(found.policy)
+    screen.result(function.policy)
 
 
 def _field(text: str) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""Who waits on a simulated node, and who enters its batch: the rules of `node_agent/engine/admission.py`."""
+"""Waiting queue and admission of a simulated node, by the rules of `node_agent/engine/admission.py`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from garnish.simulation.loads import Loads
 from garnish.simulation.profile import NodeProfile
 
 STARVED_AFTER = 1.0
-"""As on a node."""
+"""Seconds, as on a node."""
 
 
 class Admission:
     """Admits requests to the batch in the order of fair shares, within free rows, KV blocks and adapter memory.
-    Requests whose adapter is on its way hold at most a quarter of the rows and, but for the first of them, half of the
-    KV memory."""
+
+    Requests whose adapter is loading hold at most a quarter of the rows and, except for the first of them, half of the
+    KV memory.
+    """
 
     def __init__(self, profile: NodeProfile, loads: Loads) -> None:
         self._profile, self._loads = profile, loads
         self._short_since: dict[Job, float] = {}
 
     def choose(self, queue: WaitingQueue, running: Collection[Job], kv_free: int, now: float) -> list[Job]:
-        """Takes the requests that it admits out of `queue`, and returns them; each has a lease and knows its `kv`."""
+        """Removes the admitted requests from `queue`, and returns them; each has a lease, and `kv` is set."""
         profile, admitted = self._profile, list[Job]()
         loading = [job for job in running if job.entry is not None and not job.entry.whole]
         rows, kv = max(1, profile.max_rows // 4) - len(loading), sum(job.kv for job in loading)
@@ -50,7 +52,7 @@ class Admission:
         return admitted
 
     def kv_tokens(self, job: Job) -> int:
-        """Returns the tokens of KV memory that the request reserves: its whole length, in blocks."""
+        """Returns the tokens of KV memory that the request reserves: its full length, in blocks."""
         block = self._profile.block_tokens
         return -(-(job.prompt + job.max_tokens) // block) * block
 
@@ -66,12 +68,11 @@ class WaitingQueue:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[Job]:
-        """Iterates over the waiting requests in the order in which they came."""
+        """Iterates over the waiting requests by arrival."""
         return iter(list(self._jobs))
 
     def in_order(self) -> Iterator[Job]:
-        """Yields the waiting requests as their turns come; the caller may remove the ones it has been given
-        meanwhile."""
+        """Yields the waiting requests in fair order; the caller may remove those it has received meanwhile."""
         return iter(self) if len(self._jobs) < 2 else in_fair_order(list(self._jobs), self.shares)
 
     def add(self, job: Job) -> None:
@@ -83,20 +84,22 @@ class WaitingQueue:
         self.shares.leave(job.tenant, job.function)
 
     def take(self, job: Job) -> None:
-        """Removes a job that gets its place in the batch, and charges its prompt: not again after a move. Raises
-        KeyError when it does not wait."""
+        """Removes a job that is admitted to the batch, and charges its prompt, except after a move.
+
+        Raises KeyError if the job does not wait.
+        """
         if not job.moves:
             self._charge(job, token_cost(job.prompt, 0, job.rank))
         self.remove(job)
 
     def charge_tokens(self, job: Job, generated: int) -> None:
-        """Charges the job's tenant and function for its output tokens since the last call; it has `generated` now."""
+        """Charges the job's tenant and function for its new output tokens; it has `generated` now."""
         if generated > job.charged:
             self._charge(job, token_cost(0, generated - job.charged, job.rank))
             job.charged = generated
 
     def turn(self, job: Job) -> float:
-        """Returns the counter of the request's tenant: the least is served first, in the batch, too."""
+        """Returns the virtual token counter of the job's tenant; the smallest one is served first, in the batch too."""
         return self.shares.tenant(job.tenant)
 
     def _charge(self, job: Job, service: float) -> None:

@@ -9,12 +9,11 @@ from math import ceil, sqrt
 from cluster.performance_model import RankTerm
 
 ROUNDING = 1e-9
-"""Seconds by which sums of floats may miss a step's end."""
+"""Tolerance in seconds for a step's end, which is a sum of floats."""
 
 
 class RankMix:
-    """The ranks and adapters of a changing set of requests. All sums are kept, so that asking costs nothing that grows
-    with the set."""
+    """Ranks and adapters of a changing set of requests. All sums are maintained, so that reading them is cheap."""
 
     __slots__ = ("adapter_ranks", "adapters", "ranks", "request_ranks", "rows")
 
@@ -85,16 +84,15 @@ class DecodeRun:
         return self.begin + self.seconds(self.steps)
 
     def done_by(self, now: float) -> int:
-        """Returns how many steps have ended by `now`."""
+        """Returns the number of steps that have ended by `now`."""
         return min(self.steps, int(self._passed(now + ROUNDING)))
 
     def cut(self, now: float) -> None:
-        """Shortens the run so that no step begins after `now`: the one that runs is the last."""
+        """Shortens the run so that no step starts after `now`."""
         self.steps = min(self.steps, max(1, ceil(self._passed(now - ROUNDING))))
 
     def _passed(self, now: float) -> float:
-        """Returns the steps, with their fractions, that fit into the time until `now`: the root of seconds(k) = now -
-        begin."""
+        """Returns the number of steps, with fractions, until `now`: the root of seconds(k) = now - begin."""
         passed = max(0.0, now - self.begin)
         half = self.first - self.growth / 2
         return 2 * passed / (half + sqrt(half * half + 2 * self.growth * passed)) if passed else 0.0

@@ -1,7 +1,7 @@
-"""A policy that no gateway can have: it knows each answer's length and what every node is doing.
+"""A policy that no gateway can have: it knows each answer's length and the state of each node.
 
-It tries every node by running it forward, with the request and without, and chooses the one where all requests' times
-per token, added up, grow least. What is yet to come it does not know.
+It runs each node forward with the request and without, and chooses the one where the sum of all requests' times per
+token grows least. It does not know future requests.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def _added(node: SimulatedNode, job: Job, now: float) -> float:
 class Prompt:
     job: Job
     left: int
-    """tokens to compute"""
+    """tokens that are not computed yet"""
     ready: float
-    """when its adapter lets it begin"""
+    """time from which its adapter is ready"""
 
 
 class Forward:
-    """Runs what a node has to its end, if nothing more comes, beginning when the step or pass that runs now has ended.
+    """Runs a node's requests, and `extra`, to their ends, from the end of the present step or pass.
 
-    KV memory and eviction are left out, a load has the link to itself, and a request whose prompt is computed decodes,
-    even where its adapter is not whole yet. `extra`: one more request.
+    KV memory and eviction are left out, a load has the link to itself, and a request whose prompt is computed decodes
+    even if its adapter is incomplete.
     """
 
     def __init__(self, node: SimulatedNode, now: float, extra: Job | None) -> None:
@@ -60,7 +60,7 @@ class Forward:
         self._term = RANK_TERM[node.profile.performance.decode.rank_term]
         self._mix = RankMix()
         self._decoding: list[tuple[int, int, Job]] = []
-        """(step with which it ends, order, request)"""
+        """decoding rows as (last step, order, job)"""
         self._prompts: list[Prompt] = []
         self._steps, self._contexts, self._order, self._total = 0, 0, 0, 0.0
         self._now = _boundary(node, now)
@@ -71,7 +71,7 @@ class Forward:
         self._queue.reverse()
 
     def total(self) -> float:
-        """Runs all requests to their ends, and returns their seconds per token, added up."""
+        """Runs all requests to their ends, and returns the sum of their seconds per token."""
         while self._decoding or self._prompts or self._queue:
             while self._queue and len(self._decoding) + len(self._prompts) < self._profile.max_rows:
                 self._prompts.append(self._queue.pop())
@@ -97,26 +97,26 @@ class Forward:
                 ready = self._now if job.entry is None or job.entry.ready else _ready(node, now, job)
                 self._prompts.append(Prompt(job, job.left - chunks.get(job, 0), ready))
 
-    def _decode(self, job: Job, left: int) -> None:
-        """Notes that the job has all but `left` of its tokens."""
-        if left <= 0:
+    def _decode(self, job: Job, remaining: int) -> None:
+        """Lets the job decode its `remaining` tokens; with none it has ended."""
+        if remaining <= 0:
             self._total += (self._now - job.at) / job.output
             return
         self._order += 1
-        heappush(self._decoding, (self._steps + left, self._order, job))
+        heappush(self._decoding, (self._steps + remaining, self._order, job))
         self._mix.add(job.digest, job.rank)
-        self._contexts += job.prompt + job.output - left
+        self._contexts += job.prompt + job.output - remaining
 
     def _chunks(self) -> list[tuple[Prompt, int]]:
-        left, found = max(self._profile.chunk_tokens - len(self._decoding), 1), list[tuple[Prompt, int]]()
+        budget, chunks = max(self._profile.chunk_tokens - len(self._decoding), 1), list[tuple[Prompt, int]]()
         for prompt in self._prompts:
-            if left and prompt.ready <= self._now:
-                found.append((prompt, min(prompt.left, left)))
-                left -= found[-1][1]
-        return found
+            if budget and prompt.ready <= self._now:
+                chunks.append((prompt, min(prompt.left, budget)))
+                budget -= chunks[-1][1]
+        return chunks
 
     def _pass(self, chunks: list[tuple[Prompt, int]]) -> None:
-        """Computes a decode step, with chunks of prompts beside it."""
+        """Computes a decode step together with chunks of prompts."""
         model = self._profile.performance
         seconds = model.prefill.seconds(
             sum(length for _, length in chunks),

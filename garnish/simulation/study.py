@@ -1,4 +1,4 @@
-"""One run of a trace by a policy, and the search for the smallest pool that keeps the SLO."""
+"""Runs of a trace by a policy, and the search for the smallest pool that keeps the SLO."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 SIMULATED: Mapping[str, Callable[[Clock], Policy]] = MappingProxyType({"oracle": Oracle})
 STATED_TOKENS = 256
-"""`max_tokens` of a call that states none (docs/guide/invoke.md). Who got a longer answer is taken to have asked for
-it."""
+"""`max_tokens` of a call that states none (docs/guide/invoke.md); a longer answer implies a larger value."""
 Progress = Callable[[str], None]
 
 
@@ -43,22 +42,22 @@ def simulate(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Simulator, Summary]:
-    """Simulates the requests on so many nodes, and returns the simulator at its end and a summary. Raises
-    UnknownPolicy."""
+    """Simulates the requests, and returns the simulator at its end and a summary. Raises UnknownPolicy."""
     simulator = Simulator(profile, nodes, policy_maker(policy, seed), make_jobs(requests, profile, slo))
     simulator.run(progress)
     return simulator, summarise(simulator, slo)
 
 
-def smallest_pool(attainment: Callable[[int], float], low: int, high: int, wanted: float) -> int | None:
-    """Returns the least number of nodes with at least the `wanted` attainment; None when `high` are not enough. The
-    search by bisection takes for granted that more nodes do no worse. `attainment` is asked about log2(high - low) + 2
-    pools at most."""
-    if attainment(high) < wanted:
+def smallest_pool(attainment: Callable[[int], float], low: int, high: int, target: float) -> int | None:
+    """Returns the smallest number of nodes with at least the `target` attainment; None if `high` is too small.
+
+    Bisection assumes that more nodes do no worse. `attainment` is called for log2(high - low) + 2 pools at most.
+    """
+    if attainment(high) < target:
         return None
     while low < high:
         middle = (low + high) // 2
-        if attainment(middle) >= wanted:
+        if attainment(middle) >= target:
             high = middle
         else:
             low = middle + 1
@@ -75,8 +74,10 @@ def policy_names() -> list[str]:
 
 
 def policy_maker(name: str, seed: int) -> Callable[[Clock], Policy]:
-    """Returns the function that makes the policy with the simulation's clock. Raises UnknownPolicy with the names that
-    exist."""
+    """Returns the function that creates the policy from the simulation's clock.
+
+    Raises UnknownPolicy with the existing names.
+    """
     if name in SIMULATED:
         return SIMULATED[name]
     if name not in POLICIES:
@@ -85,7 +86,7 @@ def policy_maker(name: str, seed: int) -> Callable[[Clock], Policy]:
 
 
 def make_jobs(requests: Sequence[TraceRequest], profile: NodeProfile, slo: Slo) -> list[Job]:
-    """Returns the requests as jobs for nodes of `profile`, numbered in order, as the simulator wants them."""
+    """Returns the requests as jobs for nodes of `profile`, numbered in order."""
     return [
         Job(
             number=number,
@@ -106,8 +107,8 @@ def make_jobs(requests: Sequence[TraceRequest], profile: NodeProfile, slo: Slo) 
 
 
 def _stated(request: TraceRequest, profile: NodeProfile) -> int:
-    left = profile.max_context - request.prompt_tokens
-    return max(request.output_tokens, min(STATED_TOKENS, left))
+    room = profile.max_context - request.prompt_tokens
+    return max(request.output_tokens, min(STATED_TOKENS, room))
 
 
 class Plan:
@@ -122,7 +123,7 @@ class Plan:
         self._sweep: dict[int, float] = {}
 
     def told(self) -> dict[str, Any]:
-        """Returns, for display, what is simulated: the trace, profile, policy, SLO and seed."""
+        """Returns the trace, profile, policy, SLO and seed, for display."""
         bounds = {name: getattr(self._slo, name) for name in ("ttft", "tpot", "tpt")}
         stated = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in bounds.items() if value is not None)
         return {
@@ -141,35 +142,37 @@ class Plan:
         summary = self._simulate(nodes, progress)
         return {"nodes": nodes, "summary": summary}
 
-    def sweep(self, low: int, high: int, wanted: float, progress: Progress) -> dict[str, Any]:
-        """Returns the smallest pool of `low` to `high` nodes with at least the `wanted` attainment (None: `high` are
-        not enough), the pools that were looked at on the way, and the smallest one's summary."""
+    def sweep(self, low: int, high: int, target: float, progress: Progress) -> dict[str, Any]:
+        """Returns the smallest pool of `low` to `high` nodes with at least the `target` attainment, or None for it.
+
+        The result also has the pools that were simulated, and the summary of the smallest one.
+        """
 
         def attainment(nodes: int) -> float:
             if nodes not in self._sweep:
                 self._sweep[nodes] = self._simulate(nodes, progress).attainment
             return self._sweep[nodes]
 
-        smallest = smallest_pool(attainment, low, high, wanted)
+        smallest = smallest_pool(attainment, low, high, target)
         if smallest is not None and (self._last is None or self._last[0] != smallest):
             self._simulate(smallest, progress)
         pools = [{"nodes": nodes, "attainment": self._sweep[nodes]} for nodes in sorted(self._sweep)]
         return {
             "smallest": smallest,
-            "wanted": wanted,
+            "wanted": target,
             "high": high,
             "sweep": pools,
             "nodes": smallest,
             "summary": self._last[2] if self._last is not None and smallest is not None else None,
         }
 
-    def plot(self, file: Path, wanted: float) -> None:
-        """Draws the last run, and the sweep if there was one, into `file`. Raises FrontDoorError when that fails."""
+    def plot(self, file: Path, target: float) -> None:
+        """Draws the last run, and the sweep if there was one, into `file`. Raises FrontDoorError."""
         assert self._last is not None
         nodes, simulator, _ = self._last
         title = f"{nodes} nodes, {self._policy}, {self._profile.title}"
         try:
-            draw(file, simulator, self._slo, self._sweep, wanted, title)
+            draw(file, simulator, self._slo, self._sweep, target, title)
         except ImportError:
             problem = "plots need matplotlib: pip install matplotlib, or leave --plot out"
             raise FrontDoorError(f"the plot can't be drawn: {problem}") from None
@@ -192,22 +195,24 @@ class Plan:
         return summary
 
 
-def make_plan(trace: Path, laws: Laws, profile: str, slo: str, policy: str | None, seed: int) -> Plan:
-    """Reads the trace, profile, SLO and policy that are named, and returns the plan. Raises FrontDoorError."""
+def make_plan(trace: Path, options: Laws, profile: str, slo: str, policy: str | None, seed: int) -> Plan:
+    """Reads the trace, profile, SLO and policy, and returns the plan. Raises FrontDoorError."""
     try:
         name = policy or default_policy()
         policy_maker(name, seed)
         node = load_profile(profile)
         bounds = parse_slo(slo, node)
-        form, requests = read_trace(trace, laws)
+        form, requests = read_trace(trace, options)
     except (UnknownPolicy, ProfileError, SloError, TraceError) as error:
         raise FrontDoorError(str(error)) from None
     return Plan(form, requests, node, bounds, name, seed)
 
 
-def draw(file: Path, simulator: Simulator, slo: Slo, sweep: Mapping[int, float], wanted: float, title: str) -> None:
-    """Draws the distributions of TTFT and TPT and, of a sweep (nodes -> attainment), attainment by nodes, into `file`,
-    whose ending chooses the format. Raises ImportError, ValueError, OSError."""
+def draw(file: Path, simulator: Simulator, slo: Slo, sweep: Mapping[int, float], target: float, title: str) -> None:
+    """Draws the distributions of TTFT and TPT, and of a `sweep` the attainment by nodes, into `file`.
+
+    The file's suffix chooses the format. Raises ImportError, ValueError, OSError.
+    """
     from matplotlib.figure import Figure  # which the service does not need
 
     figure = Figure(figsize=(5 * (3 if sweep else 2), 4), layout="constrained")
@@ -218,16 +223,16 @@ def draw(file: Path, simulator: Simulator, slo: Slo, sweep: Mapping[int, float],
     axes[0].set_ylabel("share of requests")
     if sweep:
         axes[2].plot(sorted(sweep), [sweep[nodes] for nodes in sorted(sweep)], marker="o")
-        axes[2].axhline(wanted, linestyle="--", color="grey")
+        axes[2].axhline(target, linestyle="--", color="grey")
         axes[2].set_xlabel("nodes")
         axes[2].set_ylabel("SLO attainment")
     figure.suptitle(f"Simulated: {title}")
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
-def _cumulative(axis: Axes, found: np.ndarray, bound: float | None) -> None:
-    if found.size:
-        axis.plot(found * 1e3, np.arange(1, found.size + 1) / found.size)
+def _cumulative(axis: Axes, times: np.ndarray, bound: float | None) -> None:
+    if times.size:
+        axis.plot(times * 1e3, np.arange(1, times.size + 1) / times.size)
         axis.set_xscale("log")
     if bound is not None:
         axis.axvline(bound * 1e3, linestyle="--", color="grey")

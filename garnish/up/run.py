@@ -1,4 +1,4 @@
-"""Starts gateway and nodes, keeps them alive, and stops them in order."""
+"""Starts gateway and nodes, deploys the declared functions, keeps the processes alive and stops them in order."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from node_agent.supervisor import Child, Signals
 GATEWAY_GRACE = UP_SHUTDOWN_SECONDS + 5.0
 NO_REASON = "no reason was logged"
 TICK = 0.2
-"""Seconds between looks at the opening thread."""
+"""Interval in seconds of the checks of the opening thread."""
 LOG_SECONDS = 5.0
-"""Between two looks at the size of the logs."""
+"""Interval of the checks of the logs' sizes."""
 READY_SECONDS = 600.0
-"""Loading a large base model from a slow disk may take minutes."""
+"""Bound on the start; loading a large base model from a slow disk takes minutes."""
 POLL_SECONDS = 0.1
 MAX_CRASHES = 3
-"""A node whose processes ended that often before it ever was ready won't get ready."""
+"""Number of exits of a node's processes, before it ever was ready, after which the start fails."""
 DEPLOY_TRIES = 3
 NODES_SECONDS = 60.0
-"""For which a policy that does not fit is tried again: the nodes that it needs may not have reported yet."""
+"""Time for which a policy that does not fit is retried; its nodes may not have reported yet."""
 
 
 def up(options: UpOptions, screen: Screen) -> int:
@@ -76,7 +76,7 @@ def _serve(prepared: Prepared, screen: Screen) -> int:
 
 
 def node_grace(prepared: Prepared) -> float:
-    """Returns the seconds that nodes get to stop: they bound their own stop, and get a little longer than that."""
+    """Returns the seconds that nodes get to stop, a little longer than their own bound."""
     return max(node.stop_seconds for node in prepared.nodes) + supervisor.STOP_SLACK + 3.0
 
 
@@ -97,8 +97,10 @@ def _children(prepared: Prepared, ends: Ends) -> list[Child]:
 def _open(
     opening: Opening, children: Sequence[Child], ends: Ends, signals: Signals, prepared: Prepared, screen: Screen
 ) -> None:
-    """Tends the processes until the functions are deployed, and greets; or until someone asks to stop. Raises
-    FrontDoorError when they can't be deployed, or a process can't start."""
+    """Tends the processes until the functions are deployed, then greets; or until a stop is requested.
+
+    Raises FrontDoorError if a function can't be deployed, or a process can't start.
+    """
     while opening.is_alive() and not signals.stop_requested:
         signals.wait(min(_tend(children), TICK))
         for child in children:
@@ -120,13 +122,12 @@ def _tend(children: Sequence[Child]) -> float:
 
 
 def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
-    """Stops the processes: TERM to all, and KILL to who is still there after `grace` seconds; a second Ctrl-C cuts the
-    wait short."""
+    """Stops the processes by TERM, and by KILL after `grace` seconds or a second Ctrl-C."""
     deadline = time.monotonic() + grace
-    asked = signals.stop_requested
+    stop_requests = signals.stop_requested
     for child in children:
         child.ask_to_stop()
-    while (now := time.monotonic()) < deadline and signals.stop_requested == asked:
+    while (now := time.monotonic()) < deadline and signals.stop_requested == stop_requests:
         if all(child.reap(now) for child in children):
             break
         signals.wait(min(TICK, deadline - now))
@@ -135,14 +136,14 @@ def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
 
 
 class Ends:
-    """Tells the person at the terminal why a process ended by itself."""
+    """Prints why a process ended by itself."""
 
     def __init__(self, screen: Screen) -> None:
         self.reasons: dict[str, str] = {}
-        """Of each process's last end."""
+        """reason of the last end, by process"""
         self._screen = screen
         self._starts: dict[str, int] = {}
-        """Where in its log the process that runs now began to write."""
+        """size of the log when the present process started, by process"""
 
     def told(self, name: str, log: Path, code: int) -> None:
         reason = last_problem(log, self._starts.get(name, 0))
@@ -153,16 +154,17 @@ class Ends:
 
 
 def check_nodes(logs: list[Path]) -> None:
-    """Raises StartError if the log of a node says that it won't get ready: its engine refuses to start, or processes of
-    it ended MAX_CRASHES times."""
+    """Raises StartError if a node's engine refuses to start, or its processes ended MAX_CRASHES times, by its log."""
     for log in logs:
         if refuses_to_start(log) or times_ended(log) >= MAX_CRASHES:
             raise StartError(f"{log.stem} can't start: {end_reason(log) or 'no reason was logged'} (log: {log})")
 
 
 class Opening(threading.Thread):
-    """Waits until the service is ready, and deploys the declared functions. `result` is set before the thread ends: the
-    functions' replies, or why the service can't be used."""
+    """Waits until the service is ready, and deploys the declared functions.
+
+    `result` is set before the thread ends: the replies to the deploys, or the error.
+    """
 
     def __init__(self, prepared: Prepared, node_logs: list[Path], tell: Callable[[str], None]) -> None:
         super().__init__(name="opening", daemon=True)
@@ -210,8 +212,10 @@ class Opening(threading.Thread):
         raise AssertionError("unreachable")
 
     def _set_policy(self, deployment: Deployment) -> None:
-        """Sets the function's policy as the file states it. One that does not fit is tried again for NODES_SECONDS.
-        Raises StartError for a policy that is refused."""
+        """Sets the function's policy as the file states it. Raises StartError if it is refused.
+
+        A policy that does not fit is retried for NODES_SECONDS.
+        """
         deadline = time.monotonic() + NODES_SECONDS
         while deployment.policy:
             try:
@@ -227,7 +231,7 @@ class Opening(threading.Thread):
 
 
 def _readiness(http: httpx.Client) -> str | None:
-    """Returns what the service waits for; None when it is ready."""
+    """Returns what the service waits for, or None if it is ready."""
     try:
         response = http.get("/readyz")
     except httpx.HTTPError:

@@ -1,7 +1,7 @@
-"""The driver of local pools: the size is noted beside Terraform's state, and Terraform makes it so.
+"""Driver of local pools: it records the size next to Terraform's state, and applies it by Terraform.
 
-A pool that becomes smaller loses its last nodes. They are drained first, over as many rounds as that takes, and get
-requests again when the pool is to stay as it is after all.
+A pool that shrinks loses its last nodes. They are drained first, for as many rounds as that takes, and get requests
+again if the pool is to keep its size after all.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from infra.errors import InfraError, Unchanged
 from infra.stack import Pool, Stack, node_ids, pool_of
 
 DRAIN_SECONDS = 3620.0
-"""Then a node goes all the same. Longer than any call may take: Terraform waits for a node's open requests, and
-meanwhile nobody looks at the load."""
+"""Time after which a node ends even with open requests; longer than any call.
+
+Terraform would wait for these requests, and no round reads the load meanwhile.
+"""
 
 
 class Host(Protocol):
-    """What can be seen and done on this host. All of it may raise InfraError."""
+    """The host of the local pools. All methods may raise InfraError."""
 
     directory: Path
-    """The directory of the sizes and of Terraform's state."""
+    """directory of the sizes and of Terraform's state"""
 
     def stack(self) -> Stack:
-        """Returns the stack as the service file and the sizes say now."""
+        """Returns the stack by the present service file and sizes."""
         ...
 
     def running(self) -> Collection[str]:
@@ -43,12 +45,11 @@ class Host(Protocol):
         ...
 
     def drain(self, node: str, wanted: bool) -> None:
-        """Drains the node, or lets it serve again; does nothing to a node that is not there."""
+        """Drains the node, or lets it serve again; does nothing if there is no such node."""
         ...
 
     def apply(self) -> None:
-        """Makes what the stack says so, as far as it is a matter of how many nodes there are. Raises Unchanged where
-        nothing was changed, because it did not come to that."""
+        """Applies the stack's numbers of nodes. Raises Unchanged if it failed before anything was changed."""
         ...
 
 
@@ -58,17 +59,20 @@ class LocalDriver:
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self._host, self._clock = host, clock
         self._since: dict[str, float] = {}
-        """When each node was drained."""
+        """time at which each node was drained"""
 
     def size(self, pool: str) -> PoolSize:
         return self._seen(pool)[0]
 
     def set_desired(self, pool: str, size: int) -> None:
-        """Brings the pool to `size` nodes and notes that size; nodes that go are drained first. Raises Deferred while
-        they have requests open, and Unchanged, with the old size noted, where nothing was changed."""
-        (known, live, failed), entry, nodes = self._seen(pool), self._pool(pool), _nodes(pool, size)
-        check_bounds(pool, size, known)
-        if size == known.desired and known.settled:
+        """Brings the pool to `size` nodes and records that size; nodes that are to end are drained first.
+
+        Raises Deferred while these have open requests. Raises Unchanged, with the old size recorded, if nothing was
+        changed.
+        """
+        (current, live, failed), entry, nodes = self._seen(pool), self._pool(pool), _nodes(pool, size)
+        check_bounds(pool, size, current)
+        if size == current.desired and current.settled:
             return
         noted = self._noted(pool, entry)
         self._undrain(set(noted.draining) & nodes)
@@ -109,11 +113,11 @@ class LocalDriver:
 
     def _noted(self, pool: str, entry: Pool) -> SetSize:
         stated = entry.desired if entry.stated is None else entry.stated
-        known = read_sizes(self._host.directory).get(pool)
-        return SetSize(entry.desired, stated, known.draining if known is not None else [])
+        recorded = read_sizes(self._host.directory).get(pool)
+        return SetSize(entry.desired, stated, recorded.draining if recorded is not None else [])
 
     def _seen(self, pool: str) -> tuple[PoolSize, set[str], set[str]]:
-        """Returns the size, the nodes whose process lives, and those of them whose GPU has failed."""
+        """Returns the size, the nodes whose process lives, and those with a failed GPU."""
         entry, live = self._pool(pool), self._live(pool)
         failed = live.intersection(self._host.failed()) if live else set[str]()
         settled = live == _nodes(pool, entry.desired) and not (failed or self._noted(pool, entry).draining)

@@ -1,8 +1,7 @@
-"""The sizes that the autoscaler has set, kept beside Terraform's state of this host: `sizes.json`.
+"""The sizes that the autoscaler has set, in `sizes.json` next to Terraform's state of this host.
 
-`garnish infra plan` and `apply` take them instead of `desired` in serverless.yml, so that neither undoes what the
-autoscaler did. Who then edits `desired` means it: a size that was set while the file said something else counts no
-more.
+`garnish infra plan` and `apply` use them instead of `desired` in serverless.yml, so that neither undoes a size of the
+autoscaler. An edit of `desired` wins: a size that was set for another value of it no longer counts.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ FILE = "sizes.json"
 class SetSize(msgspec.Struct, frozen=True):
     size: int
     stated: int
-    """`desired` in serverless.yml at that time."""
+    """`desired` in serverless.yml at that time"""
     draining: list[str] = []
-    """Nodes that are drained because the pool is to become smaller."""
+    """nodes that are drained because the pool shrinks"""
 
 
 def read_sizes(directory: Path) -> dict[str, SetSize]:
-    """Returns the sizes that the autoscaler has set, by pool; {} where it has set none.
+    """Returns the sizes that the autoscaler has set, by pool.
 
-    Raises InfraError for a file that can't be read: to go on without it would undo what it says.
+    Raises InfraError for a file that can't be read, since continuing without it would undo these sizes.
     """
     file = directory / FILE
     try:
@@ -55,39 +54,38 @@ def write_sizes(directory: Path, sizes: dict[str, SetSize]) -> None:
 
 
 def set_size(directory: Path, pool: str, size: SetSize) -> None:
-    """Sets one pool's size among those that the autoscaler has set. Raises InfraError. For the only autoscaler: nobody
-    else writes."""
-    known = read_sizes(directory)
-    if known.get(pool) != size:
-        write_sizes(directory, {**known, pool: size})
+    """Writes the size of one pool. Raises InfraError. Only the autoscaler that leads may call it."""
+    sizes = read_sizes(directory)
+    if sizes.get(pool) != size:
+        write_sizes(directory, {**sizes, pool: size})
 
 
 def forget_sizes(directory: Path) -> None:
     (directory / FILE).unlink(missing_ok=True)
 
 
-def in_force(set_size: SetSize | None, stated: int, least: int, most: int) -> int:
-    """Returns the size that counts: the one that was set, within the bounds `least` and `most`, unless `desired` was
-    edited since; then, and where none was set, `stated`."""
+def in_force(set_size: SetSize | None, stated: int, least: int, max_size: int) -> int:
+    """Returns the size that the autoscaler set, within the bounds; `stated` if `desired` was edited since, or none."""
     if set_size is None or set_size.stated != stated:
         return stated
-    return max(least, min(set_size.size, most))
+    return max(least, min(set_size.size, max_size))
 
 
 class NotedDriver:
-    """Does what `driver` does, with each size that was set noted beside Terraform's state. `stated` returns `desired`
-    of a pool in the file now."""
+    """Wraps a driver, and records each size that it sets next to Terraform's state.
+
+    `stated` returns the present `desired` of a pool in the service file.
+    """
 
     def __init__(self, driver: PoolDriver, directory: Path, stated: Callable[[str], int]) -> None:
         self._driver, self._directory, self._stated = driver, directory, stated
 
     def size(self, pool: str) -> PoolSize:
-        """Returns the driver's size. A note that tells another size is mended: whoever set that one had no time left to
-        note it."""
-        known, noted = self._driver.size(pool), read_sizes(self._directory).get(pool)
-        if noted is not None and noted.size != known.desired and noted.stated == self._stated(pool):
-            set_size(self._directory, pool, SetSize(known.desired, noted.stated))
-        return known
+        """Returns the driver's size, and corrects a record that differs, left by an interrupted autoscaler."""
+        current, recorded = self._driver.size(pool), read_sizes(self._directory).get(pool)
+        if recorded is not None and recorded.size != current.desired and recorded.stated == self._stated(pool):
+            set_size(self._directory, pool, SetSize(current.desired, recorded.stated))
+        return current
 
     def set_desired(self, pool: str, size: int) -> None:
         self._driver.set_desired(pool, size)

@@ -1,1 +1,1 @@
-"""Traces of requests: `read` tells their formats apart, and `requests` draws what they do not state."""
+"""Traces of requests: `read` recognises their formats, and `requests` draws values that they do not state."""

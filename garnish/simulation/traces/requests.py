@@ -1,4 +1,4 @@
-"""From what a trace states to its requests: what it does not state is drawn, with a seed."""
+"""Builds the requests of a trace; values that it does not state are drawn, with a seed."""
 
 from __future__ import annotations
 
@@ -18,33 +18,37 @@ DEFAULT_FUNCTIONS = 100
 
 @dataclass(frozen=True)
 class Laws:
-    """What one reading of a trace takes of it, and how what it does not tell is drawn."""
+    """Options of reading a trace: the part that is taken, and the distributions of values that it does not state."""
 
     seed: int = 0
     ranks: tuple[int, ...] = (8, 16, 32, 64)
-    """of functions, in turn, by a drawn order"""
+    """ranks of functions, assigned in turn by a drawn order"""
     functions: int | None = None
-    """MAF: as many, each with the counts of a function drawn from the trace. Traces that name no functions: as many,
-    called by Zipf's law with exponent 1; 100 by default."""
+    """number of functions
+
+    MAF: each has the counts of a function drawn from the trace. Traces that name no functions: calls follow Zipf's law
+    with exponent 1; the default is 100.
+    """
     rate: float | None = None
-    """Mean requests/s. Counts are multiplied (and drawn from Poisson's law), times of single requests are stretched."""
+    """mean requests/s; counts are scaled and drawn from Poisson's law, times of single requests are stretched"""
     seconds: float | None = None
-    """Only requests before this"""
+    """end of the part that is taken"""
     mean_output: int = MEAN_OUTPUT
     skip_top: int = 0
-    """MAF: without so many of the busiest functions"""
+    """MAF: number of the busiest functions that are left out"""
     half: int | None = None
-    """MAF: only every second function by calls, from the busiest (0) or the next one (1) on, so that what was chosen
-    on one half can be shown on the other"""
+    """MAF: every second function by calls, from the busiest (0) or the next one (1)
+
+    A choice made on one half can be evaluated on the other.
+    """
     shifted: bool = False
-    """MAF: each of `functions` begins at a minute of the trace that is drawn for it: functions with the same counts
-    don't burst in the same minute"""
+    """MAF: each of `functions` starts at its own drawn minute of the trace, so that equal functions burst apart"""
 
 
-def rank_of(laws: Laws, functions: int) -> np.ndarray:
-    """Returns the rank of each function (i64[functions]): every rank equally often, in an order that is drawn."""
-    order = np.random.default_rng((laws.seed, 1)).permutation(functions)
-    return np.asarray(laws.ranks, np.int64)[order % len(laws.ranks)]
+def rank_of(options: Laws, functions: int) -> np.ndarray:
+    """Returns the rank of each function (i64[functions]): all ranks equally often, in a drawn order."""
+    order = np.random.default_rng((options.seed, 1)).permutation(functions)
+    return np.asarray(options.ranks, np.int64)[order % len(options.ranks)]
 
 
 def chat_prompts(n: int, rng: np.random.Generator) -> np.ndarray:
@@ -62,54 +66,57 @@ def outputs(n: int, mean: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def zipf(n: int, functions: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns the functions that n requests call (i64[n]); the k-th is called in proportion to 1/k."""
+    """Returns the functions of n requests (i64[n]); the k-th is called in proportion to 1/k."""
     weight = 1 / np.arange(1, functions + 1)
     return rng.choice(functions, n, p=weight / weight.sum())
 
 
 class Singles:
-    """Requests that a trace tells one by one, 24 bytes each."""
+    """Requests that a trace states one by one, 24 bytes each."""
 
     def __init__(self) -> None:
         self._times, self._prompts, self._outputs = array("d"), array("q"), array("q")
 
     def add(self, line: Line, seconds: float, prompt: int, output: int) -> None:
-        """Adds a request; one without prompt or without output tokens counts as having one. Raises TraceError for more
-        than MAX_REQUESTS."""
+        """Adds a request with at least one prompt and one output token. Raises TraceError beyond MAX_REQUESTS."""
         if len(self._times) == MAX_REQUESTS:
             raise line.error(0, f"more than {MAX_REQUESTS} requests")
         self._times.append(seconds)
         self._prompts.append(max(1, prompt))
         self._outputs.append(max(1, output))
 
-    def requests(self, laws: Laws) -> list[TraceRequest]:
+    def requests(self, options: Laws) -> list[TraceRequest]:
         """Returns the requests; functions, which the trace does not name, are drawn."""
         times = np.array(self._times)
-        order, times = arrivals(times - times.min(initial=np.inf), laws, laws.rate)
-        count = laws.functions or DEFAULT_FUNCTIONS
-        called = zipf(len(times), count, np.random.default_rng((laws.seed, 2)))
+        order, times = arrivals(times - times.min(initial=np.inf), options, options.rate)
+        count = options.functions or DEFAULT_FUNCTIONS
+        called = zipf(len(times), count, np.random.default_rng((options.seed, 2)))
         prompts, outputs = np.array(self._prompts)[order], np.array(self._outputs)[order]
-        return rows(times, called, np.zeros(count, np.int64), prompts, outputs, laws)
+        return rows(times, called, np.zeros(count, np.int64), prompts, outputs, options)
 
 
-def arrivals(times: np.ndarray, laws: Laws, rate: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the order of those requests that are taken (i64[n]) and their times (f64[n], seconds, ascending):
-    stretched to the mean `rate` if one is given, and cut after `laws.seconds`."""
+def arrivals(times: np.ndarray, options: Laws, rate: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the indices (i64[n]) and times (f64[n], seconds, ascending) of the requests that are taken.
+
+    Times are stretched to the mean `rate` if one is given, and cut after `options.seconds`.
+    """
     order = np.argsort(times, kind="stable")
     times = times[order]
     if rate is not None and len(times) and times[-1] > 0:
         times = times * (len(times) / times[-1] / rate)
-    if laws.seconds is not None:
-        times = times[times < laws.seconds]
+    if options.seconds is not None:
+        times = times[times < options.seconds]
     return order[: len(times)], times
 
 
 def rows(
-    times: np.ndarray, called: np.ndarray, owners: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, laws: Laws
+    times: np.ndarray, called: np.ndarray, owners: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, options: Laws
 ) -> list[TraceRequest]:
-    """Returns the requests that the columns hold, with ranks drawn by `laws`. `times` ascend; `called` i64[n]:
-    functions; `owners` i64[functions]: tenants."""
-    ranks, names = rank_of(laws, len(owners)).tolist(), [f"f{i}" for i in range(len(owners))]
+    """Returns the requests in the columns, with drawn ranks.
+
+    `times` ascend. `called` i64[n] has functions, `owners` i64[functions] has tenants.
+    """
+    ranks, names = rank_of(options, len(owners)).tolist(), [f"f{i}" for i in range(len(owners))]
     tenants = [f"t{owner}" for owner in owners.tolist()]
     return [
         TraceRequest(at, names[f], ranks[f], prompt, output, tenants[f])
