@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_SHOWN = 1000
-"""Entries that the JSON result lists; there may be as many as a bucket has objects."""
+"""Entries listed in the JSON result, at most; a bucket may have many more objects."""
 
 
 def gc(
@@ -34,7 +34,7 @@ def gc(
 
     removed: list[str] = []
 
-    def tell(info: ObjectInfo) -> None:
+    def report(info: ObjectInfo) -> None:
         screen.line(f"{'would remove' if dry_run else 'removed'} {info.key} ({shown_bytes(info.size)})")
         if len(removed) < MAX_SHOWN:
             removed.append(info.key)
@@ -42,7 +42,7 @@ def gc(
     with output.screen() as screen:
         store = _store(file, state, writes=not dry_run)
         screen.progress("reading what the functions list")
-        done = _told(lambda: collect(store, dry_run=dry_run, tell=tell))
+        done = _told(lambda: collect(store, dry_run=dry_run, tell=report))
         screen.end_progress()
         screen.line(
             f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, {shown_bytes(done.bytes)} "
@@ -58,7 +58,7 @@ def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STA
 
     damages: list[Damage] = []
 
-    def tell(damage: Damage) -> None:
+    def report(damage: Damage) -> None:
         screen.line(f"{damage.version}: {damage.key} {damage.problem}")
         if len(damages) < MAX_SHOWN:
             damages.append(damage)
@@ -66,7 +66,7 @@ def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STA
     with output.screen() as screen:
         store = _store(file, state, writes=False)
         screen.progress("reading every listed version")
-        done = _told(lambda: verify_store(store, tell=tell))
+        done = _told(lambda: verify_store(store, tell=report))
         screen.end_progress()
         screen.line(f"{done.versions} versions, {done.objects} objects read; {done.damaged} versions are damaged")
         screen.result({**msgspec.to_builtins(done), "damages": damages})
@@ -75,8 +75,10 @@ def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STA
 
 
 def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
-    """Returns the registry that the service file names; with `writes` it is checked that it keeps conditions. Raises
-    FrontDoorError."""
+    """Returns the registry that the service file names.
+
+    With `writes` the store is checked to honour conditional writes. Raises FrontDoorError.
+    """
     from adapters.open_store import open_checked_store, open_store
     from garnish.config import load_service_file
     from garnish.settings import registry_of
@@ -88,8 +90,7 @@ def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
 
 
 def _told(work: Callable[[], T]) -> T:
-    """Returns the work's result. Raises what went wrong with the store as FrontDoorError, for the person at the
-    terminal."""
+    """Returns the work's result. Raises failures of the store as FrontDoorError."""
     from adapters.errors import AdapterError
 
     try:
