@@ -55,7 +55,7 @@ def adapter_files(folder: Path, use: str) -> AdapterFiles:
         if not folder.is_dir():
             raise _problem(_no_folder(folder, use))
         if not (files.config.is_file() and files.weights.is_file()):
-            raise _problem(what_lies_there(list(_entries(folder)), str(folder), use))
+            raise _problem(describe_other_files(list(_entries(folder)), str(folder), use))
         for file in (files.config, files.weights):
             if _begins_as_pointer(file):
                 raise _problem(f"{file} is {POINTER_PROBLEM}")
@@ -64,7 +64,7 @@ def adapter_files(folder: Path, use: str) -> AdapterFiles:
     return files
 
 
-def what_lies_there(names: list[str], where: str, use: str) -> str:
+def describe_other_files(names: list[str], where: str, use: str) -> str:
     """Returns one line about a folder that lacks at least one of the two files: what it holds, and what to do.
 
     `names` are relative paths in it, at most one folder deep. `where` is the folder's name in the text.
@@ -77,11 +77,14 @@ def what_lies_there(names: list[str], where: str, use: str) -> str:
     if CONFIG_FILE in top:
         return f"{where} {_without_weights(top, where)}"
     if checkpoints:
-        newest = _named(use, f"{where}/{checkpoints[-1][1]}")
-        return f"{where} holds no adapter itself, only {_counted(len(checkpoints), 'checkpoint')}; the newest: {newest}"
+        newest = _use_line(use, f"{where}/{checkpoints[-1][1]}")
+        return (
+            f"{where} holds no adapter itself, only {_format_count(len(checkpoints), 'checkpoint')}; "
+            f"the newest: {newest}"
+        )
     if below:
-        first = _named(use, f"{where}/{below[0]}")
-        return f"{where} holds no adapter itself, but folders that do ({_shown(below)}); name one: {first}"
+        first = _use_line(use, f"{where}/{below[0]}")
+        return f"{where} holds no adapter itself, but folders that do ({_format_names(below)}); name one: {first}"
     if "config.json" in top and any(name.endswith((".safetensors", ".bin")) for name in top):
         return (
             f"{where} holds a whole model (config.json and its weights), not an adapter: serve it as base_model, or "
@@ -91,7 +94,10 @@ def what_lies_there(names: list[str], where: str, use: str) -> str:
         return f"{where} holds a GGUF file, llama.cpp's: deploy the PEFT adapter that it was converted from"
     if WEIGHTS_FILE in top or PICKLE_FILE in top:
         return f"{where} lacks {CONFIG_FILE}: PEFT's save_pretrained writes it beside the weights, copy it there"
-    return f"{where} holds no adapter: expected {CONFIG_FILE} and {WEIGHTS_FILE}, found {_shown(sorted(top or names))}"
+    return (
+        f"{where} holds no adapter: expected {CONFIG_FILE} and {WEIGHTS_FILE}, "
+        f"found {_format_names(sorted(top or names))}"
+    )
 
 
 def _without_weights(top: list[str], where: str) -> str:
@@ -108,7 +114,7 @@ def _without_weights(top: list[str], where: str) -> str:
         return f"holds no {WEIGHTS_FILE} but {other_files[0]}; if that is the adapter: mv {source} {target}"
     if any(name.endswith(".gguf") for name in top):
         return "holds a GGUF file, llama.cpp's, and no weights of PEFT: deploy the adapter that it was converted from"
-    listed = f"; found {_shown(other_files)}" if other_files else ""
+    listed = f"; found {_format_names(other_files)}" if other_files else ""
     return f"holds {CONFIG_FILE} but no {WEIGHTS_FILE}: save the adapter with PEFT's save_pretrained{listed}"
 
 
@@ -116,7 +122,7 @@ def _no_folder(path: Path, use: str) -> str:
     """Returns the text about a path that is no folder: what it is, and what to do."""
     if path.is_file():
         if (path.parent / CONFIG_FILE).is_file():
-            return f"{path} is a file of an adapter: name its folder: {_named(use, str(path.parent))}"
+            return f"{path} is a file of an adapter: name its folder: {_use_line(use, str(path.parent))}"
         if path.name.endswith(".gguf"):
             return f"{path} is a GGUF file, llama.cpp's: deploy the PEFT adapter that it was converted from"
         if path.name.endswith(_ARCHIVES):
@@ -160,17 +166,17 @@ def _begins_as_pointer(file: Path) -> bool:
         return stream.read(len(LFS_POINTER)) == LFS_POINTER
 
 
-def _shown(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     shown_names = list(names)
     more = f" and {len(shown_names) - MAX_SHOWN} more" if len(shown_names) > MAX_SHOWN else ""
     return ", ".join(shown_names[:MAX_SHOWN]) + more
 
 
-def _named(use: str, folder: str) -> str:
+def _use_line(use: str, folder: str) -> str:
     return use.replace("{}", shlex.quote(folder))
 
 
-def _counted(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

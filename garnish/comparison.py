@@ -164,7 +164,7 @@ def _logprob_difference(entry: Logprob, position: Position) -> float:
     )
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of `garnish compare`."""
 
     name: str
@@ -188,7 +188,9 @@ def check_installed() -> None:
         )
 
 
-def run_comparison(request: Wanted, service: ServiceFile, client: Client, step: Callable[[str], None]) -> Comparison:
+def run_comparison(
+    request: ComparisonRequest, service: ServiceFile, client: Client, step: Callable[[str], None]
+) -> Comparison:
     """Asks the function, then PEFT alone, and returns the comparison.
 
     `step` is called with what is being done. Raises FrontDoorError.
@@ -238,7 +240,7 @@ def has_chat_template(model: Path) -> bool:
 
 
 def _ask_function(
-    client: Client, name: str, request: Wanted, step: Callable[[str], None]
+    client: Client, name: str, request: ComparisonRequest, step: Callable[[str], None]
 ) -> tuple[list[InvokeReply], list[float]]:
     """Calls the function with one prompt after another; returns greedy answers and seconds. Raises GarnishError."""
     options: dict[str, Any] = {
@@ -259,11 +261,11 @@ def _ask_function(
     return replies, seconds
 
 
-def _as_sent(request: Wanted, prompt: str) -> str | list[dict[str, str]]:
+def _as_sent(request: ComparisonRequest, prompt: str) -> str | list[dict[str, str]]:
     return [{"role": "user", "content": prompt}] if request.chat else prompt
 
 
-def _peft_prompt(request: Wanted, prompt: str, reply: InvokeReply) -> PeftPrompt:
+def _peft_prompt(request: ComparisonRequest, prompt: str, reply: InvokeReply) -> PeftPrompt:
     listed = reply.output.logprobs or []
     sent = _as_sent(request, prompt)
     return PeftPrompt(

@@ -80,9 +80,9 @@ def load_service_file(file: Path, environment: Mapping[str, str] | None = None) 
         auth=top.auth,
         gateway=_section(document, ("gateway",), Gateway),
         node=_section(document, ("node",), Node),
-        tenants=_named(document, "tenants", Tenant),
-        functions=_named(document, "functions", Function),
-        node_pools=_named(document, "node_pools", NodePool),
+        tenants=_named_sections(document, "tenants", Tenant),
+        functions=_named_sections(document, "functions", Function),
+        node_pools=_named_sections(document, "node_pools", NodePool),
         infra=_section(document, ("infra",), Infra),
         prices=top.prices,
     )
@@ -208,7 +208,7 @@ def _matches(value: Any, pattern: str, path: FieldPath = ()) -> Iterator[tuple[F
             yield (*path, key), value
 
 
-def _named(document: Document, section: str, kind: type[Section]) -> dict[str, Section]:
+def _named_sections(document: Document, section: str, kind: type[Section]) -> dict[str, Section]:
     entries = document.value.get(section, {})
     for name in entries:
         if not is_name(name):

@@ -81,7 +81,7 @@ def read_operator_keys(file: Path) -> OperatorKeys:
 def adopt_keys(
     tenants: Tenants, names: Sequence[str], chosen: OperatorKeys, existing: Credentials | None
 ) -> Credentials:
-    """Registers the operator's keys of these tenants; returns `existing` with these keys instead of its own."""
+    """Registers the operator's keys of these tenants; returns `existing` with these keys."""
     keys = {name: chosen.keys[name] for name in names if chosen.keys.get(name)}
     for key in filter(None, (chosen.admin_key, *keys.values())):
         tenants.adopt_key(key)

@@ -20,7 +20,7 @@ def known_nodes(client: Client) -> dict[str, NodeItem]:
     return {str(node.record["id"]): node for node in client.ask(nodes_call(), NodeList).nodes}
 
 
-def drain(client: Client, nodes: Iterable[str], seconds: float, tell: Callable[[str], None]) -> list[str]:
+def drain(client: Client, nodes: Iterable[str], seconds: float, report: Callable[[str], None]) -> list[str]:
     """Drains those of the nodes that the gateway knows, and waits until they have no open requests.
 
     It waits for `seconds` at most, and calls `report` meanwhile. Returns the nodes that served before, for `undrain`.
@@ -34,21 +34,21 @@ def drain(client: Client, nodes: Iterable[str], seconds: float, tell: Callable[[
             if set_draining(client, node, True):
                 waiting.append(node)
         drained = [node for node in drained if node in waiting]
-        _wait(client, waiting, seconds, tell)
+        _wait(client, waiting, seconds, report)
     except BaseException:
         undrain(client, drained)
         raise
     return drained
 
 
-def _wait(client: Client, waiting: list[str], seconds: float, tell: Callable[[str], None]) -> None:
+def _wait(client: Client, waiting: list[str], seconds: float, report: Callable[[str], None]) -> None:
     deadline = time.monotonic() + seconds
     while waiting:
         nodes = known_nodes(client)
         waiting = [node for node in waiting if node in nodes and open_requests(nodes[node])]
         if not waiting or time.monotonic() > deadline:
             return
-        tell(f"draining: requests are open on {', '.join(waiting)}")
+        report(f"draining: requests are open on {', '.join(waiting)}")
         time.sleep(POLL_SECONDS)
 
 

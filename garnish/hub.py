@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
-from garnish.adapter_folder import what_lies_there
+from garnish.adapter_folder import describe_other_files
 from garnish.errors import GarnishError
 
 HUB = "hf:"
@@ -84,9 +84,9 @@ def parse_place(written: str) -> HubPlace:
 def _other_files(names: list[str], place: HubPlace, written: str, use: str) -> str:
     """Returns one line about a repository that lacks the two files; its commands work on a local copy of it."""
     if CONFIG_FILE not in names:
-        return what_lies_there(names, written.partition("@")[0], use)
+        return describe_other_files(names, written.partition("@")[0], use)
     copy = place.repository.partition("/")[2]
-    problem = what_lies_there(names, f"{copy}/{place.folder}" if place.folder else copy, use)
+    problem = describe_other_files(names, f"{copy}/{place.folder}" if place.folder else copy, use)
     return f"{written}: {problem} (after: hf download {place.repository} --local-dir {copy})"
 
 

@@ -194,7 +194,7 @@ class _Problems:
         self.ended: str | None = None
         self._of: dict[str, str] = {}
 
-    def note(self, process: str, problem: str) -> None:
+    def record(self, process: str, problem: str) -> None:
         self.last = self._of[process] = problem[:500]
 
     def started(self, process: str) -> None:
@@ -212,7 +212,7 @@ def _read(lines: list[str]) -> _Problems:
         entry = parse_entry(line)
         if entry is None:
             if line.strip():
-                problems.note(UNKNOWN, line.strip())
+                problems.record(UNKNOWN, line.strip())
         elif entry.get("message") == "child started":
             problems.started(str(entry.get("child")))
         elif entry.get("message") == "child ended":
@@ -220,7 +220,7 @@ def _read(lines: list[str]) -> _Problems:
         elif entry.get("level") == "error":
             trace = str(entry.get("exception", "")).strip().splitlines()
             parts = [entry.get("message"), entry.get("reason"), *trace[-1:]]
-            problems.note(str(entry.get("process", UNKNOWN)), ": ".join(str(part) for part in parts if part))
+            problems.record(str(entry.get("process", UNKNOWN)), ": ".join(str(part) for part in parts if part))
     return problems
 
 

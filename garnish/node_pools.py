@@ -18,7 +18,7 @@ from garnish.errors import ServiceFileError, StartError
 from garnish.service_file import NodePool
 from garnish.settings import registry_of, secret_file_of
 from garnish.up.prepare import local_url
-from infra.autoscale.sizes import SetSize, in_force, read_sizes
+from infra.autoscale.sizes import SetSize, effective_size, read_sizes
 from infra.instances import check_fits, gpus_of, need_of
 from infra.processes import service_directory
 from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, Stack, sharing_nodes
@@ -53,7 +53,7 @@ def host_nodes_of(service: ServiceFile, node: str) -> int:
 
 
 def _pool(name: str, pool: NodePool, size: SetSize | None) -> Pool:
-    desired = in_force(size, pool.desired, pool.min, pool.max)
+    desired = effective_size(size, pool.desired, pool.min, pool.max)
     return Pool(
         name=name,
         backend=pool.backend,

@@ -16,7 +16,7 @@ import msgspec
 
 from garnish.logs import bound_log, fresh_log, last_problem, log_of
 from garnish.settings import POOL_NODE_STOP_SECONDS, run_directory
-from infra.processes import NodeKey, Process, StillRunning, is_alive, remember, stop
+from infra.processes import NodeKey, Process, StillRunning, is_alive, stop, write_pid_file
 
 START_SECONDS = 60.0
 """Bound on the time until the node's API process listens for its engine; the base model warms after that."""
@@ -70,7 +70,7 @@ def create(spec: Spec) -> None:
             stderr=output,
             start_new_session=True,  # it outlives terraform, and Ctrl-C at the terminal is not for it
         )
-    running = remember(spec.key, process.pid)
+    running = write_pid_file(spec.key, process.pid)
     try:
         if running is None or not _came_up(running, socket, parent, spec):
             raise CreateError(f"{spec.node} can't start: {last_problem(log) or 'no reason was logged'} (log: {log})")

@@ -29,12 +29,12 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     drift: list[str] = []
 
 
-class Seen(msgspec.Struct, frozen=True):
+class Observed(msgspec.Struct, frozen=True):
     """Facts about the pools now, from Terraform's state, this host and the gateway."""
 
     applied: Mapping[str, Any]
     """applied pools by name, an output of Terraform's state"""
-    held: Collection[str]
+    managed: Collection[str]
     """ids of local nodes in the state"""
     tainted: Collection[str]
     """ids of those whose creation was interrupted"""
@@ -44,9 +44,9 @@ class Seen(msgspec.Struct, frozen=True):
     """state at the gateway, by node id"""
 
 
-def pool_statuses(stack: Stack, observed: Seen) -> list[PoolStatus]:
+def pool_statuses(stack: Stack, observed: Observed) -> list[PoolStatus]:
     """Returns the status of the declared pools in the file's order, then of undeclared pools that still exist."""
-    applied, local = observed.applied, {*observed.held, *observed.alive}
+    applied, local = observed.applied, {*observed.managed, *observed.alive}
     undeclared = {*applied, *map(pool_of, local)} - {pool.name for pool in stack.pools}
     return [
         *(_declared(pool, applied.get(pool.name), observed, local) for pool in stack.pools),
@@ -54,7 +54,7 @@ def pool_statuses(stack: Stack, observed: Seen) -> list[PoolStatus]:
     ]
 
 
-def size_told(pool: Pool) -> str:
+def format_size(pool: Pool) -> str:
     """Returns the text about a pool's size that the autoscaler has set to another than the file's."""
     return f"the autoscaler has set {pool.desired}, serverless.yml says {pool.stated}"
 
@@ -64,7 +64,7 @@ def is_instance(node: str, pool: str) -> bool:
     return node.startswith(f"{pool}-i-")
 
 
-def _declared(pool: Pool, applied: Mapping[str, Any] | None, observed: Seen, local: Collection[str]) -> PoolStatus:
+def _declared(pool: Pool, applied: Mapping[str, Any] | None, observed: Observed, local: Collection[str]) -> PoolStatus:
     if pool.backend == "aws":
         nodes = {node: state for node, state in observed.states.items() if is_instance(node, pool.name)}
         drift = []
@@ -77,15 +77,15 @@ def _declared(pool: Pool, applied: Mapping[str, Any] | None, observed: Seen, loc
     elif applied["desired"] != pool.desired:
         drift.append(f"desired is {pool.desired}, applied {applied['desired']}")
     if pool.stated is not None:
-        drift.append(size_told(pool))
+        drift.append(format_size(pool))
     return PoolStatus(
         pool=pool.name, backend=pool.backend, min=pool.min, desired=pool.desired, max=pool.max,
         applied=applied["desired"] if applied else None, nodes=nodes, drift=drift,
     )  # fmt: skip
 
 
-def _wrong(node: str, applied: Mapping[str, Any] | None, observed: Seen) -> str | None:
-    if node not in observed.held:
+def _wrong(node: str, applied: Mapping[str, Any] | None, observed: Observed) -> str | None:
+    if node not in observed.managed:
         return f"{node} runs, and no state holds it"
     if applied is not None and node not in applied.get("nodes", ()):
         return f"{node} was to go, and its end broke off"

@@ -114,19 +114,19 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
     return Plan(tenants, functions)
 
 
-def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
+def carry_out(plan: Plan, connect: Connect, report: Callable[[str], None]) -> Iterator[DeployReply]:
     """Carries out one change after another, and yields the reply of each deploy.
 
     `report` is called with each change before it starts. Raises GarnishError; earlier changes stay.
     """
     for step in plan.tenants:
         if step.action in ("create", "change"):
-            tell(str(step))
+            report(str(step))
             with connect(None, admin=True) as client:
                 client.put_tenant(step.tenant, step.settings)
     for entry in plan.functions:
         if entry.action != "none":
-            tell(str(entry))
+            report(str(entry))
             with connect(entry.tenant) as client:
                 if entry.action != "set":
                     yield client.deploy(entry.function, Path(entry.adapter), entry.alias)
@@ -134,7 +134,7 @@ def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iter
                     client.set_policy(entry.function, entry.policy)
 
 
-def try_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
+def try_out(plan: Plan, connect: Connect, report: Callable[[str], None]) -> Iterator[DeployReply]:
     """Has the service validate the adapters that would become versions, of existing tenants. Nothing changes.
 
     Raises GarnishError with the function's name for the first one that is refused.
@@ -143,7 +143,7 @@ def try_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterat
     for entry in plan.functions:
         if entry.action != "create" or entry.tenant in new:
             continue
-        tell(f"checking {entry.tenant}/{entry.function}")
+        report(f"checking {entry.tenant}/{entry.function}")
         try:
             with connect(entry.tenant) as client:
                 yield client.deploy(entry.function, Path(entry.adapter), entry.alias, dry_run=True)

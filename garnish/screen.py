@@ -85,12 +85,12 @@ class Screen:
         if self.as_json:
             return
         if not self.is_terminal:
-            self.piece(tabbed(columns, rows, self._header))
+            self.piece(format_tabbed(columns, rows, self._header))
             return
-        table, dropped = drawn(columns, rows, self._out.width, self._header)
+        table, dropped = make_table(columns, rows, self._out.width, self._header)
         self._out.print(table)
         if dropped:
-            self.note(dropped)
+            self.notice(dropped)
 
     def progress(self, text: str, share: float | None = None) -> None:
         """Shows what is being done, and the share of it that is done.
@@ -111,7 +111,7 @@ class Screen:
             self._status.stop()
             self._status = None
 
-    def note(self, text: str) -> None:
+    def notice(self, text: str) -> None:
         """Writes a line to standard error."""
         self._err.print(printable(text))
 
@@ -129,7 +129,7 @@ class Column:
     name: str
     number: bool = False
     """aligned to the right"""
-    least: int = 0
+    min_width: int = 0
     """characters to which it may shrink; 0 keeps its width"""
     cut: bool = False
     """long cells are cut, with `…` at the end, instead of wrapped"""
@@ -141,34 +141,34 @@ class Column:
 class Fitted:
     """Layout of a table on a terminal; columns are numbers from 0."""
 
-    kept: list[int]
+    shown: list[int]
     widths: list[int]
     """characters of each shown column"""
     dropped: list[int]
 
 
-def tabbed(columns: Sequence[Column], rows: Sequence[Sequence[str]], header: bool) -> str:
+def format_tabbed(columns: Sequence[Column], rows: Sequence[Sequence[str]], header: bool) -> str:
     """Returns the table as lines of tab-separated fields. Tabs and line breaks in a cell become blanks."""
     lines = [*([[column.name for column in columns]] if header else []), *rows]
     return "".join("\t".join(cell.translate(_BLANKS) for cell in line) + "\n" for line in lines)
 
 
-def drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, header: bool) -> tuple[Table, str]:
+def make_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, header: bool) -> tuple[Table, str]:
     """Returns the table for a terminal of `width` characters, and a line about columns that it leaves out, or ""."""
     shown = [[printable(cell) for cell in row] for row in rows]
     fitted = fit(columns, shown, width)
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=header, padding=(0, GAP, 0, 0))
-    for at, wide in zip(fitted.kept, fitted.widths, strict=True):
+    for at, wide in zip(fitted.shown, fitted.widths, strict=True):
         column = columns[at]
         table.add_column(
             column.name,
             width=wide,
             justify="right" if column.number else "left",
             overflow="ellipsis" if column.cut else "fold",
-            no_wrap=column.cut or not column.least,
+            no_wrap=column.cut or not column.min_width,
         )
     for row in shown:
-        table.add_row(*(row[at] for at in fitted.kept))
+        table.add_row(*(row[at] for at in fitted.shown))
     left_out = ", ".join(columns[at].name for at in fitted.dropped)
     return table, f"left out for the width: {left_out} (--json has all)" if left_out else ""
 
@@ -180,7 +180,7 @@ def fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) ->
     """
     natural = [max([cell_len(column.name), *(cell_len(row[at]) for row in rows)]) for at, column in enumerate(columns)]
     floors = [
-        min(natural[at], max(column.least, cell_len(column.name))) if column.least else natural[at]
+        min(natural[at], max(column.min_width, cell_len(column.name))) if column.min_width else natural[at]
         for at, column in enumerate(columns)
     ]
     shown = [at for at in range(len(columns)) if not rows or any(row[at] for row in rows)]

@@ -38,9 +38,9 @@ class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_repeats: Annotated[int, Meta(ge=1, le=10_000)] = 1
 
 
-MOST_GPUS = 64
+MAX_GPUS = 64
 """GPUs of a host, at most."""
-Devices = Annotated[list[Annotated[int, Meta(ge=0, lt=MOST_GPUS)]], Meta(min_length=1, max_length=MOST_GPUS)]
+Devices = Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_GPUS)]], Meta(min_length=1, max_length=MAX_GPUS)]
 
 
 class DiskCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

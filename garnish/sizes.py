@@ -42,7 +42,7 @@ def parse_whole_seconds(value: object) -> int:
     return int(seconds)
 
 
-def shown_bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Returns a number of bytes as text such as `2.3 MiB`, with at most three digits."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while round(size) >= 1024 and len(units) > 1:
@@ -66,6 +66,6 @@ def _quantity(value: object, units: dict[str, float] | dict[str, int], expected:
     return amount
 
 
-def shown_time(moment: float) -> str:
+def format_time(moment: float) -> str:
     """Returns a Unix time as text such as `2026-11-21T19:22:44Z`."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -60,7 +60,7 @@ def nodes_directory(state: Path, service: str) -> Path:
     return service_directory(state, service) / "nodes"
 
 
-def remember(key: NodeKey, pid: int) -> Process | None:
+def write_pid_file(key: NodeKey, pid: int) -> Process | None:
     """Writes the node's pid file and returns its process; None if the process has ended already."""
     process = identify(pid)
     if process is None:
@@ -70,7 +70,7 @@ def remember(key: NodeKey, pid: int) -> Process | None:
     return process
 
 
-def remembered(key: NodeKey) -> Process | None:
+def read_pid_file(key: NodeKey) -> Process | None:
     """Returns the process in the pid file, alive or not; None if the file is missing or broken."""
     try:
         return msgspec.json.decode(key.pid_file.read_bytes(), type=Process)
@@ -80,7 +80,7 @@ def remembered(key: NodeKey) -> Process | None:
 
 def processes_of(key: NodeKey) -> list[Process]:
     """Returns all living processes of a node: the one in its pid file, and those with its tag."""
-    recorded = remembered(key)
+    recorded = read_pid_file(key)
     by_pid = {process.pid: process for tag, process in tagged(key.state, key.tag) if tag == key.tag}
     if recorded is not None and is_alive(recorded):
         by_pid[recorded.pid] = recorded
@@ -92,7 +92,7 @@ def main_process(key: NodeKey) -> Process | None:
 
     Without a pid file it is the tagged process that no other tagged process started.
     """
-    recorded = remembered(key)
+    recorded = read_pid_file(key)
     if recorded is not None:
         return recorded if is_alive(recorded) else None
     processes = processes_of(key)

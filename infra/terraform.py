@@ -139,12 +139,12 @@ class Terraform:
         return shown
 
     def _run(self, arguments: list[str], on_event: Callable[[Event], None]) -> None:
-        with self._started(arguments) as process, _passing_on(process) as interrupts:
+        with self._started(arguments) as process, _forward_signals(process) as interrupts:
             assert process.stdout is not None
             try:
                 text, problems = _follow(process.stdout, on_event)
             except BaseException:
-                _heard_out(process, interrupts)
+                _interrupt_and_wait(process, interrupts)
                 raise
             code = process.wait()
         if killed := self._killed(code):
@@ -185,7 +185,7 @@ class Terraform:
                 raise
 
 
-def _heard_out(process: subprocess.Popen[str], interrupts: list[int]) -> None:
+def _interrupt_and_wait(process: subprocess.Popen[str], interrupts: list[int]) -> None:
     """Interrupts terraform, unless it was, and reads its output to the end.
 
     Terraform saves its state first; a closed pipe would kill it before that.
@@ -224,7 +224,7 @@ def _event(line: str) -> Event | None:
 
 
 @contextmanager
-def _passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
+def _forward_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
     """Forwards TERM, INT and HUP to terraform as a single INT. Yields the list of received signals.
 
     Terraform then saves its state and ends; a second INT would abort it. A signal that is ignored (by `nohup`, or in

@@ -29,7 +29,7 @@ PLACE_FILE = "place"
 """File in a service's default directory with the path of another directory that was used last."""
 
 
-class PlanNote(msgspec.Struct, frozen=True, kw_only=True):
+class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a saved plan, in a file next to it: its inputs and its changes."""
 
     made_for: str
@@ -50,7 +50,7 @@ class Workspace:
         self._terraform = Terraform(program, directory)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Holds the workspace's lock. Raises StateLocked if another command of this host works here."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,32 +106,32 @@ class Workspace:
         *,
         strays: Iterable[Change] = (),
         destroy: bool = False,
-    ) -> PlanNote:
+    ) -> SavedPlan:
         """Makes and saves a plan, and returns its description.
 
         `dead` maps addresses of nodes that are to be replaced to the causes of their failures. `strays` are running
         nodes that Terraform does not know; they end too, or are replaced if the plan creates them.
         """
-        self.forget_plan()
-        changes = self._planned(PLAN_FILE, stack, dead or {}, destroy=destroy)
+        self.delete_plan()
+        changes = self._make_plan(PLAN_FILE, stack, dead or {}, destroy=destroy)
         changes = _with_strays(changes, {change.resource: change for change in strays})
-        saved = PlanNote(made_for=made_for, plan_sha256=self._plan_digest(), changes=tuple(changes), destroy=destroy)
+        saved = SavedPlan(made_for=made_for, plan_sha256=self._plan_digest(), changes=tuple(changes), destroy=destroy)
         (self.directory / NOTE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(saved)))
         return saved
 
     def plan_sizes(self, stack: Stack, dead: Mapping[str, str]) -> list[Change]:
         """Makes a separate plan for `apply_sizes`, and returns its changes."""
-        return self._planned(SIZE_PLAN_FILE, stack, dead, destroy=False)
+        return self._make_plan(SIZE_PLAN_FILE, stack, dead, destroy=False)
 
-    def _planned(self, file: str, stack: Stack, dead: Mapping[str, str], *, destroy: bool) -> list[Change]:
+    def _make_plan(self, file: str, stack: Stack, dead: Mapping[str, str], *, destroy: bool) -> list[Change]:
         self._terraform.plan(file, () if destroy else list(dead), destroy=destroy)
         pools = {module_name(pool.name): pool.name for pool in stack.pools}
         return changes_of(self._terraform.show(file), pools, dead, destroy=destroy)
 
-    def saved(self, made_for: str) -> PlanNote:
+    def saved(self, made_for: str) -> SavedPlan:
         """Returns the saved plan. Raises StalePlan if there is none, or it was made for other inputs."""
         try:
-            saved_plan = msgspec.json.decode((self.directory / NOTE_FILE).read_bytes(), type=PlanNote)
+            saved_plan = msgspec.json.decode((self.directory / NOTE_FILE).read_bytes(), type=SavedPlan)
             digest = self._plan_digest()
         except (OSError, msgspec.DecodeError):
             raise StalePlan("there is no saved plan; run `garnish infra plan` first") from None
@@ -149,13 +149,13 @@ class Workspace:
         try:
             self._terraform.apply(PLAN_FILE, on_event)
         finally:
-            self.forget_plan()
+            self.delete_plan()
 
     def apply_sizes(self, on_event: Callable[[Event], None]) -> None:
         """Applies the plan of `plan_sizes`; afterwards Terraform refuses the saved plan, as the state has changed."""
         self._terraform.apply(SIZE_PLAN_FILE, on_event)
 
-    def forget_plan(self) -> None:
+    def delete_plan(self) -> None:
         for name in (PLAN_FILE, NOTE_FILE):
             (self.directory / name).unlink(missing_ok=True)
 

@@ -41,7 +41,7 @@ def submit(
         batch = client.ask(create_call(uploaded.id, endpoint), Batch)
         screen.line(batch.id)
         if watch_it:
-            batch = _followed(client, screen, batch)
+            batch = _follow(client, screen, batch)
         screen.result(batch)
     _check(batch)
 
@@ -52,7 +52,7 @@ def watch(service: TenantService, output: Output, batch_id: BatchId) -> None:
     from gateway.batches.messages import Batch
 
     with output.screen() as screen, service.client(service.tenant) as client:
-        batch = _followed(client, screen, client.ask(batch_call(batch_id), Batch))
+        batch = _follow(client, screen, client.ask(batch_call(batch_id), Batch))
         screen.result(batch)
     _check(batch)
 
@@ -74,9 +74,9 @@ def get(
         screen.result(batch)
         file_id = batch.error_file_id if errors else batch.output_file_id
         if batch.status not in ENDED:
-            raise GarnishError("conflict", f"{batch_id} has not ended: {_shown(batch)}")
+            raise GarnishError("conflict", f"{batch_id} has not ended: {_format_status(batch)}")
         if file_id is None:
-            screen.note("it has none")
+            screen.notice("it has none")
         elif out is not None:
             _save(client.download(content_call(file_id)), out)
         elif not screen.as_json:
@@ -91,7 +91,7 @@ def _save(pieces: Iterator[bytes], path: Path) -> None:
         raise GarnishError("invalid_request", f"{path} can't be written: {error.strerror}") from None
 
 
-def _followed(client: Client, screen: Screen, batch: Batch) -> Batch:
+def _follow(client: Client, screen: Screen, batch: Batch) -> Batch:
     """Returns the batch once it has ended."""
     from garnish.calls import batch_call
     from gateway.batches.messages import ENDED, Batch
@@ -99,17 +99,17 @@ def _followed(client: Client, screen: Screen, batch: Batch) -> Batch:
     while batch.status not in ENDED:
         counts = batch.request_counts
         share = (counts.completed + counts.failed) / counts.total if counts.total else None
-        screen.progress(_shown(batch), share)
+        screen.progress(_format_status(batch), share)
         time.sleep(POLL_SECONDS)
         batch = client.ask(batch_call(batch.id), Batch)
     screen.end_progress()
     for problem in batch.errors.data if batch.errors else ():
-        screen.note(problem.message if problem.line is None else f"line {problem.line}: {problem.message}")
-    screen.line(_shown(batch))
+        screen.notice(problem.message if problem.line is None else f"line {problem.line}: {problem.message}")
+    screen.line(_format_status(batch))
     return batch
 
 
-def _shown(batch: Batch) -> str:
+def _format_status(batch: Batch) -> str:
     counts = batch.request_counts
     done = f"{counts.completed + counts.failed} of {counts.total} calls"
     return f"{batch.status}, {done}" + (f", {counts.failed} failed" if counts.failed else "")

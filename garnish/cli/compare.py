@@ -46,13 +46,13 @@ def compare(
     PEFT runs in a process of its own, in the node's dtype, over the base model of the service file; it needs memory for
     that model once more. Where PEFT's best logits lie within rounding of each other, either token is right: a tie.
     """
-    from garnish.comparison import Wanted, check_installed, run_comparison
+    from garnish.comparison import ComparisonRequest, check_installed, run_comparison
     from garnish.config import load_service_file
 
     if not peft:
         raise typer.BadParameter("expected --peft: what to compare with")
     check_installed()
-    request = Wanted(
+    request = ComparisonRequest(
         name=name,
         prompts=list(DEFAULT_PROMPTS) if prompts is None else read_prompts(prompts),
         chat=chat,
@@ -89,7 +89,7 @@ def read_prompts(file: Path) -> list[str]:
 
 
 COLUMNS = (
-    Column("PROMPT", least=12, cut=True),
+    Column("PROMPT", min_width=12, cut=True),
     *(Column(name, number=True) for name in ("TOKENS", "EQUAL", "LOGPROB DIFF", "FUNCTION", "PEFT")),
 )
 

@@ -8,7 +8,7 @@ import typer
 
 from garnish.cli.options import Output, Service, TableOutput, TenantService, commands
 from garnish.screen import Column, Screen
-from garnish.sizes import shown_time
+from garnish.sizes import format_time
 
 if TYPE_CHECKING:
     from gateway.events.messages import EventReply
@@ -32,19 +32,19 @@ def list_events(
     with service.client(service.tenant) as client:
         page = client.events(function, in_state, limit, after)
     columns = [
-        Column("ID", least=28),
-        Column("FUNCTION", least=10),
-        Column("STATE", least=9),
-        Column("CREATED", least=19),
+        Column("ID", min_width=28),
+        Column("FUNCTION", min_width=10),
+        Column("STATE", min_width=9),
+        Column("CREATED", min_width=19),
         Column("ATTEMPTS", number=True),
-        Column("ERROR", least=16),
+        Column("ERROR", min_width=16),
     ]
     rows = [
         [
             item.id,
             item.function,
             item.state,
-            shown_time(item.created),
+            format_time(item.created),
             str(len(item.attempts)),
             item.error.type if item.error else "-",
         ]
@@ -52,7 +52,7 @@ def list_events(
     ]
     screen.table(columns, rows)
     if page.next is not None:
-        screen.note(f"there are more: --after {page.next}")
+        screen.notice(f"there are more: --after {page.next}")
     screen.result(page)
 
 
@@ -85,7 +85,7 @@ def redrive_events(
         reply = client.redrive_all(function)
     screen.line(f"{reply.redriven} queued again")
     if reply.more:
-        screen.note("there may be more: the same command again")
+        screen.notice("there may be more: the same command again")
     screen.result(reply)
     return None
 
@@ -110,7 +110,7 @@ def create_secret(service: Service, output: Output, tenant: TenantName) -> None:
     with service.client(admin=True) as client:
         created = client.ask(webhook_secret_call(tenant), NewSecretReply)
     screen.line(created.secret)
-    screen.note(f"its id is {created.secret_id}; it is not shown again")
+    screen.notice(f"its id is {created.secret_id}; it is not shown again")
     screen.result(created)
 
 
@@ -122,8 +122,8 @@ def list_secrets(service: Service, output: TableOutput, tenant: TenantName) -> N
     screen = output.screen()
     with service.client(admin=True) as client:
         reply = client.ask(webhook_secrets_call(tenant), SecretsReply)
-    rows = [[each.secret_id, shown_time(each.created)] for each in reply.secrets]
-    screen.table([Column("ID", least=16), Column("CREATED", least=20)], rows)
+    rows = [[each.secret_id, format_time(each.created)] for each in reply.secrets]
+    screen.table([Column("ID", min_width=16), Column("CREATED", min_width=20)], rows)
     screen.result(reply)
 
 

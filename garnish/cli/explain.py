@@ -92,14 +92,14 @@ def in_words(candidate: Candidate, decision: Decision) -> str:
 def _columns() -> list[Column]:
     return [
         Column(""),
-        Column("NODE", least=12),
+        Column("NODE", min_width=12),
         Column("TIER"),
         Column("RUNNING", number=True, spare=1),
         Column("QUEUED", number=True, spare=1),
         Column("RESERVED", number=True, spare=9),
         *(Column(_title(name), number=True, spare=spare) for name, spare in TERMS.items()),
         Column("AGE", number=True, spare=6),
-        Column("NOTE", least=24),
+        Column("NOTE", min_width=24),
     ]
 
 

@@ -12,7 +12,7 @@ import typer
 from garnish.cli.options import Output, Service, TableOutput, TenantService, Warm, ask
 from garnish.errors import GarnishError
 from garnish.screen import Column, Screen
-from garnish.sizes import shown_bytes, shown_time
+from garnish.sizes import format_bytes, format_time
 
 if TYPE_CHECKING:
     from garnish.client import Client
@@ -52,9 +52,9 @@ def deploy(
             reply = client.deploy(name, path, alias, dry_run, warm=warm)
         screen.end_progress()
         outcome = "valid" if dry_run else f"version {reply.version}"
-        screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {shown_bytes(reply.bytes)}")
+        screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {format_bytes(reply.bytes)}")
         for warning in reply.warnings:
-            screen.note(f"warning: {warning}")
+            screen.notice(f"warning: {warning}")
         screen.result(reply)
 
 
@@ -86,7 +86,7 @@ def deploy_file(file: Path, service: Service, screen: Screen, *, dry_run: bool, 
     for reply in carry_out(plan, service.client, screen.progress):
         screen.end_progress()
         rank = max(reply.ranks, default=0)
-        screen.line(f"{reply.function}: version {reply.version}, rank {rank}, {shown_bytes(reply.bytes)}")
+        screen.line(f"{reply.function}: version {reply.version}, rank {rank}, {format_bytes(reply.bytes)}")
         _warn(reply, screen)
         deployed.append(reply)
     screen.result({"plan": plan, "deployed": deployed})
@@ -94,7 +94,7 @@ def deploy_file(file: Path, service: Service, screen: Screen, *, dry_run: bool, 
 
 def _warn(reply: DeployReply, screen: Screen) -> None:
     for warning in reply.warnings:
-        screen.note(f"warning: {reply.function}: {warning}")
+        screen.notice(f"warning: {reply.function}: {warning}")
 
 
 def list_functions(service: TenantService, output: TableOutput) -> None:
@@ -111,25 +111,25 @@ def list_functions(service: TenantService, output: TableOutput) -> None:
             item.name,
             "damaged"
             if item.error
-            else ", ".join(f"{alias}={pointed(target)}" for alias, target in item.aliases.items()),
+            else ", ".join(f"{alias}={format_target(target)}" for alias, target in item.aliases.items()),
             str(max(item.ranks, default=0)),
-            shown_bytes(item.bytes),
+            format_bytes(item.bytes),
             ", ".join(sorted({f"{place.node}:{place.tier}" for place in item.residency})) or "-",
         ]
         for item in items
     ]
     screen.table(
         [
-            Column("NAME", least=20),
-            Column("ALIASES", least=12),
+            Column("NAME", min_width=20),
+            Column("ALIASES", min_width=12),
             Column("RANK", number=True),
             Column("SIZE", number=True),
-            Column("RESIDENT", least=16),
+            Column("RESIDENT", min_width=16),
         ],
         rows,
     )
     if not rows:
-        screen.note("there are no functions yet: garnish deploy NAME DIRECTORY")
+        screen.notice("there are no functions yet: garnish deploy NAME DIRECTORY")
     screen.result({"functions": items, "next": None})
 
 
@@ -141,7 +141,7 @@ def describe(service: TenantService, output: TableOutput, name: Name) -> None:
     screen.line(f"name: {function.name}")
     screen.line(f"generation: {function.generation}")
     for alias, target in function.aliases.items():
-        screen.line(f"alias {alias}: {pointed(target)}")
+        screen.line(f"alias {alias}: {format_target(target)}")
     for field, value in function.policy.items():
         screen.line(f"policy {field}: {msgspec.json.encode(value).decode()}")
     screen.line(f"calls expected: {_expected(forecast)}")
@@ -183,8 +183,8 @@ def _show_versions(function: FunctionReply, screen: Screen) -> None:
             str(entry.version),
             str(max(entry.ranks, default=0)),
             ", ".join(entry.targets),
-            shown_bytes(entry.bytes),
-            shown_time(entry.created),
+            format_bytes(entry.bytes),
+            format_time(entry.created),
             ", ".join(f"{p.node}:{p.tier}" for p in function.residency if p.version == entry.version) or "-",
         ]
         for entry in function.versions
@@ -193,10 +193,10 @@ def _show_versions(function: FunctionReply, screen: Screen) -> None:
         [
             Column("VERSION", number=True),
             Column("RANK", number=True),
-            Column("TARGETS", least=12),
+            Column("TARGETS", min_width=12),
             Column("SIZE", number=True),
             Column("CREATED"),
-            Column("RESIDENT", least=16),
+            Column("RESIDENT", min_width=16),
         ],
         rows,
     )
@@ -249,7 +249,7 @@ def _version_in(name: str, version: int | None) -> tuple[str, int | None]:
     return name, int(suffix)
 
 
-def pointed(target: int | dict[str, float]) -> str:
+def format_target(target: int | dict[str, float]) -> str:
     """Returns what an alias points to as text: `4`, or `3:0.9+4:0.1` for shares of the calls."""
     if isinstance(target, int):
         return str(target)

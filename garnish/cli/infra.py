@@ -13,8 +13,8 @@ from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, Output, State
 from garnish.screen import Column, Screen
 
 if TYPE_CHECKING:
-    from infra.autoscale.rounds import Decided
-    from infra.workspace import PlanNote
+    from infra.autoscale.rounds import RoundResult
+    from infra.workspace import SavedPlan
 
 CHANGES = 2
 """Exit code of `plan --detailed-exitcode` when there is something to do."""
@@ -54,11 +54,11 @@ def plan(
         saved = provision.plan(screen.progress)
         screen.end_progress()
         _show(saved, screen)
-        for line in provision.sizes_told():
+        for line in provision.format_pool_sizes():
             screen.line(line)
         if saved.changes:
             screen.line("the plan is saved: `garnish infra apply` carries it out")
-        screen.result({**_result(saved), "sizes": provision.sizes_told()})
+        screen.result({**_result(saved), "sizes": provision.format_pool_sizes()})
     if detailed and saved.changes:
         raise typer.Exit(CHANGES)
 
@@ -69,7 +69,7 @@ def apply(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT
 
     with output.screen() as screen:
 
-        def confirm(plan: PlanNote) -> None:
+        def confirm(plan: SavedPlan) -> None:
             screen.end_progress()
             _show(plan, screen)
             if plan.changes:
@@ -93,7 +93,7 @@ def destroy(
 
     with output.screen() as screen:
 
-        def confirm(plan: PlanNote) -> None:
+        def confirm(plan: SavedPlan) -> None:
             screen.end_progress()
             _show(plan, screen)
             _confirm(f"destroy all {len(plan.changes)}?", screen, yes)
@@ -120,24 +120,24 @@ def show(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_
         ]  # fmt: skip
         screen.table(
             [
-                Column("POOL", least=12),
+                Column("POOL", min_width=12),
                 Column("BACKEND"),
                 Column("MIN DESIRED MAX"),
-                Column("NODES", least=20),
-                Column("DRIFT", least=20),
+                Column("NODES", min_width=20),
+                Column("DRIFT", min_width=20),
             ],
             rows,
         )
         screen.result({"pools": pools})
 
 
-def _show(plan: PlanNote, screen: Screen) -> None:
+def _show(plan: SavedPlan, screen: Screen) -> None:
     columns = [
         Column("ACTION"),
-        Column("POOL", least=12),
-        Column("RESOURCE", least=16),
-        Column("REASON", least=16),
-        Column("COSTS MONEY", least=11),
+        Column("POOL", min_width=12),
+        Column("RESOURCE", min_width=16),
+        Column("REASON", min_width=16),
+        Column("COSTS MONEY", min_width=11),
     ]
     rows = [
         [change.action, change.pool or "-", change.resource, change.reason, "yes" if change.cost else "-"]
@@ -148,7 +148,7 @@ def _show(plan: PlanNote, screen: Screen) -> None:
     screen.line(_summary(plan))
 
 
-def _summary(plan: PlanNote) -> str:
+def _summary(plan: SavedPlan) -> str:
     counts = dict.fromkeys(("create", "change", "replace", "destroy"), 0)
     for change in plan.changes:
         counts[change.action] += 1
@@ -157,7 +157,7 @@ def _summary(plan: PlanNote) -> str:
     return ", ".join(parts) + (f" ({costing} bear on cost)" if costing else "") if parts else "nothing to do"
 
 
-def _result(plan: PlanNote) -> dict[str, object]:
+def _result(plan: SavedPlan) -> dict[str, object]:
     return {"changes": plan.changes, "made_for": plan.made_for, "destroy": plan.destroy}
 
 
@@ -177,11 +177,13 @@ def autoscale(
 
     screen, shown = output.screen(), dict[str, tuple[object, ...]]()
     with screen:
-        well = scale(file, state, lambda decided: _show_decision(decided, screen, shown, every=once), once=once)
+        well = scale(file, state, lambda decided: _show_decision(decided, screen, shown, show_all=once), once=once)
     raise typer.Exit(0 if well else 1)
 
 
-def _show_decision(decided: Decided, screen: Screen, shown: dict[str, tuple[object, ...]], *, every: bool) -> None:
+def _show_decision(
+    decided: RoundResult, screen: Screen, shown: dict[str, tuple[object, ...]], *, show_all: bool
+) -> None:
     """Prints what a round did to a pool: with --json always, else only what differs from the pool's last line.
 
     `shown` holds these lines by pool. With `show_all` every line is printed.
@@ -190,12 +192,12 @@ def _show_decision(decided: Decided, screen: Screen, shown: dict[str, tuple[obje
     screen.result({"at": round(time.time(), 3), **msgspec.to_builtins(decided)})
     line = (decided.action, decided.size, decided.wanted, decided.reason if decided.action == "held" else "")
     before = shown.get(decided.pool)
-    if every or before is None or (before != line and (decided.action != "none" or before[0] == "held")):
+    if show_all or before is None or (before != line and (decided.action != "none" or before[0] == "held")):
         screen.line(f"{decided.pool}: {_format_decision(decided)}")
     shown[decided.pool] = line
 
 
-def _format_decision(decided: Decided) -> str:
+def _format_decision(decided: RoundResult) -> str:
     at = "" if decided.size is None else f" at {decided.size}"
     match decided.action:
         case "set" if decided.size != decided.wanted:

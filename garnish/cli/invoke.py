@@ -52,7 +52,7 @@ def invoke(
     with service.client(service.tenant) as client:
         if later:
             return _submitted(client, screen, name, sent, options)
-        reply = (_streamed if stream else _whole)(client, screen, name, sent, options)
+        reply = (_streamed if stream else _unstreamed)(client, screen, name, sent, options)
     if timing:
         _show_timing(screen, reply)
     return None
@@ -64,7 +64,7 @@ def _submitted(client: Client, screen: Screen, name: str, prompt: Any, options: 
     screen.result(event)
 
 
-def _whole(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> InvokeReply:
+def _unstreamed(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> InvokeReply:
     reply = client.invoke(name, prompt, stream=False, **options)
     screen.line(reply.output.text)
     screen.result(reply)
@@ -99,7 +99,7 @@ def _show_timing(screen: Screen, reply: InvokeReply | DoneEvent) -> None:
     ]
     if not screen.as_json:
         for name, value in rows:
-            screen.note(f"{name}: {value}")
+            screen.notice(f"{name}: {value}")
 
 
 def _phases(cold: ColdStartTiming) -> list[list[str]]:

@@ -10,7 +10,7 @@ import typer
 
 from garnish.cli.options import Output, Service, TableOutput, TenantService, commands, flat
 from garnish.screen import Column, Screen
-from garnish.sizes import shown_bytes
+from garnish.sizes import format_bytes
 
 Node = Annotated[str, typer.Argument(help="The node's id.")]
 Function = Annotated[
@@ -19,7 +19,7 @@ Function = Annotated[
 Digest = Annotated[str | None, typer.Option("--digest", help="A version's digest, instead of a function.")]
 
 
-def list_unless_told(service: Service, output: TableOutput, context: typer.Context) -> None:
+def list_by_default(service: Service, output: TableOutput, context: typer.Context) -> None:
     """The nodes: list them, see their adapters, drain them."""
     if context.invoked_subcommand is None:
         list_nodes(service, output)
@@ -38,10 +38,10 @@ def list_nodes(service: Service, output: TableOutput) -> None:
     shown = ("id", "state", "running", "queued", "kv_blocks_free", "url", "error")
     rows = [[str(node.record.get(field, "")) for field in shown] for node in reply.nodes]
     for row, node in zip(rows, reply.nodes, strict=True):
-        row.insert(5, observed_over_forecast(node.record))
+        row.insert(5, format_forecast_ratio(node.record))
         row.insert(6, str(node.record.get("cpu_workers", "-")))
     columns = [
-        Column("ID", least=16),
+        Column("ID", min_width=16),
         Column("STATE"),
         Column("RUNNING", number=True),
         Column("QUEUED", number=True),
@@ -49,20 +49,20 @@ def list_nodes(service: Service, output: TableOutput) -> None:
         Column("OBSERVED/FORECAST", spare=1),
         Column("CPU WORKERS", number=True, spare=1),
         Column("URL", spare=2),
-        Column("ERROR", least=20),
+        Column("ERROR", min_width=20),
     ]
     if any(node.record.get("gpu") for node in reply.nodes):
         columns.insert(7, Column("GPU", spare=1))
         for row, node in zip(rows, reply.nodes, strict=True):
-            row.insert(7, gpu_shown(node.record))
+            row.insert(7, format_gpu(node.record))
     screen.table(columns, rows)
-    for line in () if screen.as_json else (workers_shown(node.record) for node in reply.nodes):
+    for line in () if screen.as_json else (format_workers(node.record) for node in reply.nodes):
         if line:
-            screen.note(line)
+            screen.notice(line)
     screen.result(reply)
 
 
-def workers_shown(record: Mapping[str, Any]) -> str:
+def format_workers(record: Mapping[str, Any]) -> str:
     """Returns a node's number of CPU workers and the reason: `node-1: 2 CPU workers: they gain; ...`.
 
     Empty if the node gives no reason.
@@ -73,14 +73,14 @@ def workers_shown(record: Mapping[str, Any]) -> str:
     return f"{record.get('id', '')}: {count} CPU worker{'' if count == 1 else 's'}: {reason}"
 
 
-def gpu_shown(record: Mapping[str, Any]) -> str:
+def format_gpu(record: Mapping[str, Any]) -> str:
     """Returns the GPU of a node and how it is, as far as that is reported: `0 L4, 5.0 GiB of 24.0 GiB, 87 %, 43 C`."""
     gpu, load = record.get("gpu"), record.get("gpu_load") or {}
     if not gpu:
         return "-"
     parts = [f"{gpu.get('index', '')} {gpu.get('name', '')}".strip() or gpu["uuid"]]
     if load.get("memory_used") is not None:
-        parts.append(f"{shown_bytes(load['memory_used'])} of {shown_bytes(gpu.get('memory', 0))}")
+        parts.append(f"{format_bytes(load['memory_used'])} of {format_bytes(gpu.get('memory', 0))}")
     if load.get("utilisation") is not None:
         parts.append(f"{load['utilisation']} %")
     if load.get("temperature") is not None:
@@ -90,7 +90,7 @@ def gpu_shown(record: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def observed_over_forecast(record: Mapping[str, Any]) -> str:
+def format_forecast_ratio(record: Mapping[str, Any]) -> str:
     """Returns the ratio of observed to forecast pass durations as text, or how far the model's measurement is."""
     from cluster.model_check import is_off
 
@@ -116,7 +116,7 @@ def adapters(service: Service, output: TableOutput, node: Node) -> None:
             entry.digest,
             entry.tier,
             str(max(entry.ranks)) if entry.ranks else "-",
-            shown_bytes(entry.bytes),
+            format_bytes(entry.bytes),
             str(entry.in_use),
             str(entry.waiting),
             _progress(entry.layers),
@@ -125,18 +125,18 @@ def adapters(service: Service, output: TableOutput, node: Node) -> None:
     ]
     screen.table(
         [
-            Column("DIGEST", least=16, cut=True),
+            Column("DIGEST", min_width=16, cut=True),
             Column("TIER"),
             Column("RANK", number=True),
             Column("SIZE", number=True),
             Column("IN USE", number=True),
             Column("WAITING", number=True),
-            Column("LOADING", least=16),
+            Column("LOADING", min_width=16),
         ],
         rows,
     )
     if reply.unnamed:
-        screen.note(f"{reply.unnamed} more are on the disk")
+        screen.notice(f"{reply.unnamed} more are on the disk")
     screen.result(reply)
 
 
@@ -221,5 +221,5 @@ group = commands(
     name="nodes",
     help="The nodes: list them, see their adapters, drain them.",
     invoke_without_command=True,
-    callback=flat(list_unless_told),
+    callback=flat(list_by_default),
 )

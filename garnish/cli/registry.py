@@ -11,7 +11,7 @@ import typer
 
 from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, Output, State, commands
 from garnish.errors import FrontDoorError, StartError
-from garnish.sizes import shown_bytes
+from garnish.sizes import format_bytes
 
 if TYPE_CHECKING:
     from adapters.store import ObjectStore
@@ -35,18 +35,18 @@ def gc(
     removed: list[str] = []
 
     def report(info: ObjectInfo) -> None:
-        screen.line(f"{'would remove' if dry_run else 'removed'} {info.key} ({shown_bytes(info.size)})")
+        screen.line(f"{'would remove' if dry_run else 'removed'} {info.key} ({format_bytes(info.size)})")
         if len(removed) < MAX_SHOWN:
             removed.append(info.key)
 
     with output.screen() as screen:
         store = _store(file, state, writes=not dry_run)
         screen.progress("reading what the functions list")
-        done = _told(lambda: collect(store, dry_run=dry_run, tell=report))
+        done = _with_cli_errors(lambda: collect(store, dry_run=dry_run, tell=report))
         screen.end_progress()
         screen.line(
-            f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, {shown_bytes(done.bytes)} "
-            f"{'would be removed' if dry_run else 'removed'}; {done.kept} files and artifacts stay"
+            f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, "
+            f"{format_bytes(done.bytes)} {'would be removed' if dry_run else 'removed'}; {done.kept} files and artifacts stay"
         )
         screen.result({**msgspec.to_builtins(done), "objects": removed})
 
@@ -66,7 +66,7 @@ def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STA
     with output.screen() as screen:
         store = _store(file, state, writes=False)
         screen.progress("reading every listed version")
-        done = _told(lambda: verify_store(store, tell=report))
+        done = _with_cli_errors(lambda: verify_store(store, tell=report))
         screen.end_progress()
         screen.line(f"{done.versions} versions, {done.objects} objects read; {done.damaged} versions are damaged")
         screen.result({**msgspec.to_builtins(done), "damages": damages})
@@ -86,10 +86,10 @@ def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
     address = registry_of(load_service_file(file), state.absolute())
     if "://" not in address and not Path(address).is_dir():
         raise StartError(f"there is no registry in {address}; name the state directory with --state")
-    return _told(lambda: (open_checked_store if writes else open_store)(address))
+    return _with_cli_errors(lambda: (open_checked_store if writes else open_store)(address))
 
 
-def _told(work: Callable[[], T]) -> T:
+def _with_cli_errors(work: Callable[[], T]) -> T:
     """Returns the work's result. Raises failures of the store as FrontDoorError."""
     from adapters.errors import AdapterError
 

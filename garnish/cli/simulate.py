@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from garnish.simulation.study import Plan
 
 SWEEP = re.compile(r"nodes=(\d{1,4})\.\.(\d{1,4})")
-MOST_NODES = 1024
+MAX_NODES = 1024
 
 Trace = Annotated[
     Path, typer.Argument(help="MAF, Azure LLM or ServeGen CSV, Mooncake or `garnish logs --trace` JSONL.")
 ]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, max=MOST_NODES, help="Simulated nodes.")]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, max=MAX_NODES, help="Simulated nodes.")]
 Policy = Annotated[str | None, typer.Option("--policy", help="Placement policy (default: the gateway's).")]
 Profile = Annotated[str, typer.Option("--profile", help="What a node is: a committed profile's name, or a file.")]
 SloText = Annotated[str, typer.Option("--slo", help="As in tpt=1.5x (of the base's), or ttft=500ms,tpot=60ms.")]
@@ -59,9 +59,9 @@ def simulate(
     result.
     """
     from garnish.simulation.study import make_plan
-    from garnish.simulation.traces.requests import Laws
+    from garnish.simulation.traces.requests import TraceOptions
 
-    options = Laws(seed, _ranks(ranks), functions=functions, rate=rate, seconds=seconds)
+    options = TraceOptions(seed, _ranks(ranks), functions=functions, rate=rate, seconds=seconds)
     bounds = _bounds(sweep) if sweep is not None else None
     with output.screen() as screen:
         screen.progress(f"reading {trace}")
@@ -72,7 +72,7 @@ def simulate(
         if plot is not None:
             plan.plot(plot, attain)
             screen.line(f"plot: {plot}")
-        screen.result({**plan.told(), **result})
+        screen.result({**plan.describe(), **result})
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -84,13 +84,13 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 def _bounds(text: str) -> tuple[int, int]:
     match = SWEEP.fullmatch(text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]) <= MOST_NODES:
-        raise typer.BadParameter(f"--sweep: expected nodes=LOW..HIGH, from 1 to {MOST_NODES}, not {text!r}")
+    if match is None or not 1 <= int(match[1]) <= int(match[2]) <= MAX_NODES:
+        raise typer.BadParameter(f"--sweep: expected nodes=LOW..HIGH, from 1 to {MAX_NODES}, not {text!r}")
     return int(match[1]), int(match[2])
 
 
 def _show(screen: Screen, plan: Plan, result: dict[str, Any]) -> None:
-    plan_fields = plan.told()
+    plan_fields = plan.describe()
     screen.line(
         f"trace: {plan_fields['format']}, {plan_fields['requests']} requests of {plan_fields['functions']} functions"
     )

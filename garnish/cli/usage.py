@@ -51,7 +51,7 @@ def usage(
         reply = client.usage(start=start, end=end, group_by=groups)
     rows = [[*(_shown(getattr(row, group)) for group in groups), *(_numbers(row))] for row in reply.rows]
     rows.append([*["total", *("" for _ in groups[1:])], *_numbers(reply.total)])
-    group_columns = [Column(name.upper(), least=10) for name in groups or ["all"]]
+    group_columns = [Column(name.upper(), min_width=10) for name in groups or ["all"]]
     sums = [*SUMS.values(), *([("COST", 0)] if reply.total.cost is not None else [])]
     numbers = [Column(name, number=True, spare=spare) for name, spare in sums]
     screen.table([*group_columns, *numbers], rows if groups else rows[-1:])

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from garnish.cli.functions import Name, pointed
+from garnish.cli.functions import Name, format_target
 from garnish.cli.options import Output, TableOutput, TenantService, Warm
 from garnish.screen import Column, Screen
-from garnish.sizes import parse_seconds, parse_whole_seconds, shown_time
+from garnish.sizes import format_time, parse_seconds, parse_whole_seconds
 
 if TYPE_CHECKING:
     from gateway.routes.aliases import AliasPast, AliasReply
@@ -83,15 +83,15 @@ def parse_target(words: list[str]) -> int | dict[str, float]:
 def _show(screen: Screen, reply: AliasReply, *, with_history: bool) -> None:
     screen.line(f"{reply.function}:{reply.alias} -> {_target(reply)}")
     for warning in reply.warnings:
-        screen.note(f"warning: {warning}")
+        screen.notice(f"warning: {warning}")
     if with_history and reply.history:
-        rows = [[_target(past), shown_time(past.since)] for past in reply.history]
-        screen.table([Column("BEFORE", least=20), Column("SINCE")], rows)
+        rows = [[_target(past), format_time(past.since)] for past in reply.history]
+        screen.table([Column("BEFORE", min_width=20), Column("SINCE")], rows)
     screen.result(reply)
 
 
 def _target(place: AliasReply | AliasPast) -> str:
-    return pointed(place.weights if place.version is None else place.version)
+    return format_target(place.weights if place.version is None else place.version)
 
 
 def policy(
@@ -112,7 +112,7 @@ def policy(
     for field, value in function.policy.items():
         screen.line(f"{field}: {msgspec.json.encode(value).decode()}")
     if not function.policy:
-        screen.note("the service's defaults hold")
+        screen.notice("the service's defaults hold")
     screen.result(function.policy)
 
 
@@ -151,8 +151,13 @@ def warm(
     with service.client(service.tenant) as client:
         reply = client.warm(function, version or None, tier=tier, copies=copies)
     rows = [[str(place.version), place.node, place.tier, place.error or "-"] for place in reply.places]
-    columns = [Column("VERSION", number=True), Column("NODE", least=12), Column("TIER"), Column("ERROR", least=16)]
+    columns = [
+        Column("VERSION", number=True),
+        Column("NODE", min_width=12),
+        Column("TIER"),
+        Column("ERROR", min_width=16),
+    ]
     screen.table(columns, rows)
     if not reply.ready and not any(place.error for place in reply.places):
-        screen.note("it is on its way: the same command again shows how far it has come")
+        screen.notice("it is on its way: the same command again shows how far it has come")
     screen.result(reply)

@@ -27,7 +27,7 @@ class Admission:
     def choose(self, queue: WaitingQueue, running: Collection[Job], kv_free: int, now: float) -> list[Job]:
         """Removes the admitted requests from `queue`, and returns them; each has a lease, and `kv` is set."""
         profile, admitted = self._profile, list[Job]()
-        loading = [job for job in running if job.entry is not None and not job.entry.whole]
+        loading = [job for job in running if job.entry is not None and not job.entry.is_complete]
         rows, kv = max(1, profile.max_rows // 4) - len(loading), sum(job.kv for job in loading)
         room_is_short = starved = False
         for job in queue.in_order():
@@ -98,7 +98,7 @@ class WaitingQueue:
             self._charge(job, token_cost(0, generated - job.charged, job.rank))
             job.charged = generated
 
-    def turn(self, job: Job) -> float:
+    def tenant_counter(self, job: Job) -> float:
         """Returns the virtual token counter of the job's tenant; the smallest one is served first, in the batch too."""
         return self.shares.tenant(job.tenant)
 

@@ -108,7 +108,7 @@ class _Index(ResidentIndex):
         listed = super().tiers(digest)
         return {**self.everywhere, **listed} if self.everywhere else listed
 
-    def tell(self, row: int, digest: str, tier: int, used: bool) -> None:
+    def receive(self, row: int, digest: str, tier: int, used: bool) -> None:
         """Updates one adapter's tier and use on a node, as `put` would from the node's record."""
         self._place(row, digest, ABSENT if tier == self.everywhere.get(row) else tier, used)
 
@@ -121,7 +121,7 @@ class SimulatedTable(NodeTable):
             row = self.put(record_of(node, 0.0, 0), 0.0, residents=residents_of(node))
             assert row == node.index
 
-    def tell(self, node: SimulatedNode, now: float) -> None:
+    def receive(self, node: SimulatedNode, now: float) -> None:
         """Updates the node's row, as its record at `now` would."""
         row = node.index
         self._loads[row] = _load(node, now)
@@ -131,7 +131,7 @@ class SimulatedTable(NodeTable):
         node.acknowledged.clear()
         memory = node.loads.memory
         for digest in memory.changed:
-            self._residents.tell(row, digest, memory.tier(digest), memory.leases(digest) > 0)
+            self._residents.receive(row, digest, memory.tier(digest), memory.leases(digest) > 0)
         memory.changed.clear()
         self.heard[row] = now
         self._refresh(row)

@@ -47,7 +47,7 @@ class Job:
     ttft_slo: float | None = None
     tpot_slo: float | None = None
     node: int = -1
-    found: int = 0
+    arrival_tier: int = 0
     """tier of its adapter when it reached the node"""
     admitted: float = 0.0
     first_token: float = 0.0
@@ -56,7 +56,7 @@ class Job:
     moves: int = 0
     """migrations to another node"""
     generated: int = 0
-    left: int = 0
+    remaining: int = 0
     """prompt tokens that are not computed yet; after a move also tokens generated elsewhere"""
     kv: int = 0
     """tokens of KV memory"""

@@ -44,7 +44,7 @@ class Loads:
     def loading_bytes(self) -> int:
         return self.store.bytes + self.device.bytes
 
-    def announce(self, job: Job, now: float) -> int:
+    def prefetch(self, job: Job, now: float) -> int:
         """Starts to fetch the adapter of a request that waits, if necessary. Returns the adapter's tier."""
         if job.digest is None or self._all_there:
             return DEVICE
@@ -60,7 +60,7 @@ class Loads:
         if job.digest is None or self._all_there:
             return True
         entry = self.memory.device.get(job.digest)
-        return entry is not None and entry.whole
+        return entry is not None and entry.is_complete
 
     def has_room(self, job: Job) -> bool:
         return job.digest is None or self._all_there or job.digest in self.memory.device

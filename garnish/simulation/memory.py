@@ -21,7 +21,7 @@ class Entry:
     leases: int = 0
     ready: bool = False
     """enough has arrived to compute a cold prompt; the rest arrives in time"""
-    whole: bool = False
+    is_complete: bool = False
 
 
 class AdapterMemory:
@@ -42,7 +42,7 @@ class AdapterMemory:
 
     def tier(self, digest: str) -> int:
         entry = self.device.get(digest)
-        if entry is not None and entry.whole:
+        if entry is not None and entry.is_complete:
             return DEVICE
         return HOST if self.in_host(digest) else ABSENT
 
@@ -81,7 +81,7 @@ class AdapterMemory:
     def arrived(self, digest: str) -> None:
         """Marks the adapter as complete on the device."""
         entry = self.device[digest]
-        entry.ready = entry.whole = True
+        entry.ready = entry.is_complete = True
         self.changed.add(digest)
 
     def keep_in_host(self, digest: str, size: int) -> None:
@@ -106,7 +106,7 @@ class AdapterMemory:
         Returns False if there are not enough of them.
         """
         while self._unused < size or len(self.device) >= self._slots:
-            victim = next((entry for entry in self.device.values() if not entry.leases and entry.whole), None)
+            victim = next((entry for entry in self.device.values() if not entry.leases and entry.is_complete), None)
             if victim is None:
                 return False
             del self.device[victim.digest]

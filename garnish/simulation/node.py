@@ -74,15 +74,15 @@ class SimulatedNode:
 
     def submit(self, job: Job, now: float) -> None:
         """Accepts a new request, or one from another node with the tokens that were generated there."""
-        job.node, job.left = self.index, job.prompt + job.generated
-        tier = self.loads.announce(job, now)
+        job.node, job.remaining = self.index, job.prompt + job.generated
+        tier = self.loads.prefetch(job, now)
         if not job.moves:
-            job.found = tier
+            job.arrival_tier = tier
         if self.queue:
             self._charge(now)
         self.queue.add(job)
         self.queued_mix.add(job.digest, job.rank)
-        self.queued_tokens += job.left
+        self.queued_tokens += job.remaining
         self._promise(job, 1)
         self.acknowledged.append(str(job.number))
         self._interrupt(now)
@@ -108,7 +108,7 @@ class SimulatedNode:
             return
         self.queue.remove(job)
         self.queued_mix.remove(job.digest, job.rank)
-        self.queued_tokens -= job.left
+        self.queued_tokens -= job.remaining
         self._promise(job, -1)
         job.moves += 1
         arrived(job)
@@ -121,7 +121,7 @@ class SimulatedNode:
 
     def context(self, job: Job, now: float) -> int:
         """Returns the computed tokens of a running request, prompt and output."""
-        return job.prompt + self.tokens(job, now) - (job.left or 1)
+        return job.prompt + self.tokens(job, now) - (job.remaining or 1)
 
     def tokens(self, job: Job, now: float) -> int:
         """Returns the number of tokens that a request here has generated."""
@@ -131,7 +131,7 @@ class SimulatedNode:
 
     def prompt_left(self) -> int:
         """Returns the prompt tokens of waiting and running requests that are not computed yet."""
-        return self.queued_tokens + sum(job.left for job in self.prefilling)
+        return self.queued_tokens + sum(job.remaining for job in self.prefilling)
 
     def tightest_tpot(self) -> float | None:
         return min(self._promised, default=None)
@@ -175,7 +175,9 @@ class SimulatedNode:
     def _step(self) -> tuple[float, float]:
         """Returns the seconds of the next decode step, and the growth with each further step."""
         model, rows = self.profile.performance.decode, self.decoding.rows
-        other_contexts = sum(job.prompt + job.generated - (job.left or 1) for job in (*self.prefilling, *self.stalled))
+        other_contexts = sum(
+            job.prompt + job.generated - (job.remaining or 1) for job in (*self.prefilling, *self.stalled)
+        )
         first = model.seconds(rows, self._contexts - other_contexts, self._term(self.decoding))
         return first, model.per_context * rows
 
@@ -194,11 +196,11 @@ class SimulatedNode:
     def _choose_chunks(self) -> list[tuple[Job, int]]:
         budget = max(self.profile.chunk_tokens - self.decoding.rows, 1)
         chunks: list[tuple[Job, int]] = []
-        for job in sorted(self.prefilling, key=self.queue.turn):
+        for job in sorted(self.prefilling, key=self.queue.tenant_counter):
             if not budget:
                 break
             if job.entry is None or job.entry.ready:
-                chunks.append((job, min(job.left, budget)))
+                chunks.append((job, min(job.remaining, budget)))
                 budget -= chunks[-1][1]
         return chunks
 
@@ -214,9 +216,9 @@ class SimulatedNode:
             job.generated = job.output
             self._finish(job, now)
         for job, length in self.chunks:
-            job.left -= length
+            job.remaining -= length
             self._contexts += length
-            if not job.left:
+            if not job.remaining:
                 self.prefilling.remove(job)
                 self._take_first(job, now)
         self.chunks = []
@@ -233,7 +235,7 @@ class SimulatedNode:
             self.stalled.append(job)
 
     def _starts_to_decode(self, job: Job) -> bool:
-        if job.entry is not None and not job.entry.whole:
+        if job.entry is not None and not job.entry.is_complete:
             return False
         job.finish_step = self.steps + job.output - job.generated
         self._order += 1
@@ -256,7 +258,7 @@ class SimulatedNode:
             self._charge(now)
         for job in self._admission.choose(self.queue, self.running, self.kv_free, now):
             self.queued_mix.remove(job.digest, job.rank)
-            self.queued_tokens -= job.left
+            self.queued_tokens -= job.remaining
             self.running_mix.add(job.digest, job.rank)
             self.kv_free -= job.kv
             job.admitted = job.admitted or now
@@ -273,7 +275,7 @@ class SimulatedNode:
 
     def _leave(self, job: Job) -> None:
         """Frees the request's row, memory and lease; `generated` must be up to date."""
-        self._contexts -= job.prompt + job.generated - (job.left or 1)
+        self._contexts -= job.prompt + job.generated - (job.remaining or 1)
         del self.running[job]
         self.running_mix.remove(job.digest, job.rank)
         self.kv_free += job.kv
@@ -300,5 +302,5 @@ class SimulatedNode:
 
 def _squares(job: Job, length: int) -> int:
     """Returns e * e - b * b for a chunk from token b to e, the model's measure of attention."""
-    begin = job.prompt + job.generated - job.left
+    begin = job.prompt + job.generated - job.remaining
     return (begin + length) ** 2 - begin**2

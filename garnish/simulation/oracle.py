@@ -42,7 +42,7 @@ def _added(node: SimulatedNode, job: Job, now: float) -> float:
 @dataclass(slots=True, eq=False)
 class Prompt:
     job: Job
-    left: int
+    remaining: int
     """tokens that are not computed yet"""
     ready: float
     """time from which its adapter is ready"""
@@ -65,7 +65,7 @@ class Forward:
         self._steps, self._contexts, self._order, self._total = 0, 0, 0, 0.0
         self._now = _boundary(node, now)
         self._take_over(node, now)
-        self._queue = [Prompt(job, job.left, self._now) for job in node.queue]
+        self._queue = [Prompt(job, job.remaining, self._now) for job in node.queue]
         if extra is not None:
             self._queue.append(Prompt(extra, extra.prompt, _ready(node, now, extra)))
         self._queue.reverse()
@@ -89,13 +89,13 @@ class Forward:
         for job in node.running:
             if job.finish_step:
                 self._decode(job, job.output - node.tokens(job, now) - computing)
-            elif not job.left:
+            elif not job.remaining:
                 self._decode(job, job.output - job.generated)
-            elif job.left == chunks.get(job):
+            elif job.remaining == chunks.get(job):
                 self._decode(job, job.output - job.generated - 1)
             else:
                 ready = self._now if job.entry is None or job.entry.ready else _ready(node, now, job)
-                self._prompts.append(Prompt(job, job.left - chunks.get(job, 0), ready))
+                self._prompts.append(Prompt(job, job.remaining - chunks.get(job, 0), ready))
 
     def _decode(self, job: Job, remaining: int) -> None:
         """Lets the job decode its `remaining` tokens; with none it has ended."""
@@ -111,7 +111,7 @@ class Forward:
         budget, chunks = max(self._profile.chunk_tokens - len(self._decoding), 1), list[tuple[Prompt, int]]()
         for prompt in self._prompts:
             if budget and prompt.ready <= self._now:
-                chunks.append((prompt, min(prompt.left, budget)))
+                chunks.append((prompt, min(prompt.remaining, budget)))
                 budget -= chunks[-1][1]
         return chunks
 
@@ -130,8 +130,8 @@ class Forward:
         self._now += seconds
         self._advance(1)
         for prompt, length in chunks:
-            prompt.left -= length
-            if not prompt.left:
+            prompt.remaining -= length
+            if not prompt.remaining:
                 self._prompts.remove(prompt)
                 self._decode(prompt.job, prompt.job.output - prompt.job.generated - 1)
 

@@ -65,7 +65,7 @@ def summarise(simulator: Simulator, slo: Slo) -> Summary:
         ttft=_distribution(values(jobs, "ttft", overhead)),
         tpt=_distribution(values(jobs, "tpt", overhead)),
         tpot=_distribution(np.array([job.tpot for job in jobs if job.output > 1])),
-        cold_starts=dict(sorted(Counter(FOUND[job.found] for job in jobs).items())),
+        cold_starts=dict(sorted(Counter(FOUND[job.arrival_tier] for job in jobs).items())),
         utilisation=float(np.mean(busy)),
         least_utilisation=min(busy),
         most_utilisation=max(busy),

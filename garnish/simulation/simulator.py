@@ -58,7 +58,7 @@ class Simulator:
         self.events = 0
         self.decisions: list[float] = []
         """processor seconds of each placement by the policy, on this machine"""
-        self._left = len(jobs)
+        self._remaining = len(jobs)
         self._heap: list[tuple[float, int, int, int]] = []
         self._order = 0
         self._woken = [inf] * nodes
@@ -83,9 +83,9 @@ class Simulator:
             self._place(job)
             if progress is not None and job.number % 1000 == 999:
                 progress(job.number + 1)
-        while self._left:
+        while self._remaining:
             if not self.events % 4096 and all(node.next_time == inf for node in self.nodes):
-                raise StuckError(f"{self._left} requests will never end")
+                raise StuckError(f"{self._remaining} requests will never end")
             self._next_event()
 
     # --- events
@@ -118,7 +118,7 @@ class Simulator:
             self._push(time, WAKE, index)
 
     def _record(self, node: SimulatedNode) -> None:
-        self.table.tell(node, self.now)
+        self.table.receive(node, self.now)
         self._record_at(node.index, self.now + RECORD_INTERVAL)
 
     def _record_at(self, index: int, time: float) -> None:
@@ -141,7 +141,7 @@ class Simulator:
         self.decisions.append(thread_time() - began)
         if row is None:
             job.end, job.outcome = self.now, "rejected"
-            self._left -= 1
+            self._remaining -= 1
             return
         table.reserve(row, request.id, Demand(job.rank, job.prompt, job.max_tokens, job.tpot_slo))
         self._submit(job, self.nodes[row])
@@ -184,7 +184,7 @@ class Simulator:
             self._touched(node)
 
     def _ended(self, job: Job) -> None:
-        self._left -= 1
+        self._remaining -= 1
         self.lengths.note(job.tenant, job.digest or "", job.output)
 
 

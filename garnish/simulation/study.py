@@ -19,7 +19,7 @@ from garnish.simulation.simulator import Simulator
 from garnish.simulation.slo import Slo, SloError, parse_slo
 from garnish.simulation.traces.lines import TraceError
 from garnish.simulation.traces.read import read_trace
-from garnish.simulation.traces.requests import Laws
+from garnish.simulation.traces.requests import TraceOptions
 from gateway.config import GatewayConfig
 from gateway.scheduling.policy import POLICIES, Policy, UnknownPolicy, make_policy
 
@@ -122,7 +122,7 @@ class Plan:
         self._last: tuple[int, Simulator, Summary] | None = None
         self._sweep: dict[int, float] = {}
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Returns the trace, profile, policy, SLO and seed, for display."""
         bounds = {name: getattr(self._slo, name) for name in ("ttft", "tpot", "tpt")}
         stated = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in bounds.items() if value is not None)
@@ -195,7 +195,7 @@ class Plan:
         return summary
 
 
-def make_plan(trace: Path, options: Laws, profile: str, slo: str, policy: str | None, seed: int) -> Plan:
+def make_plan(trace: Path, options: TraceOptions, profile: str, slo: str, policy: str | None, seed: int) -> Plan:
     """Reads the trace, profile, SLO and policy, and returns the plan. Raises FrontDoorError."""
     try:
         name = policy or default_policy()

@@ -71,7 +71,7 @@ def _serve(prepared: Prepared, screen: Screen) -> int:
             _stop(children[:1], GATEWAY_GRACE, signals)
             _stop(children[1:], node_grace(prepared), signals)
             screen.end_progress()
-    screen.note("stopped")
+    screen.notice("stopped")
     return 0
 
 
@@ -90,7 +90,7 @@ def _children(prepared: Prepared, ends: Ends) -> list[Child]:
     children = []
     for name, module, config in modules:
         log = fresh_log(prepared.state, name)
-        children.append(Child(name, module, config, log, partial(ends.told, name, log)))
+        children.append(Child(name, module, config, log, partial(ends.record_end, name, log)))
     return children
 
 
@@ -145,12 +145,12 @@ class Ends:
         self._starts: dict[str, int] = {}
         """size of the log when the present process started, by process"""
 
-    def told(self, name: str, log: Path, code: int) -> None:
+    def record_end(self, name: str, log: Path, code: int) -> None:
         reason = last_problem(log, self._starts.get(name, 0))
         self._starts[name] = log.stat().st_size
         self.reasons[name] = reason or NO_REASON
         why = f" ({reason})" if reason else ""
-        self._screen.note(f"{name} ended with code {code}{why} and starts again; log: {log}")
+        self._screen.notice(f"{name} ended with code {code}{why} and starts again; log: {log}")
 
 
 def check_nodes(logs: list[Path]) -> None:
@@ -166,12 +166,12 @@ class Opening(threading.Thread):
     `result` is set before the thread ends: the replies to the deploys, or the error.
     """
 
-    def __init__(self, prepared: Prepared, node_logs: list[Path], tell: Callable[[str], None]) -> None:
+    def __init__(self, prepared: Prepared, node_logs: list[Path], report: Callable[[str], None]) -> None:
         super().__init__(name="opening", daemon=True)
         self.result: list[DeployReply] | FrontDoorError | None = None
         self._prepared = prepared
         self._logs = node_logs
-        self._tell = tell
+        self._report = report
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
@@ -193,14 +193,14 @@ class Opening(threading.Thread):
                 problem = _readiness(http)
                 if problem is None:
                     return
-                self._tell(problem)
+                self._report(problem)
                 check_nodes(self._logs)
                 if time.monotonic() > deadline:
                     raise StartError(f"not ready after {READY_SECONDS:.0f} s: {problem}")
         raise StartError("stopped before the service was ready")
 
     def _deploy(self, deployment: Deployment) -> DeployReply:
-        self._tell(f"deploying {deployment.name}")
+        self._report(f"deploying {deployment.name}")
         for attempt in range(1, DEPLOY_TRIES + 1):
             try:
                 with Client(connection=deployment.connection) as client:
@@ -225,7 +225,7 @@ class Opening(threading.Thread):
             except GarnishError as error:
                 if error.type not in ("unavailable", "overloaded", "conflict") or time.monotonic() > deadline:
                     raise StartError(f"functions.{deployment.name}: {error.report()}") from error
-                self._tell(f"waiting: {error.message}")
+                self._report(f"waiting: {error.message}")
                 if self._cancelled.wait(error.retry_after or 1.0):
                     raise StartError("stopped before the service was ready") from error
 

@@ -44,7 +44,7 @@ class Host(Protocol):
         """Returns the number of open requests of each node that the gateway knows, by the node's id."""
         ...
 
-    def drain(self, node: str, wanted: bool) -> None:
+    def drain(self, node: str, draining: bool) -> None:
         """Drains the node, or lets it serve again; does nothing if there is no such node."""
         ...
 
@@ -62,7 +62,7 @@ class LocalDriver:
         """time at which each node was drained"""
 
     def size(self, pool: str) -> PoolSize:
-        return self._seen(pool)[0]
+        return self._observe(pool)[0]
 
     def set_desired(self, pool: str, size: int) -> None:
         """Brings the pool to `size` nodes and records that size; nodes that are to end are drained first.
@@ -70,11 +70,11 @@ class LocalDriver:
         Raises Deferred while these have open requests. Raises Unchanged, with the old size recorded, if nothing was
         changed.
         """
-        (current, live, failed), entry, nodes = self._seen(pool), self._pool(pool), _nodes(pool, size)
+        (current, live, failed), entry, nodes = self._observe(pool), self._pool(pool), _nodes(pool, size)
         check_bounds(pool, size, current)
         if size == current.desired and current.settled:
             return
-        noted = self._noted(pool, entry)
+        noted = self._recorded_size(pool, entry)
         self._undrain(set(noted.draining) & nodes)
         going = sorted(live - nodes)
         if going:
@@ -111,16 +111,16 @@ class LocalDriver:
                 return entry
         raise InfraError(f"node_pools.{pool}: the service file has no such local pool any more")
 
-    def _noted(self, pool: str, entry: Pool) -> SetSize:
+    def _recorded_size(self, pool: str, entry: Pool) -> SetSize:
         stated = entry.desired if entry.stated is None else entry.stated
         recorded = read_sizes(self._host.directory).get(pool)
         return SetSize(entry.desired, stated, recorded.draining if recorded is not None else [])
 
-    def _seen(self, pool: str) -> tuple[PoolSize, set[str], set[str]]:
+    def _observe(self, pool: str) -> tuple[PoolSize, set[str], set[str]]:
         """Returns the size, the nodes whose process lives, and those with a failed GPU."""
         entry, live = self._pool(pool), self._live(pool)
         failed = live.intersection(self._host.failed()) if live else set[str]()
-        settled = live == _nodes(pool, entry.desired) and not (failed or self._noted(pool, entry).draining)
+        settled = live == _nodes(pool, entry.desired) and not (failed or self._recorded_size(pool, entry).draining)
         size = PoolSize(min=entry.min, desired=entry.desired, max=entry.max, live=len(live - failed), settled=settled)
         return size, live, failed
 

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from infra.autoscale.driver import Deferred, PoolDriver, PoolSize
-from infra.autoscale.sizing import Decision, Load, Sizer, Targets, wanted
+from infra.autoscale.sizing import Decision, Load, Sizer, Targets, desired_size
 from infra.errors import InfraError, Interrupted
 
 START_SECONDS = 300.0
@@ -24,25 +24,25 @@ FIRST_PAUSE, LONGEST_PAUSE = 4.0, 60.0
 Action = Literal["none", "set", "waits", "held"]
 
 
-class Away(InfraError):
+class LoadUnknown(InfraError):
     """The gateway does not answer, or its load is stale."""
 
 
-class View(msgspec.Struct, frozen=True):
+class PoolView(msgspec.Struct, frozen=True):
     """The gateway's view of a pool, in the units of its driver: instances in AWS, which may have several nodes."""
 
     load: Load
     ready: float
 
 
-class Picture(msgspec.Struct, frozen=True):
-    pools: Mapping[str, View]
+class LoadSnapshot(msgspec.Struct, frozen=True):
+    pools: Mapping[str, PoolView]
     """pools with nodes or requests"""
     unplaced: Load
     """load of requests that no node could accept"""
 
 
-class Scaled(msgspec.Struct, frozen=True):
+class ScaledPool(msgspec.Struct, frozen=True):
     """A pool that is to be scaled."""
 
     name: str
@@ -50,7 +50,7 @@ class Scaled(msgspec.Struct, frozen=True):
     targets: Targets
 
 
-class Decided(msgspec.Struct, frozen=True, kw_only=True):
+class RoundResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a round for a pool. `held`: something is wrong or missing. `waits`: a change is in progress."""
 
     pool: str
@@ -83,16 +83,16 @@ class Autoscaler:
 
     def __init__(
         self,
-        pools: Sequence[Scaled],
-        picture: Callable[[], Picture],
+        pools: Sequence[ScaledPool],
+        read_snapshot: Callable[[], LoadSnapshot],
         trouble: Callable[[], str | None],
         clock: Callable[[], float],
     ) -> None:
-        self._pools, self._picture, self._trouble, self._clock = pools, picture, trouble, clock
+        self._pools, self._read_snapshot, self._trouble, self._clock = pools, read_snapshot, trouble, clock
         self._states = {pool.name: _State(pool.targets) for pool in pools}
-        self._seen = float("-inf")
+        self._polled_at = float("-inf")
 
-    def round(self, *, once: bool = False) -> list[Decided]:
+    def round(self, *, once: bool = False) -> list[RoundResult]:
         """Reads the load of each pool, sets sizes that are to change, and returns the results.
 
         With `once` this is the only round, and pools may only grow.
@@ -100,47 +100,49 @@ class Autoscaler:
         if trouble := self._trouble():
             return self._all_held(trouble)
         try:
-            snapshot = self._picture()
-        except Away as error:
+            snapshot = self._read_snapshot()
+        except LoadUnknown as error:
             return self._all_held(str(error))
         polled_at = self._clock()  # not when the changes of this round are made: those may take minutes
-        if polled_at - self._seen > GAP_SECONDS:
+        if polled_at - self._polled_at > GAP_SECONDS:
             self._forget()
-        self._seen = polled_at
+        self._polled_at = polled_at
         sizes = {pool.name: self._size(pool) for pool in self._pools}
-        views = shared_out(snapshot, self._pools, sizes)
+        views = assign_unplaced(snapshot, self._pools, sizes)
         return [self._scale(pool, sizes[pool.name], views[pool.name], polled_at, once) for pool in self._pools]
 
     def _forget(self) -> None:
         for pool in self._pools:
             self._states[pool.name].sizer = Sizer(pool.targets)
 
-    def _all_held(self, reason: str) -> list[Decided]:
-        return [Decided(pool=pool.name, action="held", reason=reason) for pool in self._pools]
+    def _all_held(self, reason: str) -> list[RoundResult]:
+        return [RoundResult(pool=pool.name, action="held", reason=reason) for pool in self._pools]
 
-    def _size(self, pool: Scaled) -> PoolSize | InfraError:
+    def _size(self, pool: ScaledPool) -> PoolSize | InfraError:
         try:
             return pool.driver.size(pool.name)
         except InfraError as error:
             return error
 
-    def _scale(self, pool: Scaled, current: PoolSize | InfraError, view: View, polled_at: float, once: bool) -> Decided:
+    def _scale(
+        self, pool: ScaledPool, current: PoolSize | InfraError, view: PoolView, polled_at: float, once: bool
+    ) -> RoundResult:
         if isinstance(current, InfraError):
             action: Action = "waits" if isinstance(current, Deferred) else "held"
-            return Decided(pool=pool.name, action=action, reason=str(current), load=view.load)
+            return RoundResult(pool=pool.name, action=action, reason=str(current), load=view.load)
         decision = self._decide(pool, current, view, polled_at, once)
-        decided = Decided(
+        decided = RoundResult(
             pool=pool.name, action="none", reason=decision.reason, size=current.desired, wanted=decision.size,
             load=view.load,
         )  # fmt: skip
         return self._act(pool, current, decided)
 
-    def _decide(self, pool: Scaled, current: PoolSize, view: View, now: float, once: bool) -> Decision:
+    def _decide(self, pool: ScaledPool, current: PoolSize, view: PoolView, now: float, once: bool) -> Decision:
         state = self._states[pool.name]
         targets = msgspec.structs.replace(pool.targets, min=current.min, max=current.max)
         state.sizer.targets = targets
         starting = view.ready < current.desired and now - state.grown < START_SECONDS
-        requested = wanted(view.load, current.desired, targets)
+        requested = desired_size(view.load, current.desired, targets)
         if once:
             decision = requested
             if decision.size < current.desired:
@@ -153,7 +155,7 @@ class Autoscaler:
             )
         return decision
 
-    def _act(self, pool: Scaled, current: PoolSize, decided: Decided) -> Decided:
+    def _act(self, pool: ScaledPool, current: PoolSize, decided: RoundResult) -> RoundResult:
         state, size = self._states[pool.name], decided.wanted
         assert size is not None
         if size == current.desired and current.settled:
@@ -181,19 +183,19 @@ class Autoscaler:
         return msgspec.structs.replace(decided, action="set")
 
 
-def shared_out(
-    snapshot: Picture, pools: Sequence[Scaled], sizes: Mapping[str, PoolSize | InfraError]
-) -> dict[str, View]:
+def assign_unplaced(
+    snapshot: LoadSnapshot, pools: Sequence[ScaledPool], sizes: Mapping[str, PoolSize | InfraError]
+) -> dict[str, PoolView]:
     """Returns each pool's view; the first pool that can grow, in the file's order, gets the unplaced requests."""
-    views = {pool.name: snapshot.pools.get(pool.name, View(IDLE, 0)) for pool in pools}
+    views = {pool.name: snapshot.pools.get(pool.name, PoolView(IDLE, 0)) for pool in pools}
     takers = [name for name, size in sizes.items() if isinstance(size, PoolSize) and size.desired < size.max]
     if takers:
         first = views[takers[0]]
-        views[takers[0]] = View(together(first.load, snapshot.unplaced), first.ready)
+        views[takers[0]] = PoolView(sum_loads(first.load, snapshot.unplaced), first.ready)
     return views
 
 
-def together(first: Load, second: Load) -> Load:
+def sum_loads(first: Load, second: Load) -> Load:
     shares = [load.attainment for load in (first, second) if load.attainment is not None]
     return Load(
         open_requests=first.open_requests + second.open_requests,

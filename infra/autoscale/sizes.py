@@ -60,18 +60,18 @@ def set_size(directory: Path, pool: str, size: SetSize) -> None:
         write_sizes(directory, {**sizes, pool: size})
 
 
-def forget_sizes(directory: Path) -> None:
+def delete_sizes(directory: Path) -> None:
     (directory / FILE).unlink(missing_ok=True)
 
 
-def in_force(set_size: SetSize | None, stated: int, least: int, max_size: int) -> int:
+def effective_size(set_size: SetSize | None, stated: int, min_size: int, max_size: int) -> int:
     """Returns the size that the autoscaler set, within the bounds; `stated` if `desired` was edited since, or none."""
     if set_size is None or set_size.stated != stated:
         return stated
-    return max(least, min(set_size.size, max_size))
+    return max(min_size, min(set_size.size, max_size))
 
 
-class NotedDriver:
+class RecordingDriver:
     """Wraps a driver, and records each size that it sets next to Terraform's state.
 
     `stated` returns the present `desired` of a pool in the service file.

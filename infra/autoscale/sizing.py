@@ -49,7 +49,7 @@ class Decision(msgspec.Struct, frozen=True):
     reason: str
 
 
-def wanted(load: Load, current: int, targets: Targets) -> Decision:
+def desired_size(load: Load, current: int, targets: Targets) -> Decision:
     """Returns the desired size by this load alone, within the bounds, and the reason."""
     if load.open_requests == 0 and load.demand == 0:
         return _bounded(Decision(0, "idle"), targets)
@@ -82,12 +82,12 @@ class Sizer:
 
     def __init__(self, targets: Targets) -> None:
         self.targets = targets
-        self._asked: deque[tuple[float, int, int]] = deque()
+        self._decisions: deque[tuple[float, int, int]] = deque()
         """decisions in the longer window, as (time, size, size that counts for growth)"""
-        self._begun: float | None = None
-        self._busy: float | None = None
+        self._started_at: float | None = None
+        self._busy_at: float | None = None
         """last time with work"""
-        self._starting: float = -math.inf
+        self._starting_at: float = -math.inf
         """last time at which requested nodes were not ready"""
 
     def decide(self, now: float, load: Load, current: int, *, starting: bool = False) -> Decision:
@@ -97,37 +97,37 @@ class Sizer:
         wait counts from that time on. `now` never decreases.
         """
         if starting:
-            self._starting = now
+            self._starting_at = now
         else:
-            load = msgspec.structs.replace(load, queue_wait=min(load.queue_wait, now - self._starting))
-        decision = wanted(load, current, self.targets)
+            load = msgspec.structs.replace(load, queue_wait=min(load.queue_wait, now - self._starting_at))
+        decision = desired_size(load, current, self.targets)
         patient = msgspec.structs.replace(load, queue_wait=0.0, attainment=None) if starting else load
-        self._note(now, decision.size, wanted(patient, current, self.targets).size, load)
+        self._record(now, decision.size, desired_size(patient, current, self.targets).size, load)
         if decision.size > current:
             return self._grown(now, decision, current)
         if decision.size < current:
             return self._shrunk(now, decision, current)
         return decision
 
-    def _note(self, now: float, size: int, sure: int, load: Load) -> None:
-        self._begun = now if self._begun is None else self._begun
-        if load.open_requests or load.demand or self._busy is None:
-            self._busy = now
-        self._asked.append((now, size, sure))
+    def _record(self, now: float, size: int, sure: int, load: Load) -> None:
+        self._started_at = now if self._started_at is None else self._started_at
+        if load.open_requests or load.demand or self._busy_at is None:
+            self._busy_at = now
+        self._decisions.append((now, size, sure))
         longest = max(self.targets.up_seconds, self.targets.down_seconds)
-        while len(self._asked) > 1 and self._asked[1][0] <= now - longest:
-            self._asked.popleft()
+        while len(self._decisions) > 1 and self._decisions[1][0] <= now - longest:
+            self._decisions.popleft()
 
     def _grown(self, now: float, decision: Decision, current: int) -> Decision:
         if current == 0:
             return decision  # someone waits for the first node: no window
-        smallest = min(sure for when, _, sure in self._asked if when >= now - self.targets.up_seconds)
+        smallest = min(sure for when, _, sure in self._decisions if when >= now - self.targets.up_seconds)
         if not self._known_for(now, self.targets.up_seconds) or smallest <= current:
             return Decision(current, "more nodes have not been wanted for long enough")
         return Decision(min(smallest, decision.size), decision.reason)
 
     def _shrunk(self, now: float, decision: Decision, current: int) -> Decision:
-        largest = max(size for when, size, _ in self._asked if when >= now - self.targets.down_seconds)
+        largest = max(size for when, size, _ in self._decisions if when >= now - self.targets.down_seconds)
         if not self._known_for(now, self.targets.down_seconds):
             largest = max(largest, current)
         if largest == 0 and not self._idle_for_long(now):
@@ -138,8 +138,8 @@ class Sizer:
 
     def _idle_for_long(self, now: float) -> bool:
         after = self.targets.scale_to_zero_after
-        return after is not None and self._busy is not None and now - self._busy >= after
+        return after is not None and self._busy_at is not None and now - self._busy_at >= after
 
     def _known_for(self, now: float, seconds: float) -> bool:
         """Returns True if the sizer has made decisions for `seconds`; a new one knows nothing of earlier loads."""
-        return self._begun is not None and now - self._begun >= seconds
+        return self._started_at is not None and now - self._started_at >= seconds

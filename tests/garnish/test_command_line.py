@@ -23,7 +23,7 @@ from adapters.functions import Policy, parse_policy
 from adapters.local_store import LocalStore
 from adapters.registry import Registry
 from garnish.cli.main import main
-from garnish.cli.nodes import gpu_shown, observed_over_forecast, workers_shown
+from garnish.cli.nodes import format_forecast_ratio, format_gpu, format_workers
 from garnish.cli.versions import _field, parse_target
 from tests.cluster.measured import PROFILE
 
@@ -307,7 +307,7 @@ def test_a_registry_that_is_not_there(folder: Path, command_line: Callable[..., 
     ],
 )
 def test_forecasts_are_shown_where_there_are_any(record: dict[str, Any], shown: str) -> None:
-    assert observed_over_forecast(record) == shown
+    assert format_forecast_ratio(record) == shown
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_forecasts_are_shown_where_there_are_any(record: dict[str, Any], shown: 
     ],
 )
 def test_a_gpu_is_shown_as_far_as_it_is_known(record: dict[str, Any], shown: str) -> None:
-    assert gpu_shown(record) == shown
+    assert format_gpu(record) == shown
 
 
 @pytest.mark.parametrize(
@@ -339,4 +339,4 @@ def test_a_gpu_is_shown_as_far_as_it_is_known(record: dict[str, Any], shown: str
     ],
 )
 def test_the_reason_for_cpu_workers_is_shown_where_there_is_one(record: dict[str, Any], shown: str) -> None:
-    assert workers_shown(record) == shown
+    assert format_workers(record) == shown

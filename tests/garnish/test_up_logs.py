@@ -88,9 +88,9 @@ def test_a_node_that_crashes_without_a_reason_ends_a_start(log: Path) -> None:
 def test_a_second_end_is_not_blamed_on_the_first_ones_error(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ends = Ends(Screen())
     say(log, "gateway", "the port is taken", error=True)
-    ends.told("gateway", log, 1)
+    ends.record_end("gateway", log, 1)
     assert ends.reasons == {"gateway": "the port is taken"}
-    ends.told("gateway", log, -9)
+    ends.record_end("gateway", log, -9)
     assert ends.reasons == {"gateway": NO_REASON}
     first, second = capsys.readouterr().err.splitlines()
     assert "ended with code 1 (the port is taken)" in first

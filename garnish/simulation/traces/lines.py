@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 MAX_LINE = 1 << 20
 """Characters of a line, at most; a day's counts of a function take a few thousand."""
-MOST_TOKENS = 10_000_000
+MAX_TOKENS = 10_000_000
 """Tokens of a prompt or an answer, at most."""
 
 T = TypeVar("T", int, float)
@@ -35,14 +35,14 @@ class Cell:
     text: str
     name: str
 
-    def number(self, kind: Callable[[str], T], least: float, high: float) -> T:
+    def number(self, kind: Callable[[str], T], low: float, high: float) -> T:
         """Returns the cell's number, from `low` to `high`. Raises TraceError for anything else."""
         try:
             value = kind(self.text)
         except ValueError:
             raise self.error(f"expected a number, found {self.text[:40]!r}") from None
-        if not least <= value <= high:  # nor is NaN; a number of many digits must not become a float
-            raise self.error(f"expected {least:g} to {high:g}, found {self.text[:40]!r}")
+        if not low <= value <= high:  # nor is NaN; a number of many digits must not become a float
+            raise self.error(f"expected {low:g} to {high:g}, found {self.text[:40]!r}")
         return value
 
     def error(self, problem: str) -> TraceError:
@@ -95,13 +95,13 @@ def fields(line: Line) -> dict[str, Any]:
     return value
 
 
-def field(line: Line, entry: dict[str, Any], name: str, least: float, high: float) -> float:
+def field(line: Line, entry: dict[str, Any], name: str, low: float, high: float) -> float:
     """Returns the number `name` in the line's JSON object `entry`, from `low` to `high`. Raises TraceError."""
     if name not in entry:
         raise line.error(1, f"{name} is missing")
     value = entry[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= high:
-        raise line.error(column_of(line, name), f"{name}: expected {least:g} to {high:g}, found {str(value)[:40]!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise line.error(column_of(line, name), f"{name}: expected {low:g} to {high:g}, found {str(value)[:40]!r}")
     return float(value)
 
 

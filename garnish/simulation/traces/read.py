@@ -12,7 +12,7 @@ import numpy as np
 
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.traces.lines import (
-    MOST_TOKENS,
+    MAX_TOKENS,
     Cell,
     Line,
     TraceError,
@@ -22,7 +22,15 @@ from garnish.simulation.traces.lines import (
     fields,
     read_lines,
 )
-from garnish.simulation.traces.requests import MAX_REQUESTS, Laws, Singles, arrivals, chat_prompts, outputs, rows
+from garnish.simulation.traces.requests import (
+    MAX_REQUESTS,
+    Singles,
+    TraceOptions,
+    arrivals,
+    chat_prompts,
+    outputs,
+    rows,
+)
 
 AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 MAF_COLUMNS = ("HashOwner", "HashApp", "HashFunction", "Trigger")
@@ -34,7 +42,7 @@ PATTERNS = ("", "Gamma", "Weibull", "Exponential")
 OWN_FIELDS = frozenset(TraceRequest.__struct_fields__)
 
 
-def read_trace(file: Path, options: Laws) -> tuple[str, list[TraceRequest]]:
+def read_trace(file: Path, options: TraceOptions) -> tuple[str, list[TraceRequest]]:
     """Returns the format's name, and the requests by ascending time. Raises TraceError."""
     lines = read_lines(file)
     first = next(lines, None)
@@ -50,13 +58,13 @@ def read_trace(file: Path, options: Laws) -> tuple[str, list[TraceRequest]]:
     raise TraceError(str(file), first.number, 1, f"the format is not known; expected {known_formats}")
 
 
-def read_azure_llm(lines: Iterator[Line], options: Laws) -> list[TraceRequest]:
+def read_azure_llm(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]:
     """Reads Azure LLM inference 2023 and 2024: a row per request. Raises TraceError."""
     next(lines)
     requests = Singles()
     for line in lines:
         when, prompt, output = cells(line, AZURE_COLUMNS)
-        requests.add(line, _seconds(when), prompt.number(int, 0, MOST_TOKENS), output.number(int, 0, MOST_TOKENS))
+        requests.add(line, _seconds(when), prompt.number(int, 0, MAX_TOKENS), output.number(int, 0, MAX_TOKENS))
     return requests.requests(options)
 
 
@@ -73,7 +81,7 @@ def _seconds(cell: Cell) -> float:
         raise cell.error(f"expected a time such as 2023-11-16 18:15:46.6805900, found {cell.text[:40]!r}") from None
 
 
-def read_maf(lines: Iterator[Line], options: Laws) -> list[TraceRequest]:
+def read_maf(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]:
     """Reads Azure Functions 2019: a row per function, a column per minute with its invocations. Raises TraceError.
 
     Inside a minute, invocations are drawn independently and uniformly (Poisson arrivals, given their number).
@@ -124,18 +132,18 @@ def _counts(lines: Iterator[Line]) -> tuple[np.ndarray, np.ndarray, Line]:
     return np.array(rows_, np.int64), np.array(owners, np.int64), line
 
 
-def read_mooncake(lines: Iterator[Line], options: Laws) -> list[TraceRequest]:
+def read_mooncake(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]:
     """Reads Mooncake: a JSON object per request; hash_ids are not used. Raises TraceError."""
     requests = Singles()
     for line in lines:
         entry = fields(line)
         seconds = field(line, entry, "timestamp", 0, 1e13) / 1e3
-        prompt, output = (int(field(line, entry, name, 0, MOST_TOKENS)) for name in ("input_length", "output_length"))
+        prompt, output = (int(field(line, entry, name, 0, MAX_TOKENS)) for name in ("input_length", "output_length"))
         requests.add(line, seconds, prompt, output)
     return requests.requests(options)
 
 
-def read_own(lines: Iterator[Line], options: Laws) -> list[TraceRequest]:
+def read_own(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]:
     """Reads what `garnish logs --trace` writes: a JSON object per request. Raises TraceError.
 
         {"at": 12.5, "tenant": "t1", "function": "3f0c…", "rank": 16, "prompt_tokens": 40, "output_tokens": 96}
@@ -171,14 +179,14 @@ def _request(line: Line, names: dict[str, str]) -> TraceRequest:
         at=field(line, entry, "at", 0, 1e10),
         function=names.setdefault(function, function),
         rank=int(field(line, entry, "rank", 0, 1 << 16)),
-        prompt_tokens=int(field(line, entry, "prompt_tokens", 1, MOST_TOKENS)),
-        output_tokens=int(field(line, entry, "output_tokens", 1, MOST_TOKENS)),
+        prompt_tokens=int(field(line, entry, "prompt_tokens", 1, MAX_TOKENS)),
+        output_tokens=int(field(line, entry, "output_tokens", 1, MAX_TOKENS)),
         tenant=names.setdefault(tenant, tenant),
         bytes=int(field(line, entry, "bytes", 0, 1 << 50)) if "bytes" in entry else 0,
     )
 
 
-def read_servegen(lines: Iterator[Line], options: Laws) -> list[TraceRequest]:
+def read_servegen(lines: Iterator[Line], options: TraceOptions) -> list[TraceRequest]:
     """Reads ServeGen: a row per client and window of 600 s. A client is a function and a tenant. Raises TraceError.
 
     A window has rate * 600 requests, rounded; gaps between them are drawn from its law (Gamma or Weibull with shape
@@ -223,13 +231,13 @@ def _within(count: int, pattern: str, shape: float, rng: np.random.Generator) ->
 
 
 def _with_lengths(
-    at: np.ndarray, called: np.ndarray, owners: np.ndarray, options: Laws, rng: np.random.Generator
+    at: np.ndarray, called: np.ndarray, owners: np.ndarray, options: TraceOptions, rng: np.random.Generator
 ) -> list[TraceRequest]:
     """Returns the requests with drawn lengths, which the trace does not state."""
     return rows(at, called, owners, chat_prompts(len(at), rng), outputs(len(at), options.mean_output, rng), options)
 
 
-Reader = Callable[[Iterator[Line], Laws], list[TraceRequest]]
+Reader = Callable[[Iterator[Line], TraceOptions], list[TraceRequest]]
 FORMATS: dict[str, tuple[Callable[[str], bool], Reader]] = {
     "maf": (lambda first: first.startswith(",".join(MAF_COLUMNS[:3])), read_maf),
     "azure_llm": (lambda first: first.split(",") == AZURE_COLUMNS, read_azure_llm),

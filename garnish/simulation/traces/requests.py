@@ -17,7 +17,7 @@ DEFAULT_FUNCTIONS = 100
 
 
 @dataclass(frozen=True)
-class Laws:
+class TraceOptions:
     """Options of reading a trace: the part that is taken, and the distributions of values that it does not state."""
 
     seed: int = 0
@@ -45,7 +45,7 @@ class Laws:
     """MAF: each of `functions` starts at its own drawn minute of the trace, so that equal functions burst apart"""
 
 
-def rank_of(options: Laws, functions: int) -> np.ndarray:
+def rank_of(options: TraceOptions, functions: int) -> np.ndarray:
     """Returns the rank of each function (i64[functions]): all ranks equally often, in a drawn order."""
     order = np.random.default_rng((options.seed, 1)).permutation(functions)
     return np.asarray(options.ranks, np.int64)[order % len(options.ranks)]
@@ -85,7 +85,7 @@ class Singles:
         self._prompts.append(max(1, prompt))
         self._outputs.append(max(1, output))
 
-    def requests(self, options: Laws) -> list[TraceRequest]:
+    def requests(self, options: TraceOptions) -> list[TraceRequest]:
         """Returns the requests; functions, which the trace does not name, are drawn."""
         times = np.array(self._times)
         order, times = arrivals(times - times.min(initial=np.inf), options, options.rate)
@@ -95,7 +95,7 @@ class Singles:
         return rows(times, called, np.zeros(count, np.int64), prompts, outputs, options)
 
 
-def arrivals(times: np.ndarray, options: Laws, rate: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+def arrivals(times: np.ndarray, options: TraceOptions, rate: float | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Returns the indices (i64[n]) and times (f64[n], seconds, ascending) of the requests that are taken.
 
     Times are stretched to the mean `rate` if one is given, and cut after `options.seconds`.
@@ -110,7 +110,12 @@ def arrivals(times: np.ndarray, options: Laws, rate: float | None = None) -> tup
 
 
 def rows(
-    times: np.ndarray, called: np.ndarray, owners: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, options: Laws
+    times: np.ndarray,
+    called: np.ndarray,
+    owners: np.ndarray,
+    prompts: np.ndarray,
+    outputs: np.ndarray,
+    options: TraceOptions,
 ) -> list[TraceRequest]:
     """Returns the requests in the columns, with drawn ranks.
 

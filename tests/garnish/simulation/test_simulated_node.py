@@ -135,7 +135,7 @@ def test_a_cold_request_waits_for_its_exposed_share() -> None:
     there = msgspec.structs.replace(PROFILE, host_memory=None)
     copy = there.performance.to_device.seconds(size)
     cold = lone(there)
-    assert (warm.found, cold.found) == (DEVICE, HOST)
+    assert (warm.arrival_tier, cold.arrival_tier) == (DEVICE, HOST)
     assert cold.first_token - warm.first_token == pytest.approx(0.3 * copy)
     none = lone(msgspec.structs.replace(there, performance=model(exposed_share=0.0)))
     assert none.first_token == pytest.approx(warm.first_token)
@@ -146,7 +146,7 @@ def test_a_cold_request_waits_for_its_exposed_share() -> None:
     step = warm.tpot
     assert late.end == pytest.approx(slow.to_device.seconds(size) + step, abs=1e-4)
     fetched = lone(PROFILE)
-    assert fetched.found == ABSENT
+    assert fetched.arrival_tier == ABSENT
     fetch = PROFILE.performance.from_store.seconds(size)
     assert fetched.first_token - warm.first_token == pytest.approx(0.3 * fetch)
 
@@ -157,7 +157,7 @@ def test_least_recently_used_adapters_leave() -> None:
     names = ["a", "b", "a", "c", "a", "b"]
     jobs = [job(i, i * 1.0, digest=name) for i, name in enumerate(names)]
     run(jobs, profile)
-    assert [found.found for found in jobs] == [HOST, HOST, DEVICE, HOST, DEVICE, HOST]
+    assert [found.arrival_tier for found in jobs] == [HOST, HOST, DEVICE, HOST, DEVICE, HOST]
 
 
 def test_a_flood_of_one_tenant_does_not_keep_the_other_waiting() -> None:

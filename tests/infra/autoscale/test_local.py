@@ -10,7 +10,7 @@ import pytest
 from gateway.config import MAX_TIMEOUT
 from infra.autoscale.driver import Deferred, PoolSize
 from infra.autoscale.local import DRAIN_SECONDS, LocalDriver
-from infra.autoscale.sizes import FILE, SetSize, forget_sizes, in_force, read_sizes, set_size
+from infra.autoscale.sizes import FILE, SetSize, delete_sizes, effective_size, read_sizes, set_size
 from infra.errors import InfraError, Unchanged
 from infra.stack import LocalHost, Pool, Stack
 
@@ -35,7 +35,7 @@ class Host:
         """After so many, the gateway does not say any more whose GPU has failed; None: it always does."""
 
     def stack(self) -> Stack:
-        size = in_force(read_sizes(self.directory).get("here"), self.stated, self.least, self.most)
+        size = effective_size(read_sizes(self.directory).get("here"), self.stated, self.least, self.most)
         stated = None if size == self.stated else self.stated
         here = Pool(name="here", backend="local", min=self.least, desired=size, stated=stated, max=self.most)
         return Stack(service="demo", pools=(here,), local=NOBODY)
@@ -227,6 +227,6 @@ def test_sizes_that_cannot_be_read_are_not_ignored(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"here": {"size": "two"}}')
     with pytest.raises(InfraError, match=r"sizes\.json can't be read .* delete it to return to `desired`"):
         read_sizes(tmp_path)
-    forget_sizes(tmp_path)
-    forget_sizes(tmp_path)
+    delete_sizes(tmp_path)
+    delete_sizes(tmp_path)
     assert read_sizes(tmp_path) == {}

@@ -16,12 +16,12 @@ from infra.autoscale.rounds import (
     IDLE,
     START_SECONDS,
     Autoscaler,
-    Away,
-    Picture,
-    Scaled,
-    View,
+    LoadSnapshot,
+    LoadUnknown,
+    PoolView,
+    ScaledPool,
 )
-from infra.autoscale.sizes import NotedDriver, SetSize, read_sizes
+from infra.autoscale.sizes import RecordingDriver, SetSize, read_sizes
 from infra.autoscale.sizing import Load, Targets
 from infra.errors import InfraError
 from tests.infra.autoscale.conftest import REGION, MakeGroup
@@ -59,13 +59,13 @@ class World:
         self.away: str | None = None
         self.load, self.unplaced, self.ready = IDLE, IDLE, 9.0
         names = ["a", "b"][: len(self.groups)]
-        pools = [Scaled(name, group, targets) for name, group in zip(names, self.groups, strict=True)]
+        pools = [ScaledPool(name, group, targets) for name, group in zip(names, self.groups, strict=True)]
         self.scaler = Autoscaler(pools, self.picture, self.why, lambda: self.now)
 
-    def picture(self) -> Picture:
+    def picture(self) -> LoadSnapshot:
         if self.away:
-            raise Away(self.away)
-        return Picture({"a": View(self.load, self.ready)}, self.unplaced)
+            raise LoadUnknown(self.away)
+        return LoadSnapshot({"a": PoolView(self.load, self.ready)}, self.unplaced)
 
     def why(self) -> str | None:
         return self.trouble.pop(0) if self.trouble else None
@@ -200,7 +200,7 @@ def service(make_group: MakeGroup) -> str:
 
 
 def test_a_group_in_aws_from_none_to_some_and_back(service: str, s3_endpoint: str, tmp_path: Path) -> None:
-    driver = NotedDriver(AwsDriver(service, REGION, s3_endpoint), tmp_path, lambda _: 1)
+    driver = RecordingDriver(AwsDriver(service, REGION, s3_endpoint), tmp_path, lambda _: 1)
     world = World(driver)  # type: ignore[arg-type]
     world.unplaced = load(0.0, queue_wait=3.0)
     assert world.round() == [("set", 0, 1)]
@@ -249,14 +249,14 @@ class Dying(AwsDriver):
 def test_a_size_that_was_set_and_not_noted_is_noted_by_the_next(service: str, s3_endpoint: str, tmp_path: Path) -> None:
     """Else the next `garnish infra plan` would undo it."""
     first, second = (
-        NotedDriver(kind(service, REGION, s3_endpoint), tmp_path, lambda _: 1) for kind in (Dying, AwsDriver)
+        RecordingDriver(kind(service, REGION, s3_endpoint), tmp_path, lambda _: 1) for kind in (Dying, AwsDriver)
     )
     second.set_desired("a", 1)
     with pytest.raises(KeyboardInterrupt):
         first.set_desired("a", 3)
     assert second.size("a").desired == 3
     assert read_sizes(tmp_path) == {"a": SetSize(3, 1)}
-    edited = NotedDriver(AwsDriver(service, REGION, s3_endpoint), tmp_path, lambda _: 2)
+    edited = RecordingDriver(AwsDriver(service, REGION, s3_endpoint), tmp_path, lambda _: 2)
     AwsDriver(service, REGION, s3_endpoint).set_desired("a", 2)
     assert edited.size("a").desired == 2
     assert read_sizes(tmp_path) == {"a": SetSize(3, 1)}, "who has edited the file meant it"
