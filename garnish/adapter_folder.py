@@ -93,7 +93,7 @@ def describe_other_files(names: list[str], where: str, use: str) -> str:
     if any(name.endswith(".gguf") for name in top):
         return f"{where} holds a GGUF file, llama.cpp's: deploy the PEFT adapter that it was converted from"
     if WEIGHTS_FILE in top or PICKLE_FILE in top:
-        return f"{where} lacks {CONFIG_FILE}: PEFT's save_pretrained writes it beside the weights, copy it there"
+        return f"{where} lacks {CONFIG_FILE}: PEFT's save_pretrained writes it next to the weights, copy it there"
     return (
         f"{where} holds no adapter: expected {CONFIG_FILE} and {WEIGHTS_FILE}, "
         f"found {_format_names(sorted(top or names))}"

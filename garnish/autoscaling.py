@@ -128,7 +128,7 @@ def read_snapshot(client: Client, nodes_each: dict[str, int]) -> LoadSnapshot:
     try:
         reply = client.ask(pools_call(), pool_routes.PoolList)
     except GarnishError as error:
-        raise LoadUnknown(f"the gateway does not tell the load: {error}") from error
+        raise LoadUnknown(f"the gateway does not report the load: {error}") from error
     if reply.stale is not None:
         raise LoadUnknown("Redis is away, and what the gateway knows of the load is not current")
     pools = {

@@ -106,9 +106,7 @@ def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
     if aws is None:
         return None
     if service.infra.gateway_url is None:
-        raise ServiceFileError(
-            service.file, None, "infra.gateway_url", "nodes in AWS must be told where the gateway is"
-        )
+        raise ServiceFileError(service.file, None, "infra.gateway_url", "nodes in AWS need the gateway's address")
     if service.registry is None or not service.registry.startswith("s3://"):
         raise ServiceFileError(service.file, None, "registry", "nodes in AWS need a registry on S3, s3://bucket/prefix")
     return AwsHost(

@@ -88,7 +88,7 @@ def _reason(entry: Mapping[str, Any], action: str) -> str:
     if action == "create":
         return "not there yet"
     if action == "change" and entry["type"] == "terraform_data":
-        return "how it is started; it goes on"
+        return "how it is started; it keeps running"
     return f"differs in {', '.join(changed)}" if changed else "differs"
 
 

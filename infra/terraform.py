@@ -76,7 +76,7 @@ def _version(path: str) -> str:
         )
         return str(json.loads(done.stdout)["terraform_version"])
     except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
-        raise TerraformMissing(f"{path} does not tell its version ({type(error).__name__}). {INSTALL}") from error
+        raise TerraformMissing(f"{path} does not report its version ({type(error).__name__}). {INSTALL}") from error
 
 
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -43,7 +43,7 @@ def compare(
 ) -> None:
     """Ask a function and PEFT alone the same prompts, greedily, and compare every token. Exit code 1: they differ.
 
-    PEFT runs in a process of its own, in the node's dtype, over the base model of the service file; it needs memory for
+    PEFT runs in a separate process, in the node's dtype, over the base model of the service file; it needs memory for
     that model once more. Where PEFT's best logits lie within rounding of each other, either token is right: a tie.
     """
     from garnish.comparison import ComparisonRequest, check_installed, run_comparison

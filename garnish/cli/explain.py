@@ -78,7 +78,7 @@ def in_words(candidate: Candidate, decision: Decision) -> str:
     ttft, step = candidate.ttft or 0.0, candidate.step or 0.0
     others_ms = there * (prefill / decision.expected_tokens + decode)
     text = (
-        f"{candidate.node}: it waits {ms(candidate.wait)} ms to be begun, its prompt adds {ms(prefill)} ms, its "
+        f"{candidate.node}: it waits {ms(candidate.wait)} ms to start, its prompt adds {ms(prefill)} ms, its "
         f"adapter {ms(exposed)} ms: a first token after {ms(ttft)} ms. Every token gets "
         f"{decision.expected_inverse:.3g} of that ({ms(ttft * decision.expected_inverse)} ms) and a step of {ms(step)} "
         f"ms. The {there} requests there pay {ms(others_ms)} ms a token between them"

@@ -28,7 +28,7 @@ def gc(
     state: State = DEFAULT_STATE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove what no function lists and is 24 hours old. It may run beside the service and its deploys."""
+    """Remove what no function lists and is 24 hours old. It may run while the service takes deploys."""
     from adapters.collect import collect
     from adapters.store import ObjectInfo
 
@@ -46,7 +46,8 @@ def gc(
         screen.end_progress()
         screen.line(
             f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, "
-            f"{format_bytes(done.bytes)} {'would be removed' if dry_run else 'removed'}; {done.kept} files and artifacts stay"
+            f"{format_bytes(done.bytes)} {'would be removed' if dry_run else 'removed'}; "
+            f"{done.kept} files and artifacts stay"
         )
         screen.result({**msgspec.to_builtins(done), "objects": removed})
 

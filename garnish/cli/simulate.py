@@ -29,12 +29,12 @@ Attain = Annotated[float, typer.Option("--attain", min=0.0, max=1.0, help="Attai
 Sweep = Annotated[str | None, typer.Option("--sweep", help="nodes=2..60 finds the smallest pool that keeps the SLO.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw distributions into this file (needs matplotlib).")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Of everything that is drawn.")]
-Rate = Annotated[float | None, typer.Option("--rate", min=1e-6, help="Scale the trace to so many requests/s.")]
-Seconds = Annotated[float | None, typer.Option("--seconds", min=1e-3, help="Only its first so many seconds.")]
+Rate = Annotated[float | None, typer.Option("--rate", min=1e-6, help="Scale the trace to this rate, requests/s.")]
+Seconds = Annotated[float | None, typer.Option("--seconds", min=1e-3, help="Only the first seconds of the trace.")]
 Functions = Annotated[
     int | None, typer.Option("--functions", min=1, max=1_000_000, help="Functions, where the trace leaves it open.")
 ]
-Ranks = Annotated[str, typer.Option("--ranks", help="Of functions, where the trace tells none.")]
+Ranks = Annotated[str, typer.Option("--ranks", help="Of functions, where the trace states none.")]
 
 
 def simulate(

@@ -73,7 +73,7 @@ def test_the_picture_counts_as_the_driver_does(gateway: Running, state: Path) ->
 def test_a_gateway_that_is_away_is_no_idle_one() -> None:
     with (
         Client("http://127.0.0.1:9", "") as client,
-        pytest.raises(LoadUnknown, match="the gateway does not tell the load"),
+        pytest.raises(LoadUnknown, match="the gateway does not report the load"),
     ):
         read_snapshot(client, {})
 

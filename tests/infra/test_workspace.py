@@ -119,7 +119,7 @@ def test_a_pool_that_is_no_longer_declared(place: Place) -> None:
     place.apply()
     place.calls()
     assert place.plan(place.stack(pool("a"))) == [
-        ("change", "a-1", "how it is started; it goes on"),  # with a larger share of the cores
+        ("change", "a-1", "how it is started; it keeps running"),  # with a larger share of the cores
         ("destroy", "b-1", "no longer declared"),
     ]
     place.apply()
