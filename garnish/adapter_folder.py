@@ -18,7 +18,6 @@ from adapters.wrong_files import LFS_POINTER, PICKLE_FILE, POINTER_PROBLEM
 from garnish.errors import GarnishError
 
 MAX_ENTRIES = 1000
-"""Entries of a folder that are read, at most."""
 MAX_SHOWN = 5
 
 CONVERT = (

@@ -33,8 +33,7 @@ from infra.instances import devices_of
 from infra.processes import NodeKey, running_nodes
 from infra.stack import Stack, check_stack, node_ids
 
-INTERVAL = 2.0
-"""Seconds between two rounds."""
+ROUND_SECONDS = 2.0
 LEASE_SECONDS = 15.0
 RENEW_SECONDS = 4.0
 Report = Callable[[RoundResult], None]
@@ -119,7 +118,7 @@ def autoscale(file: Path, state: Path, report: Report, *, once: bool = False) ->
                 report(entry)
             if once:
                 return all(entry.action != "held" for entry in decided)
-            stop.wait(INTERVAL)
+            stop.wait(ROUND_SECONDS)
     return True
 
 

@@ -35,8 +35,7 @@ EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 COMMAND = (sys.executable, "-m", "node_agent.peft_process")
 NEEDED = {"torch": "torch", "transformers": "transformers", "peft": "'peft>=0.21'"}
 """Modules that the child process imports, with their names for pip."""
-PATIENCE = 1800.0
-"""Seconds per prompt; a large base on few cores is slow."""
+PROMPT_SECONDS = 1800.0
 TOP = 20
 """Log probabilities per token: as many as a reply lists."""
 READ_BYTES = 8 << 20
@@ -46,13 +45,11 @@ class Difference(msgspec.Struct, frozen=True):
     """A token of the function's answer that is not PEFT's choice after the same tokens."""
 
     position: int
-    """index in the answer, from 0"""
     function_token: int
     peft_token: int
     behind: float
     """PEFT's best logit minus its logit of the function's token"""
     gap: float
-    """difference of PEFT's two best logits"""
     tie_below: float
     """bound below which `behind` is rounding"""
 
@@ -66,7 +63,6 @@ class Row(msgspec.Struct, frozen=True):
 
     prompt: str
     tokens: int
-    """of the function's answer"""
     differences: list[Difference]
     prompt_tokens: tuple[int, int]
     """numbers of the service and of PEFT; unequal ones mean that the prompts differed"""
@@ -87,7 +83,6 @@ class Row(msgspec.Struct, frozen=True):
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     function: str
-    """name:version"""
     device: str
     dtype: str
     """dtype of PEFT; that of the node too, if it was started with the same service file"""
@@ -286,7 +281,7 @@ def ask_peft(
     answers: list[PeftAnswer] = []
     loaded: Loaded | None = None
     step("loading the base model and the adapter with PEFT")
-    with contextlib.closing(child_messages(command, job, doing="PEFT's process", patience=PATIENCE)) as messages:
+    with contextlib.closing(child_messages(command, job, doing="PEFT's process", patience=PROMPT_SECONDS)) as messages:
         for entry in messages:
             message: PeftMessage = msgspec.convert(entry, PeftMessage)
             if isinstance(message, Failed):

@@ -25,10 +25,8 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     admin_key: str = ""
     tenant: str
-    """first declared tenant, the owner of `api_key`"""
     api_key: str = ""
     keys: dict[str, str] = {}
-    """keys by declared tenant"""
 
 
 class OperatorKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,9 +117,7 @@ class Connection(msgspec.Struct, frozen=True):
     key: str
     """empty if none is sent, to a service with `auth: none`"""
     tenant: str | None = None
-    """tenant for the header; needed with an admin key"""
     key_from: str = ""
-    """place where the key was found, for error messages"""
 
 
 class _UserConfig(msgspec.Struct, frozen=True):

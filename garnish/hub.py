@@ -37,7 +37,6 @@ REPLY_SECONDS = 10.0
 class HubPlace(msgspec.Struct, frozen=True):
     repository: str
     folder: str | None = None
-    """path inside the repository"""
     revision: str | None = None
     """branch, tag or commit; None is main"""
 

@@ -22,10 +22,8 @@ from garnish.errors import FrontDoorError
 from gateway.calls.trace_log import CALL, Call
 
 DIGEST_LETTERS = 16
-MAX_LOG = 32 << 20
-"""Bytes after which a log is rotated; both generations together take little more than twice as many."""
-TAIL = 256 << 10
-"""Bytes at a log's end that are read."""
+MAX_LOG_BYTES = 32 << 20
+TAIL_BYTES = 256 << 10
 UNKNOWN = ""
 """Process of a line that names none."""
 
@@ -42,7 +40,6 @@ class TraceLine(msgspec.Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     bytes: int
-    """size of the adapter"""
 
     def line(self) -> str:
         return msgspec.json.encode(self).decode() + "\n"
@@ -141,7 +138,7 @@ def fresh_log(state: Path, name: str) -> Path:
     return log
 
 
-def bound_log(log: Path, limit: int = MAX_LOG) -> None:
+def bound_log(log: Path, limit: int = MAX_LOG_BYTES) -> None:
     """Rotates a log that has grown beyond `limit` bytes: its content becomes NAME.log.1.
 
     Its writers keep it open for appending, so it is emptied, not renamed; lines written in that moment are lost.
@@ -163,7 +160,7 @@ def capacity(log: Path) -> Capacity | None:
 
 
 def times_ended(log: Path) -> int:
-    """Returns how often a node's supervisor logged the exit of one of its processes, in the log's last TAIL bytes."""
+    """Returns how often a node's supervisor logged the exit of one of its processes, in the log's last TAIL_BYTES."""
     return sum(entry.get("message") == "child ended" for entry in _entries(log))
 
 
@@ -240,5 +237,5 @@ def parse_entry(line: str) -> dict[str, Any] | None:
 def _tail(log: Path, start: int = 0) -> list[str]:
     with log.open("rb") as stream:
         size = stream.seek(0, 2)
-        stream.seek(max(start if start <= size else 0, size - TAIL))  # shorter than before: it was begun anew
-        return stream.read(TAIL).decode(errors="replace").splitlines()
+        stream.seek(max(start if start <= size else 0, size - TAIL_BYTES))  # shorter than before: it was begun anew
+        return stream.read(TAIL_BYTES).decode(errors="replace").splitlines()

@@ -22,7 +22,6 @@ START_SECONDS = 60.0
 """Bound on the time until the node's API process listens for its engine; the base model warms after that."""
 POLL_SECONDS = 0.05
 LOG_SECONDS = 5.0
-"""Interval of the checks of the log's size."""
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,7 +19,6 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     """size in serverless.yml, or the one that the autoscaler has set"""
     max: int
     applied: int | None
-    """size that was last applied; None if the pool was never created"""
     nodes: dict[str, str] = {}
     """states at the gateway, by node id
 
@@ -33,15 +32,10 @@ class Observed(msgspec.Struct, frozen=True):
     """Facts about the pools now, from Terraform's state, this host and the gateway."""
 
     applied: Mapping[str, Any]
-    """applied pools by name, an output of Terraform's state"""
     managed: Collection[str]
-    """ids of local nodes in the state"""
     tainted: Collection[str]
-    """ids of those whose creation was interrupted"""
     alive: Collection[str]
-    """ids of local nodes whose process lives"""
     states: Mapping[str, str]
-    """state at the gateway, by node id"""
 
 
 def pool_statuses(stack: Stack, observed: Observed) -> list[PoolStatus]:

@@ -39,10 +39,8 @@ class FunctionStep(msgspec.Struct, frozen=True):
     version: int | None
     """version that the adapter is already"""
     points_to: int | dict[str, float] | None
-    """present target of the alias"""
     adapter: str
     policy: dict[str, Any] = {}
-    """stated fields whose present values differ"""
 
     def __str__(self) -> str:
         return f"{self._deployed()}; policy: {', '.join(self.policy)}" if self.policy else self._deployed()
@@ -72,7 +70,6 @@ class TenantStep(msgspec.Struct, frozen=True):
     action: Literal["create", "change", "later", "none"]
     changed: list[str] = []
     settings: dict[str, Any] = {}
-    """complete settings after the change"""
 
     def __str__(self) -> str:
         actions = {

@@ -22,9 +22,7 @@ from rich.table import Table
 from cluster.printable import printable
 
 BAR_WIDTH = 30
-"""Characters."""
 GAP = 2
-"""Characters between two columns."""
 _BLANKS = str.maketrans("\t\n", "  ")
 
 
@@ -128,7 +126,6 @@ class Column:
 
     name: str
     number: bool = False
-    """aligned to the right"""
     min_width: int = 0
     """characters to which it may shrink; 0 keeps its width"""
     cut: bool = False
@@ -143,7 +140,6 @@ class Fitted:
 
     shown: list[int]
     widths: list[int]
-    """characters of each shown column"""
     dropped: list[int]
 
 

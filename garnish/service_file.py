@@ -39,7 +39,6 @@ class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 MAX_GPUS = 64
-"""GPUs of a host, at most."""
 Devices = Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_GPUS)]], Meta(min_length=1, max_length=MAX_GPUS)]
 
 

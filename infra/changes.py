@@ -36,11 +36,9 @@ _MODULE = re.compile(r"module\.pool_([A-Za-z0-9_-]+)")
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     action: str
-    """create, change, replace or destroy"""
     pool: str | None
     """pool of the resource; None if it belongs to none"""
     resource: str
-    """id of a node, or Terraform's type and name"""
     address: str
     reason: str
     cost: bool

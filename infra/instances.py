@@ -30,7 +30,6 @@ class Gpus(msgspec.Struct, frozen=True):
     name: str
     count: int
     memory: int
-    """bytes of a GPU, the total that its driver reports"""
 
 
 _T4, _A10G, _L4, _L40S = ("T4", 15_360), ("A10G", 23_028), ("L4", 23_034), ("L40S", 46_068)

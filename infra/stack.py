@@ -36,7 +36,6 @@ class LocalHost(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of nodes of the `local` backend. All paths are absolute; the secret is named, not included."""
 
     program: tuple[str, ...]
-    """command to which `create` or `stop` and a JSON text are appended"""
     service_file: str
     state: str
     gateway_url: str
@@ -71,7 +70,6 @@ class AwsHost(Aws, frozen=True, kw_only=True):
 
     gateway_url: str
     node_file: str
-    """service file of a node, as JSON: the keys that a node reads, without tenants and functions"""
     devices: Sequence[int] | None = None
     """GPUs of an instance that get a node; None is all"""
 

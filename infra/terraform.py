@@ -33,11 +33,8 @@ OLDEST = (1, 10)
 MOVED = re.compile(r"Backend configuration changed|migrat")
 """Pattern of terraform's message about a backend that differs from that of the last `init`."""
 LOCK_TIMEOUT = "3s"
-"""Time for which a plan or an apply waits for another lock."""
 ASK_SECONDS = 60.0
-"""Bound in seconds on commands that only read files."""
-MAX_TEXT = 200
-"""Plain lines of terraform's output that are kept, at most."""
+MAX_LINES = 200
 INSTALL = "install Terraform 1.10 or newer (https://developer.hashicorp.com/terraform/install) or OpenTofu (https://opentofu.org)"
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
@@ -200,14 +197,14 @@ def _interrupt_and_wait(process: subprocess.Popen[str], interrupts: list[int]) -
 def _follow(stream: Any, on_event: Callable[[Event], None]) -> tuple[list[str], list[Event]]:
     """Calls `on_event` with terraform's events until its output ends.
 
-    Returns the last MAX_TEXT plain lines, and the errors.
+    Returns the last MAX_LINES plain lines, and the errors.
     """
     text: list[str] = []
     problems: list[Event] = []
     for line in stream:
         event = _event(line)
         if event is None:
-            text = [*text[1 - MAX_TEXT :], line.rstrip("\n")]
+            text = [*text[1 - MAX_LINES :], line.rstrip("\n")]
             continue
         if event.get("type") == "diagnostic" and event["diagnostic"].get("severity") == "error":
             problems.append(event["diagnostic"])

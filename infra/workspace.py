@@ -33,7 +33,6 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a saved plan, in a file next to it: its inputs and its changes."""
 
     made_for: str
-    """digest of serverless.yml and its root module"""
     plan_sha256: str
     changes: tuple[Change, ...]
     destroy: bool = False

@@ -23,7 +23,6 @@ DEFAULT_PROMPTS = (
 MAX_PROMPTS = 1000
 MAX_PROMPT_BYTES = 1 << 20
 PROMPT_WIDTH = 32
-"""Characters of a prompt in the table."""
 
 
 def compare(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from node_agent.config import EngineConfig
 
 COMMAND = (sys.executable, "-m", "node_agent.profile_process")
-LONGEST_STEP = 1800.0
+MAX_SILENCE_SECONDS = 1800.0
 """Seconds of silence after which the measurement counts as stuck; a large base on few cores is slow."""
 
 
@@ -71,7 +71,7 @@ def run_measurement(
     config: EngineConfig,
     step: Callable[[str, float | None], None],
     command: Sequence[str] = COMMAND,
-    patience: float = LONGEST_STEP,
+    patience: float = MAX_SILENCE_SECONDS,
 ) -> dict[str, Any]:
     """Measures the node in a child process; returns its cold-start profile and its performance model.
 

@@ -20,8 +20,7 @@ IfMatch = Annotated[
     int | None, typer.Option("--if-match", help="Only if the function is still at this generation (of `describe`).")
 ]
 PolicyIfMatch = Annotated[int | None, typer.Option("--if-match", help="Only at this generation of the function.")]
-DURATIONS = ("timeout", "max_age", "idle_ttl")
-"""Fields of a policy."""
+DURATION_FIELDS = ("timeout", "max_age", "idle_ttl")
 
 
 def alias(
@@ -125,7 +124,7 @@ def _field(text: str) -> tuple[str, Any]:
     if not written:
         return field, None
     try:
-        if field in DURATIONS and written != "null":
+        if field in DURATION_FIELDS and written != "null":
             return field, parse_seconds(written)
         value = msgspec.json.decode(written)
         for window in value if field == "warm" and isinstance(value, list) else ():

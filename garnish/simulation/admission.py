@@ -9,7 +9,7 @@ from garnish.simulation.job import Job
 from garnish.simulation.loads import Loads
 from garnish.simulation.profile import NodeProfile
 
-STARVED_AFTER = 1.0
+STARVED_AFTER_SECONDS = 1.0
 """Seconds, as on a node."""
 
 
@@ -40,7 +40,7 @@ class Admission:
             if (job.digest is not None and not (passes and may_load)) or not self._loads.lease(job, now):
                 if job.digest is not None and passes and may_load:
                     room_is_short = True
-                    starved = now - self._short_since.setdefault(job, now) >= STARVED_AFTER
+                    starved = now - self._short_since.setdefault(job, now) >= STARVED_AFTER_SECONDS
                 continue
             self._short_since.pop(job, None)
             if not ready:

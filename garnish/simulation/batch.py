@@ -58,7 +58,6 @@ RANK_TERM: dict[RankTerm, Callable[[RankMix], int]] = {
     "request_ranks": lambda mix: mix.request_ranks,
     "adapter_ranks": lambda mix: mix.adapter_ranks,
 }
-"""R(S) of cluster.performance_model."""
 
 
 @dataclass(slots=True)

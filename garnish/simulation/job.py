@@ -43,7 +43,6 @@ class Job:
     tenant: str = ""
     function: str = ""
     weight: float = 1.0
-    """weight of the tenant"""
     ttft_slo: float | None = None
     tpot_slo: float | None = None
     node: int = -1
@@ -54,7 +53,6 @@ class Job:
     end: float = 0.0
     outcome: Outcome = ""
     moves: int = 0
-    """migrations to another node"""
     generated: int = 0
     remaining: int = 0
     """prompt tokens that are not computed yet; after a move also tokens generated elsewhere"""
@@ -62,7 +60,6 @@ class Job:
     """tokens of KV memory"""
     finish_step: int = 0
     charged: int = 0
-    """output tokens charged to its tenant and function"""
     entry: Entry | None = field(default=None, repr=False)
 
     @property

@@ -139,7 +139,6 @@ class SharedLink:
     def __init__(self, speed: Transfer) -> None:
         self.speed = speed
         self.bytes = 0
-        """total of the active transfers"""
         self._active = 0
         self._moved = 0.0
         self._at = 0.0

@@ -43,7 +43,6 @@ class SimulatedNode:
         self.leaving: dict[Job, Arrived] = {}
         self.queued_mix, self.running_mix, self.decoding = RankMix(), RankMix(), RankMix()
         self.queued_tokens = 0
-        """prompt tokens of waiting jobs"""
         self._promised: dict[float, int] = {}
         """number of jobs here by their TPOT SLO"""
         self.kv_free = profile.kv_tokens
@@ -53,7 +52,6 @@ class SimulatedNode:
         self.busy = 0.0
         """seconds of computing"""
         self.steps = 0
-        """decode steps since the start, without those of `run`"""
         self.run: DecodeRun | None = None
         """the iteration, if it has decodes alone"""
         self.chunks: list[tuple[Job, int]] = []

@@ -43,9 +43,7 @@ def _added(node: SimulatedNode, job: Job, now: float) -> float:
 class Prompt:
     job: Job
     remaining: int
-    """tokens that are not computed yet"""
     ready: float
-    """time from which its adapter is ready"""
 
 
 class Forward:

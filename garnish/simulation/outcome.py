@@ -32,12 +32,10 @@ class Summary(msgspec.Struct, frozen=True):
     done: int
     rejected: int
     attainment: float
-    """share of all requests that were finished within the SLO"""
     attainable: float
     """share that empty nodes with warm adapters would finish within the SLO; the bound of any policy"""
     ttft: Distribution
     tpt: Distribution
-    """E2E / output tokens"""
     tpot: Distribution
     cold_starts: dict[str, int]
     """number by the tier in which the adapter was found: none (device, or the base), host, absent"""

@@ -26,7 +26,6 @@ class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     title: str
     source: Literal["measured", "papers", "assumed"]
     notes: str = ""
-    """source of the numbers"""
     performance: PerformanceModel
     one_pass: bool = True
     """decode rows and prompt chunks share one pass, which reads the base's weights once

@@ -77,7 +77,6 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeConfig, ...]
     credentials: Credentials
     new_keys: dict[str, str]
-    """keys created by this start, by owner; to be shown once"""
     deployments: tuple[Deployment, ...]
 
 

@@ -28,10 +28,8 @@ from node_agent.supervisor import Child, Signals
 
 GATEWAY_GRACE = UP_SHUTDOWN_SECONDS + 5.0
 NO_REASON = "no reason was logged"
-TICK = 0.2
-"""Interval in seconds of the checks of the opening thread."""
+TICK_SECONDS = 0.2
 LOG_SECONDS = 5.0
-"""Interval of the checks of the logs' sizes."""
 READY_SECONDS = 600.0
 """Bound on the start; loading a large base model from a slow disk takes minutes."""
 POLL_SECONDS = 0.1
@@ -102,7 +100,7 @@ def _open(
     Raises FrontDoorError if a function can't be deployed, or a process can't start.
     """
     while opening.is_alive() and not signals.stop_requested:
-        signals.wait(min(_tend(children), TICK))
+        signals.wait(min(_tend(children), TICK_SECONDS))
         for child in children:
             if child.failures >= MAX_CRASHES:
                 log = log_of(prepared.state, child.name)
@@ -130,7 +128,7 @@ def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
     while (now := time.monotonic()) < deadline and signals.stop_requested == stop_requests:
         if all(child.reap(now) for child in children):
             break
-        signals.wait(min(TICK, deadline - now))
+        signals.wait(min(TICK_SECONDS, deadline - now))
     for child in children:
         child.kill()
 
@@ -140,7 +138,6 @@ class Ends:
 
     def __init__(self, screen: Screen) -> None:
         self.reasons: dict[str, str] = {}
-        """reason of the last end, by process"""
         self._screen = screen
         self._starts: dict[str, int] = {}
         """size of the log when the present process started, by process"""

@@ -14,7 +14,6 @@ class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
     desired: int
     max: int
     live: int
-    """nodes, or instances, that exist now, ready or not"""
     settled: bool = True
     """`desired` is reached; if not, `set_desired` of the same size continues the change"""
 

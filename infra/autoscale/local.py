@@ -26,7 +26,6 @@ class Host(Protocol):
     """The host of the local pools. All methods may raise InfraError."""
 
     directory: Path
-    """directory of the sizes and of Terraform's state"""
 
     def stack(self) -> Stack:
         """Returns the stack by the present service file and sizes."""
@@ -58,8 +57,7 @@ class LocalDriver:
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self._host, self._clock = host, clock
-        self._since: dict[str, float] = {}
-        """time at which each node was drained"""
+        self._drained_at: dict[str, float] = {}
 
     def size(self, pool: str) -> PoolSize:
         return self._observe(pool)[0]
@@ -92,18 +90,18 @@ class LocalDriver:
     def _drain(self, nodes: Collection[str]) -> None:
         now = self._clock()
         for node in nodes:
-            if node not in self._since:
+            if node not in self._drained_at:
                 self._host.drain(node, True)
-                self._since[node] = now
+                self._drained_at[node] = now
         counts = self._host.open_requests()
-        busy = [node for node in sorted(nodes) if counts.get(node) and now - self._since[node] < DRAIN_SECONDS]
+        busy = [node for node in sorted(nodes) if counts.get(node) and now - self._drained_at[node] < DRAIN_SECONDS]
         if busy:
             raise Deferred(f"requests are open on {', '.join(busy)}, which will go")
 
     def _undrain(self, nodes: Collection[str]) -> None:
         for node in sorted(nodes):
             self._host.drain(node, False)
-            self._since.pop(node, None)
+            self._drained_at.pop(node, None)
 
     def _pool(self, pool: str) -> Pool:
         for entry in self._host.stack().local_pools:
@@ -126,9 +124,9 @@ class LocalDriver:
 
     def _live(self, pool: str) -> set[str]:
         live = {node for node in self._host.running() if pool_of(node) == pool}
-        for node in set(self._since) - live:
+        for node in set(self._drained_at) - live:
             if pool_of(node) == pool:
-                del self._since[node]
+                del self._drained_at[node]
         return live
 
 

@@ -37,9 +37,7 @@ class PoolView(msgspec.Struct, frozen=True):
 
 class LoadSnapshot(msgspec.Struct, frozen=True):
     pools: Mapping[str, PoolView]
-    """pools with nodes or requests"""
     unplaced: Load
-    """load of requests that no node could accept"""
 
 
 class ScaledPool(msgspec.Struct, frozen=True):

@@ -23,7 +23,6 @@ class SetSize(msgspec.Struct, frozen=True):
     stated: int
     """`desired` in serverless.yml at that time"""
     draining: list[str] = []
-    """nodes that are drained because the pool shrinks"""
 
 
 def read_sizes(directory: Path) -> dict[str, SetSize]:

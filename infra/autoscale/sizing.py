@@ -17,7 +17,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     open_requests: int
     """running and waiting requests, also those that wait for the first node"""
     queue_wait: float
-    """longest wait of a queued request; 0 without one"""
     demand: float
     """arriving work in nodes: seconds of a node's time per second, by the cost model"""
     backlog: float
@@ -30,7 +29,6 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     min: int
     max: int
     queue_wait: float = 1.0
-    """bound on the queue wait"""
     attainment: float = 0.99
     utilisation: float = 0.7
     """share of the capacity that the demand may take, since arrivals come in bursts"""
@@ -86,9 +84,7 @@ class Sizer:
         """decisions in the longer window, as (time, size, size that counts for growth)"""
         self._started_at: float | None = None
         self._busy_at: float | None = None
-        """last time with work"""
         self._starting_at: float = -math.inf
-        """last time at which requested nodes were not ready"""
 
     def decide(self, now: float, load: Load, current: int, *, starting: bool = False) -> Decision:
         """Returns the size to request and the reason; `current` is the size that was last requested.

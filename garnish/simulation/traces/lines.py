@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 MAX_LINE = 1 << 20
 """Characters of a line, at most; a day's counts of a function take a few thousand."""
 MAX_TOKENS = 10_000_000
-"""Tokens of a prompt or an answer, at most."""
 
 T = TypeVar("T", int, float)
 

@@ -34,7 +34,6 @@ from garnish.simulation.traces.requests import (
 
 AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 MAF_COLUMNS = ("HashOwner", "HashApp", "HashFunction", "Trigger")
-"""First columns; the others are minutes."""
 MAX_COUNT = 10_000_000
 SERVEGEN_COLUMNS = ["client_id", "timestamp_s", "rate_rps", "cv", "pattern", "param1", "param2"]
 WINDOW = 600.0

@@ -32,10 +32,8 @@ class TraceOptions:
     rate: float | None = None
     """mean requests/s; counts are scaled and drawn from Poisson's law, times of single requests are stretched"""
     seconds: float | None = None
-    """end of the part that is taken"""
     mean_output: int = MEAN_OUTPUT
     skip_top: int = 0
-    """MAF: number of the busiest functions that are left out"""
     half: int | None = None
     """MAF: every second function by calls, from the busiest (0) or the next one (1)
 
