@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from garnish.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, adapter_files
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from garnish.adapter_folder import adapter_files
 from garnish.errors import GarnishError
 from garnish.hub import local_folder
 from garnish.protocol import CALL_SECONDS, Call, waiting

@@ -19,8 +19,9 @@ import msgspec
 from adapters.contents import blob_key
 from adapters.errors import AdapterError
 from adapters.open_store import open_store
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from adapters.store import ObjectStore
-from garnish.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, adapter_files
+from garnish.adapter_folder import adapter_files
 from garnish.child_messages import child_messages
 from garnish.client import Client
 from garnish.config import ServiceFile
