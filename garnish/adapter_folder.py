@@ -1,8 +1,9 @@
-"""The folder that a person names as an adapter: its two files, or one line that says what lies there instead."""
+"""Finds the two files of an adapter's folder, or says in one line what the folder holds instead."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
 import shlex
@@ -12,14 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from adapters.wrong_files import LFS_POINTER, PICKLE_FILE, POINTER_PROBLEM
 from garnish.errors import GarnishError
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-
 MAX_ENTRIES = 1000
-"""Entries of a folder that are looked at."""
 MAX_SHOWN = 5
 
 CONVERT = (
@@ -27,7 +25,7 @@ CONVERT = (
     "save_file({k: v.clone().contiguous() for k, v in "
     "torch.load(f + '.bin', map_location='cpu', weights_only=True).items()}, f + '.safetensors')"
 )
-"""Python that turns a folder's pickle into safetensors; `weights_only` runs none of the pickle's code."""
+"""Python code that converts a folder's pickle to safetensors; `weights_only` runs none of the pickle's code."""
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,12})", re.ASCII)
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.zst")
@@ -40,11 +38,15 @@ class AdapterFiles(msgspec.Struct, frozen=True):
     config: Path
     weights: Path
 
+    def sha256(self) -> tuple[str, str]:
+        """Returns the hashes of both files. Raises GarnishError for one that can't be read."""
+        return _sha256(self.config), _sha256(self.weights)
+
 
 def adapter_files(folder: Path, use: str) -> AdapterFiles:
-    """Returns the paths of the folder's two files; nothing of them is read but how they begin.
+    """Returns the paths of the folder's two files, of which only the beginnings are read.
 
-    `use` says how another folder is named instead, with `{}` in its place: `garnish deploy mine {}`.
+    `use` is a command with `{}` in place of the folder, such as `garnish deploy mine {}`, for hints to other folders.
     Raises GarnishError with one line that says what the folder is, and what to do.
     """
     files = AdapterFiles(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
@@ -52,7 +54,7 @@ def adapter_files(folder: Path, use: str) -> AdapterFiles:
         if not folder.is_dir():
             raise _problem(_no_folder(folder, use))
         if not (files.config.is_file() and files.weights.is_file()):
-            raise _problem(what_lies_there(list(_entries(folder)), str(folder), use))
+            raise _problem(describe_other_files(list(_entries(folder)), str(folder), use))
         for file in (files.config, files.weights):
             if _begins_as_pointer(file):
                 raise _problem(f"{file} is {POINTER_PROBLEM}")
@@ -61,11 +63,10 @@ def adapter_files(folder: Path, use: str) -> AdapterFiles:
     return files
 
 
-def what_lies_there(names: list[str], where: str, use: str) -> str:
-    """Returns one line about a folder that lacks at least one of the two files: what lies there instead, and what to
-    do.
+def describe_other_files(names: list[str], where: str, use: str) -> str:
+    """Returns one line about a folder that lacks at least one of the two files: what it holds, and what to do.
 
-    `names`: paths in it, relative, at most one folder deep. `where`: what it is called.
+    `names` are relative paths in it, at most one folder deep. `where` is the folder's name in the text.
     """
     top = [name for name in names if "/" not in name]
     below = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{CONFIG_FILE}")})
@@ -75,11 +76,14 @@ def what_lies_there(names: list[str], where: str, use: str) -> str:
     if CONFIG_FILE in top:
         return f"{where} {_without_weights(top, where)}"
     if checkpoints:
-        newest = _named(use, f"{where}/{checkpoints[-1][1]}")
-        return f"{where} holds no adapter itself, only {_counted(len(checkpoints), 'checkpoint')}; the newest: {newest}"
+        newest = _use_line(use, f"{where}/{checkpoints[-1][1]}")
+        return (
+            f"{where} holds no adapter itself, only {_format_count(len(checkpoints), 'checkpoint')}; "
+            f"the newest: {newest}"
+        )
     if below:
-        first = _named(use, f"{where}/{below[0]}")
-        return f"{where} holds no adapter itself, but folders that do ({_shown(below)}); name one: {first}"
+        first = _use_line(use, f"{where}/{below[0]}")
+        return f"{where} holds no adapter itself, but folders that do ({_format_names(below)}); name one: {first}"
     if "config.json" in top and any(name.endswith((".safetensors", ".bin")) for name in top):
         return (
             f"{where} holds a whole model (config.json and its weights), not an adapter: serve it as base_model, or "
@@ -88,33 +92,36 @@ def what_lies_there(names: list[str], where: str, use: str) -> str:
     if any(name.endswith(".gguf") for name in top):
         return f"{where} holds a GGUF file, llama.cpp's: deploy the PEFT adapter that it was converted from"
     if WEIGHTS_FILE in top or PICKLE_FILE in top:
-        return f"{where} lacks {CONFIG_FILE}: PEFT's save_pretrained writes it beside the weights, copy it there"
-    return f"{where} holds no adapter: expected {CONFIG_FILE} and {WEIGHTS_FILE}, found {_shown(sorted(top or names))}"
+        return f"{where} lacks {CONFIG_FILE}: PEFT's save_pretrained writes it next to the weights, copy it there"
+    return (
+        f"{where} holds no adapter: expected {CONFIG_FILE} and {WEIGHTS_FILE}, "
+        f"found {_format_names(sorted(top or names))}"
+    )
 
 
 def _without_weights(top: list[str], where: str) -> str:
-    """Returns what to say of a folder that holds the config but no weights: what lies there instead, and what to do."""
+    """Returns the text about a folder with the config but no weights: what it holds, and what to do."""
     if PICKLE_FILE in top:
         convert = f"python -c {shlex.quote(CONVERT)} {shlex.quote(where)}"
         return (
             f"holds {PICKLE_FILE}, a pickle, which is never read, for it could run code; "
             f"to convert it, where torch and safetensors are installed: {convert}"
         )
-    others = sorted(name for name in top if name.endswith(".safetensors"))
-    if len(others) == 1:
-        source, target = (shlex.quote(f"{where}/{name}") for name in (others[0], WEIGHTS_FILE))
-        return f"holds no {WEIGHTS_FILE} but {others[0]}; if that is the adapter: mv {source} {target}"
+    other_files = sorted(name for name in top if name.endswith(".safetensors"))
+    if len(other_files) == 1:
+        source, target = (shlex.quote(f"{where}/{name}") for name in (other_files[0], WEIGHTS_FILE))
+        return f"holds no {WEIGHTS_FILE} but {other_files[0]}; if that is the adapter: mv {source} {target}"
     if any(name.endswith(".gguf") for name in top):
         return "holds a GGUF file, llama.cpp's, and no weights of PEFT: deploy the adapter that it was converted from"
-    found = f"; found {_shown(others)}" if others else ""
-    return f"holds {CONFIG_FILE} but no {WEIGHTS_FILE}: save the adapter with PEFT's save_pretrained{found}"
+    listed = f"; found {_format_names(other_files)}" if other_files else ""
+    return f"holds {CONFIG_FILE} but no {WEIGHTS_FILE}: save the adapter with PEFT's save_pretrained{listed}"
 
 
 def _no_folder(path: Path, use: str) -> str:
-    """Returns what to say of a path that is no folder: what it is, if anything, and what to do."""
+    """Returns the text about a path that is no folder: what it is, and what to do."""
     if path.is_file():
         if (path.parent / CONFIG_FILE).is_file():
-            return f"{path} is a file of an adapter: name its folder: {_named(use, str(path.parent))}"
+            return f"{path} is a file of an adapter: name its folder: {_use_line(use, str(path.parent))}"
         if path.name.endswith(".gguf"):
             return f"{path} is a GGUF file, llama.cpp's: deploy the PEFT adapter that it was converted from"
         if path.name.endswith(_ARCHIVES):
@@ -139,8 +146,10 @@ def _siblings(path: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """Yields the names in the folder: of files, `name/adapter_config.json` of folders that hold one, `name/` of other
-    folders. MAX_ENTRIES are looked at."""
+    """Yields MAX_ENTRIES names in the folder at most.
+
+    A folder with an adapter is `name/adapter_config.json`, another folder is `name/`.
+    """
     with os.scandir(folder) as entries:
         for entry in islice(entries, MAX_ENTRIES):
             if not entry.is_dir():
@@ -156,18 +165,26 @@ def _begins_as_pointer(file: Path) -> bool:
         return stream.read(len(LFS_POINTER)) == LFS_POINTER
 
 
-def _shown(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - MAX_SHOWN} more" if len(every) > MAX_SHOWN else ""
-    return ", ".join(every[:MAX_SHOWN]) + more
+def _format_names(names: Iterable[str]) -> str:
+    shown_names = list(names)
+    more = f" and {len(shown_names) - MAX_SHOWN} more" if len(shown_names) > MAX_SHOWN else ""
+    return ", ".join(shown_names[:MAX_SHOWN]) + more
 
 
-def _named(use: str, folder: str) -> str:
+def _use_line(use: str, folder: str) -> str:
     return use.replace("{}", shlex.quote(folder))
 
 
-def _counted(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _sha256(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise _problem(f"{file} can't be read: {error.strerror}") from None
 
 
 def _problem(text: str) -> GarnishError:

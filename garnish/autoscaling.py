@@ -1,4 +1,4 @@
-"""`garnish autoscale`: rounds of looking and deciding, between the gateway, the lease and the drivers of the pools."""
+"""`garnish autoscale`: rounds that read the load from the gateway and scale the pools, under a lease."""
 
 from __future__ import annotations
 
@@ -9,39 +9,38 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
-from garnish.client import Client
+from garnish.calls import lease_call, pools_call
+from garnish.client import Client, admin_client
 from garnish.config import ServiceFile, load_service_file
+from garnish.drain import gpu_fault, known_nodes, open_requests, set_draining
 from garnish.errors import FrontDoorError, GarnishError
-from garnish.node_pools import stack_of
-from garnish.operate import admin_client, lease_call, pools_call
-from garnish.provision import told
-from garnish.this_host import ThisHost
+from garnish.node_pools import infra_directory, stack_of
+from garnish.provision import Provision, infra_errors_as_cli_errors, unchanged
 from gateway.routes import pools as pool_routes
 from infra.autoscale.driver import PoolDriver
 from infra.autoscale.local import LocalDriver
-from infra.autoscale.rounds import Autoscaler, Away, Decided, Picture, Scaled, View
+from infra.autoscale.rounds import Autoscaler, LoadSnapshot, LoadUnknown, PoolView, RoundResult, ScaledPool
 from infra.autoscale.sizing import Load, Targets
-from infra.errors import Interrupted
+from infra.errors import InfraError, Interrupted, raised_as
 from infra.instances import devices_of
-from infra.stack import check_stack
+from infra.processes import NodeKey, running_nodes
+from infra.stack import Stack, check_stack, node_ids
 
-INTERVAL = 2.0
-"""Seconds between two rounds."""
+ROUND_SECONDS = 2.0
 LEASE_SECONDS = 15.0
 RENEW_SECONDS = 4.0
-"""Between two prolongations of the lease."""
-Tell = Callable[[Decided], None]
+Report = Callable[[RoundResult], None]
 
 
 class LeaseKeeper:
-    """Asks for the lease again and again, in a thread of its own: a change of a pool may take minutes."""
+    """Renews the autoscaler's lease in a separate thread, since a change of a pool may take minutes."""
 
     def __init__(self, state: Path) -> None:
         self.holder = (
@@ -50,35 +49,39 @@ class LeaseKeeper:
         self._state = state
         self._ends = -float("inf")
         self._why = "the lease was not asked for yet"
-        self._asked, self._over = threading.Event(), threading.Event()
+        self._has_answer, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def trouble(self) -> str | None:
-        """Returns why this process may not act; None while it leads, by its own clock from before the gateway was
-        asked."""
+        """Returns why this process may not act, or None while it leads.
+
+        The lease ends by this process's clock, counted from before the request was sent.
+        """
         return None if time.monotonic() < self._ends else self._why
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Holds the lease while the context runs. The first answer, or failure, is there when the context begins, or
-        LEASE_SECONDS are over; the lease is given back when it ends."""
+        """Holds the lease while the context runs, and releases it at the end.
+
+        The context begins with the first answer or failure, after LEASE_SECONDS at the latest.
+        """
         self._thread.start()
-        self._asked.wait(LEASE_SECONDS)
+        self._has_answer.wait(LEASE_SECONDS)
         try:
             yield
         finally:
-            self._over.set()
+            self._ended.set()
             self._thread.join(LEASE_SECONDS)
 
     def _keep(self) -> None:
         with admin_client(self._state) as client:
-            while not self._over.is_set():
-                self._ask(client, LEASE_SECONDS)
-                self._asked.set()
-                self._over.wait(RENEW_SECONDS)
-            self._ask(client, 0.0)
+            while not self._ended.is_set():
+                self._request(client, LEASE_SECONDS)
+                self._has_answer.set()
+                self._ended.wait(RENEW_SECONDS)
+            self._request(client, 0.0)
 
-    def _ask(self, client: Client, seconds: float) -> None:
+    def _request(self, client: Client, seconds: float) -> None:
         began = time.monotonic()
         try:
             reply = client.ask(lease_call(self.holder, seconds), pool_routes.LeaseReply)
@@ -91,18 +94,20 @@ class LeaseKeeper:
             self._ends, self._why = -float("inf"), f"the autoscaler {reply.holder} leads"
 
 
-def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> bool:
-    """Scales the pools until a signal comes, or for one round with `once`. Returns False when that one round held a
-    pool, else True. Raises FrontDoorError."""
+def autoscale(file: Path, state: Path, report: Report, *, once: bool = False) -> bool:
+    """Scales the pools until a signal comes, or for one round with `once`.
+
+    Returns False if that one round held a pool, else True. Raises FrontDoorError.
+    """
     service, keeper = load_service_file(file), LeaseKeeper(state)
     if not service.node_pools:
         raise FrontDoorError(f"{file}: there are no node_pools to scale")
-    with told():
+    with infra_errors_as_cli_errors():
         check_stack(stack_of(service, state.absolute()))
-    with told(), _stopped() as stop, admin_client(state) as client, keeper.running():
-        each = {name: _nodes_each(service, name) for name in service.node_pools}
+    with infra_errors_as_cli_errors(), _stopped() as stop, admin_client(state) as client, keeper.running():
+        nodes_each = {name: _nodes_each(service, name) for name in service.node_pools}
         scaler = Autoscaler(
-            _pools(service, file, state), lambda: picture_of(client, each), keeper.trouble, time.monotonic
+            _pools(service, file, state), lambda: read_snapshot(client, nodes_each), keeper.trouble, time.monotonic
         )
         while not stop.is_set():
             try:
@@ -110,27 +115,27 @@ def autoscale(file: Path, state: Path, tell: Tell, *, once: bool = False) -> boo
             except Interrupted:
                 break
             for entry in decided:
-                tell(entry)
+                report(entry)
             if once:
                 return all(entry.action != "held" for entry in decided)
-            stop.wait(INTERVAL)
+            stop.wait(ROUND_SECONDS)
     return True
 
 
-def picture_of(client: Client, nodes_each: dict[str, int]) -> Picture:
-    """Asks the gateway for the pools' loads and ready nodes. Raises Away."""
+def read_snapshot(client: Client, nodes_each: dict[str, int]) -> LoadSnapshot:
+    """Reads the pools' loads and ready nodes from the gateway. Raises LoadUnknown."""
     try:
-        seen = client.ask(pools_call(), pool_routes.PoolList)
+        reply = client.ask(pools_call(), pool_routes.PoolList)
     except GarnishError as error:
-        raise Away(f"the gateway does not tell the load: {error}") from error
-    if seen.stale is not None:
-        raise Away("Redis is away, and what the gateway knows of the load is not current")
+        raise LoadUnknown(f"the gateway does not report the load: {error}") from error
+    if reply.stale is not None:
+        raise LoadUnknown("Redis is away, and what the gateway knows of the load is not current")
     pools = {
-        pool.pool: View(_load(pool, nodes_each[pool.pool]), pool.ready / nodes_each[pool.pool])
-        for pool in seen.pools
+        pool.pool: PoolView(_load(pool, nodes_each[pool.pool]), pool.ready / nodes_each[pool.pool])
+        for pool in reply.pools
         if pool.pool in nodes_each
     }
-    return Picture(pools, _load(seen.unplaced, 1))
+    return LoadSnapshot(pools, _load(reply.unplaced, 1))
 
 
 def _load(load: pool_routes.Load, each: int) -> Load:
@@ -139,9 +144,9 @@ def _load(load: pool_routes.Load, each: int) -> Load:
     return msgspec.structs.replace(of_all, demand=of_all.demand / each, backlog=of_all.backlog / each)
 
 
-def _pools(service: ServiceFile, file: Path, state: Path) -> list[Scaled]:
+def _pools(service: ServiceFile, file: Path, state: Path) -> list[ScaledPool]:
     local, aws = LocalDriver(ThisHost(file, state.absolute()), time.monotonic), _aws_driver(service, state.absolute())
-    found = []
+    scaled_pools = []
     for name, pool in service.node_pools.items():
         scaling = pool.scaling
         targets = Targets(
@@ -156,25 +161,27 @@ def _pools(service: ServiceFile, file: Path, state: Path) -> list[Scaled]:
         )
         driver = local if pool.backend == "local" else aws
         assert driver is not None
-        found.append(Scaled(name, driver, targets))
-    return found
+        scaled_pools.append(ScaledPool(name, driver, targets))
+    return scaled_pools
 
 
 def _aws_driver(service: ServiceFile, state: Path) -> PoolDriver | None:
     if all(pool.backend != "aws" for pool in service.node_pools.values()):
         return None
     from infra.autoscale.aws import AwsDriver
-    from infra.autoscale.noted import NotedDriver
+    from infra.autoscale.sizes import RecordingDriver
 
     assert service.infra.aws is not None
     host = ThisHost(service.file, state)
     driver = AwsDriver(service.service, service.infra.aws.region, failed=host.failed)
-    return NotedDriver(driver, host.directory, host.stated)
+    return RecordingDriver(driver, host.directory, host.stated)
 
 
 def _nodes_each(service: ServiceFile, name: str) -> int:
-    """Returns how many nodes the pool's driver counts as one: an instance has a node for each GPU that nodes may
-    have."""
+    """Returns the number of nodes that the pool's driver counts as one.
+
+    An instance in AWS has a node for each GPU that nodes may use.
+    """
     pool, devices = service.node_pools[name], service.node.devices
     if pool.backend != "aws":
         return 1
@@ -186,12 +193,65 @@ def _stopped() -> Iterator[threading.Event]:
     """Provides an event that INT and TERM set while the context runs."""
     stop = threading.Event()
 
-    def note(_number: int, _frame: FrameType | None) -> None:
+    def request_stop(_number: int, _frame: FrameType | None) -> None:
         stop.set()
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class ThisHost:
+    """Implements infra.autoscale.local.Host for this host; `state` is an absolute path."""
+
+    def __init__(self, file: Path, state: Path) -> None:
+        self._file, self._state = file, state
+        with _cli_errors_as_infra_errors():
+            self.directory = infra_directory(load_service_file(file), state)
+
+    def stack(self) -> Stack:
+        with _cli_errors_as_infra_errors():
+            return stack_of(load_service_file(self._file), self._state)
+
+    def stated(self, pool: str) -> int:
+        """Returns the pool's `desired` in the service file now. Raises InfraError if the pool is no longer there."""
+        with _cli_errors_as_infra_errors():
+            entry = load_service_file(self._file).node_pools.get(pool)
+        if entry is None:
+            raise InfraError(f"node_pools.{pool}: the service file has no such pool any more")
+        return entry.desired
+
+    def running(self) -> set[str]:
+        stack = self.stack()
+        keys = [
+            NodeKey(state=str(self._state), service=stack.service, pool=pool.name, node=node)
+            for pool in stack.local_pools
+            for node in node_ids(pool.name, pool.max)
+        ]
+        return {key.node for key in running_nodes(self._state, stack.service, keys)}
+
+    def failed(self) -> set[str]:
+        with _cli_errors_as_infra_errors(), admin_client(self._state) as client:
+            nodes = known_nodes(client).items()
+        return {name for name, node in nodes if gpu_fault(node) and not open_requests(node)}
+
+    def open_requests(self) -> Mapping[str, int]:
+        with _cli_errors_as_infra_errors(), admin_client(self._state) as client:
+            return {name: open_requests(node) for name, node in known_nodes(client).items()}
+
+    def drain(self, node: str, draining: bool) -> None:
+        with _cli_errors_as_infra_errors(), admin_client(self._state) as client:
+            set_draining(client, node, draining)
+
+    def apply(self) -> None:
+        with unchanged():
+            provision = Provision(self._file, self._state)
+        provision.resize(lambda _text: None)
+
+
+def _cli_errors_as_infra_errors() -> AbstractContextManager[None]:
+    """Raises failures of the front door as InfraError, which drivers may raise."""
+    return raised_as(InfraError, FrontDoorError)

@@ -1,4 +1,4 @@
-"""A child process that gets its settings on standard input and answers with one JSON object per line."""
+"""Runs a child process that gets its settings on standard input and writes JSON objects, one per line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from node_agent.cores import SPIN_LIMIT
 def child_messages(
     command: Sequence[str], settings: msgspec.Struct, *, doing: str, patience: float
 ) -> Generator[dict[str, Any], None, None]:
-    """Starts the process with `settings` on its standard input, and yields the objects that it writes, as they come.
-    The process ends with the iteration, and with this process.
+    """Starts the process with `settings` on its standard input, and yields the objects that it writes.
 
-    `doing` names the work in errors. Raises FrontDoorError after `patience` seconds of silence.
+    The process ends with the iteration, and with this process. `doing` names the work in errors. Raises FrontDoorError
+    after `patience` seconds of silence.
     """
     # A process group of its own: Ctrl-C reaches this process, which ends the other one.
     pipes, environment = subprocess.PIPE, SPIN_LIMIT | os.environ  # its threads wait as a node's do
@@ -37,13 +37,13 @@ def child_messages(
 
 
 def _lines(fd: int, doing: str, patience: float) -> Iterator[bytes]:
-    """Yields whole lines until the end of the output. Raises FrontDoorError after `patience` seconds of silence."""
-    begun = b""
+    """Yields complete lines until the output ends. Raises FrontDoorError after `patience` seconds of silence."""
+    partial_line = b""
     while True:
         if not select.select([fd], [], [], patience)[0]:
             raise FrontDoorError(f"{doing} said nothing for {patience:g} s and was ended")
         chunk = os.read(fd, 1 << 16)
         if not chunk:
             return
-        *lines, begun = (begun + chunk).split(b"\n")
+        *lines, partial_line = (partial_line + chunk).split(b"\n")
         yield from lines

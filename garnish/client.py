@@ -1,41 +1,124 @@
-"""The Python client: `Client` and its async twin `AsyncClient`. They move bytes; `garnish.protocol` does the rest."""
+"""The Python client: `Client` and its async twin `AsyncClient`. They move bytes; `calls` and `protocol` do the rest."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
-from collections.abc import AsyncIterator, Iterator
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, overload
+from types import NoneType
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import httpx
 
-from garnish.connection import Connection, find_connection
+from garnish import calls
+from garnish.calls import Prompt, deploy_call, invoke_call
+from garnish.credentials import Connection, find_connection
+from garnish.errors import GarnishError
 from garnish.hub import is_hub_place, local_folder
-from garnish.methods import Methods
-from garnish.protocol import (
-    Call,
-    Event,
-    EventReader,
-    Prompt,
-    base_headers,
-    delete_call,
-    delete_version_call,
-    deploy_call,
-    error_of,
-    invoke_call,
-    parse,
-)
-from garnish.transport_errors import explained
+from garnish.protocol import Call, Event, EventReader, base_headers, error_of, parse
 from gateway.api.schema import InvokeReply
+from gateway.events.messages import EventList, EventReply, RedriveReply
+from gateway.residency.messages import ForecastReply, WarmReply
+from gateway.routes.aliases import AliasReply
 from gateway.routes.deploy import DeployReply
+from gateway.routes.functions import FunctionList, FunctionReply, VersionList
+from gateway.routes.usage import UsageReply
 
+Parameters = ParamSpec("Parameters")
 Reply = TypeVar("Reply")
 Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 
 
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Raises httpx's failures as GarnishError, which says what was not reached at `url` and what to do."""
+    try:
+        yield
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        problem = f"not a service's address: {url!r} (expected one such as http://127.0.0.1:8080)"
+        raise GarnishError("unreachable", problem) from error
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        if isinstance(error.__context__, ssl.SSLError) or "SSL" in str(error):
+            problem = f"{url} can't be reached by TLS: {error}; does it speak http, without s?"
+        else:
+            problem = (
+                f"nothing answers at {url}: is it started? garnish up (or name another address: --url, GARNISH_URL)"
+            )
+        raise GarnishError("unreachable", problem) from error
+    except httpx.TimeoutException as error:
+        raise GarnishError("unreachable", f"{url} did not answer in time ({type(error).__name__})") from error
+    except httpx.RemoteProtocolError as error:
+        problem = f"the connection to {url} broke off, or no Garnish service answers there: {error}"
+        raise GarnishError("unreachable", problem) from error
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise GarnishError("unreachable", f"{url} can't be reached: {reason}") from error
+
+
+class Method(Generic[Parameters, Reply]):
+    """A client's method that sends what `request` returns with the client's `ask`, and returns the reply.
+
+    It has the parameters of `request`; `kind` is the reply's type.
+    """
+
+    def __init__(self, request: Callable[Parameters, Call], kind: type[Reply]) -> None:
+        self._request, self._kind = request, kind
+        self._signature = inspect.signature(request).replace(return_annotation=kind)
+
+    @overload
+    def __get__(self, client: Client, owner: object) -> Callable[Parameters, Reply]: ...
+
+    @overload
+    def __get__(self, client: AsyncClient, owner: object) -> Callable[Parameters, Coroutine[Any, Any, Reply]]: ...
+
+    def __get__(self, client: Any, owner: object) -> Any:
+        @wraps(self._request)
+        def method(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
+            return client.ask(self._request(*args, **kwargs), self._kind)
+
+        method.__signature__ = self._signature  # type: ignore[attr-defined]
+        return method
+
+
+def _as_is(call: Call) -> Call:
+    """Sends a request whose reply is empty."""
+    return call
+
+
+class Methods:
+    """Methods of both clients that send one request; their documentation is that of the request's function."""
+
+    send = Method(_as_is, NoneType)
+    functions = Method(calls.functions_call, FunctionList)
+    function = Method(calls.function_call, FunctionReply)
+    versions = Method(calls.versions_call, VersionList)
+    delete = Method(calls.delete_call, NoneType)
+    delete_version = Method(calls.delete_version_call, NoneType)
+    alias = Method(calls.alias_call, AliasReply)
+    set_alias = Method(calls.set_alias_call, AliasReply)
+    roll_back = Method(calls.rollback_call, AliasReply)
+    warm = Method(calls.warm_call, WarmReply)
+    forecast = Method(calls.forecast_call, ForecastReply)
+    set_policy = Method(calls.policy_call, FunctionReply)
+    usage = Method(calls.usage_call, UsageReply)
+    tenant = Method(calls.tenant_call, dict[str, Any])
+    put_tenant = Method(calls.put_tenant_call, dict[str, Any])
+    submit = Method(calls.submit_call, EventReply)
+    event = Method(calls.event_call, EventReply)
+    events = Method(calls.events_call, EventList)
+    cancel = Method(calls.cancel_call, EventReply)
+    dead_letters = Method(calls.dead_letters_call, EventList)
+    redrive = Method(calls.redrive_call, EventReply)
+    redrive_all = Method(calls.redrive_all_call, RedriveReply)
+
+
 class _Connected(Methods, Generic[Http]):
-    """What both clients have in common: the connection, and most of their methods."""
+    """Common part of both clients: the connection, and most methods."""
 
     _http_kind: type[Http]
     _http: Http
@@ -56,7 +139,7 @@ class _Connected(Methods, Generic[Http]):
 class Client(_Connected[httpx.Client]):
     """Calls a Garnish service. Use it as a context manager, or `close` it. Every method raises GarnishError.
 
-    Without `url` and `key` it takes GARNISH_URL and GARNISH_API_KEY, else `./.garnish/credentials.toml`, else
+    `url` and `key` default to GARNISH_URL and GARNISH_API_KEY, then to `./.garnish/credentials.toml`, then to
     `~/.config/garnish/config.toml`.
     """
 
@@ -92,41 +175,23 @@ class Client(_Connected[httpx.Client]):
     def deploy(
         self, name: str, adapter: str | Path, alias: str | None = None, dry_run: bool = False, *, warm: bool = False
     ) -> DeployReply:
-        """Deploys a PEFT adapter's directory, `hf:org/name`, or what lies in an allowed `s3://bucket/prefix`, and
-        returns what the service says of it. Raises GarnishError.
+        """Deploys a PEFT adapter from a directory, `hf:org/name`, or an allowed `s3://bucket/prefix`.
 
-        `alias`: it points to the new version from now on. `dry_run`: the adapter is only validated. `warm`: the alias,
-        or a first version, waits until a node has loaded the adapter; the reply's `warnings` say when that took too
-        long.
+        `alias` points to the new version from now on. With `dry_run` the adapter is only validated. With `warm` the
+        alias, or a first version, waits until a node has loaded the adapter; the reply's `warnings` say if that took
+        too long. Raises GarnishError.
         """
         with deploy_call(name, adapter, alias, dry_run, warm) as call:
             return self.ask(call, DeployReply)
 
-    def delete(self, name: str, force: bool = False) -> None:
-        """Deletes a function: new calls answer `not_found` at once; running ones finish, or are cancelled with
-        `force`."""
-        self.send(delete_call(name, force))
-
-    def delete_version(self, name: str, version: int) -> None:
-        """Deletes a version that no alias points to."""
-        self.send(delete_version_call(name, version))
-
-    def send(self, call: Call) -> None:
-        """Sends a request whose reply is empty."""
-        with explained(self._connection.url):
-            response = self._http.request(**call.arguments())
-        if response.is_error:
-            raise error_of(response, self._connection)
-
     def ask(self, call: Call, kind: type[Reply]) -> Reply:
-        """Sends any other request, such as those of garnish.operate, and returns its reply; `kind` is the reply's
-        type."""
+        """Sends any request, such as those of garnish.calls, and returns its reply, of the type `kind`."""
         with explained(self._connection.url):
             response = self._http.request(**call.arguments())
         return parse(response, kind, self._connection)
 
     def download(self, call: Call) -> Iterator[bytes]:
-        """Yields a file's content as it comes; `call` is a request such as garnish.batches.content_call returns."""
+        """Yields a file's content as it comes; `call` is a request such as garnish.calls.content_call returns."""
         with explained(self._connection.url), self._http.stream(**call.arguments()) as response:
             if response.is_error:
                 response.read()
@@ -186,21 +251,6 @@ class AsyncClient(_Connected[httpx.AsyncClient]):
         with deploy_call(name, adapter, alias, dry_run, warm) as call:
             return await self.ask(call, DeployReply)
 
-    async def delete(self, name: str, force: bool = False) -> None:
-        """Does what `Client.delete` does, asynchronously."""
-        await self.send(delete_call(name, force))
-
-    async def delete_version(self, name: str, version: int) -> None:
-        """Does what `Client.delete_version` does, asynchronously."""
-        await self.send(delete_version_call(name, version))
-
-    async def send(self, call: Call) -> None:
-        """Does what `Client.send` does, asynchronously."""
-        with explained(self._connection.url):
-            response = await self._http.request(**call.arguments())
-        if response.is_error:
-            raise error_of(response, self._connection)
-
     async def ask(self, call: Call, kind: type[Reply]) -> Reply:
         """Does what `Client.ask` does, asynchronously."""
         with explained(self._connection.url):
@@ -229,3 +279,8 @@ class AsyncClient(_Connected[httpx.AsyncClient]):
                     if event is not None:
                         yield event
         reader.end()
+
+
+def admin_client(state: Path) -> Client:
+    """Returns a client for the service that the state directory belongs to, with its admin key."""
+    return Client(connection=find_connection(None, None, os.environ, state=state, admin=True))

@@ -1,29 +1,58 @@
-"""A function's answers beside those of PEFT alone: what differs, and whether a tie explains it."""
+"""Compares a function's answers over HTTP with those of PEFT alone in a child process, token by token."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
 import msgspec
 
+from adapters.contents import blob_key
+from adapters.errors import AdapterError
+from adapters.open_store import open_store
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from adapters.store import ObjectStore
+from garnish.adapter_folder import adapter_files
+from garnish.child_messages import child_messages
+from garnish.client import Client
+from garnish.config import ServiceFile
+from garnish.errors import FrontDoorError
+from garnish.settings import registry_of, resolve_base
 from gateway.api.schema import InvokeReply, Logprob
-from node_agent.peft_types import Loaded, PeftAnswer, Position
+from gateway.routes.functions import VersionReply
+from node_agent.peft_types import Failed, Loaded, PeftAnswer, PeftJob, PeftMessage, PeftPrompt, Position
 
 FP32_TIE = 1e-4
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+COMMAND = (sys.executable, "-m", "node_agent.peft_process")
+NEEDED = {"torch": "torch", "transformers": "transformers", "peft": "'peft>=0.21'"}
+"""Modules that the child process imports, with their names for pip."""
+PROMPT_SECONDS = 1800.0
+TOP = 20
+"""Log probabilities per token: as many as a reply lists."""
+READ_BYTES = 8 << 20
 
 
 class Difference(msgspec.Struct, frozen=True):
     """A token of the function's answer that is not PEFT's choice after the same tokens."""
 
     position: int
-    """In the answer, from 0."""
     function_token: int
     peft_token: int
     behind: float
-    """How far PEFT's logit of the function's token lies below its best."""
+    """PEFT's best logit minus its logit of the function's token"""
     gap: float
-    """Between PEFT's two best logits."""
     tie_below: float
-    """`behind` up to this is within rounding."""
+    """bound below which `behind` is rounding"""
 
     @property
     def is_tie(self) -> bool:
@@ -35,12 +64,11 @@ class Row(msgspec.Struct, frozen=True):
 
     prompt: str
     tokens: int
-    """of the function's answer"""
     differences: list[Difference]
     prompt_tokens: tuple[int, int]
-    """The service's and PEFT's: unequal numbers mean that the prompts were not the same."""
+    """numbers of the service and of PEFT; unequal ones mean that the prompts differed"""
     logprob_difference: float
-    """The largest between the two sides' log probabilities of the same token at the same position."""
+    """largest difference between both sides' log probabilities of a token at a position"""
     function_seconds: float
     peft_seconds: float
     function_text: str
@@ -48,16 +76,17 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def is_equal(self) -> bool:
-        """Whether both sides read as many prompt tokens, and each token of the answer is PEFT's, but for ties."""
-        return self.prompt_tokens[0] == self.prompt_tokens[1] and all(found.is_tie for found in self.differences)
+        """True if both sides read equally many prompt tokens, and the answers' tokens are equal but for ties."""
+        return self.prompt_tokens[0] == self.prompt_tokens[1] and all(
+            difference.is_tie for difference in self.differences
+        )
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     function: str
-    """With its version."""
     device: str
     dtype: str
-    """PEFT's, and the node's if the service file is the one that it was started with."""
+    """dtype of PEFT; that of the node too, if it was started with the same service file"""
     equal: bool
     tokens: int
     tokens_equal: int
@@ -96,7 +125,7 @@ def summarise(function: str, loaded: Loaded, rows: list[Row]) -> Comparison:
         equal=all(row.is_equal for row in rows),
         tokens=sum(row.tokens for row in rows),
         tokens_equal=sum(row.tokens - len(row.differences) for row in rows),
-        ties=sum(found.is_tie for row in rows for found in row.differences),
+        ties=sum(difference.is_tie for row in rows for difference in row.differences),
         logprob_difference=max(row.logprob_difference for row in rows),
         function_seconds=sum(row.function_seconds for row in rows),
         peft_seconds=sum(row.peft_seconds for row in rows),
@@ -106,8 +135,10 @@ def summarise(function: str, loaded: Loaded, rows: list[Row]) -> Comparison:
 
 
 def tie_width(size: float, dtype: str) -> float:
-    """Returns how far two logits may lie apart and be swapped by rounding: 1e-4 in float32; in half precisions a
-    rounding of each side at the best logit's `size`, if that is more."""
+    """Returns the difference of two logits that rounding can reverse.
+
+    It is 1e-4 in float32. In half precisions it is one rounding of each side at the best logit's `size`, if larger.
+    """
     return max(FP32_TIE, 2 * EPSILON[dtype] * size)
 
 
@@ -124,5 +155,189 @@ def _difference(index: int, entry: Logprob, position: Position, dtype: str) -> D
 
 def _logprob_difference(entry: Logprob, position: Position) -> float:
     return max(
-        (abs(item.logprob - other) for item, other in zip(entry.top, position.logprobs, strict=True)), default=0.0
+        (abs(item.logprob - peft_logprob) for item, peft_logprob in zip(entry.top, position.logprobs, strict=True)),
+        default=0.0,
     )
+
+
+class ComparisonRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of `garnish compare`."""
+
+    name: str
+    prompts: list[str]
+    chat: bool | None
+    """True sends prompts as a user's messages; None does so if the base model has a chat template."""
+    max_tokens: int
+    adapter: Path | None
+    """folder that was deployed; None reads its files from the registry"""
+    state: Path
+
+
+def check_installed() -> None:
+    """Raises FrontDoorError when PEFT can't run here, with what to install."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        packages = " ".join(NEEDED[name] for name in missing)
+        raise FrontDoorError(
+            f"compare --peft runs transformers and PEFT in a process of its own, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed here: {sys.executable} -m pip install {packages}"
+        )
+
+
+def run_comparison(
+    request: ComparisonRequest, service: ServiceFile, client: Client, step: Callable[[str], None]
+) -> Comparison:
+    """Asks the function, then PEFT alone, and returns the comparison.
+
+    `step` is called with what is being done. Raises FrontDoorError.
+    """
+    model = resolve_base(service).directory
+    version = _version(client, request.name)
+    pinned = f"{version.function}:{version.version}"
+    if request.adapter is not None:
+        files = named_folder(request.adapter, version)
+    else:
+        files = registry_folder(registry_of(service, request.state.absolute()), version)
+    with files as folder:
+        if request.chat is None:
+            request = msgspec.structs.replace(request, chat=has_chat_template(model))
+        replies, seconds = _ask_function(client, pinned, request, step)
+        job = PeftJob(
+            parent=os.getpid(),
+            model_dir=str(model),
+            adapter_dir=str(folder),
+            device=service.node.device,
+            dtype=service.node.dtype,
+            max_tokens=request.max_tokens,
+            prompts=[_peft_prompt(request, *part) for part in zip(request.prompts, replies, strict=True)],
+        )
+        loaded, answers = ask_peft(job, step)
+    parts = zip(request.prompts, replies, seconds, answers, strict=True)
+    return summarise(pinned, loaded, [compare_row(*part, loaded.dtype) for part in parts])
+
+
+def _version(client: Client, name: str) -> VersionReply:
+    """Calls the name once and returns the version that served it. Raises FrontDoorError for the base model itself."""
+    reply = client.invoke(name, "Hello", stream=False, max_tokens=1)
+    if reply.version is None:
+        raise FrontDoorError(f"{name} is the base model itself: name a function, whose adapter PEFT can load")
+    versions = client.versions(reply.function).versions
+    return next(entry for entry in versions if entry.version == reply.version)
+
+
+def has_chat_template(model: Path) -> bool:
+    """Returns True if the model's directory has a chat template; False if its tokenizer's settings can't be read."""
+    if (model / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((model / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError):
+        return False
+
+
+def _ask_function(
+    client: Client, name: str, request: ComparisonRequest, step: Callable[[str], None]
+) -> tuple[list[InvokeReply], list[float]]:
+    """Calls the function with one prompt after another; returns greedy answers and seconds. Raises GarnishError."""
+    options: dict[str, Any] = {
+        "max_tokens": request.max_tokens,
+        "temperature": 0,
+        "logprobs": TOP,
+        # what a policy may set, and would change greedy answers
+        **{"presence_penalty": 0, "frequency_penalty": 0, "stop": [], "ignore_eos": False},
+    }
+    # A cold start is no part of the comparison.
+    client.invoke(name, _as_sent(request, request.prompts[0]), stream=False, **{**options, "max_tokens": 1})
+    replies, seconds = [], []
+    for number, prompt in enumerate(request.prompts, 1):
+        step(f"asking {name}: prompt {number} of {len(request.prompts)}")
+        started = time.perf_counter()
+        replies.append(client.invoke(name, _as_sent(request, prompt), stream=False, **options))
+        seconds.append(time.perf_counter() - started)
+    return replies, seconds
+
+
+def _as_sent(request: ComparisonRequest, prompt: str) -> str | list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}] if request.chat else prompt
+
+
+def _peft_prompt(request: ComparisonRequest, prompt: str, reply: InvokeReply) -> PeftPrompt:
+    listed = reply.output.logprobs or []
+    sent = _as_sent(request, prompt)
+    return PeftPrompt(
+        text=sent if isinstance(sent, str) else None,
+        messages=None if isinstance(sent, str) else sent,
+        tokens=[entry.token_id for entry in listed],
+        top=[[item.token_id for item in entry.top] for entry in listed],
+    )
+
+
+def ask_peft(
+    job: PeftJob, step: Callable[[str], None], command: Sequence[str] = COMMAND
+) -> tuple[Loaded, list[PeftAnswer]]:
+    """Runs PEFT alone in a child process and returns its answers to the job's prompts.
+
+    `step` is called with what is being done. Raises FrontDoorError.
+    """
+    answers: list[PeftAnswer] = []
+    loaded: Loaded | None = None
+    step("loading the base model and the adapter with PEFT")
+    with contextlib.closing(child_messages(command, job, doing="PEFT's process", patience=PROMPT_SECONDS)) as messages:
+        for entry in messages:
+            message: PeftMessage = msgspec.convert(entry, PeftMessage)
+            if isinstance(message, Failed):
+                raise FrontDoorError(f"PEFT can't run the adapter here: {message.message}")
+            if isinstance(message, Loaded):
+                loaded = message
+            else:
+                answers.append(message)
+            if len(answers) < len(job.prompts):
+                step(f"asking PEFT: prompt {len(answers) + 1} of {len(job.prompts)}")
+    if loaded is None or len(answers) < len(job.prompts):
+        raise FrontDoorError("PEFT's process ended before it was done; its log is above")
+    return loaded, answers
+
+
+@contextlib.contextmanager
+def registry_folder(registry: str, version: VersionReply) -> Iterator[Path]:
+    """Provides a temporary folder with the version's two files from the registry, checked against their hashes.
+
+    Raises FrontDoorError if the registry can't be read, or the files were changed.
+    """
+    elsewhere = "name the folder that was deployed with --adapter"
+    if "://" not in registry and not Path(registry).is_dir():
+        raise FrontDoorError(f"there is no registry {registry} here: {elsewhere}")
+    with tempfile.TemporaryDirectory(prefix="garnish-") as folder:
+        try:
+            store = open_store(registry)
+            _copy(store, version.config_sha256, Path(folder) / CONFIG_FILE)
+            _copy(store, version.weights_sha256, Path(folder) / WEIGHTS_FILE)
+        except AdapterError as error:
+            raise FrontDoorError(
+                f"the registry {registry} does not give the files of {version.function}:{version.version} "
+                f"({error}): {elsewhere}"
+            ) from None
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def named_folder(folder: Path, version: VersionReply) -> Iterator[Path]:
+    """Provides the folder itself, if its files are those of the version. Raises FrontDoorError."""
+    files = adapter_files(folder, "--adapter {}")
+    hashes = files.sha256()
+    if hashes != (version.config_sha256, version.weights_sha256):
+        changed_file = CONFIG_FILE if hashes[1] == version.weights_sha256 else WEIGHTS_FILE
+        name = f"{version.function}:{version.version}"
+        raise FrontDoorError(f"{folder} is not what {name} was deployed with: another {changed_file}")
+    yield folder
+
+
+def _copy(store: ObjectStore, sha256: str, target: Path) -> None:
+    digest, start = hashlib.sha256(), 0
+    with target.open("wb") as out:
+        while data := store.get_range(blob_key(sha256), start, READ_BYTES):
+            out.write(data)
+            digest.update(data)
+            start += len(data)
+    if digest.hexdigest() != sha256:
+        raise FrontDoorError(f"{target.name} in the registry was changed: `garnish registry verify` names what else is")

@@ -29,13 +29,13 @@ from node_agent.config import RUNNERS
 log = logging.getLogger(__name__)
 
 OPEN_TENANT = "default"
-"""Whose functions are served when the file names no tenant."""
+"""Tenant whose functions are served if the file names no tenant."""
 
 Section = TypeVar("Section")
 
 
 class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole serverless.yml; paths in it are still as written (relative to the file's folder)."""
+    """The parsed serverless.yml; paths are as written, relative to the file's folder."""
 
     file: Path
     service: str
@@ -55,8 +55,10 @@ class ServiceFile(msgspec.Struct, frozen=True, kw_only=True):
         return self.file.absolute().parent / Path(written).expanduser()
 
     def adapter_files(self, name: str) -> AdapterFiles:
-        """Returns the files of a declared function's adapter; one on the Hub is fetched. Raises GarnishError with one
-        line that says what is wrong."""
+        """Returns the files of a declared function's adapter; one on the Hub is downloaded.
+
+        Raises GarnishError with one line that says what is wrong.
+        """
         written, use = self.functions[name].adapter, f"functions.{name}.adapter: {{}}"
         return adapter_files(local_folder(written, use) if is_hub_place(written) else self.path(written), use)
 
@@ -78,9 +80,9 @@ def load_service_file(file: Path, environment: Mapping[str, str] | None = None) 
         auth=top.auth,
         gateway=_section(document, ("gateway",), Gateway),
         node=_section(document, ("node",), Node),
-        tenants=_named(document, "tenants", Tenant),
-        functions=_named(document, "functions", Function),
-        node_pools=_named(document, "node_pools", NodePool),
+        tenants=_named_sections(document, "tenants", Tenant),
+        functions=_named_sections(document, "functions", Function),
+        node_pools=_named_sections(document, "node_pools", NodePool),
         infra=_section(document, ("infra",), Infra),
         prices=top.prices,
     )
@@ -131,7 +133,7 @@ BUILT: dict[str, tuple[object, ...] | Callable[[], tuple[object, ...]]] = {
     "node.runner": tuple(RUNNERS),
     "node.tensor_parallel": (1,),
 }
-"""Keys whose values depend on what this version has, and those values; without any the key's feature is not there."""
+"""Keys whose values depend on what this version has, with those values; none if the feature is not built."""
 
 
 def built(path: str) -> tuple[object, ...]:
@@ -192,8 +194,7 @@ def _check_addresses(document: Document, loaded: ServiceFile) -> None:
 
 
 def _matches(value: Any, pattern: str, path: FieldPath = ()) -> Iterator[tuple[FieldPath, dict[str, Any]]]:
-    """Yields the fields of nested mappings that a dotted pattern (`*`: any key, or item of a list) names, each with the
-    mapping that holds it."""
+    """Yields the paths that match a dotted pattern (`*`: any key or list item), each with the mapping that holds it."""
     head, _, rest = pattern.partition(".")
     if isinstance(value, list) and head == "*":
         for number, item in enumerate(value):
@@ -207,7 +208,7 @@ def _matches(value: Any, pattern: str, path: FieldPath = ()) -> Iterator[tuple[F
             yield (*path, key), value
 
 
-def _named(document: Document, section: str, kind: type[Section]) -> dict[str, Section]:
+def _named_sections(document: Document, section: str, kind: type[Section]) -> dict[str, Section]:
     entries = document.value.get(section, {})
     for name in entries:
         if not is_name(name):
@@ -232,16 +233,16 @@ def _section(document: Document, path: FieldPath, kind: type[Section]) -> Sectio
 
 
 def _explained(document: Document, path: FieldPath, kind: type[Any], message: str) -> Exception:
-    """Returns msgspec's message as a mistake in the file: the field that it names, and what was expected."""
+    """Returns msgspec's message as an error of the file, with the field and what was expected there."""
     problem, _, where = message.partition(" - at `$")
     inner = path + tuple(part for part in re.split(r"[.\[\]]+", where.rstrip("`")) if part)
     fields: tuple[str, ...] = getattr(_type_at(kind, inner[len(path) :]), "__struct_encode_fields__", ())
-    if found := re.match(r"Object contains unknown field `(.*)`$", problem):
-        near = nearest(found[1], fields)
+    if match := re.match(r"Object contains unknown field `(.*)`$", problem):
+        near = nearest(match[1], fields)
         hint = f"did you mean `{near[0]}`? " if near else ""
-        return document.error((*inner, found[1]), f"unknown key; {hint}expected one of {', '.join(fields)}")
-    if found := re.match(r"Object missing required field `(.*)`$", problem):
-        return document.error((*inner, found[1]), "the key is missing")
+        return document.error((*inner, match[1]), f"unknown key; {hint}expected one of {', '.join(fields)}")
+    if match := re.match(r"Object missing required field `(.*)`$", problem):
+        return document.error((*inner, match[1]), "the key is missing")
     if problem.startswith("Invalid enum value"):
         allowed = getattr(_type_at(kind, inner[len(path) :]), "__args__", ())
         problem += f", expected one of {', '.join(map(str, allowed))}" if allowed else ""

@@ -1,10 +1,10 @@
-"""The keys that `garnish up` made, left for the local command line in `<state>/credentials.toml` (mode 0600)."""
+"""Finds the service's URL and key: in arguments, the environment, then `<state>/credentials.toml` (mode 0600)."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,22 +15,22 @@ from garnish.errors import StartError
 from infra.text import write_whole
 
 FILE_NAME = "credentials.toml"
+DEFAULT_URL = "http://127.0.0.1:8080"
+DEFAULT_STATE = Path(".garnish")
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of credentials.toml: the service's URL and the keys for it. With `auth: none` the keys are empty."""
+    """Content of credentials.toml: the service's URL and its keys, which are empty with `auth: none`."""
 
     url: str
     admin_key: str = ""
     tenant: str
-    """The first tenant; `api_key` is its key."""
     api_key: str = ""
     keys: dict[str, str] = {}
-    """One key per declared tenant."""
 
 
 class OperatorKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys that outlive the state directory, in a file of the operator's; a copy of `credentials.toml` will do."""
+    """Content of the operator's key file, such as a copy of credentials.toml, which outlives the state directory."""
 
     admin_key: str = ""
     keys: dict[str, str] = {}
@@ -59,8 +59,7 @@ def write_credentials(file: Path, credentials: Credentials) -> None:
 
 
 def read_operator_keys(file: Path) -> OperatorKeys:
-    """Returns the keys that the operator has chosen. Raises StartError when the file is missing, readable by others, or
-    holds what is no key."""
+    """Returns the operator's keys. Raises StartError if the file is missing, readable by others, or has a bad key."""
     where = f"gateway.credentials_file: {file}"
     try:
         mode = file.stat().st_mode & 0o777
@@ -77,33 +76,107 @@ def read_operator_keys(file: Path) -> OperatorKeys:
     return chosen
 
 
-def adopt_keys(tenants: Tenants, names: Sequence[str], chosen: OperatorKeys, known: Credentials | None) -> Credentials:
-    """Makes the operator's keys of these tenants valid; returns `known` with them in place of its own."""
+def adopt_keys(
+    tenants: Tenants, names: Sequence[str], chosen: OperatorKeys, existing: Credentials | None
+) -> Credentials:
+    """Registers the operator's keys of these tenants; returns `existing` with these keys."""
     keys = {name: chosen.keys[name] for name in names if chosen.keys.get(name)}
     for key in filter(None, (chosen.admin_key, *keys.values())):
         tenants.adopt_key(key)
-    known = known or Credentials(url="", tenant=names[0])
-    return msgspec.structs.replace(known, admin_key=chosen.admin_key or known.admin_key, keys={**known.keys, **keys})
+    existing = existing or Credentials(url="", tenant=names[0])
+    return msgspec.structs.replace(
+        existing, admin_key=chosen.admin_key or existing.admin_key, keys={**existing.keys, **keys}
+    )
 
 
 def prepare_keys(
-    tenants: Tenants, names: Sequence[str], known: Credentials | None, url: str
+    tenants: Tenants, names: Sequence[str], existing: Credentials | None, url: str
 ) -> tuple[Credentials, dict[str, str]]:
-    """Makes the tenants exist, and a key for whoever has none that still works.
+    """Creates the tenants, and a key for each that has no valid one.
 
-    Returns the credentials and the keys that are new (`admin`, or `tenant NAME`), to be shown once.
+    Returns the credentials and the new keys by owner (`admin`, or `tenant NAME`), to be shown once.
     """
-    made: dict[str, str] = {}
-    admin_key = known.admin_key if known else ""
-    tenants.bound_start_keys(names, (admin_key, *(known.keys.values() if known else ())))
+    new_keys: dict[str, str] = {}
+    admin_key = existing.admin_key if existing else ""
+    tenants.bound_start_keys(names, (admin_key, *(existing.keys.values() if existing else ())))
     if tenants.verify(admin_key) is None:
-        admin_key = made["admin"] = tenants.add_key(None, "start")[0]
+        admin_key = new_keys["admin"] = tenants.add_key(None, "start")[0]
     keys: dict[str, str] = {}
     for name in names:
         tenants.put(name, declared=True)
-        keys[name] = known.keys.get(name, "") if known else ""
+        keys[name] = existing.keys.get(name, "") if existing else ""
         principal = tenants.verify(keys[name])
         if principal is None or principal.tenant != name:
-            keys[name] = made[f"tenant {name}"] = tenants.add_key(name, "start")[0]
+            keys[name] = new_keys[f"tenant {name}"] = tenants.add_key(name, "start")[0]
     credentials = Credentials(url=url, admin_key=admin_key, tenant=names[0], api_key=keys[names[0]], keys=keys)
-    return credentials, made
+    return credentials, new_keys
+
+
+class Connection(msgspec.Struct, frozen=True):
+    url: str
+    key: str
+    """empty if none is sent, to a service with `auth: none`"""
+    tenant: str | None = None
+    key_from: str = ""
+
+
+class _UserConfig(msgspec.Struct, frozen=True):
+    """Content of ~/.config/garnish/config.toml."""
+
+    url: str | None = None
+    api_key: str | None = None
+
+
+def find_connection(
+    url: str | None,
+    key: str | None,
+    environment: Mapping[str, str],
+    *,
+    state: Path = DEFAULT_STATE,
+    tenant: str | None = None,
+    admin: bool = False,
+) -> Connection:
+    """Returns the URL of the service and the key to send.
+
+    Arguments win, then GARNISH_URL and GARNISH_API_KEY, then the state's credentials, then the user's config.toml, then
+    DEFAULT_URL without a key. A key from a file is sent only to the URL that the same file names, so that no service
+    learns the key of another. Raises StartError if a file exists but can't be read.
+    """
+    url = url or environment.get("GARNISH_URL")
+    key, source = (key, "given") if key else (environment.get("GARNISH_API_KEY"), "GARNISH_API_KEY")
+    credentials = read_credentials(state / FILE_NAME)
+    if credentials is not None and (url is None or _same(url, credentials.url)):
+        if key is None:
+            key, source = _key(credentials, tenant, admin), str(state / FILE_NAME)
+        return Connection(credentials.url, key, tenant, source)
+    config = _read_user_config(environment)
+    if config.url is not None and (url is None or _same(url, config.url)):
+        if key is None:
+            key, source = config.api_key or "", str(_user_file(environment))
+        return Connection(config.url, key, tenant, source)
+    return Connection(url or config.url or DEFAULT_URL, key or "", tenant, source)
+
+
+def _key(credentials: Credentials, tenant: str | None, admin: bool) -> str:
+    if admin:
+        return credentials.admin_key
+    return credentials.keys.get(tenant, credentials.admin_key) if tenant else credentials.api_key
+
+
+def _same(one: str, another: str) -> bool:
+    return one.rstrip("/") == another.rstrip("/")
+
+
+def _user_file(environment: Mapping[str, str]) -> Path:
+    folder = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(folder) / "garnish" / "config.toml"
+
+
+def _read_user_config(environment: Mapping[str, str]) -> _UserConfig:
+    file = _user_file(environment)
+    try:
+        return msgspec.convert(tomllib.loads(file.read_text()), _UserConfig)
+    except FileNotFoundError:
+        return _UserConfig()
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise StartError(f"{file}: {error}") from None

@@ -1,62 +1,59 @@
-"""Nodes that are about to go: no new requests for them, and time for those that run."""
+"""Drains nodes before they end: they get no new requests, and time to finish those that run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
 
+from garnish.calls import drain_call, nodes_call
 from garnish.client import Client
 from garnish.errors import GarnishError
-from garnish.operate import drain_call, nodes_call
 from gateway.routes.nodes import NodeItem, NodeList
 
 POLL_SECONDS = 0.2
 GONE = ("not_found", "node_failed")
-"""Errors of a node that has died: nothing runs on it."""
+"""Error types of a node that has died, so that nothing runs on it."""
 
 
 def known_nodes(client: Client) -> dict[str, NodeItem]:
-    """Returns the nodes as the gateway sees them, by id. Raises GarnishError, of type `unreachable` where there is no
-    gateway."""
+    """Returns the gateway's nodes by id. Raises GarnishError, of type `unreachable` if there is no gateway."""
     return {str(node.record["id"]): node for node in client.ask(nodes_call(), NodeList).nodes}
 
 
-def drain(client: Client, nodes: Iterable[str], seconds: float, tell: Callable[[str], None]) -> list[str]:
-    """Drains those nodes that the gateway knows, and waits until none has a request open, `seconds` at most. `tell` is
-    called while it waits.
+def drain(client: Client, nodes: Iterable[str], seconds: float, report: Callable[[str], None]) -> list[str]:
+    """Drains those of the nodes that the gateway knows, and waits until they have no open requests.
 
-    Returns those that served before, for `undrain`. Raises GarnishError; after that, and whatever else ends it (Ctrl-C,
-    a listener that has gone), they serve again: whoever gives up ends none of them.
+    It waits for `seconds` at most, and calls `report` meanwhile. Returns the nodes that served before, for `undrain`.
+    Raises GarnishError. After any exception, Ctrl-C included, these nodes serve again.
     """
-    known, waiting, drained = known_nodes(client), list[str](), list[str]()
+    served, waiting, drained = known_nodes(client), list[str](), list[str]()
     try:
-        for node in sorted(set(nodes) & set(known)):
-            if known[node].record["state"] != "draining":
+        for node in sorted(set(nodes) & set(served)):
+            if served[node].record["state"] != "draining":
                 drained.append(node)  # before the answer, which may not come
             if set_draining(client, node, True):
                 waiting.append(node)
         drained = [node for node in drained if node in waiting]
-        _wait(client, waiting, seconds, tell)
+        _wait(client, waiting, seconds, report)
     except BaseException:
         undrain(client, drained)
         raise
     return drained
 
 
-def _wait(client: Client, waiting: list[str], seconds: float, tell: Callable[[str], None]) -> None:
+def _wait(client: Client, waiting: list[str], seconds: float, report: Callable[[str], None]) -> None:
     deadline = time.monotonic() + seconds
     while waiting:
-        known = known_nodes(client)
-        waiting = [node for node in waiting if node in known and open_requests(known[node])]
+        nodes = known_nodes(client)
+        waiting = [node for node in waiting if node in nodes and open_requests(nodes[node])]
         if not waiting or time.monotonic() > deadline:
             return
-        tell(f"draining: requests are open on {', '.join(waiting)}")
+        report(f"draining: requests are open on {', '.join(waiting)}")
         time.sleep(POLL_SECONDS)
 
 
 def set_draining(client: Client, node: str, drain: bool) -> bool:
-    """Drains the node, or lets it serve again. Returns whether there is such a node: it may have died, or never come
-    up. Raises GarnishError."""
+    """Drains the node, or lets it serve again. Returns False if there is no such node. Raises GarnishError."""
     try:
         client.ask(drain_call(node, drain), NodeItem)
     except GarnishError as error:
@@ -67,8 +64,10 @@ def set_draining(client: Client, node: str, drain: bool) -> bool:
 
 
 def undrain(client: Client, nodes: Iterable[str]) -> None:
-    """Lets the nodes take new requests again; ends without an error at the first failure, since the caller already has
-    a worse one to tell."""
+    """Lets the nodes take new requests again.
+
+    Stops silently at the first failure, since the caller is already raising another error.
+    """
     try:
         for node in nodes:
             set_draining(client, node, False)
@@ -77,7 +76,7 @@ def undrain(client: Client, nodes: Iterable[str]) -> None:
 
 
 def gpu_fault(node: NodeItem) -> str:
-    """Returns why the node's GPU can't be used any more; empty where it can."""
+    """Returns why the node's GPU can't be used any more; empty if it can."""
     return str((node.record.get("gpu") or {}).get("fault", ""))
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong at the front door. The command line shows these as one line; anything else is a defect."""
+"""Errors of the front door. The command line shows them as one line; any other exception is a defect."""
 
 from __future__ import annotations
 
@@ -50,13 +50,12 @@ class GarnishError(FrontDoorError):
         self.request_id, self.status, self.retry_after = request_id, status, retry_after
 
     def report(self) -> str:
-        """Returns the message and, on lines of their own, what is wrong in detail; in one line where that is one
-        problem."""
+        """Returns the message, and the details on further lines; a single detail is on the same line."""
         if len(self.details) == 1 and str(self).endswith(_problem(self.details[0])):
             return str(self) + _expected(self.details[0])
         shown = [f"\n  {_detail(entry)}" for entry in self.details[:MAX_DETAILS]]
-        left = len(self.details) - len(shown)
-        return str(self) + "".join(shown) + (f"\n  and {left} more" if left else "")
+        remaining = len(self.details) - len(shown)
+        return str(self) + "".join(shown) + (f"\n  and {remaining} more" if remaining else "")
 
 
 def _detail(entry: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""The JSON Schema of serverless.yml for editors, made of the loader's own definitions.
+"""JSON Schema of serverless.yml for editors, generated from the loader's definitions.
 
-`python -m garnish.file_schema` writes serverless.schema.json beside this file. What needs more than one field, or the
-machine, only the loader can tell. It also takes quoted numbers, because environment variables are text; the schema
-wants such a number written plainly, or the variable.
+`python -m garnish.file_schema` writes serverless.schema.json next to this file. Only the loader checks what depends on
+several fields or on the machine. It also takes quoted numbers, because environment variables are text; the schema takes
+a plain number or the variable.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def document() -> Schema:
     )
     for kind in definitions.values():
         kind["properties"] = {name: _with_variable(field) for name, field in kind["properties"].items()}
-    found = definitions.pop(top["$ref"].rpartition("/")[2])
-    for name, field in found["properties"].items():
-        found["properties"][name] = _top_field(name, field, definitions, name in found["required"])
+    root = definitions.pop(top["$ref"].rpartition("/")[2])
+    for name, field in root["properties"].items():
+        root["properties"][name] = _top_field(name, field, definitions, name in root["required"])
     definitions["Function"]["properties"]["alias"] = _or_null(_text(rf"(?!\d+$){NAME.pattern}"))
     _describe_sharing(definitions["Gateway"])
     sources = definitions["Gateway"]["properties"]["allowed_sources"]
@@ -50,26 +50,25 @@ def document() -> Schema:
         "title": "serverless.yml",
         "description": "A service; docs/guide/serverless-yml.md describes every key.",
     }
-    whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, **head, "$defs": definitions}
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, **head, "$defs": definitions}
     for path, parse in QUANTITIES.items():
-        holder, name = _holder(whole, path)
+        holder, name = _holder(schema, path)
         holder[name] = _quantity(parse)
     for path in BUILT:
-        holder, name = _holder(whole, path)
+        holder, name = _holder(schema, path)
         holder[name] = _only(holder[name], built(path))
-    return whole
+    return schema
 
 
 def _describe_sharing(gateway: Schema) -> None:
-    """Makes the gateway's schema demand `redis` for more workers than one, which share what they know there."""
+    """Makes the gateway's schema require `redis` for more than one worker, since workers share their state there."""
     gateway["properties"]["redis"] = _or_null(_text(r"(redis|rediss|unix)://.+"))
     gateway["if"] = {"required": ["workers"], "properties": {"workers": {"type": "number", "minimum": 2}}}
     gateway["then"] = {"required": ["redis"], "properties": {"redis": {"type": "string"}}}
 
 
 def _top_field(name: str, field: Schema, definitions: Schema, required: bool) -> Schema:
-    """Returns the schema of a key at the top. null stands for a key that is left out, and for a section of which
-    nothing is stated."""
+    """Returns the schema of a top-level key. null means that the key is left out, or its section is empty."""
     if name in SECTIONS:
         return _or_null({"$ref": f"#/$defs/{SECTIONS[name].__name__}"})
     if name in NAMED:
@@ -88,7 +87,7 @@ def _top_field(name: str, field: Schema, definitions: Schema, required: bool) ->
 
 
 def _with_variable(field: Schema) -> Schema:
-    """Returns the field's schema, which also takes an environment variable where the field takes no text anyway."""
+    """Returns the field's schema; one that takes no text also takes an environment variable."""
     options = field.get("anyOf", [field])
     if not any("enum" in option or option.get("type") in ("integer", "number") for option in options):
         return field
@@ -113,8 +112,7 @@ def _takes_auto(parse: Callable[[object], object]) -> bool:
 
 
 def _only(field: Schema, served: tuple[object, ...]) -> Schema | bool:
-    """Returns the field's schema with the `served` values alone, and null where it may be null: those that ask for
-    nothing that is not built. False where there are none."""
+    """Returns the field's schema restricted to the `served` values, and null if allowed; False if there are none."""
     nothing = [None] if {"type": "null"} in field.get("anyOf", ()) else []
     values = [*served, *nothing]
     if not values:
@@ -123,21 +121,21 @@ def _only(field: Schema, served: tuple[object, ...]) -> Schema | bool:
     return {"anyOf": [{"enum": values}, _VARIABLE], **default} if served else {"enum": values}
 
 
-def _holder(whole: Schema, path: str) -> tuple[Schema, str]:
-    """Returns the properties among which a dotted path (`*`: any name, or item) names the last one, and its name."""
-    holder = whole
+def _holder(schema: Schema, path: str) -> tuple[Schema, str]:
+    """Returns the properties that hold the last name of a dotted path (`*`: any name or item), and that name."""
+    holder = schema
     *sections, name = path.split(".")
     for part in sections:
-        holder = _resolved(whole, holder["additionalProperties"] if part == "*" else holder["properties"][part])
+        holder = _resolved(schema, holder["additionalProperties"] if part == "*" else holder["properties"][part])
     return holder["properties"], name
 
 
-def _resolved(whole: Schema, field: Schema) -> Schema:
-    """Returns the mapping's schema that a field refers to, null and words apart. Raises KeyError without one."""
+def _resolved(schema: Schema, field: Schema) -> Schema:
+    """Returns the schema of the mapping that a field refers to. Raises KeyError without one."""
     for option in field.get("anyOf", [field]):
         if "$ref" in option and option != _VARIABLE:
-            found: Schema = whole["$defs"][option["$ref"].rpartition("/")[2]]
-            return found
+            resolved: Schema = schema["$defs"][option["$ref"].rpartition("/")[2]]
+            return resolved
         if option.get("type") == "object":
             mapping: Schema = option
             return mapping

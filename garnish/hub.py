@@ -1,4 +1,9 @@
-"""Adapters on the Hugging Face Hub: `hf:org/name`, from the local cache or the Hub, whichever has it."""
+"""Downloads adapters from the Hugging Face Hub: `hf:org/name`, from the Hub or the local cache.
+
+The download is a child process, `python -m garnish.hub`: it reads a HubPlace from standard input and writes a Fetched.
+Only the adapter's two files are downloaded, and only after their sizes are known. The token is the library's: HF_TOKEN,
+or the one that `hf auth login` stored.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,37 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from garnish.adapter_folder import CONFIG_FILE, what_lies_there
+from adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHTS_FILE
+from garnish.adapter_folder import describe_other_files
 from garnish.errors import GarnishError
 
 HUB = "hf:"
-COMMAND = (sys.executable, "-m", "garnish.hub_download")
+COMMAND = (sys.executable, "-m", "garnish.hub")
 MAX_SECONDS = 600.0
-"""For both files; the service bounds a deploy by as much."""
+"""Bound on the download of both files, equal to the service's bound on a deploy."""
 _PLACE = re.compile(
     r"hf:(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:/(?P<folder>[\w.-]+(?:/[\w.-]+){0,3}))?(?:@(?P<revision>[\w][\w./-]{0,100}))?",
     re.ASCII,
 )
+MAX_BYTES = {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: 512 << 20}
+"""Limits by file; that of the weights is the gateway's limit for a deploy."""
+REPLY_SECONDS = 10.0
 
 
 class HubPlace(msgspec.Struct, frozen=True):
     repository: str
     folder: str | None = None
-    """Within the repository."""
     revision: str | None = None
-    """Branch, tag or commit; None: main."""
+    """branch, tag or commit; None is main"""
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """What the downloading process found: the folder in the cache, or a problem, or the names that lie there."""
+    """Result of the download: the folder in the cache, or a problem, or the names of other files."""
 
     folder: str | None = None
     problem: str | None = None
@@ -45,20 +54,20 @@ def is_hub_place(adapter: str | Path) -> bool:
 
 
 def local_folder(adapter: str | Path, use: str) -> Path:
-    """Returns the directory that `adapter` names; one on the Hub is fetched into the cache first. `use`: as in
-    adapter_files.
+    """Returns the directory that `adapter` names; one on the Hub is downloaded into the cache first.
 
-    Raises GarnishError when the Hub has no such adapter, or neither it nor the cache can be read within MAX_SECONDS.
+    `use`: as in adapter_files. Raises GarnishError if the Hub has no such adapter, or neither it nor the cache can be
+    read within MAX_SECONDS.
     """
     if not isinstance(adapter, str) or not adapter.startswith(HUB):
         return Path(adapter)
     place = parse_place(adapter)
-    found = _download(place, adapter)
-    if found.names is not None:
-        raise GarnishError("invalid_request", _other_files(found.names, place, adapter, use))
-    if found.folder is None:
-        raise GarnishError("invalid_request", f"{adapter}: {found.problem}")
-    return Path(found.folder)
+    fetched = _download(place, adapter)
+    if fetched.names is not None:
+        raise GarnishError("invalid_request", _other_files(fetched.names, place, adapter, use))
+    if fetched.folder is None:
+        raise GarnishError("invalid_request", f"{adapter}: {fetched.problem}")
+    return Path(fetched.folder)
 
 
 def parse_place(written: str) -> HubPlace:
@@ -72,18 +81,19 @@ def parse_place(written: str) -> HubPlace:
 
 
 def _other_files(names: list[str], place: HubPlace, written: str, use: str) -> str:
-    """Returns one line about a repository without the two files. What is to be done with the files there is done with a
-    copy of them."""
+    """Returns one line about a repository that lacks the two files; its commands work on a local copy of it."""
     if CONFIG_FILE not in names:
-        return what_lies_there(names, written.partition("@")[0], use)
+        return describe_other_files(names, written.partition("@")[0], use)
     copy = place.repository.partition("/")[2]
-    told = what_lies_there(names, f"{copy}/{place.folder}" if place.folder else copy, use)
-    return f"{written}: {told} (after: hf download {place.repository} --local-dir {copy})"
+    problem = describe_other_files(names, f"{copy}/{place.folder}" if place.folder else copy, use)
+    return f"{written}: {problem} (after: hf download {place.repository} --local-dir {copy})"
 
 
 def _download(place: HubPlace, written: str) -> Fetched:
-    """Fetches the adapter in a child process: the library bounds each read but not the whole, and its progress bars are
-    kept off the terminal. Raises GarnishError when it takes longer than MAX_SECONDS, or gives no answer."""
+    """Downloads the adapter in a child process. Raises GarnishError after MAX_SECONDS, or without an answer.
+
+    The library bounds each read but not the whole download, and its progress bars must not reach the terminal.
+    """
     environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     try:
         done = subprocess.run(
@@ -99,3 +109,113 @@ def _download(place: HubPlace, written: str) -> Fetched:
         raise GarnishError("unreachable", f"{written}: not fetched within {MAX_SECONDS:.0f} s") from None
     except msgspec.DecodeError:
         raise GarnishError("internal", f"{written}: the download ended with code {done.returncode}") from None
+
+
+class Refused(Exception):
+    """The caller can't have this adapter; the text says why."""
+
+
+def fetch(place: HubPlace) -> Fetched:
+    """Downloads the two files from the Hub, or takes them from the cache if the Hub can't be reached.
+
+    If the folder lacks one of them, returns the names of the files there instead. Raises Refused, OSError.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        info = HfApi().model_info(place.repository, revision=place.revision, files_metadata=True, timeout=REPLY_SECONDS)
+    except HfHubHTTPError as error:
+        raise Refused(_status_problem(error, place)) from None
+    except HFValidationError:
+        raise Refused(f"{place.repository} is no name that the Hub allows: check it") from None
+    except Exception as error:  # whichever library carries the request: the Hub was not reached
+        return _cached(place, type(error).__name__)
+    prefix = f"{place.folder}/" if place.folder else ""
+    sizes = {
+        file.rfilename.removeprefix(prefix): file.size or 0
+        for file in info.siblings or ()
+        if file.rfilename.startswith(prefix)
+    }
+    if any(name not in sizes for name in MAX_BYTES):
+        return Fetched(names=[name for name in sizes if name.count("/") <= 1 and name != ".gitattributes"])
+    for name, limit in MAX_BYTES.items():
+        if sizes[name] > limit:
+            raise Refused(f"{name} has {sizes[name]} bytes; at most {limit} are fetched")
+    try:
+        return _files(place)
+    except HfHubHTTPError as error:
+        raise Refused(_status_problem(error, place)) from None
+    except LocalEntryNotFoundError:
+        raise Refused("the Hugging Face Hub was not reached any more while it was fetched; try again") from None
+    except OSError:
+        raise
+    except Exception as error:  # whichever library carries the files
+        raise Refused(f"the download broke off ({type(error).__name__}); try again") from None
+
+
+def _cached(place: HubPlace, reason: str) -> Fetched:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _files(place, local_files_only=True)
+    except LocalEntryNotFoundError:
+        raise Refused(
+            f"it is not in the local cache, and the Hugging Face Hub can't be reached ({reason}); where it is reached: "
+            f"hf download {place.repository}"
+        ) from None
+
+
+def _files(place: HubPlace, **options: Any) -> Fetched:
+    """Downloads both files; with `local_files_only` from the cache. Raises Refused if they are not of one commit."""
+    from huggingface_hub import hf_hub_download
+
+    folders = {
+        Path(
+            hf_hub_download(
+                place.repository,
+                name,
+                subfolder=place.folder,
+                revision=place.revision,
+                etag_timeout=REPLY_SECONDS,
+                **options,
+            )
+        ).parent
+        for name in MAX_BYTES
+    }
+    if len(folders) > 1:
+        raise Refused("it was changed while it was fetched; try again")
+    return Fetched(folder=str(folders.pop()))
+
+
+def _status_problem(error: Any, place: HubPlace) -> str:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    page = f"https://huggingface.co/{place.repository}"
+    match error:
+        case GatedRepoError():
+            return f"gated: accept its terms at {page}, and set HF_TOKEN or run `hf auth login`"
+        case RevisionNotFoundError():
+            return f"the Hub has no revision {place.revision} of it"
+        case RepositoryNotFoundError():
+            return "the Hub has no such model, or it is private: check the name; for a private one set HF_TOKEN"
+        case _:
+            status = error.response.status_code
+            token = ": the token in HF_TOKEN, or of `hf auth login`, is not valid there" if status in (401, 403) else ""
+            return f"the Hub answers {status}{token}"
+
+
+def main() -> int:
+    place = msgspec.json.decode(sys.stdin.buffer.read(), type=HubPlace)
+    try:
+        fetched = fetch(place)
+    except Refused as error:
+        fetched = Fetched(problem=str(error))
+    except OSError as error:
+        fetched = Fetched(problem=f"it can't be kept in the cache ({error.strerror or type(error).__name__})")
+    sys.stdout.buffer.write(msgspec.json.encode(fetched))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,38 +1,45 @@
-"""Reads the log files of the processes under `garnish up`, and makes a trace of the calls in the gateway's."""
+"""Log files of the processes under `garnish up`, and the trace of the calls in the gateway's.
+
+A log is `<state>/logs/NAME.log`, in JSON lines; one older generation is NAME.log.1.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from cluster.logs import readable, wants_colour
+from cluster.logs import CAPACITY, readable, wants_colour
 from cluster.printable import printable
 from garnish.errors import FrontDoorError
-from garnish.up.logs import log_of, parse_entry
 from gateway.calls.trace_log import CALL, Call
 
 DIGEST_LETTERS = 16
+MAX_LOG_BYTES = 32 << 20
+TAIL_BYTES = 256 << 10
+UNKNOWN = ""
+"""Process of a line that names none."""
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """One call, as `garnish simulate` reads it (garnish.simulation.traces.own)."""
+    """A call, as `garnish simulate` reads it (garnish.simulation.traces.read)."""
 
     at: float
-    """Seconds since the first call."""
+    """seconds since the first call"""
     tenant: str
     function: str
-    """The beginning of the adapter's digest; empty for the base alone."""
+    """start of the adapter's digest; empty for the base alone"""
     rank: int
     prompt_tokens: int
     output_tokens: int
     bytes: int
-    """Of the adapter."""
 
     def line(self) -> str:
         return msgspec.json.encode(self).decode() + "\n"
@@ -47,22 +54,24 @@ def log_names(state: Path) -> list[str]:
 
 
 def last_lines(state: Path, name: str, count: int) -> list[str]:
-    """Returns the last `count` lines of the log and of the generation before it. Raises FrontDoorError."""
-    known = log_names(state)
-    if name not in known:
-        raise FrontDoorError(f"there is no log of {name!r} in {state / 'logs'}; there are: {', '.join(known)}")
+    """Returns the last `count` lines of the log and its older generation. Raises FrontDoorError."""
+    names = log_names(state)
+    if name not in names:
+        raise FrontDoorError(f"there is no log of {name!r} in {state / 'logs'}; there are: {', '.join(names)}")
     return list(deque(_lines(log_of(state, name)), maxlen=count))
 
 
 def for_people(line: str) -> str:
-    """Returns a JSON line as it is read on this process's standard output; anything else without control characters."""
+    """Returns a JSON line in the form for people, and any other line without control characters."""
     entry = parse_entry(line)
     return printable(line) if entry is None else readable(entry, wants_colour(sys.stdout))
 
 
 def trace_lines(state: Path) -> Iterator[TraceLine]:
-    """Yields the calls that ended well, by the time at which they came; tenants are numbered as they first appear.
-    Raises FrontDoorError when there are none."""
+    """Yields the calls that ended well, by arrival; tenants are numbered in the order of their first call.
+
+    Raises FrontDoorError if there are none.
+    """
     log_names(state)
     calls = sorted(_calls(log_of(state, "gateway")), key=lambda call: call.at)
     if not calls:
@@ -81,8 +90,7 @@ def trace_lines(state: Path) -> Iterator[TraceLine]:
 
 
 def _calls(log: Path) -> Iterator[Call]:
-    """Yields the calls that the log holds. Lines of other kinds, and lines that were cut when the log was begun anew,
-    are passed over."""
+    """Yields the calls in the log. Skips other lines, and lines that a rotation has cut."""
     for text in _lines(log):
         if f'"{CALL}"' not in text:
             continue
@@ -102,3 +110,132 @@ def _of(file: Path) -> Iterator[str]:
     with file.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
             yield line.rstrip("\n")
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """Capacity of a node, as node_agent.performance.capacity logs it; that module loads torch."""
+
+    device_adapters: dict[str, int]
+    """number of adapters of all seven projections that fit on the device, by rank"""
+    host_adapters: dict[str, int]
+    tokens_per_second: dict[str, float] = {}
+    """total rate by number of concurrent callers; empty if not known"""
+    device: str = ""
+    dtype: str = ""
+
+
+def log_of(state: Path, name: str) -> Path:
+    return state / "logs" / f"{name}.log"
+
+
+def fresh_log(state: Path, name: str) -> Path:
+    """Creates an empty log and returns its path; the previous log becomes NAME.log.1."""
+    log = log_of(state, name)
+    log.parent.mkdir(mode=0o700, exist_ok=True)
+    if log.exists():
+        log.replace(log.with_suffix(".log.1"))
+    log.touch(mode=0o600)
+    return log
+
+
+def bound_log(log: Path, limit: int = MAX_LOG_BYTES) -> None:
+    """Rotates a log that has grown beyond `limit` bytes: its content becomes NAME.log.1.
+
+    Its writers keep it open for appending, so it is emptied, not renamed; lines written in that moment are lost.
+    """
+    if log.stat().st_size > limit:
+        shutil.copyfile(log, log.with_suffix(".log.1"))
+        log.with_suffix(".log.1").chmod(0o600)
+        with log.open("r+b") as stream:
+            stream.truncate(0)
+
+
+def capacity(log: Path) -> Capacity | None:
+    """Returns the capacity that a node's engine logged when it last became ready; None if it is not in the log."""
+    reported = None
+    for entry in _entries(log):
+        if entry.get("message") == CAPACITY:
+            reported = msgspec.convert(entry, Capacity)
+    return reported
+
+
+def times_ended(log: Path) -> int:
+    """Returns how often a node's supervisor logged the exit of one of its processes, in the log's last TAIL_BYTES."""
+    return sum(entry.get("message") == "child ended" for entry in _entries(log))
+
+
+def refuses_to_start(log: Path) -> bool:
+    """Returns True if a node's engine logged that it can't start for a permanent reason, such as a setting."""
+    return any(entry.get("message") == "engine can't start" and entry.get("permanent") for entry in _entries(log))
+
+
+def last_problem(log: Path, start: int = 0) -> str | None:
+    """Returns the last error that a process logged, as one line; None without one.
+
+    It is a record's message or the end of a stack trace. Only what follows the byte `start` counts, which is the log's
+    size when the process started.
+    """
+    return _read(_tail(log, start)).last
+
+
+def end_reason(log: Path) -> str | None:
+    """Returns the last error of the process of a node that ended last; None without one."""
+    return _read(_tail(log)).ended
+
+
+class _Problems:
+    """Problems in a log, by process; a process that starts again does not inherit those of its predecessor."""
+
+    def __init__(self) -> None:
+        self.last: str | None = None
+        self.ended: str | None = None
+        self._of: dict[str, str] = {}
+
+    def record(self, process: str, problem: str) -> None:
+        self.last = self._of[process] = problem[:500]
+
+    def started(self, process: str) -> None:
+        former = {self._of.pop(process, None), self._of.pop(UNKNOWN, None)}
+        if self.last in former:
+            self.last = None
+
+    def end(self, process: str) -> None:
+        self.ended = self._of.get(process) or self._of.get(UNKNOWN)
+
+
+def _read(lines: list[str]) -> _Problems:
+    problems = _Problems()
+    for line in lines:
+        entry = parse_entry(line)
+        if entry is None:
+            if line.strip():
+                problems.record(UNKNOWN, line.strip())
+        elif entry.get("message") == "child started":
+            problems.started(str(entry.get("child")))
+        elif entry.get("message") == "child ended":
+            problems.end(str(entry.get("child")))
+        elif entry.get("level") == "error":
+            trace = str(entry.get("exception", "")).strip().splitlines()
+            parts = [entry.get("message"), entry.get("reason"), *trace[-1:]]
+            problems.record(str(entry.get("process", UNKNOWN)), ": ".join(str(part) for part in parts if part))
+    return problems
+
+
+def _entries(log: Path) -> Iterator[dict[str, Any]]:
+    return (entry for entry in map(parse_entry, _tail(log)) if entry is not None)
+
+
+def parse_entry(line: str) -> dict[str, Any] | None:
+    """Returns the record in a log line; None if the line is not a JSON object."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _tail(log: Path, start: int = 0) -> list[str]:
+    with log.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(start if start <= size else 0, size - TAIL_BYTES))  # shorter than before: it was begun anew
+        return stream.read(TAIL_BYTES).decode(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""From serverless.yml to the stack of node pools that `infra` renders."""
+"""Builds the stack of node pools, which `infra` renders, from serverless.yml."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from garnish.errors import ServiceFileError, StartError
 from garnish.service_file import NodePool
 from garnish.settings import registry_of, secret_file_of
 from garnish.up.prepare import local_url
-from infra.autoscale.sizes import SetSize, in_force, read_sizes
-from infra.instances import gpus_of
-from infra.local.processes import service_directory
-from infra.memory_need import check_fits, need_of
+from infra.autoscale.sizes import SetSize, effective_size, read_sizes
+from infra.instances import check_fits, gpus_of, need_of
+from infra.processes import service_directory
 from infra.stack import AwsHost, LocalHost, Pool, RegistryBucket, Stack, sharing_nodes
 from node_agent.config import default_adapter_memory, pass_memory
 
 PROGRAM = (sys.executable, "-P", "-m", "garnish.pool_node")
 REMOTE_MODEL = "/var/lib/garnish-data/model"
-"""Where an instance's user data puts the base model: a folder of the model's name in here."""
+"""Folder on an instance in which its user data puts the base model, under the model's name."""
 
 
 def stack_of(service: ServiceFile, state: Path) -> Stack:
-    """Returns the file's node pools, with the sizes that the autoscaler has set. `state` must be absolute. Raises
-    FrontDoorError."""
+    """Returns the file's node pools, with the sizes that the autoscaler has set.
+
+    `state` must be absolute. Raises FrontDoorError.
+    """
     sizes = read_sizes(infra_directory(service, state))
     return Stack(
         service=service.service,
@@ -45,15 +46,14 @@ def stack_of(service: ServiceFile, state: Path) -> Stack:
 
 
 def host_nodes_of(service: ServiceFile, node: str) -> int:
-    """Returns how many nodes divide this host's cores with a node of this id, by the declared pools; 1 for a node of no
-    pool."""
+    """Returns the number of nodes that share this host's cores with a node of this id; 1 for a node of no pool."""
     bounds = {name: pool.max for name, pool in service.node_pools.items() if pool.backend == "local"}
     pool, _, number = node.rpartition("-")
     return sharing_nodes(bounds.values()) if pool in bounds and number.isdecimal() else 1
 
 
 def _pool(name: str, pool: NodePool, size: SetSize | None) -> Pool:
-    desired = in_force(size, pool.desired, pool.min, pool.max)
+    desired = effective_size(size, pool.desired, pool.min, pool.max)
     return Pool(
         name=name,
         backend=pool.backend,
@@ -74,12 +74,14 @@ def infra_directory(service: ServiceFile, state: Path) -> Path:
 
 
 def gateway_url_of(service: ServiceFile, state: Path) -> str:
-    """Returns the URL to which nodes of this host report: the file's `gateway_url`, else the one in the state's
-    credentials, else that of the file's own gateway."""
+    """Returns the URL to which nodes of this host report.
+
+    It is the file's `gateway_url`, else the one in the state's credentials, else that of the file's gateway.
+    """
     if service.infra.gateway_url is not None:
         return service.infra.gateway_url
-    known = read_credentials(state / FILE_NAME)
-    return known.url if known is not None else local_url(service.gateway.host, service.gateway.port)
+    credentials = read_credentials(state / FILE_NAME)
+    return credentials.url if credentials is not None else local_url(service.gateway.host, service.gateway.port)
 
 
 def _local_host(service: ServiceFile, state: Path) -> LocalHost:
@@ -95,15 +97,16 @@ def _local_host(service: ServiceFile, state: Path) -> LocalHost:
 
 
 def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
-    """Returns what the `aws` backend needs to know; None without infra.aws. With it and without pools in AWS their
-    registry's bucket stays. Raises ServiceFileError where a key that nodes in AWS need is missing."""
+    """Returns the settings of the `aws` backend; None without infra.aws.
+
+    With infra.aws and without pools in AWS the registry's bucket stays. Raises ServiceFileError if a key that nodes in
+    AWS need is missing.
+    """
     aws = service.infra.aws
     if aws is None:
         return None
     if service.infra.gateway_url is None:
-        raise ServiceFileError(
-            service.file, None, "infra.gateway_url", "nodes in AWS must be told where the gateway is"
-        )
+        raise ServiceFileError(service.file, None, "infra.gateway_url", "nodes in AWS need the gateway's address")
     if service.registry is None or not service.registry.startswith("s3://"):
         raise ServiceFileError(service.file, None, "registry", "nodes in AWS need a registry on S3, s3://bucket/prefix")
     return AwsHost(
@@ -115,8 +118,10 @@ def _aws_host(service: ServiceFile, state: Path) -> AwsHost | None:
 
 
 def node_file(service: ServiceFile, state: Path) -> str:
-    """Returns the service file of a node elsewhere, as JSON: what it reads, and nothing of tenants, functions or
-    secrets. Raises ServiceFileError for `node.simulate`."""
+    """Returns the service file of a remote node, as JSON, without tenants, functions and secrets.
+
+    Raises ServiceFileError for `node.simulate`.
+    """
     node = msgspec.to_builtins(service.node)
     simulate = {name: value for name, value in node.pop("simulate").items() if value not in (None, 1)}
     stated = {name: value for name, value in node.items() if value is not None}
@@ -131,7 +136,7 @@ def node_file(service: ServiceFile, state: Path) -> str:
 
 
 def base_config(service: ServiceFile) -> dict[str, Any]:
-    """Returns the base model's config.json; of a Hugging Face id only that file is fetched. Raises StartError."""
+    """Returns the base model's config.json; for a Hugging Face id only that file is downloaded. Raises StartError."""
     file = service.path(service.base_model) / "config.json"
     try:
         if not file.is_file():
@@ -148,8 +153,10 @@ def base_config(service: ServiceFile) -> dict[str, Any]:
 
 
 def check_memory(service: ServiceFile) -> None:
-    """Raises InfraError when the GPUs of a pool in AWS are unknown, or too small for a node; StartError when the base
-    model's config.json can't be had."""
+    """Raises InfraError if the GPUs of a pool in AWS are unknown, or too small for a node.
+
+    Raises StartError if the base model's config.json can't be read.
+    """
     pools = {name: pool for name, pool in service.node_pools.items() if pool.backend == "aws"}
     if not pools:
         return
@@ -174,8 +181,7 @@ def _registry_bucket(service: ServiceFile) -> RegistryBucket | None:
 
 
 def _revision(service: ServiceFile) -> str:
-    """Returns 16 hexadecimal digits that change with what a node reads from the file, and with the version of
-    garnish."""
+    """Returns 16 hexadecimal digits that change with what a node reads of the file, and with garnish's version."""
     base = service.path(service.base_model)
     read = [service.node, str(base) if base.exists() else service.base_model, version("garnish")]
     return hashlib.sha256(msgspec.json.encode(read)).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A node of a local pool, as Terraform's provisioners start and end it.
+"""Starts and stops a node of a local pool for Terraform's provisioners.
 
 `python -m garnish.pool_node create|stop SPEC`; the module local_pool makes SPEC, a JSON text. `serve SPEC` is the node.
 """
@@ -14,23 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from garnish.settings import SERVICE_STOP_SECONDS, run_directory
-from garnish.up.logs import bound_log, fresh_log, last_problem, log_of
-from infra.local.proc import Process, is_alive
-from infra.local.processes import NodeKey, StillRunning, remember, stop
-from node_agent.supervisor import STOP_SLACK
+from garnish.logs import bound_log, fresh_log, last_problem, log_of
+from garnish.settings import POOL_NODE_STOP_SECONDS, run_directory
+from infra.processes import NodeKey, Process, StillRunning, is_alive, stop, write_pid_file
 
 START_SECONDS = 60.0
-"""Until the node's API process listens for its engine; the base model warms after that."""
-STOP_SECONDS = SERVICE_STOP_SECONDS + STOP_SLACK + 5.0
-"""The node itself ends its longest call first."""
+"""Bound on the time until the node's API process listens for its engine; the base model warms after that."""
 POLL_SECONDS = 0.05
 LOG_SECONDS = 5.0
-"""Between two looks at the size of the log."""
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the module local_pool passes. All paths are absolute."""
+    """Settings that the module local_pool passes. All paths are absolute."""
 
     service: str
     pool: str
@@ -47,17 +42,17 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CreateError(Exception):
-    """The node's process did not get up."""
+    """The node's process did not start."""
 
 
 def create(spec: Spec) -> None:
-    """Starts the node, detached, and waits until its processes talk to each other. Raises CreateError when it does not
-    get up in START_SECONDS.
+    """Starts the node, detached, and waits until its processes talk to each other.
 
-    Also when Terraform, which asked for it, has ended meanwhile (by kill -9): no state would hold the node.
+    Raises CreateError if that takes longer than START_SECONDS, or if Terraform has ended meanwhile (by kill -9), since
+    no state would hold the node.
     """
     parent = os.getppid()
-    stop(spec.key, STOP_SECONDS)  # what an interrupted creation has left, and whatever of it was lost
+    stop(spec.key, POOL_NODE_STOP_SECONDS)  # what an interrupted creation has left, and whatever of it was lost
     state = Path(spec.state)
     socket = run_directory(state, spec.node) / "engine.sock"
     socket.unlink(missing_ok=True)
@@ -74,7 +69,7 @@ def create(spec: Spec) -> None:
             stderr=output,
             start_new_session=True,  # it outlives terraform, and Ctrl-C at the terminal is not for it
         )
-    running = remember(spec.key, process.pid)
+    running = write_pid_file(spec.key, process.pid)
     try:
         if running is None or not _came_up(running, socket, parent, spec):
             raise CreateError(f"{spec.node} can't start: {last_problem(log) or 'no reason was logged'} (log: {log})")
@@ -93,13 +88,13 @@ def _came_up(running: Process, socket: Path, parent: int, spec: Spec) -> bool:
 
 
 def _asked_by(parent: int, spec: Spec) -> None:
-    """Raises CreateError when nobody asks for the node any more."""
+    """Raises CreateError if the parent process, Terraform, has ended."""
     if os.getppid() != parent:
         raise CreateError(f"{spec.node} was not started, for Terraform has ended")
 
 
 def serve(spec: Spec) -> None:
-    """Runs `garnish node` in this process, beside a thread that keeps its log from growing without end."""
+    """Runs `garnish node` in this process, with a thread that bounds the size of its log."""
     log = log_of(Path(spec.state), spec.node)
     threading.Thread(target=_keep_bounded, args=(log,), name="log", daemon=True).start()
     from garnish.cli.main import main as command_line
@@ -129,7 +124,7 @@ def main() -> int:
         if action == "create":
             create(spec)
         elif action == "stop":
-            stop(spec.key, STOP_SECONDS)
+            stop(spec.key, POOL_NODE_STOP_SECONDS)
         elif action == "serve":
             serve(spec)
         else:

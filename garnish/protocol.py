@@ -1,32 +1,20 @@
-"""Requests and replies of the service's HTTP interface, without any I/O: both clients share them."""
+"""Headers, replies and events of the service's HTTP interface, without any I/O: both clients share them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from garnish.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, adapter_files
-from garnish.connection import Connection
+from garnish.credentials import Connection
 from garnish.errors import GarnishError
-from garnish.hub import local_folder
 from gateway.api import schema
-from gateway.residency.messages import WARM_SECONDS, Tier
 
-SOURCE = "s3://"
-"""How an adapter's place begins that is no directory of ours."""
-Prompt = str | list[int] | list[dict[str, str]]
-"""A prompt, its token ids, or messages such as {"role": "user", "content": "Hello"}."""
-AliasTarget = int | Mapping[int, float] | Mapping[str, float]
-"""A version, or shares of the calls by version."""
 CONNECT = 5.0
 SHORT = 60.0
-"""Seconds for what needs no computation; also the slack on top of what the service bounds."""
+"""Timeout in seconds for what needs no computation; also the slack on top of the service's own bounds."""
 CALL_SECONDS = 600.0
 """The service's deadline of a call that states none, and of a deploy."""
 Event = schema.TokenEvent | schema.DoneEvent
@@ -34,7 +22,7 @@ Reply = TypeVar("Reply")
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, as keyword arguments of httpx's `build_request`."""
+    """A request, as keyword arguments of httpx's `build_request`."""
 
     method: str
     url: str
@@ -51,14 +39,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waiting(seconds: float) -> httpx.Timeout:
-    """Returns a read timeout for a reply that the service bounds by `seconds` itself: long enough that its own answer
-    comes first."""
+    """Returns a timeout longer than `seconds`, the service's own bound, so that its reply comes first."""
     return httpx.Timeout(SHORT, connect=CONNECT, pool=CONNECT, read=seconds + SHORT)
 
 
 def base_headers(connection: Connection) -> dict[str, str]:
-    """Returns the headers of every request: the key, and the tenant for whom an administrator acts. Raises GarnishError
-    for a key or tenant that no header can carry, such as a key that was copied with its `…`."""
+    """Returns the headers of all requests: the key, and the tenant for whom an administrator acts.
+
+    Raises GarnishError for a key or tenant that no header can carry, such as a key that was copied with its `…`.
+    """
     if not _can_be_sent(connection.key):
         problem = "no key has the characters of this one: copy it whole"
         raise GarnishError("unauthenticated", f"{problem} ({_key_used(connection)})")
@@ -76,178 +65,15 @@ def _can_be_sent(text: str) -> bool:
     return text.isascii() and text.isprintable()
 
 
-def _is_prompt(prompt: Prompt) -> bool:
-    """Whether `prompt` is a text or its token ids, and not messages."""
-    return isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
-
-
-def invoke_call(name: str, prompt: Prompt, stream: bool, options: dict[str, Any]) -> Call:
-    """Returns the request that calls a function. `options` are fields of the request by their names, and `session`, a
-    header; None means not stated."""
-    stated = {field: value for field, value in options.items() if value is not None}
-    session = stated.pop("session", None)
-    body = {("prompt" if _is_prompt(prompt) else "messages"): prompt, **stated}
-    if stream:
-        body["stream"] = True
-    seconds = stated.get("timeout")
-    timeout = waiting(seconds if isinstance(seconds, int | float) else CALL_SECONDS)
-    headers = {} if session is None else {"x-garnish-session": str(session)}
-    return Call(method="POST", url=f"/invoke/{quote(name, safe=':')}", json=body, headers=headers, timeout=timeout)
-
-
-@contextmanager
-def deploy_call(name: str, adapter: str | Path, alias: str | None, dry_run: bool, warm: bool = False) -> Iterator[Call]:
-    """Provides the request that deploys an adapter. `adapter`: a directory, whose two files are kept open while the
-    request is sent, `hf:org/name` on the Hugging Face Hub, which is fetched first, or `s3://bucket/prefix`.
-
-    Raises GarnishError when it is none of these, or a file can't be read.
-    """
-    if isinstance(adapter, str) and adapter.startswith(SOURCE):
-        yield Call(
-            method="POST",
-            url=f"/deploy/{quote(name, safe='')}",
-            params=_flags(dry_run=dry_run, warm=warm),
-            json={"source": adapter, **({} if alias is None else {"alias": alias})},
-            timeout=waiting(CALL_SECONDS + WARM_SECONDS),
-        )
-        return
-    use = f"garnish deploy {name} {{}}"
-    files = adapter_files(local_folder(adapter, use), use)
-    try:
-        with files.config.open("rb") as config, files.weights.open("rb") as weights:
-            yield Call(
-                method="POST",
-                url=f"/deploy/{quote(name, safe='')}",
-                params=_flags(dry_run=dry_run, warm=warm),
-                data={} if alias is None else {"alias": alias},
-                files={CONFIG_FILE: (CONFIG_FILE, config), WEIGHTS_FILE: (WEIGHTS_FILE, weights)},
-                timeout=waiting(CALL_SECONDS + WARM_SECONDS),
-            )
-    except OSError as error:
-        raise GarnishError("invalid_request", f"{adapter} can't be read: {error.strerror}") from None
-
-
-def functions_call(limit: int = 100, after: str | None = None) -> Call:
-    """Asks for a page of the tenant's functions; `next` of the reply is `after` of the next page."""
-    return Call(method="GET", url="/functions", params={"limit": str(limit), **({"after": after} if after else {})})
-
-
-def function_call(name: str) -> Call:
-    return Call(method="GET", url=f"/functions/{quote(name, safe='')}")
-
-
-def versions_call(name: str) -> Call:
-    """Asks for the manifests of all versions of a function."""
-    return Call(method="GET", url=f"/functions/{quote(name, safe='')}/versions")
-
-
-def tenant_call(tenant: str) -> Call:
-    """Asks for a tenant's SLO, limits, weight and keys; needs an admin key."""
-    return Call(method="GET", url=f"/tenants/{quote(tenant, safe='')}")
-
-
-def put_tenant_call(tenant: str, settings: dict[str, Any]) -> Call:
-    """Makes a tenant, or gives it these settings; needs an admin key."""
-    return Call(method="PUT", url=f"/tenants/{quote(tenant, safe='')}", json=settings)
-
-
-def delete_call(name: str, force: bool) -> Call:
-    return Call(method="DELETE", url=f"/functions/{quote(name, safe='')}", params={"force": "true"} if force else {})
-
-
-def delete_version_call(name: str, version: int) -> Call:
-    return Call(method="DELETE", url=f"/functions/{quote(name, safe='')}/versions/{version}")
-
-
-def alias_call(name: str, alias: str) -> Call:
-    """Asks where an alias points, and where it pointed before."""
-    return Call(method="GET", url=_alias_url(name, alias))
-
-
-def set_alias_call(
-    name: str, alias: str, target: AliasTarget, if_match: int | None = None, *, warm: bool = False
-) -> Call:
-    """Points an alias to a version, or to several: `{3: 0.9, 4: 0.1}`.
-
-    `if_match`, here and below: the `generation` of an earlier reply; `precondition_failed` when the function has
-    changed since. `warm`, here and below: a node loads the adapter before calls come; the reply's `warnings` say when
-    that took too long.
-    """
-    if isinstance(target, int):
-        body: dict[str, Any] = {"version": target}
-    else:
-        body = {"weights": {str(version): share for version, share in target.items()}}
-    return Call(
-        method="PUT",
-        url=_alias_url(name, alias),
-        params=_flags(warm=warm),
-        json=body,
-        headers=_condition(if_match),
-        timeout=waiting(WARM_SECONDS),
-    )
-
-
-def rollback_call(name: str, alias: str = "latest", if_match: int | None = None, *, warm: bool = False) -> Call:
-    """Points an alias to what it pointed to before; again: one further back."""
-    return Call(
-        method="POST",
-        url=f"/functions/{quote(name, safe='')}/rollback",
-        params=_flags(warm=warm),
-        json={"alias": alias},
-        headers=_condition(if_match),
-        timeout=waiting(WARM_SECONDS),
-    )
-
-
-def warm_call(name: str, version: str | None = None, *, tier: Tier = "device", copies: int = 1) -> Call:
-    """Brings what calls of the function would run (or a version, or an alias's) to its nodes now. Loads may still go on
-    when it returns: the reply says where each is, and the same call again where it is then."""
-    body = {"tier": tier, "copies": copies, **({} if version is None else {"version": version})}
-    return Call(method="POST", url=f"/functions/{quote(name, safe='')}/warm", json=body)
-
-
-def forecast_call(name: str) -> Call:
-    """Asks whether calls of the function are expected soon, and which nodes are asked to have it ready."""
-    return Call(method="GET", url=f"/functions/{quote(name, safe='')}/forecast")
-
-
-def _flags(**flags: bool) -> dict[str, str]:
-    """Returns the query parameters of the flags that are set: an older service does not know them all."""
-    return {name: "true" for name, value in flags.items() if value}
-
-
-def policy_call(name: str, policy: Mapping[str, Any], if_match: int | None = None) -> Call:
-    """Changes the stated fields of a function's policy; None sets a field back to its default."""
-    url = f"/functions/{quote(name, safe='')}"
-    return Call(method="PATCH", url=url, json=dict(policy), headers=_condition(if_match))
-
-
-def _alias_url(name: str, alias: str) -> str:
-    return f"/functions/{quote(name, safe='')}/aliases/{quote(alias, safe='')}"
-
-
-def _condition(generation: int | None) -> dict[str, str]:
-    return {} if generation is None else {"if-match": f'"{generation}"'}
-
-
-def usage_call(
-    tenant: str | None = None, start: str | None = None, end: str | None = None, group_by: Sequence[str] | None = None
-) -> Call:
-    """Asks for sums of what was used from `start` to `end` (ISO 8601 or Unix time; by default the last 24 hours).
-
-    `group_by`: of tenant, function, version, hour. With an admin key `tenant` says whose; None: of all.
-    """
-    stated = {"tenant": tenant, "from": start, "to": end, "group_by": None if group_by is None else ",".join(group_by)}
-    return Call(method="GET", url="/usage", params={name: value for name, value in stated.items() if value is not None})
-
-
 def parse(reply: httpx.Response, kind: type[Reply], connection: Connection) -> Reply:
-    """Returns the typed content of a reply that was read. Raises GarnishError for an error and for what is no reply of
-    a Garnish service."""
+    """Returns the content of a reply that was read, as `kind`; for an empty reply `kind` is NoneType.
+
+    Raises GarnishError for an error, and for a reply that is not of a Garnish service.
+    """
     if not reply.is_success:
         raise error_of(reply, connection)
     try:
-        return msgspec.json.decode(reply.content, type=kind)
+        return msgspec.json.decode(b"null" if kind is NoneType else reply.content, type=kind)
     except msgspec.DecodeError as error:
         problem = (
             f"the reply of {_address(reply)} is not understood: is it a Garnish service of this version? ({error})"
@@ -261,18 +87,18 @@ def _address(reply: httpx.Response) -> str:
 
 
 def error_of(reply: httpx.Response, connection: Connection) -> GarnishError:
-    """Returns what an error reply says; its content must have been read."""
+    """Returns an error reply as an exception; its content must have been read."""
     try:
-        told = msgspec.json.decode(reply.content, type=schema.ErrorReply).error
+        content = msgspec.json.decode(reply.content, type=schema.ErrorReply).error
     except msgspec.DecodeError:
         message = (
             f"{_address(reply)} answered {reply.status_code}, but not as a Garnish service does: is the address right?"
         )
         return GarnishError("internal", message, status=reply.status_code)
     if reply.status_code == 401:
-        told = msgspec.structs.replace(told, message=f"{told.message} ({_key_used(connection)})")
+        content = msgspec.structs.replace(content, message=f"{content.message} ({_key_used(connection)})")
     retry_after = reply.headers.get("retry-after", "")
-    return _error(told, reply.status_code, float(retry_after) if retry_after.isdecimal() else None)
+    return _error(content, reply.status_code, float(retry_after) if retry_after.isdecimal() else None)
 
 
 def _key_used(connection: Connection) -> str:
@@ -283,14 +109,14 @@ def _key_used(connection: Connection) -> str:
     )
 
 
-def _error(told: schema.ErrorContent, status: int, retry_after: float | None = None) -> GarnishError:
-    details = [msgspec.to_builtins(entry) for entry in told.details]
+def _error(content: schema.ErrorContent, status: int, retry_after: float | None = None) -> GarnishError:
+    details = [msgspec.to_builtins(entry) for entry in content.details]
     return GarnishError(
-        told.type,
-        told.message,
-        param=told.param,
+        content.type,
+        content.message,
+        param=content.param,
         details=details,
-        request_id=told.request_id,
+        request_id=content.request_id,
         status=status,
         retry_after=retry_after,
     )
@@ -310,11 +136,10 @@ class EventReader:
         self._name = ""
         self._data: list[str] = []
         self.finished = False
-        """Whether `done` came: a stream that ends without it broke off."""
+        """True after the `done` event; a stream that ends without it was cut off"""
 
     def line(self, line: str) -> Event | None:
-        """Returns the event that this line completes; None when it completes none. Raises GarnishError for an `error`
-        event."""
+        """Returns the event that this line completes, or None. Raises GarnishError for an `error` event."""
         if line:
             field, _, value = line.partition(":")
             value = value.removeprefix(" ")

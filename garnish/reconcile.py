@@ -1,12 +1,11 @@
-"""What it takes to make a service hold what its service file declares: tenants, functions, and where aliases point.
+"""Reconciles a service with its service file: tenants, functions and aliases.
 
 A plan is made first, by reading the service and hashing the adapters' files; nothing changes until it is carried out.
-What the service has and the file does not declare is left alone.
+What the service has and the file does not declare stays as it is.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -27,21 +26,21 @@ class Connect(Protocol):
 
 
 class FunctionStep(msgspec.Struct, frozen=True):
-    """What is to be done for one function. `create`: the adapter becomes a new version. `move`: the adapter is a
-    version already, and the alias has to point to it. `set`: only the function's policy has to change, which it may
-    with the others, too."""
+    """Change that one function needs.
+
+    `create`: the adapter becomes a new version. `move`: the adapter is a version already, and the alias must point to
+    it. `set`: only the function's policy changes, which it may in the other cases too.
+    """
 
     tenant: str
     function: str
     alias: str
     action: Literal["create", "move", "set", "none"]
     version: int | None
-    """The one that the adapter is already."""
+    """version that the adapter is already"""
     points_to: int | dict[str, float] | None
-    """Where the alias points now."""
     adapter: str
     policy: dict[str, Any] = {}
-    """Fields that the file states and that are not so."""
 
     def __str__(self) -> str:
         return f"{self._deployed()}; policy: {', '.join(self.policy)}" if self.policy else self._deployed()
@@ -61,28 +60,30 @@ class FunctionStep(msgspec.Struct, frozen=True):
 
 
 class TenantStep(msgspec.Struct, frozen=True):
-    """What is to be done for one tenant. `change`: what the file states of it is not so. `later`: nor is it, but the
-    gateway itself takes the tenant from its own service file."""
+    """Change that one tenant needs.
+
+    `change`: its settings differ from the file. `later`: they differ too, but the gateway declares the tenant in its
+    own service file.
+    """
 
     tenant: str
     action: Literal["create", "change", "later", "none"]
     changed: list[str] = []
     settings: dict[str, Any] = {}
-    """All that is to hold afterwards."""
 
     def __str__(self) -> str:
-        told = {
+        actions = {
             "create": "create",
             "change": f"change {', '.join(self.changed)}",
             "later": "is taken from the gateway's own serverless.yml at its next start",
             "none": "nothing to do",
         }
-        return f"tenant {self.tenant}: {told[self.action]}"
+        return f"tenant {self.tenant}: {actions[self.action]}"
 
 
 class Plan(msgspec.Struct, frozen=True):
     tenants: list[TenantStep]
-    """Empty without an administrator's key."""
+    """steps for tenants; empty without an administrator's key"""
     functions: list[FunctionStep]
 
     @property
@@ -95,8 +96,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> Plan:
-    """Compares the service file's functions and tenants with what the service has, and returns what there is to do.
-    Raises GarnishError."""
+    """Compares the service file's functions and tenants with the service, and returns the plan.
+
+    Raises GarnishError.
+    """
     tenants: list[TenantStep] = []
     if administers:
         tenants = [_plan_tenant(service, connect, name) for name in tenant_names(service)]
@@ -108,17 +111,19 @@ def make_plan(service: ServiceFile, connect: Connect, *, administers: bool) -> P
     return Plan(tenants, functions)
 
 
-def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
-    """Carries out one change after another, and yields the reply of each deploy; `tell` is called with each before it
-    begins. Raises GarnishError: what was done before stays."""
+def carry_out(plan: Plan, connect: Connect, report: Callable[[str], None]) -> Iterator[DeployReply]:
+    """Carries out one change after another, and yields the reply of each deploy.
+
+    `report` is called with each change before it starts. Raises GarnishError; earlier changes stay.
+    """
     for step in plan.tenants:
         if step.action in ("create", "change"):
-            tell(str(step))
+            report(str(step))
             with connect(None, admin=True) as client:
                 client.put_tenant(step.tenant, step.settings)
     for entry in plan.functions:
         if entry.action != "none":
-            tell(str(entry))
+            report(str(entry))
             with connect(entry.tenant) as client:
                 if entry.action != "set":
                     yield client.deploy(entry.function, Path(entry.adapter), entry.alias)
@@ -126,16 +131,16 @@ def carry_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iter
                     client.set_policy(entry.function, entry.policy)
 
 
-def try_out(plan: Plan, connect: Connect, tell: Callable[[str], None]) -> Iterator[DeployReply]:
-    """Has the service check the adapters that would become versions, of tenants that exist. Nothing changes.
+def try_out(plan: Plan, connect: Connect, report: Callable[[str], None]) -> Iterator[DeployReply]:
+    """Has the service validate the adapters that would become versions, of existing tenants. Nothing changes.
 
-    Raises GarnishError, naming the function, for the first that it refuses.
+    Raises GarnishError with the function's name for the first one that is refused.
     """
     new = {step.tenant for step in plan.tenants if step.action == "create"}
     for entry in plan.functions:
         if entry.action != "create" or entry.tenant in new:
             continue
-        tell(f"checking {entry.tenant}/{entry.function}")
+        report(f"checking {entry.tenant}/{entry.function}")
         try:
             with connect(entry.tenant) as client:
                 yield client.deploy(entry.function, Path(entry.adapter), entry.alias, dry_run=True)
@@ -156,10 +161,10 @@ def _plan_tenant(service: ServiceFile, connect: Connect, name: str) -> TenantSte
     if not stated:
         return TenantStep(name, "none")
     with connect(None, admin=True) as client:
-        known = client.tenant(name)
-    now = {field: known[field] for field in ("limits", "slo", "weight", "webhook_hosts", "file_bytes")}
+        settings = client.tenant(name)
+    now = {field: settings[field] for field in ("limits", "slo", "weight", "webhook_hosts", "file_bytes")}
     changed = [field for field in stated if stated[field] != now.get(field)]
-    if not changed or known["declared"]:
+    if not changed or settings["declared"]:
         return TenantStep(name, "later" if changed else "none", changed)
     return TenantStep(name, "change", changed, {**now, **stated})
 
@@ -168,21 +173,21 @@ def _plan_function(
     connect: Connect, name: str, function: Function, files: AdapterFiles, *, tenant: str, new_tenant: bool
 ) -> FunctionStep:
     alias, policy = function.alias or "latest", function.policy()
-    hashes = _sha256(files.config), _sha256(files.weights)
+    hashes = files.sha256()
     version: int | None = None
     points_to: int | dict[str, float] | None = None
     if not new_tenant:
         with connect(tenant) as client:
             try:
-                found = client.function(name)
-                points_to = found.aliases.get(alias)
-                policy = {field: value for field, value in policy.items() if found.policy.get(field) != value}
-                known = client.versions(name).versions
+                deployed = client.function(name)
+                points_to = deployed.aliases.get(alias)
+                policy = {field: value for field, value in policy.items() if deployed.policy.get(field) != value}
+                versions = client.versions(name).versions
             except GarnishError as error:
                 if error.type != "not_found":
                     raise
-                known = []
-        same = [entry.version for entry in known if (entry.config_sha256, entry.weights_sha256) == hashes]
+                versions = []
+        same = [entry.version for entry in versions if (entry.config_sha256, entry.weights_sha256) == hashes]
         version = max(same, default=None)
     action: Literal["create", "move", "set", "none"] = "create" if version is None else "move"
     if version is not None and points_to == version:
@@ -194,14 +199,6 @@ def _settings(service: ServiceFile, tenant: str) -> dict[str, Any]:
     declared = service.tenants.get(tenant)
     stated = {} if declared is None else msgspec.to_builtins(declared)
     return {field: value for field, value in stated.items() if value is not None}
-
-
-def _sha256(file: Path) -> str:
-    try:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise GarnishError("invalid_request", f"{file} can't be read: {error.strerror}") from None
 
 
 def _target(points_to: int | dict[str, float]) -> str:

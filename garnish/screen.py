@@ -1,29 +1,35 @@
-"""What the command line writes: results on standard output, progress and problems on standard error."""
+"""Output of the command line: results on standard output, progress and problems on standard error.
+
+Tables are fitted to a terminal's width; elsewhere they are lines of tab-separated fields below a header line.
+"""
 
 from __future__ import annotations
 
 import sys
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
+from rich.table import Table
 
 from cluster.printable import printable
-from garnish.table import Column, drawn, tabbed
 
 BAR_WIDTH = 30
-"""Characters."""
+GAP = 2
+_BLANKS = str.maketrans("\t\n", "  ")
 
 
 class Screen:
-    """Tables and a spinner on a terminal, plain lines elsewhere; with `as_json`, results are JSON only.
+    """Writes tables and a spinner on a terminal, plain lines elsewhere; with `as_json` only results, as JSON.
 
-    `header`: whether tables have one.
+    With `header` tables have one.
     """
 
     def __init__(self, as_json: bool = False, *, header: bool = True) -> None:
@@ -50,18 +56,18 @@ class Screen:
             self.piece(text + "\n")
 
     def styled(self, text: str) -> None:
-        """Writes a line whose control characters are ours; nothing with `as_json`."""
+        """Writes a line with our own control characters; nothing with `as_json`."""
         if not self.as_json:
             self._out.file.write(text + "\n")
             self._out.file.flush()
 
     def piece(self, text: str) -> None:
-        """Writes text as it comes, without a line break; a terminal gets no control characters of others."""
+        """Writes text at once, without a line break; on a terminal without foreign control characters."""
         self._out.file.write(printable(text) if self.is_terminal else text)
         self._out.file.flush()
 
     def pieces(self, content: Iterable[bytes]) -> None:
-        """Writes UTF-8 text that is too long to hold, as it comes."""
+        """Writes a stream of UTF-8 text, piece by piece."""
         decoder = getincrementaldecoder("utf-8")(errors="replace")
         for piece in content:
             self.piece(decoder.decode(piece))
@@ -77,16 +83,18 @@ class Screen:
         if self.as_json:
             return
         if not self.is_terminal:
-            self.piece(tabbed(columns, rows, self._header))
+            self.piece(format_tabbed(columns, rows, self._header))
             return
-        table, note = drawn(columns, rows, self._out.width, self._header)
+        table, dropped = make_table(columns, rows, self._out.width, self._header)
         self._out.print(table)
-        if note:
-            self.note(note)
+        if dropped:
+            self.notice(dropped)
 
     def progress(self, text: str, share: float | None = None) -> None:
-        """Tells what is being done now, and which share of it is done: replaces the line before on a terminal;
-        elsewhere prints a new line when the text has changed."""
+        """Shows what is being done, and the share of it that is done.
+
+        Replaces the previous line on a terminal; elsewhere prints a new line if the text has changed.
+        """
         if self._err.is_terminal:
             if self._status is None:
                 self._status = self._err.status("")
@@ -101,8 +109,8 @@ class Screen:
             self._status.stop()
             self._status = None
 
-    def note(self, text: str) -> None:
-        """Writes something that happened to standard error."""
+    def notice(self, text: str) -> None:
+        """Writes a line to standard error."""
         self._err.print(printable(text))
 
 
@@ -110,3 +118,76 @@ def progress_bar(share: float) -> str:
     """Returns a bar of BAR_WIDTH characters for a share of 0 to 1, and the percentage."""
     done = min(BAR_WIDTH, max(0, int(share * BAR_WIDTH)))
     return f"{'█' * done}{'░' * (BAR_WIDTH - done)} {share:.0%}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column, with its rules for a terminal that is too narrow."""
+
+    name: str
+    number: bool = False
+    min_width: int = 0
+    """characters to which it may shrink; 0 keeps its width"""
+    cut: bool = False
+    """long cells are cut, with `…` at the end, instead of wrapped"""
+    spare: int = 0
+    """columns above 0 may be left out, the highest first"""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Layout of a table on a terminal; columns are numbers from 0."""
+
+    shown: list[int]
+    widths: list[int]
+    dropped: list[int]
+
+
+def format_tabbed(columns: Sequence[Column], rows: Sequence[Sequence[str]], header: bool) -> str:
+    """Returns the table as lines of tab-separated fields. Tabs and line breaks in a cell become blanks."""
+    lines = [*([[column.name for column in columns]] if header else []), *rows]
+    return "".join("\t".join(cell.translate(_BLANKS) for cell in line) + "\n" for line in lines)
+
+
+def make_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, header: bool) -> tuple[Table, str]:
+    """Returns the table for a terminal of `width` characters, and a line about columns that it leaves out, or ""."""
+    shown = [[printable(cell) for cell in row] for row in rows]
+    fitted = fit(columns, shown, width)
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=header, padding=(0, GAP, 0, 0))
+    for at, wide in zip(fitted.shown, fitted.widths, strict=True):
+        column = columns[at]
+        table.add_column(
+            column.name,
+            width=wide,
+            justify="right" if column.number else "left",
+            overflow="ellipsis" if column.cut else "fold",
+            no_wrap=column.cut or not column.min_width,
+        )
+    for row in shown:
+        table.add_row(*(row[at] for at in fitted.shown))
+    left_out = ", ".join(columns[at].name for at in fitted.dropped)
+    return table, f"left out for the width: {left_out} (--json has all)" if left_out else ""
+
+
+def fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> Fitted:
+    """Chooses columns and widths: drops columns without content, then spare ones, then shrinks the widest.
+
+    The result is wider than `width` only if the columns that can't be left out are, at their minimum widths.
+    """
+    natural = [max([cell_len(column.name), *(cell_len(row[at]) for row in rows)]) for at, column in enumerate(columns)]
+    floors = [
+        min(natural[at], max(column.min_width, cell_len(column.name))) if column.min_width else natural[at]
+        for at, column in enumerate(columns)
+    ]
+    shown = [at for at in range(len(columns)) if not rows or any(row[at] for row in rows)]
+    dropped: list[int] = []
+    while sum(floors[at] + GAP for at in shown) - GAP > width and any(columns[at].spare for at in shown):
+        out = max(shown, key=lambda at: columns[at].spare)
+        shown.remove(out)
+        dropped.append(out)
+    widths = {at: natural[at] for at in shown}
+    excess = sum(wide + GAP for wide in widths.values()) - GAP - width
+    while excess > 0 and (shrinkable := [at for at in shown if widths[at] > floors[at]]):
+        widths[max(shrinkable, key=lambda at: widths[at])] -= 1
+        excess -= 1
+    return Fitted(shown, [widths[at] for at in shown], sorted(dropped))

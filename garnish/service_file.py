@@ -1,4 +1,4 @@
-"""What serverless.yml may say. Sizes are in bytes, rates in bytes per second and times in seconds once it is read."""
+"""Types of serverless.yml; once it is read, sizes are in bytes, rates in bytes per second and times in seconds."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class Simulate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_repeats: Annotated[int, Meta(ge=1, le=10_000)] = 1
 
 
-MOST_GPUS = 64
-"""Of one host."""
-Devices = Annotated[list[Annotated[int, Meta(ge=0, lt=MOST_GPUS)]], Meta(min_length=1, max_length=MOST_GPUS)]
+MAX_GPUS = 64
+Devices = Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_GPUS)]], Meta(min_length=1, max_length=MAX_GPUS)]
 
 
 class DiskCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,13 +80,13 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Function(Policy, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fields of its policy stand beside its own."""
+    """A function; the fields of its policy are on the same level."""
 
     adapter: Text
     tenant: Text | None = None
     alias: Text | None = None
     provisioned: Provisioned | Literal[0] | None = None  # type: ignore[assignment]
-    """0, as earlier files may say: none."""
+    """0 means none, as in earlier files"""
 
     def policy(self) -> dict[str, Any]:
         """Returns the policy fields that the file states."""
@@ -116,7 +115,7 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 WHEEL_URL = r"s3://[a-z0-9][a-z0-9.-]+/[A-Za-z0-9._/+-]+\.whl"
-"""Of `infra.aws.package`; the module aws_pool checks the same."""
+"""Pattern of `infra.aws.package`, which the module aws_pool checks too."""
 
 
 class Infra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,7 +125,7 @@ class Infra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Top(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The keys at the margin; sections are checked one by one, so that a mistake names its line."""
+    """Top-level keys; sections are checked one by one, so that errors name their line."""
 
     service: Text
     base_model: Text

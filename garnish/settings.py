@@ -1,4 +1,4 @@
-"""From serverless.yml to the settings of the gateway and of each node."""
+"""Builds the settings of the gateway and of each node from serverless.yml."""
 
 from __future__ import annotations
 
@@ -16,36 +16,39 @@ from garnish.config import ServiceFile
 from garnish.errors import ServiceFileError, StartError
 from gateway.config import MAX_TIMEOUT, ConfigError, GatewayConfig, check_config
 from node_agent.config import DiskCacheConfig, EngineConfig, LinkConfig, NodeConfig
+from node_agent.supervisor import STOP_SLACK
 
 UP_SHUTDOWN_SECONDS = 5.0
-"""Under `garnish up` a person waits for the end, so open requests get less time than in production."""
+"""Time that open requests get when `garnish up` ends; less than in production, since a person waits."""
 
 SERVICE_STOP_SECONDS = MAX_TIMEOUT + 10.0
-"""A node or a gateway of its own stops when its longest call can have ended; its supervisor may kill it sooner."""
+"""Time in which the longest call ends, for a separate node or gateway; its supervisor may kill it sooner."""
+POOL_NODE_STOP_SECONDS = SERVICE_STOP_SECONDS + STOP_SLACK + 5.0
+"""Time that a node of a local pool gets to stop; it ends its longest call first."""
 DISK_CACHE_BYTES = 10 << 30
 MAX_RUN_DIRECTORY = 90
-"""Bytes; Linux allows 107 for the socket, its name included."""
+"""Bytes; Linux allows 107 for the path of the socket in it."""
 
 AS_STATED = (
     "device", "runner", "lora_kernel", "dtype", "prefix_cache", "cold_start", "eviction", "prefetch", "prefetch_waste",
 )  # fmt: skip
 BY_DEVICE = ("adapter_memory", "host_memory", "kv_memory", "max_rows", "max_cold", "chunk_tokens")
-"""Settings that the engine has under the same names, and chooses by its device where they are None."""
+"""Settings of the engine under the same names; it chooses those that are None by its device."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 class Base(msgspec.Struct, frozen=True):
-    """Where the base model lies, and its id."""
+    """Directory and id of the base model."""
 
     directory: Path
     id: str
 
 
 def resolve_base(service: ServiceFile) -> Base:
-    """Returns the base model's directory and id; a Hugging Face id is fetched first, if it is not in the cache.
+    """Returns the base model's directory and id; downloads a Hugging Face id that is not in the cache.
 
-    Raises StartError when it is not there.
+    Raises StartError if there is no such model.
     """
     written = service.base_model
     directory = service.path(written)
@@ -100,8 +103,11 @@ def gateway_config(
     port: int | None = None,
     shutdown_seconds: float | None = None,
 ) -> GatewayConfig:
-    """Returns the gateway's settings. `host` and `port` of the command line win over the file; `shutdown_seconds`: how
-    long open requests get at the end. Raises ServiceFileError."""
+    """Returns the gateway's settings.
+
+    `host` and `port` of the command line win over the file. Open requests get `shutdown_seconds` at the end. Raises
+    ServiceFileError.
+    """
     bounds: dict[str, Any] = {"hold_seconds": service.gateway.hold, "shutdown_seconds": shutdown_seconds}
     config = GatewayConfig(
         model_dir=str(base.directory),
@@ -144,7 +150,7 @@ def node_config(
     stop_seconds: float = UP_SHUTDOWN_SECONDS,
     pool: str = "",
 ) -> NodeConfig:
-    """Returns the settings of one node. `host_nodes` nodes of this host, the new one included, divide its cores."""
+    """Returns the settings of one node. `host_nodes` nodes, this one included, share the host's cores."""
     return NodeConfig(
         node_id=node_id,
         pool=pool,
@@ -159,10 +165,9 @@ def node_config(
 
 
 def run_directory(state: Path, node_id: str) -> Path:
-    """Returns the folder of a node's Unix socket: in the state directory, or in the temporary folder where that path is
-    too long for the kernel.
+    """Returns the folder of a node's Unix socket: in the state directory, or in /tmp if its path is too long.
 
-    The node makes the directory for its user alone, and refuses one of that name that belongs to someone else.
+    The node creates it for its user alone, and refuses one of that name that belongs to another user.
     """
     inside = state / "run" / node_id
     if len(os.fsencode(inside)) <= MAX_RUN_DIRECTORY:
@@ -173,7 +178,7 @@ def run_directory(state: Path, node_id: str) -> Path:
 
 def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, host_nodes: int) -> EngineConfig:
     node = service.node
-    known = {name: getattr(node, name) for name in (*AS_STATED, *BY_DEVICE)}
+    settings = {name: getattr(node, name) for name in (*AS_STATED, *BY_DEVICE)}
     link, store = node.simulate.link, node.simulate.store
     return EngineConfig(
         model_dir=str(base.directory),
@@ -187,17 +192,19 @@ def _engine_config(service: ServiceFile, base: Base, state: Path, node_id: str, 
         store_link=LinkConfig(bandwidth=store) if store is not None else None,
         worker_repeats=node.simulate.worker_repeats,
         disk_cache=_disk_cache(service, state, node_id),
-        **{name: value for name, value in known.items() if value is not None},
+        **{name: value for name, value in settings.items() if value is not None},
     )
 
 
 def _disk_cache(service: ServiceFile, state: Path, node_id: str) -> DiskCacheConfig | None:
-    """Returns the settings of a node's disk cache; None for none. Unless the file says otherwise it has 10 GiB for a
-    registry that is far away, and there is none for a registry in a directory."""
-    asked = service.node.disk_cache
-    if asked == "off" or (asked is None and not store_kind(registry_of(service, state)).remote):
+    """Returns the settings of a node's disk cache, or None.
+
+    The default is 10 GiB for a remote registry, and no cache for a registry in a directory.
+    """
+    stated = service.node.disk_cache
+    if stated == "off" or (stated is None and not store_kind(registry_of(service, state)).remote):
         return None
-    path = asked.path if asked is not None else None
-    size = asked.bytes if asked is not None else None
+    path = stated.path if stated is not None else None
+    size = stated.bytes if stated is not None else None
     directory = state / "cache" if path is None else service.path(path)
     return DiskCacheConfig(str(directory / node_id), DISK_CACHE_BYTES if size is None else size)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import UTC, datetime
 from fractions import Fraction
 
 BYTES = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
 BYTES |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -14,13 +17,12 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
 
 
 def parse_bytes(value: object) -> int:
-    """Returns the bytes that `4GiB`, `200MB` or a plain number above 0 stands for. Raises ValueError that says what was
-    expected."""
+    """Returns the bytes of `4GiB`, `200MB` or a plain number above 0. Raises ValueError with what was expected."""
     return math.ceil(_quantity(value, BYTES, "a size such as 512MiB, 4GiB or 2GB"))
 
 
 def parse_rate(value: object) -> float:
-    """Returns the bytes per second of a rate such as `1GB/s`. Raises ValueError that says what was expected."""
+    """Returns the bytes per second of a rate such as `1GB/s`. Raises ValueError with what was expected."""
     expected = "a rate such as 200MB/s or 1GB/s"
     if not isinstance(value, str) or not value.endswith("/s"):
         raise ValueError(f"expected {expected}, found {value!r}")
@@ -28,8 +30,7 @@ def parse_rate(value: object) -> float:
 
 
 def parse_seconds(value: object) -> float:
-    """Returns the seconds that `15m`, `250ms` or a plain number above 0 stands for. Raises ValueError that says what
-    was expected."""
+    """Returns the seconds of `15m`, `250ms` or a plain number above 0. Raises ValueError with what was expected."""
     return float(_quantity(value, SECONDS, "a duration such as 30s, 15m or 2h"))
 
 
@@ -41,8 +42,8 @@ def parse_whole_seconds(value: object) -> int:
     return int(seconds)
 
 
-def shown_bytes(count: int) -> str:
-    """Returns a number of bytes, at least 0, as `2.3 MiB`: with three digits or less of the largest fitting unit."""
+def format_bytes(count: int) -> str:
+    """Returns a number of bytes as text such as `2.3 MiB`, with at most three digits."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while round(size) >= 1024 and len(units) > 1:
         size /= 1024
@@ -51,8 +52,10 @@ def shown_bytes(count: int) -> str:
 
 
 def _quantity(value: object, units: dict[str, float] | dict[str, int], expected: str) -> Fraction:
-    """Returns the quantity in the unit that counts as 1 in `units`. It is exact: a float would move large sizes by some
-    bytes. Raises ValueError with `expected`."""
+    """Returns the exact quantity, in the unit that counts as 1 in `units`. Raises ValueError with `expected`.
+
+    A float would change large sizes by some bytes.
+    """
     text = str(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in units:
@@ -61,3 +64,8 @@ def _quantity(value: object, units: dict[str, float] | dict[str, int], expected:
     if not 0 < amount < 2**62:
         raise ValueError(f"expected {expected}, above 0 and below 4 exbibytes, found {value!r}")
     return amount
+
+
+def format_time(moment: float) -> str:
+    """Returns a Unix time as text such as `2026-11-21T19:22:44Z`."""
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,4 +1,4 @@
-"""A YAML file as plain data, with the line of every value. Safe: bounded size, depth and count, no tags, no code."""
+"""Reads a YAML file as plain data, with the line of each value. Size, depth and count are bounded; no tags, no code."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class Document:
-    """A YAML file's content. `value` is made of dict, list, str, int, float, bool and None; `error` tells at which line
-    a field stands (from 1)."""
+    """A YAML file's content, made of dict, list, str, int, float, bool and None."""
 
     def __init__(self, file: Path, value: Any, lines: Mapping[FieldPath, int]) -> None:
         self.file = file
@@ -35,12 +34,11 @@ class Document:
         self._lines = lines
 
     def error(self, path: FieldPath, problem: str) -> ServiceFileError:
-        """Returns a mistake at a field, with the line of that field, or of the nearest one around it that the file
-        states."""
-        known = path
-        while known and known not in self._lines:
-            known = known[:-1]
-        return ServiceFileError(self.file, self._lines.get(known), ".".join(path), problem)
+        """Returns an error at a field, with the line (from 1) of that field or the nearest field around it."""
+        nearest = path
+        while nearest and nearest not in self._lines:
+            nearest = nearest[:-1]
+        return ServiceFileError(self.file, self._lines.get(nearest), ".".join(path), problem)
 
 
 def read_yaml(file: Path, environment: Mapping[str, str] | None = None) -> Document:
@@ -97,16 +95,16 @@ class _Reader:
         raise self._error(node, path, f"the tag {node.tag} is not allowed")
 
     def _mapping(self, node: MappingNode, path: FieldPath) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
                 raise self._error(key_node, path, "expected a plain word as key")
             key = str(key_node.value)
-            if key in found:
+            if key in mapping:
                 raise self._error(key_node, (*path, key), "the key stands here twice")
             self.lines[(*path, key)] = key_node.start_mark.line + 1
-            found[key] = self.value(value_node, (*path, key))
-        return found
+            mapping[key] = self.value(value_node, (*path, key))
+        return mapping
 
     def _scalar(self, node: ScalarNode, path: FieldPath) -> Any:
         text = str(node.value)

@@ -1,4 +1,4 @@
-"""What a saved plan would do, row by row: which resource, what happens to it, why, and whether it costs money."""
+"""Changes of a saved plan, one per resource: the action, its reason, and whether it costs money."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACTIONS = {
     ("delete",): "destroy",
 }
 COST_BEARING = frozenset({"aws_autoscaling_group", "aws_s3_bucket", "aws_instance", "aws_ebs_volume"})
-"""Resource types that are billed for themselves; the group's instances are what costs most."""
+"""Resource types that are billed; most of the cost is the group's instances."""
 
 BROKEN_OFF = "its creation did not end well"
 REASONS = {
@@ -36,11 +36,9 @@ _MODULE = re.compile(r"module\.pool_([A-Za-z0-9_-]+)")
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     action: str
-    """create, change, replace or destroy"""
     pool: str | None
-    """None: a resource of no single pool."""
+    """pool of the resource; None if it belongs to none"""
     resource: str
-    """A node's id, or Terraform's type and name."""
     address: str
     reason: str
     cost: bool
@@ -49,16 +47,16 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 def changes_of(
     shown: Mapping[str, Any], pools: Mapping[str, str], dead: Mapping[str, str], *, destroy: bool = False
 ) -> list[Change]:
-    """Returns the rows of a plan as `terraform show -json` gives it, by pool and address.
+    """Returns the changes in a plan, the output of `terraform show -json`, sorted by pool and address.
 
-    `pools` maps modules to pools; `dead` maps addresses to what became of their process.
+    `pools` maps modules to pools. `dead` maps addresses to the causes of their nodes' failures.
     """
-    found = []
+    changes = []
     for entry in shown.get("resource_changes", ()):
         action = ACTIONS.get(tuple(entry["change"]["actions"]))
         if action is not None and entry.get("mode", "managed") == "managed":
-            found.append(_change(entry, action, pools, dead, destroy))
-    return sorted(found, key=lambda change: (change.pool or "", _natural(change.address)))
+            changes.append(_change(entry, action, pools, dead, destroy))
+    return sorted(changes, key=lambda change: (change.pool or "", _natural(change.address)))
 
 
 def _change(
@@ -78,22 +76,22 @@ def _change(
 
 
 def _reason(entry: Mapping[str, Any], action: str) -> str:
-    told = REASONS.get(str(entry.get("action_reason", "")))
+    reason = REASONS.get(str(entry.get("action_reason", "")))
     changed = _changed(entry["change"])
     if action == "replace" and "triggers_replace" in changed:
         return REASONS["replace_by_triggers"]
-    if told is not None:
-        named = action == "replace" and told == REASONS["replace_because_cannot_update"] and changed
-        return f"{told}: {', '.join(changed)}" if named else told
+    if reason is not None:
+        is_specific = action == "replace" and reason == REASONS["replace_because_cannot_update"] and changed
+        return f"{reason}: {', '.join(changed)}" if is_specific else reason
     if action == "create":
         return "not there yet"
     if action == "change" and entry["type"] == "terraform_data":
-        return "how it is started; it goes on"
+        return "how it is started; it keeps running"
     return f"differs in {', '.join(changed)}" if changed else "differs"
 
 
 def _changed(change: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the attributes that are to differ; their values may be long, and are in the plan itself."""
+    """Returns the names of the attributes that change; the plan itself has their values, which may be long."""
     before, after = change.get("before") or {}, change.get("after") or {}
     return sorted(name for name in after if before.get(name) != after[name])
 

@@ -1,4 +1,4 @@
-"""What goes wrong with node pools; the text is meant for the operator."""
+"""Errors of node pools; their texts are meant for the operator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class InfraError(Exception):
-    """Something that the operator must know or mend; the message tells all of it."""
+    """An error that the operator must know or fix; the message is complete."""
 
 
 class TerraformMissing(InfraError):
@@ -19,7 +19,7 @@ class StateLocked(InfraError):
 
 
 class StateElsewhere(InfraError):
-    """Terraform has its state in another place than the service file says now; `move` is the command that moves it."""
+    """Terraform's state is in another place than the service file says; `move` is the command that moves it."""
 
     def __init__(self, move: str) -> None:
         super().__init__(
@@ -29,7 +29,7 @@ class StateElsewhere(InfraError):
 
 
 class StalePlan(InfraError):
-    """The saved plan is not for what there is now, or there is none."""
+    """The saved plan is outdated, or there is none."""
 
 
 class Unchanged(InfraError):
@@ -37,7 +37,7 @@ class Unchanged(InfraError):
 
 
 class TerraformFailed(InfraError):
-    """terraform ended with an error of its own; the message repeats what it said."""
+    """terraform failed; the message repeats its output."""
 
 
 class Interrupted(InfraError):
@@ -46,7 +46,7 @@ class Interrupted(InfraError):
 
 @contextmanager
 def raised_as(kind: type[Exception], *caught: type[Exception]) -> Iterator[None]:
-    """Raises failures of the kinds `caught` as one of `kind` with the same text."""
+    """Raises exceptions of the types `caught` as `kind`, with the same text."""
     try:
         yield
     except caught as error:

@@ -1,22 +1,35 @@
-"""Instance types with NVIDIA GPUs that a pool of the backend `aws` may have: how many GPUs, and each one's memory."""
+"""Instance types with NVIDIA GPUs that a pool of the backend `aws` may have, and whether a node fits on such a GPU."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
+from adapters.base_model import PROJECTIONS, head_dim, kv_elements, projection_widths
+from adapters.model_families import FAMILIES, LLAMA
 from infra.errors import InfraError
 
 MIB = 1 << 20
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MIN_KV_TOKENS = 8192
+"""Tokens of KV memory for all running requests, without kv_memory in the file; at most one longest context."""
+RUNTIME = 1 << 30
+"""Bytes for the driver's context, kernels and activations."""
+NEEDED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+OPTIONAL = ("num_key_value_heads", "head_dim")
+GIB = float(1 << 30)
 
 
 class Gpus(msgspec.Struct, frozen=True):
     name: str
     count: int
     memory: int
-    """Bytes of one GPU, as its driver reports the total."""
 
 
 _T4, _A10G, _L4, _L40S = ("T4", 15_360), ("A10G", 23_028), ("L4", 23_034), ("L40S", 46_068)
@@ -43,8 +56,10 @@ INSTANCE_TYPES: dict[str, Gpus] = {
 
 
 def devices_of(instance_type: str, devices: Sequence[int] | None, field: str) -> list[int]:
-    """Returns the GPUs of an instance that get a node: `devices`, or all of them if that is None. Raises InfraError for
-    one that the type does not have."""
+    """Returns the GPUs of an instance that get a node: `devices`, or all if that is None.
+
+    Raises InfraError for a GPU that the type does not have.
+    """
     count = gpus_of(instance_type, field).count
     if devices is None:
         return list(range(count))
@@ -54,12 +69,85 @@ def devices_of(instance_type: str, devices: Sequence[int] | None, field: str) ->
 
 
 def gpus_of(instance_type: str, field: str) -> Gpus:
-    """Returns the GPUs of an AWS instance type. Raises InfraError for a type that is unknown, or has no GPU."""
-    found = INSTANCE_TYPES.get(instance_type)
-    if found is None:
+    """Returns the GPUs of an AWS instance type. Raises InfraError for a type that is unknown or has no GPU."""
+    gpus = INSTANCE_TYPES.get(instance_type)
+    if gpus is None:
         near = difflib.get_close_matches(instance_type, INSTANCE_TYPES, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise InfraError(
             f"{field}: unknown instance type {instance_type!r}; {hint}known families: {', '.join(_FAMILIES)}"
         )
-    return found
+    return gpus
+
+
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """Device memory that a node needs, in bytes."""
+
+    weights: int
+    adapters: int
+    kv: int
+    runtime: int = RUNTIME
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.adapters + self.kv + self.runtime
+
+
+def need_of(config: Mapping[str, Any], *, dtype: str, adapter_memory: int, kv_memory: int | None) -> Need:
+    """Returns the minimal device memory of a node.
+
+    `config` is the base model's config.json, `dtype` that of the service file. `adapter_memory` and `kv_memory` are in
+    bytes; None for `kv_memory` is room for MIN_KV_TOKENS, or one longest context if smaller. Raises InfraError for an
+    unknown dtype, or a model that is not Llama-like.
+    """
+    _check_config(config)
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    item = ITEM_BYTES.get(dtype)
+    if item is None:
+        raise InfraError(f"base_model: its dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}")
+    if kv_memory is None:
+        kv_memory = min(MIN_KV_TOKENS, int(config["max_position_embeddings"])) * kv_bytes_per_token(config, item)
+    return Need(weights=parameters(config) * item, adapters=adapter_memory, kv=kv_memory)
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    fields = {name: config.get(name) for name in NEEDED} | {name: config.get(name) or 1 for name in OPTIONAL}
+    wrong = [name for name, value in fields.items() if not isinstance(value, int) or value <= 0]
+    if wrong:
+        raise InfraError(
+            f"base_model: what a node needs can't be told from its config.json: expected whole numbers above 0, as a "
+            f"Llama-like model has them, for {', '.join(wrong)}"
+        )
+
+
+def parameters(config: Mapping[str, Any]) -> int:
+    """Returns the number of parameters: projections, norms, embeddings, and a head unless it is tied.
+
+    A family that is not served counts as Llama's.
+    """
+    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    widths, family = projection_widths(config), FAMILIES.get(str(config.get("model_type")), LLAMA)
+    biased = {*family.biased}.union(*(names for key, names in family.bias_keys.items() if config.get(key)))
+    layer = sum(
+        d_in * d_out + (name in biased) * d_out for name, (d_in, d_out) in zip(PROJECTIONS, widths, strict=True)
+    )
+    layer += len(family.layer_norms) * hidden + len(family.head_norms) * head_dim(config)
+    embedding = int(config["vocab_size"]) * hidden
+    return layers * layer + hidden + embedding * (1 if config.get("tie_word_embeddings") else 2)
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], item: int) -> int:
+    """Returns the bytes of one token's keys and values in all layers; `item` is the bytes of one element."""
+    return kv_elements(int(config["num_hidden_layers"]), projection_widths(config)) * item
+
+
+def check_fits(field: str, instance_type: str, gpus: Gpus, need: Need) -> None:
+    """Raises InfraError with the numbers if a node does not fit on one GPU of the instance."""
+    if need.total > gpus.memory:
+        raise InfraError(
+            f"{field}: a node does not fit on the {gpus.name} of {instance_type}: it needs {need.total / GIB:.1f} GiB "
+            f"({need.weights / GIB:.1f} base model, {need.adapters / GIB:.1f} adapter_memory, {need.kv / GIB:.1f} keys "
+            f"and values, {need.runtime / GIB:.1f} runtime), and a GPU has {gpus.memory / GIB:.1f} GiB; "
+            "choose a larger type, or less adapter_memory or kv_memory"
+        )

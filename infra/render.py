@@ -1,4 +1,4 @@
-"""From a stack to a Terraform root module: JSON in a stable order, fit for review, and the modules that it uses."""
+"""Renders a stack as a Terraform root module: JSON in a stable order, fit for review, and the modules that it uses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from infra.aws_modules import PROVIDER, aws_parts
 from infra.errors import InfraError
-from infra.stack import Pool, Stack, check_stack, module_name, sharing_nodes
+from infra.instances import devices_of
+from infra.stack import AwsHost, Pool, RegistryBucket, Stack, check_stack, module_name, sharing_nodes
 from infra.text import literal, write_whole
 
 MODULES = Path(__file__).with_name("modules")
@@ -20,19 +20,19 @@ REQUIRED_VERSION = ">= 1.10"
 NOTE = "Made by `garnish infra render` from serverless.yml: edit that file, not this one."
 
 Block = dict[str, Any]
+PROVIDER = {"aws": {"source": "hashicorp/aws", "version": ">= 6.0, < 7.0"}}
 
 
 def render(stack: Stack) -> Block:
-    """Returns the root module. Raises InfraError for a stack that can't be."""
+    """Returns the root module. Raises InfraError for an invalid stack."""
     check_stack(stack)
-    parts = aws_parts(stack)
     modules = {module_name(pool.name): _local_module(stack, pool) for pool in stack.local_pools}
-    modules |= parts.modules
     terraform: Block = {"required_version": REQUIRED_VERSION, "backend": _backend(stack)}
     root: Block = {"//": NOTE, "terraform": terraform}
-    if parts.providers:
+    if stack.aws is not None:
+        modules |= _aws_modules(stack, stack.aws)
         terraform["required_providers"] = PROVIDER
-        root["provider"] = parts.providers
+        root["provider"] = {"aws": _aws_provider(stack.service, stack.aws)}
     if modules:
         root["module"] = {name: modules[name] for name in sorted(modules)}
     root["output"] = {
@@ -50,8 +50,10 @@ def text_of(root: Block) -> str:
 
 
 def write_root(stack: Stack, directory: Path) -> str:
-    """Writes the root module and the modules it uses; what else lies in the directory stays. Returns the root's text.
-    Raises InfraError."""
+    """Writes the root module and the modules that it uses, and returns the root's text. Raises InfraError.
+
+    Other files in the directory stay.
+    """
     root = render(stack)
     text = text_of(root)
     try:
@@ -90,19 +92,18 @@ def _local_module(stack: Stack, pool: Pool) -> Block:
 
 
 def _pool_output(pool: Pool) -> Block:
-    made = "nodes" if pool.backend == "local" else "autoscaling_group"
+    created_by = "nodes" if pool.backend == "local" else "autoscaling_group"
     return {
         "backend": pool.backend,
         "min": pool.min,
         "desired": pool.desired,
         "max": pool.max,
-        made: f"${{module.{module_name(pool.name)}.{made}}}",
+        created_by: f"${{module.{module_name(pool.name)}.{created_by}}}",
     }
 
 
 def _backend(stack: Stack) -> Block:
-    """Returns where the state lies; for S3, region and credentials come from the environment, as for every tool of
-    AWS."""
+    """Returns the backend of the state; for S3, region and credentials come from the environment."""
     if stack.state is None:
         return {"local": {"path": STATE_FILE}}
     key = "/".join(part for part in (stack.state.prefix, stack.service, STATE_FILE) if part)
@@ -110,9 +111,56 @@ def _backend(stack: Stack) -> Block:
 
 
 def _write_modules(target: Path, names: set[str]) -> None:
-    """Writes the modules `names`, and removes our other ones. Nothing else in the directory is touched: it may hold
-    others'."""
+    """Writes the modules `names`, and removes our other ones. Modules of others in the directory stay."""
     for old in sorted(MODULES.iterdir()):
         shutil.rmtree(target / old.name, ignore_errors=True)
     for name in sorted(names):
         shutil.copytree(MODULES / name, target / name, ignore=shutil.ignore_patterns("tests", ".terraform*"))
+
+
+def _aws_modules(stack: Stack, host: AwsHost) -> dict[str, Block]:
+    """Returns the modules of the stack's part in AWS: its pools and the registry's bucket.
+
+    Raises InfraError without a registry on S3.
+    """
+    if stack.registry is None:
+        raise InfraError("registry: nodes in AWS need a registry on S3, s3://bucket/prefix")
+    modules = {module_name(pool.name): _aws_pool(stack.service, pool, host, stack.registry) for pool in stack.aws_pools}
+    if stack.registry.managed:
+        modules["registry"] = {"source": "./modules/aws_registry", "bucket": literal(stack.registry.bucket)}
+    return modules
+
+
+def _aws_provider(service: str, host: AwsHost) -> Block:
+    tags = {"garnish:service": service, **dict(sorted(host.tags.items()))}
+    return {"region": literal(host.region), "default_tags": {"tags": literal(tags)}}
+
+
+def _aws_pool(service: str, pool: Pool, host: AwsHost, registry: RegistryBucket) -> Block:
+    kind = pool.instance_type or ""
+    settings = {
+        "service": service,
+        "pool": pool.name,
+        "instance_type": kind,
+        "devices": devices_of(kind, host.devices, f"node_pools.{pool.name}.instance_type"),
+        "min": pool.min,
+        "desired": pool.desired,
+        "max": pool.max,
+        "vpc_id": host.vpc_id,
+        "subnet_ids": host.subnet_ids,
+        "gateway_security_group_id": host.gateway_security_group_id,
+        "gateway_url": host.gateway_url,
+        "secret_parameter": host.secret_parameter,
+        "secret_kms_key_arn": host.secret_kms_key_arn,
+        "image_parameter": host.image_parameter,
+        "package": host.package,
+        "model_source": host.model_source,
+        "registry_bucket": registry.bucket,
+        "registry_prefix": registry.prefix,
+        "node_file": host.node_file,
+        "volume_gib": host.volume_gib,
+        "target_group_arns": host.target_group_arns,
+        "tags": dict(sorted(host.tags.items())) or None,
+    }
+    stated = {name: value for name, value in settings.items() if value not in (None, [])}
+    return {"source": "./modules/aws_pool", **literal(stated)}

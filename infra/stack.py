@@ -1,4 +1,4 @@
-"""What a service wants of its node pools: the input of `render`."""
+"""The desired state of a service's node pools: the input of `render`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from adapters.s3_url import S3Place
 from infra.errors import InfraError
 
 MAX_LOCAL_NODES = 64
-"""Processes on one host; more would only wait for each other."""
+"""Nodes on one host, at most; more would only wait for each other."""
 UP_POOL = "node"
-"""`garnish up` calls its nodes node-1, node-2 ...: a pool of that name would take their ids."""
+"""Name that no pool may have, since `garnish up` calls its nodes node-1, node-2 ..."""
 
 
 Text = Annotated[str, Meta(min_length=1, max_length=1000)]
@@ -27,23 +27,22 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     min: int = 0
     desired: int = 1
     stated: int | None = None
-    """What serverless.yml says where the autoscaler has set another `desired`."""
+    """`desired` in serverless.yml, if the autoscaler has set another one"""
     max: int = 1
     instance_type: str | None = None
 
 
 class LocalHost(msgspec.Struct, frozen=True, kw_only=True):
-    """How nodes of the `local` backend are started. All paths are absolute; no secret is in here, only its place."""
+    """Settings of nodes of the `local` backend. All paths are absolute; the secret is named, not included."""
 
     program: tuple[str, ...]
-    """Command to which `create` or `stop` and a JSON text are appended."""
     service_file: str
     state: str
     gateway_url: str
     secret_file: str
     registry: str
     revision: str
-    """Digest of all that a running node has read at its start: another one means that nodes are replaced."""
+    """digest of all that a node reads at its start; a change replaces the nodes"""
 
 
 class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -56,7 +55,7 @@ class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Name of the SSM SecureString parameter that holds the cluster secret."""
     secret_kms_key_arn: Text | None = None
     package: Text
-    """What pip installs: the s3:// address of a wheel."""
+    """package for pip: the s3:// address of a wheel"""
     image_parameter: Text
     model_source: Text
     """The base model: an s3:// address, copied to the instance's own disk before the node starts."""
@@ -67,18 +66,16 @@ class Aws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class AwsHost(Aws, frozen=True, kw_only=True):
-    """What the `aws` backend needs to know: the account, and what its instances are told. Secrets are named, never
-    held."""
+    """Settings of the `aws` backend: those of the account, and those of its instances. Secrets are only named."""
 
     gateway_url: str
     node_file: str
-    """The service file of a node, as JSON text: the keys that a node reads, without tenants and functions."""
     devices: Sequence[int] | None = None
-    """GPUs of an instance that get a node; None: all."""
+    """GPUs of an instance that get a node; None is all"""
 
 
 class RegistryBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the registry is on S3; `managed`: the bucket is made here too."""
+    """The registry on S3; with `managed` Terraform creates the bucket too."""
 
     bucket: str
     prefix: str
@@ -92,7 +89,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     aws: AwsHost | None = None
     registry: RegistryBucket | None = None
     state: S3Place | None = None
-    """None: Terraform's state lies beside the root module."""
+    """place of Terraform's state on S3; None is next to the root module"""
 
     @property
     def local_pools(self) -> tuple[Pool, ...]:
@@ -104,13 +101,15 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sharing_nodes(bounds: Iterable[int]) -> int:
-    """Returns into how many parts nodes divide their host's cores, from the `max` of the local pools (`bounds`),
-    whatever is desired just now, so that all nodes have one share, however they are scaled."""
+    """Returns the number of equal shares of the host's cores for local nodes: the sum of the pools' `max`.
+
+    It does not depend on the present sizes, so that scaling changes no node's share.
+    """
     return max(1, sum(bounds))
 
 
 def module_name(pool: str) -> str:
-    """Returns the name of a pool's module in the root module: names of Terraform take no dots."""
+    """Returns the name of a pool's module in the root module, without dots."""
     return "pool_" + pool.replace(".", "_")
 
 
@@ -120,12 +119,12 @@ def node_ids(pool: str, count: int) -> list[str]:
 
 
 def pool_of(node: str) -> str:
-    """Returns the local pool that a node with such an id is of."""
+    """Returns the local pool of a node by its id."""
     return node.rpartition("-")[0]
 
 
 def check_stack(stack: Stack) -> None:
-    """Checks what serverless.yml's own checks can't tell. Raises InfraError."""
+    """Checks what the checks of serverless.yml leave open. Raises InfraError."""
     if not is_name(stack.service):
         raise InfraError(
             f"service: {stack.service!r} names a folder, tags and resources of node pools; expected {NAME_RULE}"
@@ -133,9 +132,9 @@ def check_stack(stack: Stack) -> None:
     modules: dict[str, str] = {}
     for pool in stack.pools:
         _check_pool(pool)
-        other = modules.setdefault(module_name(pool.name), pool.name)
-        if other != pool.name:
-            raise InfraError(f"node_pools: {other} and {pool.name} are one name to Terraform; rename one of them")
+        first_name = modules.setdefault(module_name(pool.name), pool.name)
+        if first_name != pool.name:
+            raise InfraError(f"node_pools: {first_name} and {pool.name} are one name to Terraform; rename one of them")
     if stack.aws_pools and stack.aws is None:
         raise InfraError(f"node_pools.{stack.aws_pools[0].name}: the backend aws needs the section infra.aws")
 

@@ -1,4 +1,4 @@
-"""Runs terraform (or OpenTofu): finds it, follows what it says, and passes Ctrl-C on to it."""
+"""Runs terraform (or OpenTofu): finds it, follows its output, and forwards Ctrl-C to it."""
 
 from __future__ import annotations
 
@@ -31,19 +31,16 @@ from infra.errors import (
 PROGRAMS = ("terraform", "tofu")
 OLDEST = (1, 10)
 MOVED = re.compile(r"Backend configuration changed|migrat")
-"""What terraform says of a backend that is not that of its last `init`."""
+"""Pattern of terraform's message about a backend that differs from that of the last `init`."""
 LOCK_TIMEOUT = "3s"
-"""A plan or an apply waits so long for someone else's lock."""
 ASK_SECONDS = 60.0
-"""Bound on calls that only read files."""
-MAX_TEXT = 200
-"""Lines kept of what terraform writes besides its events."""
+MAX_LINES = 200
 INSTALL = "install Terraform 1.10 or newer (https://developer.hashicorp.com/terraform/install) or OpenTofu (https://opentofu.org)"
 
 SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
-"""Environment variables whose values never leave this process's output, whatever terraform says."""
+"""Environment variables whose values are removed from terraform's output."""
 MEDDLING = re.compile(r"TF_(CLI_ARGS.*|WORKSPACE|DATA_DIR|LOG.*|VAR_.*)")
-"""Variables with which a saved plan would not be what was shown, or logs would hold requests."""
+"""Variables that would change a saved plan after it was shown, or put requests into logs."""
 
 Event = dict[str, Any]
 
@@ -65,8 +62,8 @@ def find_program(search: str | None = None) -> Program:
         if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= OLDEST:
             return Program(path, name, version)
         old.append(f"{path} is version {version}")
-    found = "; ".join(old) or f"neither {' nor '.join(PROGRAMS)} is on PATH"
-    raise TerraformMissing(f"node pools need Terraform: {found}. {INSTALL}")
+    problem = "; ".join(old) or f"neither {' nor '.join(PROGRAMS)} is on PATH"
+    raise TerraformMissing(f"node pools need Terraform: {problem}. {INSTALL}")
 
 
 def _version(path: str) -> str:
@@ -76,18 +73,20 @@ def _version(path: str) -> str:
         )
         return str(json.loads(done.stdout)["terraform_version"])
     except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
-        raise TerraformMissing(f"{path} does not tell its version ({type(error).__name__}). {INSTALL}") from error
+        raise TerraformMissing(f"{path} does not report its version ({type(error).__name__}). {INSTALL}") from error
 
 
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the caller's environment (`base`: another one), without what would change what a command means, and with
-    the settings for use without a terminal."""
+    """Returns the environment for terraform: `base`, or the caller's, without variables that change commands.
+
+    It has the settings for use without a terminal.
+    """
     base = os.environ if base is None else base
-    kept = {name: value for name, value in base.items() if not MEDDLING.fullmatch(name)}
-    file = kept.get("TF_CLI_CONFIG_FILE")
+    variables = {name: value for name, value in base.items() if not MEDDLING.fullmatch(name)}
+    file = variables.get("TF_CLI_CONFIG_FILE")
     if file is not None and not Path(file).exists():
-        del kept["TF_CLI_CONFIG_FILE"]  # terraform would warn about it at each call
-    return {**kept, "TF_IN_AUTOMATION": "1", "TF_INPUT": "0", "CHECKPOINT_DISABLE": "1"}
+        del variables["TF_CLI_CONFIG_FILE"]  # terraform would warn about it at each call
+    return {**variables, "TF_IN_AUTOMATION": "1", "TF_INPUT": "0", "CHECKPOINT_DISABLE": "1"}
 
 
 class Terraform:
@@ -98,10 +97,9 @@ class Terraform:
         self.directory = directory
 
     def init(self) -> None:
-        """Makes the directory ready for the other commands. Downloads only what the root module asks for: nothing for
-        local pools.
+        """Prepares the directory for the other commands. Downloads the root module's providers: none for local pools.
 
-        Raises StateElsewhere when `infra.state` names another place than at the last command.
+        Raises StateElsewhere if `infra.state` names another place than at the last command.
         """
         try:
             self._run(["init", "-no-color"], _ignore)
@@ -138,12 +136,12 @@ class Terraform:
         return shown
 
     def _run(self, arguments: list[str], on_event: Callable[[Event], None]) -> None:
-        with self._started(arguments) as process, _passing_on(process) as interrupts:
+        with self._started(arguments) as process, _forward_signals(process) as interrupts:
             assert process.stdout is not None
             try:
                 text, problems = _follow(process.stdout, on_event)
             except BaseException:
-                _heard_out(process, interrupts)
+                _interrupt_and_wait(process, interrupts)
                 raise
             code = process.wait()
         if killed := self._killed(code):
@@ -156,9 +154,9 @@ class Terraform:
     def _killed(self, code: int) -> TerraformFailed | None:
         if code >= 0:
             return None
-        told = signal.strsignal(-code) or "unknown"
+        description = signal.strsignal(-code) or "unknown"
         return TerraformFailed(
-            f"{self.program.name} was ended by signal {-code} ({told}); the next plan shows what is left to do"
+            f"{self.program.name} was ended by signal {-code} ({description}); the next plan shows what is left to do"
         )
 
     @contextmanager
@@ -184,9 +182,11 @@ class Terraform:
                 raise
 
 
-def _heard_out(process: subprocess.Popen[str], interrupts: list[int]) -> None:
-    """Interrupts terraform, unless it was, and reads on until it has ended: it saves its state, and a closed pipe would
-    kill it before that."""
+def _interrupt_and_wait(process: subprocess.Popen[str], interrupts: list[int]) -> None:
+    """Interrupts terraform, unless it was, and reads its output to the end.
+
+    Terraform saves its state first; a closed pipe would kill it before that.
+    """
     if not interrupts:
         interrupts.append(signal.SIGINT)
         process.send_signal(signal.SIGINT)
@@ -195,14 +195,16 @@ def _heard_out(process: subprocess.Popen[str], interrupts: list[int]) -> None:
 
 
 def _follow(stream: Any, on_event: Callable[[Event], None]) -> tuple[list[str], list[Event]]:
-    """Tells `on_event` of terraform's events until its output ends. Returns its plain lines (the last MAX_TEXT), and
-    its errors."""
+    """Calls `on_event` with terraform's events until its output ends.
+
+    Returns the last MAX_LINES plain lines, and the errors.
+    """
     text: list[str] = []
     problems: list[Event] = []
     for line in stream:
         event = _event(line)
         if event is None:
-            text = [*text[1 - MAX_TEXT :], line.rstrip("\n")]
+            text = [*text[1 - MAX_LINES :], line.rstrip("\n")]
             continue
         if event.get("type") == "diagnostic" and event["diagnostic"].get("severity") == "error":
             problems.append(event["diagnostic"])
@@ -219,38 +221,38 @@ def _event(line: str) -> Event | None:
 
 
 @contextmanager
-def _passing_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Passes TERM, INT and HUP on to terraform as one INT; it saves its state and ends, and a second one would make it
-    give up. Yields the list of the signals that came.
+def _forward_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """Forwards TERM, INT and HUP to terraform as a single INT. Yields the list of received signals.
 
-    A signal that is ignored (by `nohup`, or in the background of a script) stays so.
+    Terraform then saves its state and ends; a second INT would abort it. A signal that is ignored (by `nohup`, or in
+    the background of a script) stays ignored.
     """
-    came: list[int] = []
+    received: list[int] = []
     before: dict[int, Any] = {}
 
-    def note(number: int, _frame: FrameType | None) -> None:
-        if not came:
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if not received:
             process.send_signal(signal.SIGINT)
-        came.append(number)
-        if callable(other := before[number]) and other is not signal.default_int_handler:
-            other(number, _frame)  # a program that goes on for longer than this command
+        received.append(number)
+        if callable(previous := before[number]) and previous is not signal.default_int_handler:
+            previous(number, _frame)  # a program that goes on for longer than this command
 
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield received
         return
-    known = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    before |= {number: handler for number, handler in known.items() if handler is not signal.SIG_IGN}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before |= {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
     for number in before:
-        signal.signal(number, note)
+        signal.signal(number, forward)
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _explained(text: list[str], problems: list[Event]) -> InfraError:
-    """Returns what terraform said as an error, which says what to do where that is known."""
+    """Returns terraform's output as an error, with advice if it is a known one."""
     said = "\n".join(_diagnostic(problem) for problem in problems) or _plain(text)
     said = redacted(said)
     if "Error acquiring the state lock" in said or ("state lock" in said.lower() and "acquir" in said.lower()):
@@ -283,23 +285,22 @@ def _plain(text: list[str]) -> str:
 
 
 def _lock_holder(said: str) -> str:
-    found = dict(re.findall(r"^\s*(Who|Created|Operation):\s+(.+)$", said, re.MULTILINE))
-    if not found:
+    fields = dict(re.findall(r"^\s*(Who|Created|Operation):\s+(.+)$", said, re.MULTILINE))
+    if not fields:
         return "someone else holds it"
-    return f"{found.get('Who', 'someone')} holds it since {found.get('Created', 'some time')}"
+    return f"{fields.get('Who', 'someone')} holds it since {fields.get('Created', 'some time')}"
 
 
 def _unlocking(said: str) -> str:
-    """Returns how to release the lock of a terraform that was killed, which on S3 outlives it; "" where `said` names no
-    lock."""
-    found = re.search(r"^\s*ID:\s+(\S+)$", said, re.MULTILINE)
-    if found is None:
+    """Returns the advice for the lock of a terraform that was killed, which survives on S3; "" without a lock's id."""
+    match = re.search(r"^\s*ID:\s+(\S+)$", said, re.MULTILINE)
+    if match is None:
         return ""
-    return f". If it was killed, `terraform force-unlock {found[1]}` in the root module's directory gives the lock back"
+    return f". If it was killed, `terraform force-unlock {match[1]}` in the root module's directory gives the lock back"
 
 
 def redacted(text: str, base: Mapping[str, str] | None = None) -> str:
-    """Returns the text without the values of credentials that stand in the environment (`base`: another one)."""
+    """Returns the text without the values of credentials in the environment, or in `base`."""
     base = os.environ if base is None else base
     for name in SECRETS:
         value = base.get(name, "")

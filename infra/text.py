@@ -1,4 +1,4 @@
-"""Texts in Terraform's JSON, and files that are written whole."""
+"""Strings in Terraform's JSON, and atomic writes of files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _TEMPLATE = re.compile(r"([$%])\{")
 
 
 def literal(value: Any) -> Any:
-    """Returns the value with `${` and `%{` escaped, so that Terraform's JSON means it as it is: they would be
-    templates."""
+    """Returns the value with `${` and `%{` escaped, which are templates in Terraform's JSON."""
     if isinstance(value, str):
         return _TEMPLATE.sub(r"\1\1{", value)
     if isinstance(value, dict):
@@ -22,8 +21,7 @@ def literal(value: Any) -> Any:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Writes the file whole or not at all, readable for its owner alone: a reader never sees half a file. Raises
-    OSError."""
+    """Writes the file atomically, readable for its owner alone. Raises OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # mkstemp makes it 0600
     with os.fdopen(descriptor, "w") as stream:
         stream.write(text)

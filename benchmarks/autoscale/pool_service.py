@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from garnish.credentials import FILE_NAME, read_credentials
-from infra.local.proc import tagged
+from infra.processes import tagged
 from tests.support.ports import free_port
 
 START_LIMIT = 120.0

@@ -36,7 +36,7 @@ from benchmarks.common.gateway_process import gateway_process
 from benchmarks.common.processes import process
 from benchmarks.common.report import SMOLLM2, arguments, report, run_study
 from cluster.news import RECORD_EXPIRY
-from garnish.batches import batch_call, content_call, create_call, upload_call
+from garnish.calls import batch_call, content_call, create_call, upload_call
 from garnish.client import Client
 from gateway.batches.messages import ENDED, Batch, FileObject
 from node_agent.adapter_memory.pages import choose_page_size

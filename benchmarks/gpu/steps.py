@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu.engine import EngineBox, adapter_bytes
 from benchmarks.gpu.parts import Skipped
 from cluster.performance_fit import BadSample, DecodeSample, fit_paper_form
-from infra.memory_need import parameters
+from infra.instances import parameters
 from node_agent.device import device_seconds
 from node_agent.performance.cases import Case, CaseRow, Effort
 from node_agent.performance.sweep import TARGETS, Bench, bench

@@ -22,10 +22,10 @@ from benchmarks.scheduling.routing_variants import VARIANTS, maker
 from garnish.simulation.job import Job, TraceRequest
 from garnish.simulation.node import Pace
 from garnish.simulation.outcome import summarise
-from garnish.simulation.prepare import make_jobs
 from garnish.simulation.profile import NodeProfile
 from garnish.simulation.simulator import Simulator
 from garnish.simulation.slo import DEFAULT_SLO, Slo, parse_slo
+from garnish.simulation.study import make_jobs
 
 NODE_SD, PASS_SD = 0.15, 0.1
 LENGTHS = (8, 32, 128)

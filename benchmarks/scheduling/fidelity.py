@@ -36,10 +36,9 @@ from cluster.performance_model import PerformanceModel
 from cluster.text import BaseText
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.outcome import values
-from garnish.simulation.policies import default_policy
 from garnish.simulation.profile import NodeProfile
 from garnish.simulation.slo import DEFAULT_SLO, parse_slo
-from garnish.simulation.study import simulate
+from garnish.simulation.study import default_policy, simulate
 
 NODES, QUICK_NODES = 2, 1
 READY_SECONDS = 120.0

@@ -33,8 +33,8 @@ from garnish.simulation.job import TraceRequest
 from garnish.simulation.profile import NodeProfile, load_profile, profile_names
 from garnish.simulation.slo import DEFAULT_SLO, base_tpt, parse_slo
 from garnish.simulation.study import simulate
-from garnish.simulation.traces.laws import Laws, chat_prompts, outputs, rank_of, zipf
 from garnish.simulation.traces.read import read_trace
+from garnish.simulation.traces.requests import TraceOptions, chat_prompts, outputs, rank_of, zipf
 
 POLICIES = ("rank_aware", "toppings", "first_fit", "random", "most_idle", "dlora")
 SIM_NODES, SIM_RATE, SIM_FUNCTIONS = 60, 340.0, 40_000
@@ -75,7 +75,9 @@ def sim_rows(name: str, profile: NodeProfile, settings: dict[str, Any], seed: in
     full_rate = SIM_RATE * work(load_profile("papers")) / work(profile) * settings["sim_nodes"] / SIM_NODES
     rows = []
     for load, skip in [(1.0, 10), *((load, 0) for load in settings["sim_loads"])]:
-        laws = Laws(seed, RANKS, settings["functions"], full_rate * load, settings["sim_seconds"], MEAN_OUTPUT, skip)
+        laws = TraceOptions(
+            seed, RANKS, settings["functions"], full_rate * load, settings["sim_seconds"], MEAN_OUTPUT, skip
+        )
         requests = read_trace(MAF, laws)[1]
         study = {"study": "sim60", "profile": name, "load": load, "rate": full_rate * load, "without_top": skip}
         for policy in settings["sim_policies"]:
@@ -137,7 +139,7 @@ def bed_rows(
 
 def bed_functions(seed: int, count: int) -> dict[str, int]:
     """Names and ranks."""
-    return {f"f{i}": int(rank) for i, rank in enumerate(rank_of(Laws(seed, RANKS), count))}
+    return {f"f{i}": int(rank) for i, rank in enumerate(rank_of(TraceOptions(seed, RANKS), count))}
 
 
 def poisson_trace(
@@ -202,7 +204,7 @@ def _ablate_sim(
     full_rate = SIM_RATE * work(load_profile("papers")) / work(profile) * nodes / SIM_NODES
 
     def trace(load: float, case: Case) -> list[TraceRequest]:
-        laws = Laws(
+        laws = TraceOptions(
             place["seed"], RANKS, settings["functions"], full_rate * load, seconds, MEAN_OUTPUT,
             half=HALVES[place["half"]].functions, shifted=case.shifted,
         )  # fmt: skip

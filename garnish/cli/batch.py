@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from garnish.cli.options import Output, TenantService, commands
+from garnish.errors import GarnishError
+from garnish.screen import Screen
 
 if TYPE_CHECKING:
     from garnish.client import Client
-    from garnish.screen import Screen
     from gateway.batches.messages import Batch
 
 POLL_SECONDS = 1.0
@@ -31,7 +32,7 @@ def submit(
     watch_it: Watch = False,
 ) -> None:
     """Upload a file of calls and have it run."""
-    from garnish.batches import create_call, upload_call
+    from garnish.calls import create_call, upload_call
     from gateway.batches.messages import Batch, FileObject
 
     with output.screen() as screen, service.client(service.tenant) as client:
@@ -40,18 +41,18 @@ def submit(
         batch = client.ask(create_call(uploaded.id, endpoint), Batch)
         screen.line(batch.id)
         if watch_it:
-            batch = _followed(client, screen, batch)
+            batch = _follow(client, screen, batch)
         screen.result(batch)
     _check(batch)
 
 
 def watch(service: TenantService, output: Output, batch_id: BatchId) -> None:
     """Follow a batch to its end."""
-    from garnish.batches import batch_call
+    from garnish.calls import batch_call
     from gateway.batches.messages import Batch
 
     with output.screen() as screen, service.client(service.tenant) as client:
-        batch = _followed(client, screen, client.ask(batch_call(batch_id), Batch))
+        batch = _follow(client, screen, client.ask(batch_call(batch_id), Batch))
         screen.result(batch)
     _check(batch)
 
@@ -64,8 +65,7 @@ def get(
     errors: Annotated[bool, typer.Option("--errors", help="The calls that failed, not the answers.")] = False,
 ) -> None:
     """Fetch the answers of a batch that has ended, or the calls that failed; with --json only the batch itself."""
-    from garnish.batches import batch_call, content_call
-    from garnish.errors import GarnishError
+    from garnish.calls import batch_call, content_call
     from gateway.batches.messages import ENDED, Batch
 
     screen = output.screen()
@@ -74,9 +74,9 @@ def get(
         screen.result(batch)
         file_id = batch.error_file_id if errors else batch.output_file_id
         if batch.status not in ENDED:
-            raise GarnishError("conflict", f"{batch_id} has not ended: {_shown(batch)}")
+            raise GarnishError("conflict", f"{batch_id} has not ended: {_format_status(batch)}")
         if file_id is None:
-            screen.note("it has none")
+            screen.notice("it has none")
         elif out is not None:
             _save(client.download(content_call(file_id)), out)
         elif not screen.as_json:
@@ -84,8 +84,6 @@ def get(
 
 
 def _save(pieces: Iterator[bytes], path: Path) -> None:
-    from garnish.errors import GarnishError
-
     try:
         with path.open("wb") as file:
             file.writelines(pieces)
@@ -93,25 +91,25 @@ def _save(pieces: Iterator[bytes], path: Path) -> None:
         raise GarnishError("invalid_request", f"{path} can't be written: {error.strerror}") from None
 
 
-def _followed(client: Client, screen: Screen, batch: Batch) -> Batch:
+def _follow(client: Client, screen: Screen, batch: Batch) -> Batch:
     """Returns the batch once it has ended."""
-    from garnish.batches import batch_call
+    from garnish.calls import batch_call
     from gateway.batches.messages import ENDED, Batch
 
     while batch.status not in ENDED:
         counts = batch.request_counts
         share = (counts.completed + counts.failed) / counts.total if counts.total else None
-        screen.progress(_shown(batch), share)
+        screen.progress(_format_status(batch), share)
         time.sleep(POLL_SECONDS)
         batch = client.ask(batch_call(batch.id), Batch)
     screen.end_progress()
     for problem in batch.errors.data if batch.errors else ():
-        screen.note(problem.message if problem.line is None else f"line {problem.line}: {problem.message}")
-    screen.line(_shown(batch))
+        screen.notice(problem.message if problem.line is None else f"line {problem.line}: {problem.message}")
+    screen.line(_format_status(batch))
     return batch
 
 
-def _shown(batch: Batch) -> str:
+def _format_status(batch: Batch) -> str:
     counts = batch.request_counts
     done = f"{counts.completed + counts.failed} of {counts.total} calls"
     return f"{batch.status}, {done}" + (f", {counts.failed} failed" if counts.failed else "")
@@ -119,8 +117,6 @@ def _shown(batch: Batch) -> str:
 
 def _check(batch: Batch) -> None:
     """Raises GarnishError for a batch that has ended without having run."""
-    from garnish.errors import GarnishError
-
     if batch.status in ("failed", "expired", "cancelled"):
         raise GarnishError("conflict", f"the batch has not run to its end: it is {batch.status}")
 

@@ -1,4 +1,4 @@
-"""`garnish compare NAME --peft`: the function's answers beside those of transformers and PEFT alone."""
+"""`garnish compare NAME --peft`: compares the function's answers with those of transformers and PEFT alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, File, Output, TenantService
-from garnish.table import Column
+from garnish.errors import FrontDoorError
+from garnish.screen import Column, Screen
 
 if TYPE_CHECKING:
     from garnish.comparison import Comparison, Row
-    from garnish.screen import Screen
 
 DEFAULT_PROMPTS = (
     "What is the capital of France?",
@@ -23,7 +23,6 @@ DEFAULT_PROMPTS = (
 MAX_PROMPTS = 1000
 MAX_PROMPT_BYTES = 1 << 20
 PROMPT_WIDTH = 32
-"""Characters of a prompt in the table."""
 
 
 def compare(
@@ -43,16 +42,16 @@ def compare(
 ) -> None:
     """Ask a function and PEFT alone the same prompts, greedily, and compare every token. Exit code 1: they differ.
 
-    PEFT runs in a process of its own, in the node's dtype, over the base model of the service file; it needs memory for
+    PEFT runs in a separate process, in the node's dtype, over the base model of the service file; it needs memory for
     that model once more. Where PEFT's best logits lie within rounding of each other, either token is right: a tie.
     """
-    from garnish.compare_calls import Wanted, check_installed, run_comparison
+    from garnish.comparison import ComparisonRequest, check_installed, run_comparison
     from garnish.config import load_service_file
 
     if not peft:
         raise typer.BadParameter("expected --peft: what to compare with")
     check_installed()
-    wanted = Wanted(
+    request = ComparisonRequest(
         name=name,
         prompts=list(DEFAULT_PROMPTS) if prompts is None else read_prompts(prompts),
         chat=chat,
@@ -62,39 +61,39 @@ def compare(
     )
     declared = load_service_file(file)
     with output.screen() as screen, service.client(service.tenant) as client:
-        found = run_comparison(wanted, declared, client, screen.progress)
+        comparison = run_comparison(request, declared, client, screen.progress)
         screen.end_progress()
-        show(found, screen)
-        screen.result(found)
-    if not found.equal:
+        show(comparison, screen)
+        screen.result(comparison)
+    if not comparison.equal:
         raise typer.Exit(1)
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Returns the file's lines that are not blank. Raises FrontDoorError where it can't be read, or has too many or
-    none."""
-    from garnish.errors import FrontDoorError
+    """Returns the file's lines that are not blank.
 
+    Raises FrontDoorError if the file can't be read, or has too many lines or none.
+    """
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_PROMPT_BYTES + 1)
-        found = [line.strip() for line in data.decode().splitlines() if line.strip()]
+        prompts = [line.strip() for line in data.decode().splitlines() if line.strip()]
     except OSError as error:
         raise FrontDoorError(f"{file} can't be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise FrontDoorError(f"{file} is not UTF-8") from None
-    if len(data) > MAX_PROMPT_BYTES or not 1 <= len(found) <= MAX_PROMPTS:
+    if len(data) > MAX_PROMPT_BYTES or not 1 <= len(prompts) <= MAX_PROMPTS:
         raise FrontDoorError(f"{file}: expected 1 to {MAX_PROMPTS} lines, a prompt each, of {MAX_PROMPT_BYTES} bytes")
-    return found
+    return prompts
 
 
 COLUMNS = (
-    Column("PROMPT", least=12, cut=True),
+    Column("PROMPT", min_width=12, cut=True),
     *(Column(name, number=True) for name in ("TOKENS", "EQUAL", "LOGPROB DIFF", "FUNCTION", "PEFT")),
 )
 
 
-def show(found: Comparison, screen: Screen) -> None:
+def show(comparison: Comparison, screen: Screen) -> None:
     rows = [
         [
             _shortened(row.prompt),
@@ -104,24 +103,24 @@ def show(found: Comparison, screen: Screen) -> None:
             f"{row.function_seconds:.2f} s",
             f"{row.peft_seconds:.2f} s",
         ]
-        for row in found.rows
+        for row in comparison.rows
     ]
     screen.table(COLUMNS, rows)
-    for row in found.rows:
+    for row in comparison.rows:
         _show_differences(row, screen)
-    agree = "write the same" if found.equal else "DIFFER"
-    ties = f", {found.ties} at ties" if found.ties else ""
+    agree = "write the same" if comparison.equal else "DIFFER"
+    ties = f", {comparison.ties} at ties" if comparison.ties else ""
     screen.line(
-        f"{found.function} and PEFT alone ({found.dtype} on {found.device}) {agree}: "
-        f"{found.tokens_equal} of {found.tokens} tokens equal{ties}"
+        f"{comparison.function} and PEFT alone ({comparison.dtype} on {comparison.device}) {agree}: "
+        f"{comparison.tokens_equal} of {comparison.tokens} tokens equal{ties}"
     )
     screen.line(
-        f"largest difference of log probabilities: {found.logprob_difference:.1e} "
+        f"largest difference of log probabilities: {comparison.logprob_difference:.1e} "
         "(of the 20 most likely tokens at each position)"
     )
     screen.line(
-        f"seconds: {found.function_seconds:.2f} by the function, over HTTP, call after call; "
-        f"{found.peft_seconds:.2f} by PEFT, and {found.peft_load_seconds:.1f} to load"
+        f"seconds: {comparison.function_seconds:.2f} by the function, over HTTP, call after call; "
+        f"{comparison.peft_seconds:.2f} by PEFT, and {comparison.peft_load_seconds:.1f} to load"
     )
 
 

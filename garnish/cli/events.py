@@ -1,4 +1,4 @@
-"""`garnish events`: asynchronous calls, and those of them that failed for good."""
+"""`garnish events` and `webhook-secrets`: asynchronous calls, and what a tenant's webhooks are signed with."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from garnish.cli.options import Output, TableOutput, TenantService, commands
+from garnish.cli.options import Output, Service, TableOutput, TenantService, commands
+from garnish.screen import Column, Screen
+from garnish.sizes import format_time
 
 if TYPE_CHECKING:
-    from garnish.screen import Screen
     from gateway.events.messages import EventReply
-
 
 EventState = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 Id = Annotated[str, typer.Argument(help="As `garnish invoke --async` has printed it.")]
 Function = Annotated[str | None, typer.Option("--function", help="Those of this function alone.")]
+TenantName = Annotated[str, typer.Argument(help="The tenant.", metavar="TENANT")]
 
 
 def list_events(
@@ -27,26 +28,23 @@ def list_events(
     after: Annotated[str | None, typer.Option("--after", help="`next` of the page before.")] = None,
 ) -> None:
     """List asynchronous calls, those that run or wait first."""
-    from garnish.table import Column
-    from garnish.text import shown_time
-
     screen = output.screen()
     with service.client(service.tenant) as client:
         page = client.events(function, in_state, limit, after)
     columns = [
-        Column("ID", least=28),
-        Column("FUNCTION", least=10),
-        Column("STATE", least=9),
-        Column("CREATED", least=19),
+        Column("ID", min_width=28),
+        Column("FUNCTION", min_width=10),
+        Column("STATE", min_width=9),
+        Column("CREATED", min_width=19),
         Column("ATTEMPTS", number=True),
-        Column("ERROR", least=16),
+        Column("ERROR", min_width=16),
     ]
     rows = [
         [
             item.id,
             item.function,
             item.state,
-            shown_time(item.created),
+            format_time(item.created),
             str(len(item.attempts)),
             item.error.type if item.error else "-",
         ]
@@ -54,7 +52,7 @@ def list_events(
     ]
     screen.table(columns, rows)
     if page.next is not None:
-        screen.note(f"there are more: --after {page.next}")
+        screen.notice(f"there are more: --after {page.next}")
     screen.result(page)
 
 
@@ -87,7 +85,7 @@ def redrive_events(
         reply = client.redrive_all(function)
     screen.line(f"{reply.redriven} queued again")
     if reply.more:
-        screen.note("there may be more: the same command again")
+        screen.notice("there may be more: the same command again")
     screen.result(reply)
     return None
 
@@ -103,9 +101,54 @@ def _show(screen: Screen, event: EventReply) -> None:
     screen.result(event)
 
 
+def create_secret(service: Service, output: Output, tenant: TenantName) -> None:
+    """Make a secret and show it, this once. Two are valid at most, so that receivers can change to the new one."""
+    from garnish.calls import webhook_secret_call
+    from gateway.routes.webhook_secrets import NewSecretReply
+
+    screen = output.screen()
+    with service.client(admin=True) as client:
+        created = client.ask(webhook_secret_call(tenant), NewSecretReply)
+    screen.line(created.secret)
+    screen.notice(f"its id is {created.secret_id}; it is not shown again")
+    screen.result(created)
+
+
+def list_secrets(service: Service, output: TableOutput, tenant: TenantName) -> None:
+    """List the ids of the valid secrets."""
+    from garnish.calls import webhook_secrets_call
+    from gateway.routes.webhook_secrets import SecretsReply
+
+    screen = output.screen()
+    with service.client(admin=True) as client:
+        reply = client.ask(webhook_secrets_call(tenant), SecretsReply)
+    rows = [[each.secret_id, format_time(each.created)] for each in reply.secrets]
+    screen.table([Column("ID", min_width=16), Column("CREATED", min_width=20)], rows)
+    screen.result(reply)
+
+
+def end_secret(
+    service: Service,
+    tenant: TenantName,
+    secret_id: Annotated[str, typer.Argument(help="As `list` shows it.", metavar="ID")],
+) -> None:
+    """End a secret: webhooks are not signed with it any more."""
+    from garnish.calls import end_webhook_secret_call
+
+    with service.client(admin=True) as client:
+        client.send(end_webhook_secret_call(tenant, secret_id))
+    Screen().line(f"{secret_id} has ended")
+
+
 group = commands(
     {"list": list_events, "get": get_event, "cancel": cancel_event, "redrive": redrive_events},
     name="events",
     help="Asynchronous calls: list, get, cancel, redrive.",
+    no_args_is_help=True,
+)
+secrets = commands(
+    {"create": create_secret, "list": list_secrets, "delete": end_secret},
+    name="webhook-secrets",
+    help="Secrets that a tenant's webhooks are signed with: create, list, delete. With the admin key.",
     no_args_is_help=True,
 )

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from garnish.cli.options import TableOutput, TenantService
+from garnish.screen import Column, Screen
 
 if TYPE_CHECKING:
-    from garnish.screen import Screen
-    from garnish.table import Column
     from gateway.calls.explanations import ExplainedPlacement
     from gateway.scheduling.decision import Candidate, Decision
 
@@ -32,77 +31,75 @@ TERMS = {
 
 def explain(service: TenantService, output: TableOutput, request_id: RequestId, admin: Admin = False) -> None:
     """Show how a call was placed: the nodes that could have served it, what was forecast of each, the choice."""
-    from garnish.operate import explain_call
+    from garnish.calls import explain_call
     from gateway.calls.explanations import ExplainReply
 
     if admin and service.tenant is not None:
         raise typer.BadParameter("expected --tenant or --admin, not both")
     screen = output.screen()
     with service.client(service.tenant, admin=admin) as client:
-        told = client.ask(explain_call(request_id), ExplainReply)
-    screen.line(f"{told.id} ({told.tenant}/{told.function}), request {told.request_id}")
-    for placement in told.placements:
+        reply = client.ask(explain_call(request_id), ExplainReply)
+    screen.line(f"{reply.id} ({reply.tenant}/{reply.function}), request {reply.request_id}")
+    for placement in reply.placements:
         _show(screen, placement)
-    if told.left_out:
-        screen.line(f"{told.left_out} more placements were not kept")
-    screen.result(told)
+    if reply.left_out:
+        screen.line(f"{reply.left_out} more placements were not kept")
+    screen.result(reply)
 
 
 def _show(screen: Screen, placement: ExplainedPlacement) -> None:
-    made = placement.decision
-    where = f"on {made.node}" if made.node is not None else made.outcome
+    decision = placement.decision
+    where = f"on {decision.node}" if decision.node is not None else decision.outcome
     promised = ", ".join(
         f"{name} {value * 1000:.0f} ms"
-        for name, value in (("ttft", made.ttft), ("tpot", made.tpot))
+        for name, value in (("ttft", decision.ttft), ("tpot", decision.tpot))
         if value is not None
     )
     screen.line(
-        f"{placement.request}: {where}, by {made.policy} in {made.took * 1000:.2f} ms and {made.tries} tries; "
-        f"{made.prompt_tokens} tokens, about {made.expected_tokens:.0f} expected, rank {made.rank}, {made.slo_class}"
-        + (f" ({promised})" if promised else "")
+        f"{placement.request}: {where}, by {decision.policy} in {decision.took * 1000:.2f} ms and "
+        f"{decision.tries} tries; {decision.prompt_tokens} tokens, about {decision.expected_tokens:.0f} expected, "
+        f"rank {decision.rank}, {decision.slo_class}" + (f" ({promised})" if promised else "")
     )
-    if made.excluded:
-        screen.line(f"not again: {', '.join(made.excluded)}")
+    if decision.excluded:
+        screen.line(f"not again: {', '.join(decision.excluded)}")
     screen.line("forecasts in milliseconds:")
-    screen.table(_columns(), [_row(candidate) for candidate in made.candidates])
-    if made.more:
-        screen.line(f"and {made.more} more candidates")
-    for candidate in made.candidates:
+    screen.table(_columns(), [_row(candidate) for candidate in decision.candidates])
+    if decision.more:
+        screen.line(f"and {decision.more} more candidates")
+    for candidate in decision.candidates:
         if candidate.chosen and candidate.ttft is not None:
-            screen.line(in_words(candidate, made))
+            screen.line(in_words(candidate, decision))
 
 
-def in_words(candidate: Candidate, made: Decision) -> str:
+def in_words(candidate: Candidate, decision: Decision) -> str:
     """Returns the text that says, in milliseconds, what a candidate's total is made of."""
-    there, told = candidate.running + candidate.queued + candidate.reserved, _milliseconds
+    there, ms = candidate.running + candidate.queued + candidate.reserved, _milliseconds
     prefill, exposed, decode = candidate.prefill or 0.0, candidate.exposed_load or 0.0, candidate.decode or 0.0
     ttft, step = candidate.ttft or 0.0, candidate.step or 0.0
-    others = there * (prefill / made.expected_tokens + decode)
+    others_ms = there * (prefill / decision.expected_tokens + decode)
     text = (
-        f"{candidate.node}: it waits {told(candidate.wait)} ms to be begun, its prompt adds {told(prefill)} ms, its "
-        f"adapter {told(exposed)} ms: a first token after {told(ttft)} ms. Every token gets "
-        f"{made.expected_inverse:.3g} of that ({told(ttft * made.expected_inverse)} ms) and a step of {told(step)} ms. "
-        f"The {there} requests there pay {told(others)} ms a token between them"
+        f"{candidate.node}: it waits {ms(candidate.wait)} ms to start, its prompt adds {ms(prefill)} ms, its "
+        f"adapter {ms(exposed)} ms: a first token after {ms(ttft)} ms. Every token gets "
+        f"{decision.expected_inverse:.3g} of that ({ms(ttft * decision.expected_inverse)} ms) and a step of {ms(step)} "
+        f"ms. The {there} requests there pay {ms(others_ms)} ms a token between them"
     )
     if candidate.spreading:
-        copy = (there + 1) * candidate.spreading / made.expected_tokens
-        text += f"; one more copy of the adapter displaces another ({told(candidate.spreading)} ms): {told(copy)} ms"
-    return text + (f". Total {told(candidate.total)} ms" if candidate.total is not None else "")
+        copy = (there + 1) * candidate.spreading / decision.expected_tokens
+        text += f"; one more copy of the adapter displaces another ({ms(candidate.spreading)} ms): {ms(copy)} ms"
+    return text + (f". Total {ms(candidate.total)} ms" if candidate.total is not None else "")
 
 
 def _columns() -> list[Column]:
-    from garnish.table import Column
-
     return [
         Column(""),
-        Column("NODE", least=12),
+        Column("NODE", min_width=12),
         Column("TIER"),
         Column("RUNNING", number=True, spare=1),
         Column("QUEUED", number=True, spare=1),
         Column("RESERVED", number=True, spare=9),
         *(Column(_title(name), number=True, spare=spare) for name, spare in TERMS.items()),
         Column("AGE", number=True, spare=6),
-        Column("NOTE", least=24),
+        Column("NOTE", min_width=24),
     ]
 
 

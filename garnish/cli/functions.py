@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from garnish.cli.options import Output, TableOutput, TenantService, Warm
+from garnish.cli.options import Output, Service, TableOutput, TenantService, Warm, ask
+from garnish.errors import GarnishError
+from garnish.screen import Column, Screen
+from garnish.sizes import format_bytes, format_time
 
 if TYPE_CHECKING:
     from garnish.client import Client
-    from garnish.screen import Screen
     from gateway.residency.messages import ForecastReply
+    from gateway.routes.deploy import DeployReply
     from gateway.routes.functions import FunctionReply
 
 Name = Annotated[str, typer.Argument(help="The function's name.")]
@@ -32,9 +37,6 @@ def deploy(
     yes: Annotated[bool, typer.Option("--yes", help="With -f: carry out the plan without asking.")] = False,
 ) -> None:
     """Deploy an adapter as a function, or with -f reconcile tenants and functions with a service file."""
-    from garnish.cli.reconcile import deploy_file
-    from garnish.sizes import shown_bytes
-
     if (file is None) == (name is None or path is None) or (
         file is not None and (name, alias, warm) != (None, None, False)
     ):
@@ -50,17 +52,53 @@ def deploy(
             reply = client.deploy(name, path, alias, dry_run, warm=warm)
         screen.end_progress()
         outcome = "valid" if dry_run else f"version {reply.version}"
-        screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {shown_bytes(reply.bytes)}")
+        screen.line(f"{reply.function}: {outcome}, rank {max(reply.ranks, default=0)}, {format_bytes(reply.bytes)}")
         for warning in reply.warnings:
-            screen.note(f"warning: {warning}")
+            screen.notice(f"warning: {warning}")
         screen.result(reply)
+
+
+def deploy_file(file: Path, service: Service, screen: Screen, *, dry_run: bool, yes: bool) -> None:
+    """Shows what a service file would change, asks, and changes it; with `dry_run` it has only the adapters checked,
+    with `yes` nobody is asked. Raises FrontDoorError."""
+    from garnish.config import load_service_file
+    from garnish.credentials import find_connection
+    from garnish.reconcile import carry_out, make_plan, try_out
+
+    declared = load_service_file(file)
+    administers = find_connection(service.url, None, os.environ, state=service.state, admin=True).key.startswith("gak_")
+    screen.progress("comparing the file with the service")
+    plan = make_plan(declared, service.client, administers=administers)
+    screen.end_progress()
+    for step in plan.steps:
+        screen.line(str(step))
+    if dry_run:
+        for reply in try_out(plan, service.client, screen.progress):
+            _warn(reply, screen)
+        screen.end_progress()
+    if dry_run or not plan.changes:
+        screen.result({"plan": plan, "deployed": []})
+        return
+    if not yes:
+        nobody = f"{plan.changes} changes are planned and nobody can be asked: say --yes (or --dry-run)"
+        ask(f"carry out {plan.changes} changes?", screen, nobody)
+    deployed = []
+    for reply in carry_out(plan, service.client, screen.progress):
+        screen.end_progress()
+        rank = max(reply.ranks, default=0)
+        screen.line(f"{reply.function}: version {reply.version}, rank {rank}, {format_bytes(reply.bytes)}")
+        _warn(reply, screen)
+        deployed.append(reply)
+    screen.result({"plan": plan, "deployed": deployed})
+
+
+def _warn(reply: DeployReply, screen: Screen) -> None:
+    for warning in reply.warnings:
+        screen.notice(f"warning: {reply.function}: {warning}")
 
 
 def list_functions(service: TenantService, output: TableOutput) -> None:
     """List the tenant's functions."""
-    from garnish.sizes import shown_bytes
-    from garnish.table import Column
-
     screen = output.screen()
     with service.client(service.tenant) as client:
         page = client.functions()
@@ -73,50 +111,46 @@ def list_functions(service: TenantService, output: TableOutput) -> None:
             item.name,
             "damaged"
             if item.error
-            else ", ".join(f"{alias}={pointed(target)}" for alias, target in item.aliases.items()),
+            else ", ".join(f"{alias}={format_target(target)}" for alias, target in item.aliases.items()),
             str(max(item.ranks, default=0)),
-            shown_bytes(item.bytes),
+            format_bytes(item.bytes),
             ", ".join(sorted({f"{place.node}:{place.tier}" for place in item.residency})) or "-",
         ]
         for item in items
     ]
     screen.table(
         [
-            Column("NAME", least=20),
-            Column("ALIASES", least=12),
+            Column("NAME", min_width=20),
+            Column("ALIASES", min_width=12),
             Column("RANK", number=True),
             Column("SIZE", number=True),
-            Column("RESIDENT", least=16),
+            Column("RESIDENT", min_width=16),
         ],
         rows,
     )
     if not rows:
-        screen.note("there are no functions yet: garnish deploy NAME DIRECTORY")
+        screen.notice("there are no functions yet: garnish deploy NAME DIRECTORY")
     screen.result({"functions": items, "next": None})
 
 
 def describe(service: TenantService, output: TableOutput, name: Name) -> None:
     """Show one function: aliases, versions, where it is resident."""
-    import msgspec
-
     screen = output.screen()
     with service.client(service.tenant) as client:
-        found, forecast = client.function(name), _forecast(client, name)
-    screen.line(f"name: {found.name}")
-    screen.line(f"generation: {found.generation}")
-    for alias, target in found.aliases.items():
-        screen.line(f"alias {alias}: {pointed(target)}")
-    for field, value in found.policy.items():
+        function, forecast = client.function(name), _forecast(client, name)
+    screen.line(f"name: {function.name}")
+    screen.line(f"generation: {function.generation}")
+    for alias, target in function.aliases.items():
+        screen.line(f"alias {alias}: {format_target(target)}")
+    for field, value in function.policy.items():
         screen.line(f"policy {field}: {msgspec.json.encode(value).decode()}")
     screen.line(f"calls expected: {_expected(forecast)}")
-    _show_versions(found, screen)
-    screen.result(found)
+    _show_versions(function, screen)
+    screen.result(function)
 
 
 def _forecast(client: Client, name: str) -> ForecastReply | None:
     """Returns None where the service is of a release that forecasts nothing."""
-    from garnish.errors import GarnishError
-
     try:
         return client.forecast(name)
     except GarnishError as error:
@@ -143,30 +177,26 @@ def _expected(forecast: ForecastReply | None) -> str:
     return f"{expected}; wanted on {places or 'no node'}{left_out}"
 
 
-def _show_versions(found: FunctionReply, screen: Screen) -> None:
-    from garnish.sizes import shown_bytes
-    from garnish.table import Column
-    from garnish.text import shown_time
-
+def _show_versions(function: FunctionReply, screen: Screen) -> None:
     rows = [
         [
             str(entry.version),
             str(max(entry.ranks, default=0)),
             ", ".join(entry.targets),
-            shown_bytes(entry.bytes),
-            shown_time(entry.created),
-            ", ".join(f"{p.node}:{p.tier}" for p in found.residency if p.version == entry.version) or "-",
+            format_bytes(entry.bytes),
+            format_time(entry.created),
+            ", ".join(f"{p.node}:{p.tier}" for p in function.residency if p.version == entry.version) or "-",
         ]
-        for entry in found.versions
+        for entry in function.versions
     ]
     screen.table(
         [
             Column("VERSION", number=True),
             Column("RANK", number=True),
-            Column("TARGETS", least=12),
+            Column("TARGETS", min_width=12),
             Column("SIZE", number=True),
             Column("CREATED"),
-            Column("RESIDENT", least=16),
+            Column("RESIDENT", min_width=16),
         ],
         rows,
     )
@@ -196,8 +226,6 @@ def delete(
 
 def _delete_version(client: Client, name: str, version: int) -> None:
     """Deletes the version. Raises GarnishError; where an alias is in the way, one that says what to do about it."""
-    from garnish.errors import GarnishError
-
     try:
         client.delete_version(name, version)
     except GarnishError as error:
@@ -210,18 +238,18 @@ def _delete_version(client: Client, name: str, version: int) -> None:
 def _version_in(name: str, version: int | None) -> tuple[str, int | None]:
     """Returns the name and the version to delete: `teas:1` means the same as `teas --version 1`. Raises
     typer.BadParameter for `teas:prod`."""
-    name, colon, named = name.partition(":")
+    name, colon, suffix = name.partition(":")
     if not colon:
         return name, version
-    if not (named.isascii() and named.isdecimal() and int(named)) or version is not None:
+    if not (suffix.isascii() and suffix.isdecimal() and int(suffix)) or version is not None:
         raise typer.BadParameter(
-            f"{named!r} is no version: `garnish delete {name}:1` deletes version 1, `garnish delete {name}` deletes "
+            f"{suffix!r} is no version: `garnish delete {name}:1` deletes version 1, `garnish delete {name}` deletes "
             "all of them; an alias stays as long as its function (garnish alias points it elsewhere)"
         )
-    return name, int(named)
+    return name, int(suffix)
 
 
-def pointed(target: int | dict[str, float]) -> str:
+def format_target(target: int | dict[str, float]) -> str:
     """Returns what an alias points to as text: `4`, or `3:0.9+4:0.1` for shares of the calls."""
     if isinstance(target, int):
         return str(target)

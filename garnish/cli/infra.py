@@ -1,17 +1,20 @@
-"""`garnish infra`: node pools of the service file, by Terraform."""
+"""`garnish infra` and `autoscale`: node pools of the service file, by Terraform, and their sizes, by their load."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, Output, State, TableOutput, ask, commands
+from garnish.screen import Column, Screen
 
 if TYPE_CHECKING:
-    from garnish.screen import Screen
-    from infra.workspace import PlanNote
+    from infra.autoscale.rounds import RoundResult
+    from infra.workspace import SavedPlan
 
 CHANGES = 2
 """Exit code of `plan --detailed-exitcode` when there is something to do."""
@@ -48,15 +51,15 @@ def plan(
 
     with output.screen() as screen:
         provision = Provision(file, state)
-        note = provision.plan(screen.progress)
+        saved = provision.plan(screen.progress)
         screen.end_progress()
-        _show(note, screen)
-        for line in provision.sizes_told():
+        _show(saved, screen)
+        for line in provision.format_pool_sizes():
             screen.line(line)
-        if note.changes:
+        if saved.changes:
             screen.line("the plan is saved: `garnish infra apply` carries it out")
-        screen.result({**_result(note), "sizes": provision.sizes_told()})
-    if detailed and note.changes:
+        screen.result({**_result(saved), "sizes": provision.format_pool_sizes()})
+    if detailed and saved.changes:
         raise typer.Exit(CHANGES)
 
 
@@ -66,16 +69,16 @@ def apply(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT
 
     with output.screen() as screen:
 
-        def confirm(note: PlanNote) -> None:
+        def confirm(plan: SavedPlan) -> None:
             screen.end_progress()
-            _show(note, screen)
-            if note.changes:
-                _confirm(f"carry out {len(note.changes)} changes?", screen, yes)
+            _show(plan, screen)
+            if plan.changes:
+                _confirm(f"carry out {len(plan.changes)} changes?", screen, yes)
 
-        note = Provision(file, state).apply(confirm, screen.progress)
+        applied = Provision(file, state).apply(confirm, screen.progress)
         screen.end_progress()
-        screen.line(f"applied: {_summary(note)}")
-        screen.result(_result(note))
+        screen.line(f"applied: {_summary(applied)}")
+        screen.result(_result(applied))
 
 
 def destroy(
@@ -90,21 +93,20 @@ def destroy(
 
     with output.screen() as screen:
 
-        def confirm(note: PlanNote) -> None:
+        def confirm(plan: SavedPlan) -> None:
             screen.end_progress()
-            _show(note, screen)
-            _confirm(f"destroy all {len(note.changes)}?", screen, yes)
+            _show(plan, screen)
+            _confirm(f"destroy all {len(plan.changes)}?", screen, yes)
 
-        note = Provision(file, state).destroy(confirm, screen.progress, force=force)
+        destroyed = Provision(file, state).destroy(confirm, screen.progress, force=force)
         screen.end_progress()
-        screen.line(f"destroyed: {len(note.changes)}" if note.changes else "there is nothing to destroy")
-        screen.result(_result(note))
+        screen.line(f"destroyed: {len(destroyed.changes)}" if destroyed.changes else "there is nothing to destroy")
+        screen.result(_result(destroyed))
 
 
 def show(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE) -> None:
     """Show the pools: what is desired, what lives, and where the two differ."""
     from garnish.provision import Provision
-    from garnish.table import Column
 
     with output.screen() as screen:
         pools = Provision(file, state).show()
@@ -118,52 +120,94 @@ def show(output: TableOutput, file: File = DEFAULT_FILE, state: State = DEFAULT_
         ]  # fmt: skip
         screen.table(
             [
-                Column("POOL", least=12),
+                Column("POOL", min_width=12),
                 Column("BACKEND"),
                 Column("MIN DESIRED MAX"),
-                Column("NODES", least=20),
-                Column("DRIFT", least=20),
+                Column("NODES", min_width=20),
+                Column("DRIFT", min_width=20),
             ],
             rows,
         )
         screen.result({"pools": pools})
 
 
-def _show(note: PlanNote, screen: Screen) -> None:
-    from garnish.table import Column
-
+def _show(plan: SavedPlan, screen: Screen) -> None:
     columns = [
         Column("ACTION"),
-        Column("POOL", least=12),
-        Column("RESOURCE", least=16),
-        Column("REASON", least=16),
-        Column("COSTS MONEY", least=11),
+        Column("POOL", min_width=12),
+        Column("RESOURCE", min_width=16),
+        Column("REASON", min_width=16),
+        Column("COSTS MONEY", min_width=11),
     ]
     rows = [
         [change.action, change.pool or "-", change.resource, change.reason, "yes" if change.cost else "-"]
-        for change in note.changes
+        for change in plan.changes
     ]
     if rows:
         screen.table(columns, rows)
-    screen.line(_summary(note))
+    screen.line(_summary(plan))
 
 
-def _summary(note: PlanNote) -> str:
+def _summary(plan: SavedPlan) -> str:
     counts = dict.fromkeys(("create", "change", "replace", "destroy"), 0)
-    for change in note.changes:
+    for change in plan.changes:
         counts[change.action] += 1
-    told = [f"{count} to {action}" for action, count in counts.items() if count]
-    costing = sum(change.cost for change in note.changes)
-    return ", ".join(told) + (f" ({costing} bear on cost)" if costing else "") if told else "nothing to do"
+    parts = [f"{count} to {action}" for action, count in counts.items() if count]
+    costing = sum(change.cost for change in plan.changes)
+    return ", ".join(parts) + (f" ({costing} bear on cost)" if costing else "") if parts else "nothing to do"
 
 
-def _result(note: PlanNote) -> dict[str, object]:
-    return {"changes": note.changes, "made_for": note.made_for, "destroy": note.destroy}
+def _result(plan: SavedPlan) -> dict[str, object]:
+    return {"changes": plan.changes, "made_for": plan.made_for, "destroy": plan.destroy}
 
 
 def _confirm(question: str, screen: Screen, yes: bool) -> None:
     if not yes:
         ask(question, screen, f"{question} Nobody can be asked: say --yes")
+
+
+def autoscale(
+    output: Output,
+    file: File = DEFAULT_FILE,
+    state: State = DEFAULT_STATE,
+    once: Annotated[bool, typer.Option("--once", help="One round; it makes no pool smaller.")] = False,
+) -> None:
+    """Keep the node pools as large as their load asks, within their bounds, until Ctrl-C."""
+    from garnish.autoscaling import autoscale as scale
+
+    screen, shown = output.screen(), dict[str, tuple[object, ...]]()
+    with screen:
+        well = scale(file, state, lambda decided: _show_decision(decided, screen, shown, show_all=once), once=once)
+    raise typer.Exit(0 if well else 1)
+
+
+def _show_decision(
+    decided: RoundResult, screen: Screen, shown: dict[str, tuple[object, ...]], *, show_all: bool
+) -> None:
+    """Prints what a round did to a pool: with --json always, else only what differs from the pool's last line.
+
+    `shown` holds these lines by pool. With `show_all` every line is printed.
+    """
+
+    screen.result({"at": round(time.time(), 3), **msgspec.to_builtins(decided)})
+    line = (decided.action, decided.size, decided.wanted, decided.reason if decided.action == "held" else "")
+    before = shown.get(decided.pool)
+    if show_all or before is None or (before != line and (decided.action != "none" or before[0] == "held")):
+        screen.line(f"{decided.pool}: {_format_decision(decided)}")
+    shown[decided.pool] = line
+
+
+def _format_decision(decided: RoundResult) -> str:
+    at = "" if decided.size is None else f" at {decided.size}"
+    match decided.action:
+        case "set" if decided.size != decided.wanted:
+            return f"{decided.size} -> {decided.wanted}: {decided.reason}"
+        case "held":
+            return f"held{at}: {decided.reason}"
+        case "waits":
+            return f"waits{at}: {decided.reason}"
+        case _:
+            return f"stays{at}: {decided.reason}"
 
 
 group = commands(

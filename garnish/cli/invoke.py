@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from garnish.cli.options import Output, TenantService
+from garnish.screen import Screen
 
 if TYPE_CHECKING:
     from garnish.client import Client
-    from garnish.screen import Screen
     from gateway.api.schema import ColdStartTiming, DoneEvent, InvokeReply
 
 
@@ -52,7 +52,7 @@ def invoke(
     with service.client(service.tenant) as client:
         if later:
             return _submitted(client, screen, name, sent, options)
-        reply = (_streamed if stream else _whole)(client, screen, name, sent, options)
+        reply = (_streamed if stream else _unstreamed)(client, screen, name, sent, options)
     if timing:
         _show_timing(screen, reply)
     return None
@@ -64,7 +64,7 @@ def _submitted(client: Client, screen: Screen, name: str, prompt: Any, options: 
     screen.result(event)
 
 
-def _whole(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> InvokeReply:
+def _unstreamed(client: Client, screen: Screen, name: str, prompt: Any, options: dict[str, Any]) -> InvokeReply:
     reply = client.invoke(name, prompt, stream=False, **options)
     screen.line(reply.output.text)
     screen.result(reply)
@@ -99,11 +99,11 @@ def _show_timing(screen: Screen, reply: InvokeReply | DoneEvent) -> None:
     ]
     if not screen.as_json:
         for name, value in rows:
-            screen.note(f"{name}: {value}")
+            screen.notice(f"{name}: {value}")
 
 
 def _phases(cold: ColdStartTiming) -> list[list[str]]:
-    """Returns rows that tell how the load went, for an adapter that was not on the device."""
+    """Returns the rows about the load of an adapter that was not on the device."""
     rows = []
     if cold.fetch_ms:
         rows.append(["  from the store", _ms(cold.fetch_ms)])

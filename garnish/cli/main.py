@@ -7,7 +7,6 @@ import sys
 
 from cluster.printable import printable
 from garnish.cli import (
-    autoscale,
     batch,
     compare,
     events,
@@ -15,17 +14,13 @@ from garnish.cli import (
     functions,
     infra,
     invoke,
-    logs,
     nodes,
-    policy,
     profile,
     registry,
     serve,
     simulate,
     usage,
     versions,
-    warm,
-    webhook_secrets,
 )
 from garnish.cli.options import Output, commands
 from garnish.errors import FrontDoorError
@@ -53,16 +48,16 @@ app = commands(
         "delete": functions.delete,
         "alias": versions.alias,
         "rollback": versions.rollback,
-        "policy": policy.policy,
-        "warm": warm.warm,
+        "policy": versions.policy,
+        "warm": versions.warm,
         "invoke": invoke.invoke,
         "explain": explain.explain,
         "compare": compare.compare,
         "profile": profile.profile,
         "usage": usage.usage,
-        "logs": logs.logs,
+        "logs": serve.logs,
         "simulate": simulate.simulate,
-        "autoscale": autoscale.autoscale,
+        "autoscale": infra.autoscale,
         "version": version,
     },
     name="garnish",
@@ -71,8 +66,8 @@ app = commands(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for group in (events, webhook_secrets, batch, nodes, registry, infra):
-    app.add_typer(group.group)
+for group in (events.group, events.secrets, batch.group, nodes.group, registry.group, infra.group):
+    app.add_typer(group)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from garnish.cli.options import Output, Service, TableOutput, TenantService, commands, flat
-
-if TYPE_CHECKING:
-    from garnish.screen import Screen
+from garnish.screen import Column, Screen
+from garnish.sizes import format_bytes
 
 Node = Annotated[str, typer.Argument(help="The node's id.")]
 Function = Annotated[
@@ -20,7 +19,7 @@ Function = Annotated[
 Digest = Annotated[str | None, typer.Option("--digest", help="A version's digest, instead of a function.")]
 
 
-def list_unless_told(service: Service, output: TableOutput, context: typer.Context) -> None:
+def list_by_default(service: Service, output: TableOutput, context: typer.Context) -> None:
     """The nodes: list them, see their adapters, drain them."""
     if context.invoked_subcommand is None:
         list_nodes(service, output)
@@ -30,20 +29,19 @@ def list_unless_told(service: Service, output: TableOutput, context: typer.Conte
 
 def list_nodes(service: Service, output: TableOutput) -> None:
     """List the nodes as the scheduler sees them, and why each has its CPU workers; --json says more."""
-    from garnish.operate import nodes_call
-    from garnish.table import Column
+    from garnish.calls import nodes_call
     from gateway.routes.nodes import NodeList
 
     screen = output.screen()
     with service.client(admin=True) as client:
-        found = client.ask(nodes_call(), NodeList)
+        reply = client.ask(nodes_call(), NodeList)
     shown = ("id", "state", "running", "queued", "kv_blocks_free", "url", "error")
-    rows = [[str(node.record.get(field, "")) for field in shown] for node in found.nodes]
-    for row, node in zip(rows, found.nodes, strict=True):
-        row.insert(5, observed_over_forecast(node.record))
+    rows = [[str(node.record.get(field, "")) for field in shown] for node in reply.nodes]
+    for row, node in zip(rows, reply.nodes, strict=True):
+        row.insert(5, format_forecast_ratio(node.record))
         row.insert(6, str(node.record.get("cpu_workers", "-")))
     columns = [
-        Column("ID", least=16),
+        Column("ID", min_width=16),
         Column("STATE"),
         Column("RUNNING", number=True),
         Column("QUEUED", number=True),
@@ -51,38 +49,38 @@ def list_nodes(service: Service, output: TableOutput) -> None:
         Column("OBSERVED/FORECAST", spare=1),
         Column("CPU WORKERS", number=True, spare=1),
         Column("URL", spare=2),
-        Column("ERROR", least=20),
+        Column("ERROR", min_width=20),
     ]
-    if any(node.record.get("gpu") for node in found.nodes):
+    if any(node.record.get("gpu") for node in reply.nodes):
         columns.insert(7, Column("GPU", spare=1))
-        for row, node in zip(rows, found.nodes, strict=True):
-            row.insert(7, gpu_shown(node.record))
+        for row, node in zip(rows, reply.nodes, strict=True):
+            row.insert(7, format_gpu(node.record))
     screen.table(columns, rows)
-    for line in () if screen.as_json else (workers_shown(node.record) for node in found.nodes):
+    for line in () if screen.as_json else (format_workers(node.record) for node in reply.nodes):
         if line:
-            screen.note(line)
-    screen.result(found)
+            screen.notice(line)
+    screen.result(reply)
 
 
-def workers_shown(record: Mapping[str, Any]) -> str:
-    """Returns how many CPU workers a node has, and why: `node-1: 2 CPU workers: they gain; ...`. Empty where the node
-    gives no reason."""
+def format_workers(record: Mapping[str, Any]) -> str:
+    """Returns a node's number of CPU workers and the reason: `node-1: 2 CPU workers: they gain; ...`.
+
+    Empty if the node gives no reason.
+    """
     count, reason = record.get("cpu_workers"), record.get("cpu_workers_reason", "")
     if count is None or not reason:
         return ""
     return f"{record.get('id', '')}: {count} CPU worker{'' if count == 1 else 's'}: {reason}"
 
 
-def gpu_shown(record: Mapping[str, Any]) -> str:
+def format_gpu(record: Mapping[str, Any]) -> str:
     """Returns the GPU of a node and how it is, as far as that is reported: `0 L4, 5.0 GiB of 24.0 GiB, 87 %, 43 C`."""
-    from garnish.sizes import shown_bytes
-
     gpu, load = record.get("gpu"), record.get("gpu_load") or {}
     if not gpu:
         return "-"
     parts = [f"{gpu.get('index', '')} {gpu.get('name', '')}".strip() or gpu["uuid"]]
     if load.get("memory_used") is not None:
-        parts.append(f"{shown_bytes(load['memory_used'])} of {shown_bytes(gpu.get('memory', 0))}")
+        parts.append(f"{format_bytes(load['memory_used'])} of {format_bytes(gpu.get('memory', 0))}")
     if load.get("utilisation") is not None:
         parts.append(f"{load['utilisation']} %")
     if load.get("temperature") is not None:
@@ -92,9 +90,8 @@ def gpu_shown(record: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def observed_over_forecast(record: Mapping[str, Any]) -> str:
-    """Returns text that tells how a node's passes compare with what its performance model says of them, or how far the
-    measuring of one is."""
+def format_forecast_ratio(record: Mapping[str, Any]) -> str:
+    """Returns the ratio of observed to forecast pass durations as text, or how far the model's measurement is."""
     from cluster.model_check import is_off
 
     ratio = record.get("forecast_ratio")
@@ -108,45 +105,43 @@ def observed_over_forecast(record: Mapping[str, Any]) -> str:
 
 def adapters(service: Service, output: TableOutput, node: Node) -> None:
     """List a node's adapters: where they are, and how far those have come that are loading."""
-    from garnish.operate import node_adapters_call
-    from garnish.sizes import shown_bytes
-    from garnish.table import Column
+    from garnish.calls import node_adapters_call
     from gateway.routes.nodes import NodeAdapters
 
     screen = output.screen()
     with service.client(admin=True) as client:
-        found = client.ask(node_adapters_call(node), NodeAdapters)
+        reply = client.ask(node_adapters_call(node), NodeAdapters)
     rows = [
         [
             entry.digest,
             entry.tier,
             str(max(entry.ranks)) if entry.ranks else "-",
-            shown_bytes(entry.bytes),
+            format_bytes(entry.bytes),
             str(entry.in_use),
             str(entry.waiting),
             _progress(entry.layers),
         ]
-        for entry in found.adapters
+        for entry in reply.adapters
     ]
     screen.table(
         [
-            Column("DIGEST", least=16, cut=True),
+            Column("DIGEST", min_width=16, cut=True),
             Column("TIER"),
             Column("RANK", number=True),
             Column("SIZE", number=True),
             Column("IN USE", number=True),
             Column("WAITING", number=True),
-            Column("LOADING", least=16),
+            Column("LOADING", min_width=16),
         ],
         rows,
     )
-    if found.unnamed:
-        screen.note(f"{found.unnamed} more are on the disk")
-    screen.result(found)
+    if reply.unnamed:
+        screen.notice(f"{reply.unnamed} more are on the disk")
+    screen.result(reply)
 
 
 def _progress(layers: Sequence[str] | None) -> str:
-    """Returns text that tells how many layers are in each state, such as `3 device, 1 host, 4 no`; `-` without
+    """Returns the number of layers in each state as text, such as `3 device, 1 host, 4 no`; `-` without
     layers."""
     if layers is None:
         return "-"
@@ -168,7 +163,7 @@ def evict(service: TenantService, output: Output, node: Node, function: Function
 def _move(
     action: str, node: str, function: str | None, digest: str | None, service: TenantService, screen: Screen
 ) -> None:
-    from garnish.operate import move_call
+    from garnish.calls import move_call
     from gateway.routes.nodes import MovedReply
 
     if (function is None) == (digest is None):
@@ -181,14 +176,16 @@ def _move(
 
 
 def _first_tenant(function: str | None, service: Service) -> str | None:
-    """Returns the tenant that a `function` named without one belongs to: the first tenant in the state's credentials.
-    Returns None when no function is named, a URL is given, or the state has no credentials."""
+    """Returns the tenant of a `function` that is named without one: the first in the state's credentials.
+
+    Returns None if no function is named, a URL is given, or the state has no credentials.
+    """
     from garnish.credentials import FILE_NAME, read_credentials
 
     if function is None or service.url is not None or "GARNISH_URL" in os.environ:
         return None
-    known = read_credentials(service.state / FILE_NAME)
-    return known.tenant if known is not None else None
+    credentials = read_credentials(service.state / FILE_NAME)
+    return credentials.tenant if credentials is not None else None
 
 
 def drain(service: Service, output: Output, node: Node) -> None:
@@ -201,15 +198,15 @@ def undrain(service: Service, output: Output, node: Node) -> None:
     _set_draining(node, False, service, output.screen())
 
 
-def _set_draining(node: str, wanted: bool, service: Service, screen: Screen) -> None:
-    from garnish.operate import drain_call
+def _set_draining(node: str, draining: bool, service: Service, screen: Screen) -> None:
+    from garnish.calls import drain_call
     from gateway.routes.nodes import NodeItem
 
     with service.client(admin=True) as client:
-        found = client.ask(drain_call(node, wanted), NodeItem)
-    open_requests = found.record["running"] + found.record["queued"]
-    screen.line(f"{node}: {found.record['state']}, {open_requests} requests open")
-    screen.result(found)
+        node_item = client.ask(drain_call(node, draining), NodeItem)
+    open_requests = node_item.record["running"] + node_item.record["queued"]
+    screen.line(f"{node}: {node_item.record['state']}, {open_requests} requests open")
+    screen.result(node_item)
 
 
 group = commands(
@@ -224,5 +221,5 @@ group = commands(
     name="nodes",
     help="The nodes: list them, see their adapters, drain them.",
     invoke_without_command=True,
-    callback=flat(list_unless_told),
+    callback=flat(list_by_default),
 )

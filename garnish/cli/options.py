@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from garnish.errors import FrontDoorError
+from garnish.screen import Screen
+
 if TYPE_CHECKING:
     from garnish.client import Client
-    from garnish.screen import Screen
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NoHeader = Annotated[bool, typer.Option("--no-header", help="Leave out the table's header line.")]
@@ -36,7 +38,7 @@ Command = Callable[..., None]
 
 @dataclass(frozen=True)
 class Service:
-    """Which service is asked. No option takes a key: it would show in the process list."""
+    """Options that choose the service. None takes a key, which would show in the process list."""
 
     url: Url = None
     state: State = DEFAULT_STATE
@@ -44,7 +46,7 @@ class Service:
     def client(self, tenant: str | None = None, *, admin: bool = False) -> Client:
         """Returns a client for the tenant, with the key that belongs to the service, or with its admin key."""
         from garnish.client import Client
-        from garnish.connection import find_connection
+        from garnish.credentials import find_connection
 
         connection = find_connection(self.url, None, os.environ, state=self.state, tenant=tenant, admin=admin)
         return Client(connection=connection)
@@ -52,41 +54,37 @@ class Service:
 
 @dataclass(frozen=True)
 class TenantService(Service):
-    """Which service is asked, and for which of its tenants."""
+    """Options that choose the service and one of its tenants."""
 
     tenant: Tenant = None
 
 
 @dataclass(frozen=True)
 class Output:
-    """How a command shows its outcome."""
+    """Options for the output of a command."""
 
     as_json: AsJson = False
 
     def screen(self) -> Screen:
-        from garnish.screen import Screen
-
         return Screen(self.as_json)
 
 
 @dataclass(frozen=True)
 class TableOutput:
-    """How a command shows its outcome, which has a table."""
+    """Options for the output of a command that prints a table."""
 
     no_header: NoHeader = False
     as_json: AsJson = False
 
     def screen(self) -> Screen:
-        from garnish.screen import Screen
-
         return Screen(self.as_json, header=not self.no_header)
 
 
 def ask(question: str, screen: Screen, nobody: str) -> None:
-    """Asks a person whether to go on. Raises FrontDoorError, with the text `nobody`, when there is nobody to ask, and
-    Exit when the answer is no."""
-    from garnish.errors import FrontDoorError
+    """Asks a person whether to continue.
 
+    Raises FrontDoorError with the text `nobody` if there is nobody to ask, and Exit if the answer is no.
+    """
     if screen.as_json or not sys.stdin.isatty():
         raise FrontDoorError(nobody)
     if not typer.confirm(question, err=True):
@@ -94,26 +92,25 @@ def ask(question: str, screen: Screen, nobody: str) -> None:
 
 
 def commands(members: Mapping[str, Command], **settings: Any) -> typer.Typer:
-    """Returns the commands of these names as one of Typer's applications, which has the `settings`."""
-    made = typer.Typer(**settings)
+    """Returns a Typer application with these commands by name and the `settings`."""
+    app = typer.Typer(**settings)
     for name, command in members.items():
-        made.command(name)(flat(command))
-    return made
+        app.command(name)(flat(command))
+    return app
 
 
 def flat(command: Command) -> Command:
-    """Returns the command as Typer knows commands: the options of its groups, which are dataclasses, are parameters of
-    their own, behind the others."""
+    """Returns the command with the fields of its option groups, which are dataclasses, as separate last parameters."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
-    own = [each for each in parameters if each.name not in groups]
+    plain = [each for each in parameters if each.name not in groups]
     options = [each for kind in groups.values() for each in inspect.signature(kind, eval_str=True).parameters.values()]
 
     @wraps(command)
-    def run(**given: Any) -> None:
+    def run(**arguments: Any) -> None:
         for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        command(**given)
+            arguments[name] = kind(**{field.name: arguments.pop(field.name) for field in fields(kind)})
+        command(**arguments)
 
-    run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature([*plain, *options])  # type: ignore[attr-defined]
     return run

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, HostNodes, Output, State
+from garnish.errors import FrontDoorError
+from garnish.screen import Screen
 
 if TYPE_CHECKING:
-    from garnish.screen import Screen
     from node_agent.config import EngineConfig
+
+COMMAND = (sys.executable, "-m", "node_agent.profile_process")
+MAX_SILENCE_SECONDS = 1800.0
+"""Seconds of silence after which the measurement counts as stuck; a large base on few cores is slow."""
 
 
 def profile(
@@ -40,16 +49,14 @@ def profile(
         host_nodes=host_nodes or host_nodes_of(service, node_id),
     ).engine
     with output.screen() as screen:
-        found = _measure(config, screen)
+        measured = _measure(config, screen)
         screen.end_progress()
-        screen.result(found)
-        show(found, Path(config.profile or ""), screen)
+        screen.result(measured)
+        show(measured, Path(config.profile or ""), screen)
 
 
 def _measure(config: EngineConfig, screen: Screen) -> dict[str, Any]:
     """Measures with the GPU and the cores that a node would have. Raises FrontDoorError."""
-    from garnish.errors import FrontDoorError
-    from garnish.measurement import run_measurement
     from node_agent.gpu.claim import claimed_gpu
     from node_agent.gpu.devices import NoGpu
 
@@ -60,21 +67,49 @@ def _measure(config: EngineConfig, screen: Screen) -> dict[str, Any]:
         raise FrontDoorError(f"the node can't be measured: {error}") from None
 
 
-def show(found: dict[str, Any], file: Path, screen: Any) -> None:
-    _show_cold_start(found["cold_start"], screen, found["performance"].get("expected_link"))
-    _show_performance(found["performance"], screen)
+def run_measurement(
+    config: EngineConfig,
+    step: Callable[[str, float | None], None],
+    command: Sequence[str] = COMMAND,
+    patience: float = MAX_SILENCE_SECONDS,
+) -> dict[str, Any]:
+    """Measures the node in a child process; returns its cold-start profile and its performance model.
+
+    The keys are `cold_start` and `performance`. The child also writes both to files: `config.profile`, and one next to
+    it. `step` is called with what is being done and the share of it that is done. The child ends with this call and
+    with this process. Raises FrontDoorError.
+    """
+    from garnish.child_messages import child_messages
+    from node_agent.config import ProfileProcessConfig
+
+    settings = ProfileProcessConfig(parent=os.getpid(), engine=config)
+    with contextlib.closing(child_messages(command, settings, doing="the measurement", patience=patience)) as messages:
+        for message in messages:
+            if message.get("type") == "step":
+                step(message["text"], message.get("share"))
+            elif message.get("type") == "failed":
+                raise FrontDoorError(f"the node can't be measured: {message['message']}")
+            else:
+                message.pop("type", None)
+                return dict(message)
+    raise FrontDoorError("the measuring process ended before it was done; its log is above")
+
+
+def show(measured: dict[str, Any], file: Path, screen: Any) -> None:
+    _show_cold_start(measured["cold_start"], screen, measured["performance"].get("expected_link"))
+    _show_performance(measured["performance"], screen)
     screen.line(f"written to {file} and {file.with_suffix('.performance.json').name}")
 
 
-def _show_cold_start(found: dict[str, Any], screen: Any, expected: float | None) -> None:
-    layer = ", ".join(f"{tokens}: {seconds * 1e3:.2f} ms" for tokens, seconds in found["layer"])
+def _show_cold_start(profile: dict[str, Any], screen: Any, expected: float | None) -> None:
+    layer = ", ".join(f"{tokens}: {seconds * 1e3:.2f} ms" for tokens, seconds in profile["layer"])
     screen.line(f"a layer on the device, by prompt tokens: {layer}")
-    link = found["link"]
+    link = profile["link"]
     of = f" of the {expected / 1e9:.2f} GB/s of its PCIe link" if expected else ""
     screen.line(
         f"host memory to device: {link['bandwidth'] / 1e9:.2f} GB/s{of}, latency {link['latency'] * 1e6:.0f} us"
     )
-    cpu = found["cpu"]
+    cpu = profile["cpu"]
     if cpu is None:
         screen.line("no CPU workers")
     else:
@@ -82,8 +117,8 @@ def _show_cold_start(found: dict[str, Any], screen: Any, expected: float | None)
         screen.line(f"a CPU worker: {cpu['fixed'] * 1e6:.0f} us a handoff, {rate:.1f} billion multiplications a second")
 
 
-def _show_performance(found: dict[str, Any], screen: Any) -> None:
-    decode, prefill = found["decode"]["model"], found["prefill"]["model"]
+def _show_performance(model: dict[str, Any], screen: Any) -> None:
+    decode, prefill = model["decode"]["model"], model["prefill"]["model"]
     terms = {
         "max_rank": "rows x largest rank",
         "request_ranks": "ranks of requests",
@@ -92,14 +127,14 @@ def _show_performance(found: dict[str, Any], screen: Any) -> None:
     screen.line(
         f"a decode step: {decode['base'] * 1e3:.2f} ms + {decode['per_row'] * 1e6:.1f} us a row{_beyond(decode)} "
         f"+ {decode['per_context'] * 1e9:.1f} ns a token of context "
-        f"+ {decode['per_rank'] * 1e6:.2f} us of the {terms[decode['rank_term']]}{_quality(found['decode'])}"
+        f"+ {decode['per_rank'] * 1e6:.2f} us of the {terms[decode['rank_term']]}{_quality(model['decode'])}"
     )
     screen.line(
         f"a pass over prompts: {prefill['base'] * 1e3:.2f} ms + {prefill['per_token'] * 1e6:.1f} us a token "
         f"+ {prefill['per_token2'] * 1e9:.2f} ns a token squared "
-        f"+ {prefill['per_token_rank'] * 1e9:.1f} ns a token and rank{_quality(found['prefill'])}"
+        f"+ {prefill['per_token_rank'] * 1e9:.1f} ns a token and rank{_quality(model['prefill'])}"
     )
-    forms = ", ".join(f"{form['r2']:.3f} ({form['kernel']})" for form in found["paper"])
+    forms = ", ".join(f"{form['r2']:.3f} ({form['kernel']})" for form in model["paper"])
     if forms:
         screen.line(f"a decode step by the rank term alone, batches of 4 to 32: R^2 {forms}")
 

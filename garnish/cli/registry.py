@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import msgspec
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, Output, State, commands
+from garnish.errors import FrontDoorError, StartError
+from garnish.sizes import format_bytes
 
 if TYPE_CHECKING:
     from adapters.store import ObjectStore
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_SHOWN = 1000
-"""Entries that the JSON result lists; there may be as many as a bucket has objects."""
+"""Entries listed in the JSON result, at most; a bucket may have many more objects."""
 
 
 def gc(
@@ -25,42 +28,38 @@ def gc(
     state: State = DEFAULT_STATE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove what no function lists and is 24 hours old. It may run beside the service and its deploys."""
-    import msgspec
-
+    """Remove what no function lists and is 24 hours old. It may run while the service takes deploys."""
     from adapters.collect import collect
     from adapters.store import ObjectInfo
-    from garnish.sizes import shown_bytes
 
     removed: list[str] = []
 
-    def tell(info: ObjectInfo) -> None:
-        screen.line(f"{'would remove' if dry_run else 'removed'} {info.key} ({shown_bytes(info.size)})")
+    def report(info: ObjectInfo) -> None:
+        screen.line(f"{'would remove' if dry_run else 'removed'} {info.key} ({format_bytes(info.size)})")
         if len(removed) < MAX_SHOWN:
             removed.append(info.key)
 
     with output.screen() as screen:
         store = _store(file, state, writes=not dry_run)
         screen.progress("reading what the functions list")
-        done = _told(lambda: collect(store, dry_run=dry_run, on_removal=tell))
+        done = _with_cli_errors(lambda: collect(store, dry_run=dry_run, on_removal=report))
         screen.end_progress()
         screen.line(
-            f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, {shown_bytes(done.bytes)} "
-            f"{'would be removed' if dry_run else 'removed'}; {done.kept} files and artifacts stay"
+            f"{done.blobs} files, {done.artifacts} artifacts and {done.manifests} manifests, "
+            f"{format_bytes(done.bytes)} {'would be removed' if dry_run else 'removed'}; "
+            f"{done.kept} files and artifacts stay"
         )
         screen.result({**msgspec.to_builtins(done), "objects": removed})
 
 
 def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STATE) -> None:
     """Read and hash again all that functions list, and name what is missing or changed. Exit code 1 if anything is."""
-    import msgspec
-
     from adapters.verify import Damage
     from adapters.verify import verify as verify_store
 
     damages: list[Damage] = []
 
-    def tell(damage: Damage) -> None:
+    def report(damage: Damage) -> None:
         screen.line(f"{damage.version}: {damage.key} {damage.problem}")
         if len(damages) < MAX_SHOWN:
             damages.append(damage)
@@ -68,7 +67,7 @@ def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STA
     with output.screen() as screen:
         store = _store(file, state, writes=False)
         screen.progress("reading every listed version")
-        done = _told(lambda: verify_store(store, on_damage=tell))
+        done = _with_cli_errors(lambda: verify_store(store, on_damage=report))
         screen.end_progress()
         screen.line(f"{done.versions} versions, {done.objects} objects read; {done.damaged} versions are damaged")
         screen.result({**msgspec.to_builtins(done), "damages": damages})
@@ -77,24 +76,23 @@ def verify(output: Output, file: File = DEFAULT_FILE, state: State = DEFAULT_STA
 
 
 def _store(file: Path, state: Path, *, writes: bool) -> ObjectStore:
-    """Returns the registry that the service file names; with `writes` it is checked that it keeps conditions. Raises
-    FrontDoorError."""
+    """Returns the registry that the service file names.
+
+    With `writes` the store is checked to honour conditional writes. Raises FrontDoorError.
+    """
     from adapters.open_store import open_checked_store, open_store
     from garnish.config import load_service_file
-    from garnish.errors import StartError
     from garnish.settings import registry_of
 
     address = registry_of(load_service_file(file), state.absolute())
     if "://" not in address and not Path(address).is_dir():
         raise StartError(f"there is no registry in {address}; name the state directory with --state")
-    return _told(lambda: (open_checked_store if writes else open_store)(address))
+    return _with_cli_errors(lambda: (open_checked_store if writes else open_store)(address))
 
 
-def _told(work: Callable[[], T]) -> T:
-    """Returns the work's result. Raises what went wrong with the store as FrontDoorError, for the person at the
-    terminal."""
+def _with_cli_errors(work: Callable[[], T]) -> T:
+    """Returns the work's result. Raises failures of the store as FrontDoorError."""
     from adapters.errors import AdapterError
-    from garnish.errors import FrontDoorError
 
     try:
         return work()

@@ -1,17 +1,22 @@
-"""`garnish up`, `garnish gateway`, `garnish node`: the commands that serve."""
+"""`garnish up`, `gateway`, `node` and `logs`: the commands that serve, and what their processes have logged."""
 
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from garnish.cli.options import DEFAULT_FILE, DEFAULT_STATE, File, HostNodes, Output, State
+from garnish.screen import Screen
 
 Host = Annotated[str | None, typer.Option("--host", help="Listen here instead of the file's gateway.host.")]
 Port = Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Instead of the file's gateway.port.")]
+Process = Annotated[str | None, typer.Argument(help="gateway, or a node's id (default: all).")]
+Lines = Annotated[int, typer.Option("-n", "--lines", min=1, max=1_000_000, help="The last lines of each.")]
+AsTrace = Annotated[bool, typer.Option("--trace", help="The calls that ended well, as a trace for `garnish simulate`.")]
 
 
 def up(
@@ -35,18 +40,17 @@ def up(
 def gateway(file: File = DEFAULT_FILE, state: State = DEFAULT_STATE, host: Host = None, port: Port = None) -> None:
     """Serve the gateway alone; nodes are started with `garnish node`."""
     from garnish.config import load_service_file
-    from garnish.screen import Screen
     from garnish.settings import gateway_config, resolve_base
     from garnish.up.greeting import show_keys
     from garnish.up.prepare import check_port, check_shared, local_url, make_keys, state_directory
     from gateway.server import run
 
     service = load_service_file(file)
-    with state_directory(state) as own:
-        config = gateway_config(service, resolve_base(service), own, host=host, port=port)
+    with state_directory(state) as directory:
+        config = gateway_config(service, resolve_base(service), directory, host=host, port=port)
         check_port(config.host, config.port)
         check_shared(config)
-        show_keys(own, *make_keys(service, own, local_url(config.host, config.port)), Screen())
+        show_keys(directory, *make_keys(service, directory, local_url(config.host, config.port)), Screen())
         run(config)
 
 
@@ -83,3 +87,35 @@ def node(
     )
     check_secret(Path(config.secret_file))
     raise typer.Exit(run(config))
+
+
+def logs(
+    output: Output, process: Process = None, lines: Lines = 50, trace: AsTrace = False, state: State = DEFAULT_STATE
+) -> None:
+    """Show the logs under the state directory, or export a trace of all calls that they hold.
+
+    Lines for people on a terminal; elsewhere, or with GARNISH_LOG=json, as the processes wrote them.
+
+    The trace names tenants t1, t2 and adapters by the beginnings of their digests; it holds no prompts and no answers.
+    """
+    from cluster.logs import wants_text
+    from garnish.logs import for_people, last_lines, log_names, trace_lines
+
+    screen = output.screen()
+    if trace:
+        if process is not None:
+            raise typer.BadParameter("--trace is made of the gateway's log: name no process")
+        requests = list(trace_lines(state))
+        if screen.as_json:
+            screen.result(requests)
+        else:
+            for request in requests:
+                screen.piece(request.line())
+        return
+    names = [process] if process is not None else log_names(state)
+    log_lines = {name: last_lines(state, name, lines) for name in names}
+    show = for_people if wants_text(sys.stdout) else str
+    for name, texts in log_lines.items():
+        for text in texts:
+            screen.styled(f"{name}\t{show(text)}" if process is None else show(text))
+    screen.result(log_lines)

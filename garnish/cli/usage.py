@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from garnish.cli.options import TableOutput, TenantService
+from garnish.screen import Column
 
 if TYPE_CHECKING:
     from gateway.routes.usage import UsageSums
@@ -40,8 +41,6 @@ def usage(
     all_tenants: All = False,
 ) -> None:
     """Show what was used, in whole hours."""
-    from garnish.table import Column
-
     if all_tenants and service.tenant is not None:
         raise typer.BadParameter("expected --tenant or --all-tenants, not both")
     groups = [group for group in GROUPS if group in group_by.split(",")]
@@ -49,14 +48,14 @@ def usage(
         raise typer.BadParameter(f"--group-by: {min(unknown)!r} is none of {', '.join(GROUPS)}")
     screen = output.screen()
     with service.client(service.tenant, admin=all_tenants) as client:
-        told = client.usage(start=start, end=end, group_by=groups)
-    rows = [[*(_shown(getattr(row, group)) for group in groups), *(_numbers(row))] for row in told.rows]
-    rows.append([*["total", *("" for _ in groups[1:])], *_numbers(told.total)])
-    named = [Column(name.upper(), least=10) for name in groups or ["all"]]
-    sums = [*SUMS.values(), *([("COST", 0)] if told.total.cost is not None else [])]
+        reply = client.usage(start=start, end=end, group_by=groups)
+    rows = [[*(_shown(getattr(row, group)) for group in groups), *(_numbers(row))] for row in reply.rows]
+    rows.append([*["total", *("" for _ in groups[1:])], *_numbers(reply.total)])
+    group_columns = [Column(name.upper(), min_width=10) for name in groups or ["all"]]
+    sums = [*SUMS.values(), *([("COST", 0)] if reply.total.cost is not None else [])]
     numbers = [Column(name, number=True, spare=spare) for name, spare in sums]
-    screen.table([*named, *numbers], rows if groups else rows[-1:])
-    screen.result(told)
+    screen.table([*group_columns, *numbers], rows if groups else rows[-1:])
+    screen.result(reply)
 
 
 def _numbers(sums: UsageSums) -> list[str]:

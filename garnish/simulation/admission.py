@@ -1,31 +1,33 @@
-"""Who enters a simulated node's batch: the rules of `node_agent/engine/admission.py`."""
+"""Waiting queue and admission of a simulated node, by the rules of `node_agent/engine/admission.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
+from cluster.fair_shares import FairShares, in_fair_order, token_cost
 from garnish.simulation.job import Job
 from garnish.simulation.loads import Loads
 from garnish.simulation.profile import NodeProfile
-from garnish.simulation.waiting import WaitingQueue
 
-STARVED_AFTER = 1.0
-"""As on a node."""
+STARVED_AFTER_SECONDS = 1.0
+"""Seconds, as on a node."""
 
 
 class Admission:
     """Admits requests to the batch in the order of fair shares, within free rows, KV blocks and adapter memory.
-    Requests whose adapter is on its way hold at most a quarter of the rows and, but for the first of them, half of the
-    KV memory."""
+
+    Requests whose adapter is loading hold at most a quarter of the rows and, except for the first of them, half of the
+    KV memory.
+    """
 
     def __init__(self, profile: NodeProfile, loads: Loads) -> None:
         self._profile, self._loads = profile, loads
         self._short_since: dict[Job, float] = {}
 
     def choose(self, queue: WaitingQueue, running: Collection[Job], kv_free: int, now: float) -> list[Job]:
-        """Takes the requests that it admits out of `queue`, and returns them; each has a lease and knows its `kv`."""
+        """Removes the admitted requests from `queue`, and returns them; each has a lease, and `kv` is set."""
         profile, admitted = self._profile, list[Job]()
-        loading = [job for job in running if job.entry is not None and not job.entry.whole]
+        loading = [job for job in running if job.entry is not None and not job.entry.is_complete]
         rows, kv = max(1, profile.max_rows // 4) - len(loading), sum(job.kv for job in loading)
         room_is_short = starved = False
         for job in queue.in_order():
@@ -38,7 +40,7 @@ class Admission:
             if (job.digest is not None and not (passes and may_load)) or not self._loads.lease(job, now):
                 if job.digest is not None and passes and may_load:
                     room_is_short = True
-                    starved = now - self._short_since.setdefault(job, now) >= STARVED_AFTER
+                    starved = now - self._short_since.setdefault(job, now) >= STARVED_AFTER_SECONDS
                 continue
             self._short_since.pop(job, None)
             if not ready:
@@ -50,6 +52,55 @@ class Admission:
         return admitted
 
     def kv_tokens(self, job: Job) -> int:
-        """Returns the tokens of KV memory that the request reserves: its whole length, in blocks."""
+        """Returns the tokens of KV memory that the request reserves: its full length, in blocks."""
         block = self._profile.block_tokens
         return -(-(job.prompt + job.max_tokens) // block) * block
+
+
+class WaitingQueue:
+    """Requests that wait on a simulated node, in the order of fair shares (`cluster.fair_shares`), as in the engine."""
+
+    def __init__(self) -> None:
+        self.shares = FairShares()
+        self._jobs: dict[Job, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        """Iterates over the waiting requests by arrival."""
+        return iter(list(self._jobs))
+
+    def in_order(self) -> Iterator[Job]:
+        """Yields the waiting requests in fair order; the caller may remove those it has received meanwhile."""
+        return iter(self) if len(self._jobs) < 2 else in_fair_order(list(self._jobs), self.shares)
+
+    def add(self, job: Job) -> None:
+        self._jobs[job] = None
+        self.shares.join(job.tenant, job.function)
+
+    def remove(self, job: Job) -> None:
+        del self._jobs[job]
+        self.shares.leave(job.tenant, job.function)
+
+    def take(self, job: Job) -> None:
+        """Removes a job that is admitted to the batch, and charges its prompt, except after a move.
+
+        Raises KeyError if the job does not wait.
+        """
+        if not job.moves:
+            self._charge(job, token_cost(job.prompt, 0, job.rank))
+        self.remove(job)
+
+    def charge_tokens(self, job: Job, generated: int) -> None:
+        """Charges the job's tenant and function for its new output tokens; it has `generated` now."""
+        if generated > job.charged:
+            self._charge(job, token_cost(0, generated - job.charged, job.rank))
+            job.charged = generated
+
+    def tenant_counter(self, job: Job) -> float:
+        """Returns the virtual token counter of the job's tenant; the smallest one is served first, in the batch too."""
+        return self.shares.tenant(job.tenant)
+
+    def _charge(self, job: Job, service: float) -> None:
+        self.shares.charge(job.tenant, job.function, job.weight, service)

@@ -1,8 +1,8 @@
-"""The gateway's picture of the simulated nodes: a NodeTable that is told of nodes without whole records.
+"""The gateway's snapshot of the simulated nodes: a NodeTable that takes in nodes without complete records.
 
-Rows are reckoned by NodeTable's own code. Two things are shorter than `put`: the node has kept the sums that `load_of`
-would make of its record, and of the adapters only those whose tier or use changed are looked at; a test compares the
-outcome with that of `put` and `record_of`.
+Rows are computed by NodeTable's own code. Two steps are shorter than `put`: the node maintains the sums that `load_of`
+would compute, and only adapters whose tier or use has changed are updated. A test compares the result with that of
+`put` and `record_of`.
 """
 
 from __future__ import annotations
@@ -63,13 +63,12 @@ def residents_of(node: SimulatedNode) -> list[Resident]:
 
 @cache
 def as_served(model: PerformanceModel, base: str) -> PerformanceModel:
-    """Returns the model as a node of `base` publishes it: whatever base it was measured on, `base` is what is
-    simulated."""
+    """Returns the model with `base` as its base model, whatever it was measured on."""
     return msgspec.structs.replace(model, key=msgspec.structs.replace(model.key, base=base))
 
 
 def _load(node: SimulatedNode, now: float) -> NodeLoad:
-    """Returns what `load_of` would make of the node's record."""
+    """Returns the load that `load_of` would compute from the node's record."""
     profile, running, queued = node.profile, node.running_mix, node.queued_mix
     block, tpot = profile.block_tokens, node.tightest_tpot()
     return NodeLoad(
@@ -92,8 +91,10 @@ def _load(node: SimulatedNode, now: float) -> NodeLoad:
 
 
 class _Index(ResidentIndex):
-    """A ResidentIndex that is told of single adapters. `everywhere`: the nodes that hold every adapter in some tier,
-    which no record lists, with that tier."""
+    """A ResidentIndex that is updated by single adapters.
+
+    `everywhere` has the nodes that hold all adapters in a tier, which no record lists, with that tier.
+    """
 
     def __init__(self, nodes: list[SimulatedNode]) -> None:
         super().__init__(len(nodes))
@@ -104,11 +105,11 @@ class _Index(ResidentIndex):
         }
 
     def tiers(self, digest: str) -> dict[int, int]:
-        found = super().tiers(digest)
-        return {**self.everywhere, **found} if self.everywhere else found
+        listed = super().tiers(digest)
+        return {**self.everywhere, **listed} if self.everywhere else listed
 
-    def tell(self, row: int, digest: str, tier: int, used: bool) -> None:
-        """Takes in one adapter's tier and use on a node, as `put` would from the node's record."""
+    def receive(self, row: int, digest: str, tier: int, used: bool) -> None:
+        """Updates one adapter's tier and use on a node, as `put` would from the node's record."""
         self._place(row, digest, ABSENT if tier == self.everywhere.get(row) else tier, used)
 
 
@@ -120,8 +121,8 @@ class SimulatedTable(NodeTable):
             row = self.put(record_of(node, 0.0, 0), 0.0, residents=residents_of(node))
             assert row == node.index
 
-    def tell(self, node: SimulatedNode, now: float) -> None:
-        """Takes in the node's record at `now`."""
+    def receive(self, node: SimulatedNode, now: float) -> None:
+        """Updates the node's row, as its record at `now` would."""
         row = node.index
         self._loads[row] = _load(node, now)
         demands = self._demands[row]
@@ -130,7 +131,7 @@ class SimulatedTable(NodeTable):
         node.acknowledged.clear()
         memory = node.loads.memory
         for digest in memory.changed:
-            self._residents.tell(row, digest, memory.tier(digest), memory.leases(digest) > 0)
+            self._residents.receive(row, digest, memory.tier(digest), memory.leases(digest) > 0)
         memory.changed.clear()
         self.last_seen[row] = now
         self._refresh(row)

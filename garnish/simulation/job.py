@@ -1,4 +1,4 @@
-"""A request: as a trace tells it, and on its way through the simulated nodes."""
+"""A request: as a trace states it, and on its way through the simulated nodes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import msgspec
 from garnish.simulation.memory import Entry
 
 USUAL_TTFT = 10.0
-"""Seconds, where nothing was promised; as `node_agent/engine/request.py` has it."""
+"""Seconds, without a TTFT SLO; equal to that of `node_agent/engine/request.py`."""
 Outcome = Literal["", "done", "rejected"]
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     at: float
-    """seconds since the trace's beginning"""
+    """seconds since the start of the trace"""
     function: str
-    """opaque; an empty one is the base alone"""
+    """opaque name; empty for the base alone"""
     rank: int
     prompt_tokens: int
     output_tokens: int
-    """that were really generated; no policy but the oracle is told"""
+    """true number of generated tokens, known to the oracle policy alone"""
     tenant: str = ""
     bytes: int = 0
-    """of the adapter; 0: by its rank"""
+    """size of the adapter; 0 derives it from the rank"""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,30 +40,26 @@ class Job:
     prompt: int
     output: int
     max_tokens: int
-    """that its caller states"""
     tenant: str = ""
     function: str = ""
     weight: float = 1.0
-    """the tenant's"""
     ttft_slo: float | None = None
     tpot_slo: float | None = None
     node: int = -1
-    found: int = 0
+    arrival_tier: int = 0
     """tier of its adapter when it reached the node"""
     admitted: float = 0.0
     first_token: float = 0.0
     end: float = 0.0
     outcome: Outcome = ""
     moves: int = 0
-    """to another node, by a policy that migrates"""
     generated: int = 0
-    left: int = 0
-    """prompt tokens (and, after a move, tokens generated elsewhere) that are not computed yet"""
+    remaining: int = 0
+    """prompt tokens that are not computed yet; after a move also tokens generated elsewhere"""
     kv: int = 0
-    """tokens of KV memory that it holds"""
+    """tokens of KV memory"""
     finish_step: int = 0
     charged: int = 0
-    """tokens that its tenant and function have been charged for"""
     entry: Entry | None = field(default=None, repr=False)
 
     @property

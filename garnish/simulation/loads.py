@@ -1,16 +1,19 @@
-"""How adapters get to a node's device: from the object store to host memory, and from there over the link.
+"""Loads of adapters to a node's device: from the object store to host memory, and from there over the link.
 
-A fetch begins when the first request that wants the adapter arrives, the copy when a request is admitted and the bytes
-are in host memory; on a real node the copy follows the fetch layer by layer, which ends sooner by nearly the copy's
-length. When `exposed_share` of a load has arrived, a cold prompt is computed as a warm one would be; tokens after the
-first one need the whole adapter.
+A fetch starts when the first request for the adapter arrives. The copy starts when a request is admitted and the bytes
+are in host memory; on a real node it follows the fetch layer by layer, and ends sooner by nearly its own length. When
+`exposed_share` of a load has arrived, a cold prompt is computed like a warm one; later tokens need all of the adapter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from heapq import heappop, heappush
+from math import inf
+
 from cluster.node_table import ABSENT, DEVICE
+from cluster.performance_model import Transfer
 from garnish.simulation.job import Job
-from garnish.simulation.link import SharedLink
 from garnish.simulation.memory import AdapterMemory, Entry
 from garnish.simulation.profile import NodeProfile
 
@@ -28,10 +31,10 @@ class Loads:
         self.device = SharedLink(profile.performance.to_device)
         self._share = profile.performance.exposed_share
         self._fetching: dict[str, int] = {}
-        """bytes, by digest"""
+        """bytes by digest"""
         self._copying: dict[str, int] = {}
         self._fetched_enough: set[str] = set()
-        """of those that are being fetched: a prompt may be computed"""
+        """digests of fetches of which enough has arrived to compute a prompt"""
 
     @property
     def next(self) -> float:
@@ -41,9 +44,8 @@ class Loads:
     def loading_bytes(self) -> int:
         return self.store.bytes + self.device.bytes
 
-    def announce(self, job: Job, now: float) -> int:
-        """Notes that a request waits for its adapter: fetches the adapter, unless that is under way. Returns the tier
-        in which the adapter is."""
+    def prefetch(self, job: Job, now: float) -> int:
+        """Starts to fetch the adapter of a request that waits, if necessary. Returns the adapter's tier."""
         if job.digest is None or self._all_there:
             return DEVICE
         tier = self.memory.tier(job.digest)
@@ -54,26 +56,25 @@ class Loads:
         return tier
 
     def is_ready(self, job: Job) -> bool:
-        """Whether the request's prompt, and all tokens after it, could be computed without waiting for bytes."""
+        """Returns True if the request's prompt and later tokens can be computed without waiting for bytes."""
         if job.digest is None or self._all_there:
             return True
         entry = self.memory.device.get(job.digest)
-        return entry is not None and entry.whole
+        return entry is not None and entry.is_complete
 
     def has_room(self, job: Job) -> bool:
         return job.digest is None or self._all_there or job.digest in self.memory.device
 
     def lease(self, job: Job, now: float) -> bool:
-        """Takes a lease on the request's adapter, and starts its copy if need be. Returns False when there is no room
-        now."""
+        """Takes a lease on the request's adapter, and starts its copy if necessary. Returns False without room."""
         if job.digest is None:
             return True
-        known = job.digest in self.memory.device
+        was_there = job.digest in self.memory.device
         entry = self.memory.lease(job.digest, job.bytes)
         if entry is None:
             return False
         job.entry = entry
-        if known:
+        if was_there:
             return True
         if self._all_there:
             self.memory.arrived(job.digest)
@@ -90,7 +91,7 @@ class Loads:
             job.entry = None
 
     def advance(self, now: float) -> bool:
-        """Processes what arrived by `now`. Returns True when a request that waited for bytes may go on."""
+        """Processes the bytes that arrived by `now`. Returns True if a request that waited for them may continue."""
         moved = False
         if self.store.next <= now:
             for what, digest in self.store.reached(now, self._fetching):
@@ -126,3 +127,61 @@ class Loads:
     def _copy(self, entry: Entry, now: float, share: float) -> None:
         self._copying[entry.digest] = entry.bytes
         self.device.start(entry.digest, entry.bytes, now, share)
+
+
+class SharedLink:
+    """A link that gives each of k transfers a k-th of its bandwidth. Latency counts as additional bytes.
+
+    `_moved` is the number of bytes that a transfer since the beginning would have moved. A transfer of n bytes ends
+    when `_moved` has grown by n since its start, whatever other transfers come and go.
+    """
+
+    def __init__(self, speed: Transfer) -> None:
+        self.speed = speed
+        self.bytes = 0
+        self._active = 0
+        self._moved = 0.0
+        self._at = 0.0
+        self._marks: list[tuple[float, int, str, str]] = []
+        """tuples of (`_moved` at which the mark is reached, order, what, name)"""
+        self._order = 0
+
+    def start(self, name: str, size: int, now: float, ready_share: float) -> None:
+        """Starts a transfer of `size` bytes.
+
+        `reached` reports ("ready", name) when `ready_share` of it has arrived, and ("end", name) at its end.
+        """
+        self._move(now)
+        cost = size + self.speed.latency * self.speed.bandwidth
+        self._mark(self._moved + ready_share * cost, "ready", name)
+        self._mark(self._moved + cost, "end", name)
+        self._active += 1
+        self.bytes += size
+
+    @property
+    def next(self) -> float:
+        """Time at which the next mark is reached, if no transfer starts before; infinite without one."""
+        if not self._marks:
+            return inf
+        return self._at + max(0.0, self._marks[0][0] - self._moved) * self._active / self.speed.bandwidth
+
+    def reached(self, now: float, sizes: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Returns the marks reached by `now`, in order, as (what, name). `sizes` has the bytes of active transfers."""
+        marks: list[tuple[str, str]] = []
+        while (time := self.next) <= now:
+            mark, _, what, name = heappop(self._marks)
+            self._at, self._moved = time, max(mark, self._moved)
+            if what == "end":
+                self._active -= 1
+                self.bytes -= sizes[name]
+            marks.append((what, name))
+        return marks
+
+    def _move(self, now: float) -> None:
+        if self._active:
+            self._moved += (now - self._at) * self.speed.bandwidth / self._active
+        self._at = now
+
+    def _mark(self, moved: float, what: str, name: str) -> None:
+        self._order += 1
+        heappush(self._marks, (moved, self._order, what, name))

@@ -1,4 +1,4 @@
-"""The adapters on a node, by tier, as `node_agent/adapter_memory` keeps them: least recently used goes first.
+"""The adapters on a node, by tier, as in `node_agent/adapter_memory`; the least recently used is evicted first.
 
 Sizes are in bytes and pages are not modelled, so a little more fits than on a real node
 (docs/design/adapter-memory.md).
@@ -20,27 +20,29 @@ class Entry:
     bytes: int
     leases: int = 0
     ready: bool = False
-    """A cold prompt may be computed; what is missing arrives in time."""
-    whole: bool = False
+    """enough has arrived to compute a cold prompt; the rest arrives in time"""
+    is_complete: bool = False
 
 
 class AdapterMemory:
     def __init__(self, device_bytes: int, host_bytes: int | None, slots: int) -> None:
-        """Sizes are in bytes, and the device holds `slots` adapters at most. `host_bytes` None: every adapter is in
-        host memory."""
+        """Sizes are in bytes; the device holds `slots` adapters at most.
+
+        With `host_bytes` None all adapters are in host memory.
+        """
         self.host_bytes, self._slots = host_bytes, slots
         self.device: OrderedDict[str, Entry] = OrderedDict()
         self.host: OrderedDict[str, int] = OrderedDict()
         self.free = device_bytes
-        """with what idle adapters hold"""
+        """bytes that are unused or held by idle adapters"""
         self._unused = device_bytes
         self.changed: set[str] = set()
-        """whose tier, or whether they are leased, may be another since this was last emptied"""
+        """digests whose tier or use may have changed since this set was last emptied"""
         self._host_used = 0
 
     def tier(self, digest: str) -> int:
         entry = self.device.get(digest)
-        if entry is not None and entry.whole:
+        if entry is not None and entry.is_complete:
             return DEVICE
         return HOST if self.in_host(digest) else ABSENT
 
@@ -52,8 +54,10 @@ class AdapterMemory:
         return self.host_bytes is None or digest in self.host
 
     def lease(self, digest: str, size: int) -> Entry | None:
-        """Takes a lease on an adapter of `size` bytes, and returns its entry, which may be on its way; None when there
-        is no room that idle adapters could give."""
+        """Takes a lease on an adapter of `size` bytes, and returns its entry, which may still be loading.
+
+        Returns None if evicting idle adapters does not free enough.
+        """
         entry = self.device.get(digest)
         if entry is None:
             if size > self.free or not self._make_room(size):
@@ -75,20 +79,19 @@ class AdapterMemory:
             self.changed.add(entry.digest)
 
     def arrived(self, digest: str) -> None:
-        """Notes that all of the adapter is on the device."""
+        """Marks the adapter as complete on the device."""
         entry = self.device[digest]
-        entry.ready = entry.whole = True
+        entry.ready = entry.is_complete = True
         self.changed.add(digest)
 
     def keep_in_host(self, digest: str, size: int) -> None:
-        """Keeps an adapter that came from the store in host memory, and evicts the least recently used ones to make
-        room."""
+        """Adds a fetched adapter to host memory; evicts the least recently used ones if necessary."""
         if self.host_bytes is None:
             return
         while self.host and self._host_used + size > self.host_bytes:
-            gone, freed = self.host.popitem(last=False)
+            evicted, freed = self.host.popitem(last=False)
             self._host_used -= freed
-            self.changed.add(gone)
+            self.changed.add(evicted)
         self.host[digest] = size
         self._host_used += size
         self.changed.add(digest)
@@ -98,10 +101,12 @@ class AdapterMemory:
             self.host.move_to_end(digest)
 
     def _make_room(self, size: int) -> bool:
-        """Evicts idle adapters, least recently used first, until a slot and `size` bytes are free. Returns False when
-        no more of them can go before that."""
+        """Evicts idle adapters, least recently used first, until a slot and `size` bytes are free.
+
+        Returns False if there are not enough of them.
+        """
         while self._unused < size or len(self.device) >= self._slots:
-            victim = next((entry for entry in self.device.values() if not entry.leases and entry.whole), None)
+            victim = next((entry for entry in self.device.values() if not entry.leases and entry.is_complete), None)
             if victim is None:
                 return False
             del self.device[victim.digest]

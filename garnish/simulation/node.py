@@ -1,7 +1,7 @@
 """A node: continuous batching at iteration level, as in `node_agent/engine`, timed by a performance model.
 
-An iteration is one decode step of every row that decodes, with chunks of prompts beside it, oldest first. While nothing
-but decodes is there to do, steps are taken together in closed form (`decode_run`) until a row ends or something comes.
+An iteration is one decode step of all rows that decode, together with chunks of prompts, oldest first. While there are
+only decodes, steps are computed together in closed form (`DecodeRun`) until a row ends or something arrives.
 """
 
 from __future__ import annotations
@@ -10,81 +10,77 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from garnish.simulation.admission import Admission
-from garnish.simulation.decode_run import DecodeRun
+from garnish.simulation.admission import Admission, WaitingQueue
+from garnish.simulation.batch import RANK_TERM, DecodeRun, RankMix
 from garnish.simulation.job import Job
 from garnish.simulation.loads import Loads
 from garnish.simulation.profile import NodeProfile
-from garnish.simulation.rank_mix import RANK_TERM, RankMix
-from garnish.simulation.waiting import WaitingQueue
 
 Arrived = Callable[[Job], None]
 Pace = Callable[[], float]
-"""By how much longer than the profile's model says the pass that begins now takes: the model errs, and passes vary."""
+"""Factor on the model's duration of the pass that starts now: the model errs, and passes vary."""
 
 
 class SimulatedNode:
-    """A node that computes in simulated time. `wake` must be called at `next_time`, which changes with every call.
-    Others only read the attributes."""
+    """A node that computes in simulated time.
+
+    `wake` must be called at `next_time`, which changes with each call. Other classes only read the attributes.
+    """
 
     def __init__(
         self, index: int, profile: NodeProfile, ended: Callable[[Job], None], pace: Pace = lambda: 1.0
     ) -> None:
-        """`ended` is called with each request that is done. `pace` is asked once per pass; decode steps in which
-        nothing changes are one pass to it."""
+        """`ended` is called with each finished request, `pace` once per pass; decode steps of one run are one pass."""
         self.index, self.profile, self._ended, self._pace = index, profile, ended, pace
         self.loads = Loads(profile)
         self._admission = Admission(profile, self.loads)
         self.queue = WaitingQueue()
         self.running: dict[Job, None] = {}
-        """in the order of admission"""
+        """running jobs in the order of admission"""
         self.prefilling: list[Job] = []
         self.stalled: list[Job] = []
-        """whose prompts are computed and whose adapters are not whole yet"""
+        """jobs with computed prompts and incomplete adapters"""
         self.leaving: dict[Job, Arrived] = {}
         self.queued_mix, self.running_mix, self.decoding = RankMix(), RankMix(), RankMix()
         self.queued_tokens = 0
-        """of the prompts of those that wait"""
         self._promised: dict[float, int] = {}
-        """requests here by the time between tokens that each was promised"""
+        """number of jobs here by their TPOT SLO"""
         self.kv_free = profile.kv_tokens
         self.acknowledged: list[str] = []
-        """ids of requests that came since the last record"""
+        """ids of requests that arrived since the last record"""
         self.next_time = inf
         self.busy = 0.0
-        """seconds in which it computed"""
+        """seconds of computing"""
         self.steps = 0
-        """decode steps since the beginning, without those of `run`"""
         self.run: DecodeRun | None = None
-        """the iteration, while it is of decodes alone"""
+        """the iteration, if it has decodes alone"""
         self.chunks: list[tuple[Job, int]] = []
-        """prompt tokens of the iteration otherwise"""
+        """jobs and prompt tokens of any other iteration"""
         self.iteration_end = inf
-        """infinite: it computes nothing"""
+        """end of the iteration; infinite for an idle node"""
         self._iteration_begin = 0.0
         self._start = inf
-        """when an idle node begins: at once, but with all that comes at the same time"""
+        """start of an idle node's next iteration: now, with all that arrives at the same time"""
         self._finishing: list[tuple[int, int, Job]] = []
-        """of the rows that decode: (step with which it ends, order, request)"""
+        """decoding rows as (last step, order, job)"""
         self._contexts = 0
-        """tokens computed of all running requests when the iteration began"""
+        """computed tokens of all running requests at the start of the iteration"""
         self._order = 0
         self._term = RANK_TERM[profile.performance.decode.rank_term]
 
     # --- what comes from outside
 
     def submit(self, job: Job, now: float) -> None:
-        """Takes in a request that has come, or that has come from another node, with tokens that were generated
-        there."""
-        job.node, job.left = self.index, job.prompt + job.generated
-        found = self.loads.announce(job, now)
+        """Accepts a new request, or one from another node with the tokens that were generated there."""
+        job.node, job.remaining = self.index, job.prompt + job.generated
+        tier = self.loads.prefetch(job, now)
         if not job.moves:
-            job.found = found
+            job.arrival_tier = tier
         if self.queue:
             self._charge(now)
         self.queue.add(job)
         self.queued_mix.add(job.digest, job.rank)
-        self.queued_tokens += job.left
+        self.queued_tokens += job.remaining
         self._promise(job, 1)
         self.acknowledged.append(str(job.number))
         self._interrupt(now)
@@ -102,7 +98,7 @@ class SimulatedNode:
         self._set_next()
 
     def move(self, job: Job, now: float, arrived: Arrived) -> None:
-        """Takes a waiting request away now, a running one at the end of the iteration; then calls `arrived`."""
+        """Removes a waiting request now, a running one at the end of the iteration; then calls `arrived`."""
         if job in self.running:
             self.leaving[job] = arrived
             self._interrupt(now)
@@ -110,7 +106,7 @@ class SimulatedNode:
             return
         self.queue.remove(job)
         self.queued_mix.remove(job.digest, job.rank)
-        self.queued_tokens -= job.left
+        self.queued_tokens -= job.remaining
         self._promise(job, -1)
         job.moves += 1
         arrived(job)
@@ -118,22 +114,22 @@ class SimulatedNode:
     # --- what it tells
 
     def contexts(self, now: float) -> int:
-        """Returns the tokens that are computed, of all running requests."""
+        """Returns the computed tokens of all running requests."""
         return self._contexts + self._steps_of_run(now) * self.decoding.rows
 
     def context(self, job: Job, now: float) -> int:
-        """Returns the tokens of one running request that are computed, prompt and output."""
-        return job.prompt + self.tokens(job, now) - (job.left or 1)
+        """Returns the computed tokens of a running request, prompt and output."""
+        return job.prompt + self.tokens(job, now) - (job.remaining or 1)
 
     def tokens(self, job: Job, now: float) -> int:
-        """Returns how many tokens a request that is here has generated so far."""
+        """Returns the number of tokens that a request here has generated."""
         if not job.finish_step:
             return job.generated
         return job.output - (job.finish_step - self.steps - self._steps_of_run(now))
 
     def prompt_left(self) -> int:
-        """Returns the tokens of prompts that are not computed yet, of waiting and running requests."""
-        return self.queued_tokens + sum(job.left for job in self.prefilling)
+        """Returns the prompt tokens of waiting and running requests that are not computed yet."""
+        return self.queued_tokens + sum(job.remaining for job in self.prefilling)
 
     def tightest_tpot(self) -> float | None:
         return min(self._promised, default=None)
@@ -153,7 +149,7 @@ class SimulatedNode:
         self.next_time = min(self.iteration_end, self.loads.next, self._start)
 
     def _interrupt(self, now: float) -> None:
-        """Notes that something came: it is seen when the step that runs has ended, or at once by an idle node."""
+        """Ends the run of decode steps after the present step, or starts an idle node, because something arrived."""
         if self.iteration_end == inf:
             self._start = now
         elif self.run is not None:
@@ -175,10 +171,12 @@ class SimulatedNode:
         self._iteration_begin = now
 
     def _step(self) -> tuple[float, float]:
-        """Returns the seconds of the next decode step, and by how much each one after it is longer."""
+        """Returns the seconds of the next decode step, and the growth with each further step."""
         model, rows = self.profile.performance.decode, self.decoding.rows
-        others = sum(job.prompt + job.generated - (job.left or 1) for job in (*self.prefilling, *self.stalled))
-        first = model.seconds(rows, self._contexts - others, self._term(self.decoding))
+        other_contexts = sum(
+            job.prompt + job.generated - (job.remaining or 1) for job in (*self.prefilling, *self.stalled)
+        )
+        first = model.seconds(rows, self._contexts - other_contexts, self._term(self.decoding))
         return first, model.per_context * rows
 
     def _mixed_seconds(self) -> float:
@@ -194,15 +192,15 @@ class SimulatedNode:
         return both - min(model.prefill.base, model.decode.base) if self.profile.one_pass else both
 
     def _choose_chunks(self) -> list[tuple[Job, int]]:
-        left = max(self.profile.chunk_tokens - self.decoding.rows, 1)
-        found: list[tuple[Job, int]] = []
-        for job in sorted(self.prefilling, key=self.queue.turn):
-            if not left:
+        budget = max(self.profile.chunk_tokens - self.decoding.rows, 1)
+        chunks: list[tuple[Job, int]] = []
+        for job in sorted(self.prefilling, key=self.queue.tenant_counter):
+            if not budget:
                 break
             if job.entry is None or job.entry.ready:
-                found.append((job, min(job.left, left)))
-                left -= found[-1][1]
-        return found
+                chunks.append((job, min(job.remaining, budget)))
+                budget -= chunks[-1][1]
+        return chunks
 
     def _end_iteration(self, now: float) -> None:
         steps = self.run.steps if self.run is not None else int(self.decoding.rows > 0)
@@ -216,9 +214,9 @@ class SimulatedNode:
             job.generated = job.output
             self._finish(job, now)
         for job, length in self.chunks:
-            job.left -= length
+            job.remaining -= length
             self._contexts += length
-            if not job.left:
+            if not job.remaining:
                 self.prefilling.remove(job)
                 self._take_first(job, now)
         self.chunks = []
@@ -226,8 +224,7 @@ class SimulatedNode:
             self._let_go(now)
 
     def _take_first(self, job: Job, now: float) -> None:
-        """Gives the request the one token that computing its prompt gives; then it ends, decodes, or waits for its
-        adapter."""
+        """Gives the request its first token, after which it ends, decodes, or waits for its adapter."""
         job.generated += 1
         job.first_token = job.first_token or now
         if job.generated >= job.output:
@@ -236,7 +233,7 @@ class SimulatedNode:
             self.stalled.append(job)
 
     def _starts_to_decode(self, job: Job) -> bool:
-        if job.entry is not None and not job.entry.whole:
+        if job.entry is not None and not job.entry.is_complete:
             return False
         job.finish_step = self.steps + job.output - job.generated
         self._order += 1
@@ -247,8 +244,10 @@ class SimulatedNode:
     # --- who is in the batch
 
     def _charge(self, now: float) -> None:
-        """Charges the tenants of running requests for the tokens generated since the last call; called only when the
-        virtual token counters are about to be read."""
+        """Charges the tenants of running requests for newly generated tokens.
+
+        It is called only before the virtual token counters are read.
+        """
         for job in self.running:
             self.queue.charge_tokens(job, self.tokens(job, now))
 
@@ -257,7 +256,7 @@ class SimulatedNode:
             self._charge(now)
         for job in self._admission.choose(self.queue, self.running, self.kv_free, now):
             self.queued_mix.remove(job.digest, job.rank)
-            self.queued_tokens -= job.left
+            self.queued_tokens -= job.remaining
             self.running_mix.add(job.digest, job.rank)
             self.kv_free -= job.kv
             job.admitted = job.admitted or now
@@ -273,8 +272,8 @@ class SimulatedNode:
         self._ended(job)
 
     def _leave(self, job: Job) -> None:
-        """Frees what the request holds; its `generated` must be what it is now."""
-        self._contexts -= job.prompt + job.generated - (job.left or 1)
+        """Frees the request's row, memory and lease; `generated` must be up to date."""
+        self._contexts -= job.prompt + job.generated - (job.remaining or 1)
         del self.running[job]
         self.running_mix.remove(job.digest, job.rank)
         self.kv_free += job.kv
@@ -283,7 +282,7 @@ class SimulatedNode:
         self.leaving.pop(job, None)
 
     def _let_go(self, now: float) -> None:
-        """Lets the requests go that are to move; where they arrive all their tokens are computed again."""
+        """Hands over the requests that are to move; their new nodes compute all their tokens again."""
         for job, arrived in list(self.leaving.items()):
             if job in self.prefilling:
                 self.prefilling.remove(job)
@@ -300,6 +299,6 @@ class SimulatedNode:
 
 
 def _squares(job: Job, length: int) -> int:
-    """Returns e * e - b * b of a chunk from token b to e: what attention costs, as the model counts it."""
-    begin = job.prompt + job.generated - job.left
+    """Returns e * e - b * b for a chunk from token b to e, the model's measure of attention."""
+    begin = job.prompt + job.generated - job.remaining
     return (begin + length) ** 2 - begin**2

@@ -1,17 +1,20 @@
-"""A policy that no gateway can have: it knows each answer's length and what every node is doing.
+"""A policy that no gateway can have: it knows each answer's length and the state of each node.
 
-It tries every node by running it forward, with the request and without, and chooses the one where all requests' times
-per token, added up, grow least. What is yet to come it does not know.
+It runs each node forward with the request and without, and chooses the one where the sum of all requests' times per
+token grows least. It does not know future requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
 
 import numpy as np
 
 from cluster.node_table import NodeTable
-from garnish.simulation.forward import Forward
+from garnish.simulation.batch import RANK_TERM, DecodeRun, RankMix
 from garnish.simulation.job import Job
 from garnish.simulation.node import SimulatedNode
 from gateway.scheduling.request import PlacementRequest
@@ -34,3 +37,132 @@ class Oracle:
 
 def _added(node: SimulatedNode, job: Job, now: float) -> float:
     return Forward(node, now, job).total() - Forward(node, now, None).total()
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    job: Job
+    remaining: int
+    ready: float
+
+
+class Forward:
+    """Runs a node's requests, and `extra`, to their ends, from the end of the present step or pass.
+
+    KV memory and eviction are left out, a load has the link to itself, and a request whose prompt is computed decodes
+    even if its adapter is incomplete.
+    """
+
+    def __init__(self, node: SimulatedNode, now: float, extra: Job | None) -> None:
+        self._profile = node.profile
+        self._term = RANK_TERM[node.profile.performance.decode.rank_term]
+        self._mix = RankMix()
+        self._decoding: list[tuple[int, int, Job]] = []
+        """decoding rows as (last step, order, job)"""
+        self._prompts: list[Prompt] = []
+        self._steps, self._contexts, self._order, self._total = 0, 0, 0, 0.0
+        self._now = _boundary(node, now)
+        self._take_over(node, now)
+        self._queue = [Prompt(job, job.remaining, self._now) for job in node.queue]
+        if extra is not None:
+            self._queue.append(Prompt(extra, extra.prompt, _ready(node, now, extra)))
+        self._queue.reverse()
+
+    def total(self) -> float:
+        """Runs all requests to their ends, and returns the sum of their seconds per token."""
+        while self._decoding or self._prompts or self._queue:
+            while self._queue and len(self._decoding) + len(self._prompts) < self._profile.max_rows:
+                self._prompts.append(self._queue.pop())
+            chunks = self._chunks() if self._prompts else []
+            if chunks:
+                self._pass(chunks)
+            elif self._decoding:
+                self._run()
+            else:
+                self._now = min(prompt.ready for prompt in self._prompts)
+        return self._total
+
+    def _take_over(self, node: SimulatedNode, now: float) -> None:
+        computing, chunks = int(node.iteration_end != inf), dict(node.chunks)
+        for job in node.running:
+            if job.finish_step:
+                self._decode(job, job.output - node.tokens(job, now) - computing)
+            elif not job.remaining:
+                self._decode(job, job.output - job.generated)
+            elif job.remaining == chunks.get(job):
+                self._decode(job, job.output - job.generated - 1)
+            else:
+                ready = self._now if job.entry is None or job.entry.ready else _ready(node, now, job)
+                self._prompts.append(Prompt(job, job.remaining - chunks.get(job, 0), ready))
+
+    def _decode(self, job: Job, remaining: int) -> None:
+        """Lets the job decode its `remaining` tokens; with none it has ended."""
+        if remaining <= 0:
+            self._total += (self._now - job.at) / job.output
+            return
+        self._order += 1
+        heappush(self._decoding, (self._steps + remaining, self._order, job))
+        self._mix.add(job.digest, job.rank)
+        self._contexts += job.prompt + job.output - remaining
+
+    def _chunks(self) -> list[tuple[Prompt, int]]:
+        budget, chunks = max(self._profile.chunk_tokens - len(self._decoding), 1), list[tuple[Prompt, int]]()
+        for prompt in self._prompts:
+            if budget and prompt.ready <= self._now:
+                chunks.append((prompt, min(prompt.remaining, budget)))
+                budget -= chunks[-1][1]
+        return chunks
+
+    def _pass(self, chunks: list[tuple[Prompt, int]]) -> None:
+        """Computes a decode step together with chunks of prompts."""
+        model = self._profile.performance
+        seconds = model.prefill.seconds(
+            sum(length for _, length in chunks),
+            sum(length * length for _, length in chunks),
+            sum(length * prompt.job.rank for prompt, length in chunks),
+        )
+        if self._decoding:
+            seconds += self._step()
+            if self._profile.one_pass:
+                seconds -= min(model.prefill.base, model.decode.base)
+        self._now += seconds
+        self._advance(1)
+        for prompt, length in chunks:
+            prompt.remaining -= length
+            if not prompt.remaining:
+                self._prompts.remove(prompt)
+                self._decode(prompt.job, prompt.job.output - prompt.job.generated - 1)
+
+    def _run(self) -> None:
+        """Computes decode steps until a request ends or a prompt is ready."""
+        growth = self._profile.performance.decode.per_context * len(self._decoding)
+        run = DecodeRun(self._now, self._step(), growth, self._decoding[0][0] - self._steps)
+        if self._prompts:
+            run.cut(min(prompt.ready for prompt in self._prompts))
+        self._now = run.end
+        self._advance(run.steps)
+
+    def _step(self) -> float:
+        return self._profile.performance.decode.seconds(len(self._decoding), self._contexts, self._term(self._mix))
+
+    def _advance(self, steps: int) -> None:
+        self._steps += steps
+        self._contexts += steps * len(self._decoding)
+        while self._decoding and self._decoding[0][0] <= self._steps:
+            job = heappop(self._decoding)[2]
+            self._mix.remove(job.digest, job.rank)
+            self._contexts -= job.prompt + job.output
+            self._decode(job, 0)
+
+
+def _boundary(node: SimulatedNode, now: float) -> float:
+    if node.run is not None:
+        return node.run.begin + node.run.seconds(min(node.run.steps, node.run.done_by(now) + 1))
+    return now if node.iteration_end == inf else node.iteration_end
+
+
+def _ready(node: SimulatedNode, now: float, job: Job) -> float:
+    if node.loads.is_ready(job):
+        return now
+    model = node.profile.performance
+    return now + model.exposed_share * model.to_device.seconds(node.loads.loading_bytes + job.bytes)

@@ -1,4 +1,4 @@
-"""What came of a simulated run, as numbers."""
+"""The outcome of a simulated run, as numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from garnish.simulation.slo import Slo
 
 SHARES = (50, 90, 99)
 FOUND = {DEVICE: "none", HOST: "host", DISK: "disk", ABSENT: "absent"}
-"""As `Started.cold_start` names the tier in which an adapter was found."""
+"""Names of the tier in which an adapter was found, as in `Started.cold_start`."""
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """The mean and percentiles of times in seconds; all are 0 where there are no times."""
+    """Mean and percentiles of times in seconds; all are 0 without times."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -32,22 +32,20 @@ class Summary(msgspec.Struct, frozen=True):
     done: int
     rejected: int
     attainment: float
-    """share of all requests that were done within the SLO"""
     attainable: float
-    """share that empty nodes with the adapters on them would have done within it: no policy can do better"""
+    """share that empty nodes with warm adapters would finish within the SLO; the bound of any policy"""
     ttft: Distribution
     tpt: Distribution
-    """E2E / output tokens"""
     tpot: Distribution
     cold_starts: dict[str, int]
-    """by the tier in which the adapter was found: none (device, or the base), host, absent"""
+    """number by the tier in which the adapter was found: none (device, or the base), host, absent"""
     utilisation: float
-    """share of the time in which a node computed, on average, from the first arrival to the last end"""
+    """average share of computing time of a node, from the first arrival to the last end"""
     least_utilisation: float
     most_utilisation: float
     output_tokens: int
     seconds: float
-    """simulated, from the first arrival to the last end"""
+    """simulated time from the first arrival to the last end"""
     moves: int
 
 
@@ -65,7 +63,7 @@ def summarise(simulator: Simulator, slo: Slo) -> Summary:
         ttft=_distribution(values(jobs, "ttft", overhead)),
         tpt=_distribution(values(jobs, "tpt", overhead)),
         tpot=_distribution(np.array([job.tpot for job in jobs if job.output > 1])),
-        cold_starts=dict(sorted(Counter(FOUND[job.found] for job in jobs).items())),
+        cold_starts=dict(sorted(Counter(FOUND[job.arrival_tier] for job in jobs).items())),
         utilisation=float(np.mean(busy)),
         least_utilisation=min(busy),
         most_utilisation=max(busy),
@@ -76,12 +74,14 @@ def summarise(simulator: Simulator, slo: Slo) -> Summary:
 
 
 def values(jobs: Sequence[Job], measure: str, overhead: float) -> np.ndarray:
-    """Returns the ttft or tpt (`measure`) of every request that was done: f64[done], seconds, ascending. `overhead`:
-    seconds before the first token that the simulation leaves out."""
+    """Returns the ttft or tpt (`measure`) of all finished requests: f64[done], seconds, ascending.
+
+    `overhead` is the time in seconds before the first token that the simulation leaves out.
+    """
     done = [job for job in jobs if job.outcome == "done"]
     spread = [job.output if measure == "tpt" else 1 for job in done]
-    found = [getattr(job, measure) + overhead / over for job, over in zip(done, spread, strict=True)]
-    return np.sort(np.array(found, np.float64))
+    seconds = [getattr(job, measure) + overhead / over for job, over in zip(done, spread, strict=True)]
+    return np.sort(np.array(seconds, np.float64))
 
 
 def _distribution(seconds: np.ndarray) -> Distribution:

@@ -1,6 +1,6 @@
-"""What a simulated node is: a performance model, and the limits and memory of a node.
+"""Profile of a simulated node: a performance model, limits and memory.
 
-Committed ones lie in `profiles/` and go by their names; any other is a file of the same form.
+Committed profiles are in `profiles/` and have names; any other is a file of the same form.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ class ProfileError(ValueError):
 
 
 class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A kind of node, as it is simulated. Sizes are in bytes, times in seconds."""
+    """A kind of simulated node. Sizes are in bytes, times in seconds."""
 
     title: str
     source: Literal["measured", "papers", "assumed"]
     notes: str = ""
-    """where the numbers are from"""
     performance: PerformanceModel
     one_pass: bool = True
-    """Decode rows and prompt chunks are computed in one pass, which reads the base's weights once; else prompts first,
-    by themselves, while the decode rows wait."""
+    """decode rows and prompt chunks share one pass, which reads the base's weights once
+
+    Otherwise prompts are computed first, while the decode rows wait.
+    """
     max_rows: int = 32
     chunk_tokens: int = 512
     queue_limit: int = 256
@@ -38,14 +39,14 @@ class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     block_tokens: int = 16
     kv_tokens: int
     adapter_memory: int | None
-    """None: every adapter is on the device from the beginning"""
+    """bytes; None has all adapters on the device from the start"""
     adapter_slots: int = 256
     host_memory: int | None = None
-    """None: every adapter is in host memory from the beginning"""
+    """bytes; None has all adapters in host memory from the start"""
     bytes_per_rank: int
-    """of an adapter, where the trace does not tell its size"""
+    """size of an adapter by its rank, if the trace does not state its size"""
     overhead: float = 0.0
-    """before the first token of a request: gateway, network, the node's own processes"""
+    """time before a request's first token in the gateway, the network and the node's processes"""
 
     def __post_init__(self) -> None:
         if self.performance.version != MODEL_VERSION:
@@ -73,7 +74,7 @@ def load_profile(name: str) -> NodeProfile:
     try:
         return msgspec.json.decode(file.read_bytes(), type=NodeProfile)
     except FileNotFoundError:
-        known = ", ".join(profile_names())
-        raise ProfileError(f"profile {name!r} is neither a file nor one of the committed ones ({known})") from None
+        names = ", ".join(profile_names())
+        raise ProfileError(f"profile {name!r} is neither a file nor one of the committed ones ({names})") from None
     except (OSError, msgspec.DecodeError) as error:
         raise ProfileError(f"profile {file}: {error}") from None

@@ -1,7 +1,7 @@
-"""The event loop: requests arrive, the gateway places each, nodes compute, and their records come in as in production.
+"""The event loop: requests arrive, the gateway places each, nodes compute and send their records.
 
-A record comes at every RECORD_INTERVAL, whatever happens, so a placement sees nodes as old as a real gateway does.
-Equal input and seed give equal results: nothing depends on a clock or on hashes.
+A node sends its record each RECORD_INTERVAL, whatever happens, so that placement sees records as old as a real gateway
+does. Equal input and seed give equal results: nothing depends on a clock or on hashes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MakePolicy = Callable[[Callable[[], float]], Policy]
 
 
 class StuckError(RuntimeError):
-    """Requests are left that no event will end: an error in the simulator."""
+    """Requests will never end, because of an error in the simulator."""
 
 
 class Simulator:
@@ -45,9 +45,11 @@ class Simulator:
         jobs: Sequence[Job],
         pace: Callable[[int], Pace] = lambda _: lambda: 1.0,
     ) -> None:
-        """`policy` makes the policy, and is called with the simulated clock. `jobs` are sorted by `at` and numbered
-        from 0. `pace(i)` returns the function that says by what factor node i computes longer than the profile has it;
-        the node's record has the profile's model all the same."""
+        """`policy` creates the policy from the simulated clock. `jobs` are sorted by `at` and numbered from 0.
+
+        `pace(i)` returns a function whose results are factors on the durations of node i's passes. The node's record
+        has the profile's model nevertheless.
+        """
         self.now = 0.0
         self.profile, self.policy, self.jobs = profile, policy(lambda: self.now), jobs
         self.nodes = [SimulatedNode(i, profile, self._ended, pace(i)) for i in range(nodes)]
@@ -55,8 +57,8 @@ class Simulator:
         self.lengths = ResponseLengths()
         self.events = 0
         self.decisions: list[float] = []
-        """seconds of processor time that the policy took for each placement on this machine"""
-        self._left = len(jobs)
+        """processor seconds of each placement by the policy, on this machine"""
+        self._remaining = len(jobs)
         self._heap: list[tuple[float, int, int, int]] = []
         self._order = 0
         self._woken = [inf] * nodes
@@ -65,8 +67,10 @@ class Simulator:
             self.policy.attach(self.nodes, jobs)
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
-        """Runs the simulation until every request has ended. `progress` is told how many have been placed, at every
-        thousandth. Raises StuckError."""
+        """Runs the simulation until all requests have ended. Raises StuckError.
+
+        `progress` is called with the number of placed requests at each thousandth.
+        """
         for i in range(len(self.nodes)):
             self._record_at(i, RECORD_INTERVAL * i / len(self.nodes))
         if isinstance(self.policy, Migrates):
@@ -79,9 +83,9 @@ class Simulator:
             self._place(job)
             if progress is not None and job.number % 1000 == 999:
                 progress(job.number + 1)
-        while self._left:
+        while self._remaining:
             if not self.events % 4096 and all(node.next_time == inf for node in self.nodes):
-                raise StuckError(f"{self._left} requests will never end")
+                raise StuckError(f"{self._remaining} requests will never end")
             self._next_event()
 
     # --- events
@@ -107,14 +111,14 @@ class Simulator:
             self._push(time + self.policy.period, REBALANCE, 0)
 
     def _touched(self, node: SimulatedNode) -> None:
-        """Schedules the node's next event, which may have another time now."""
+        """Schedules the node's next event, whose time may have changed."""
         index, time = node.index, node.next_time
         if time != self._woken[index] and time != inf:
             self._woken[index] = time
             self._push(time, WAKE, index)
 
     def _record(self, node: SimulatedNode) -> None:
-        self.table.tell(node, self.now)
+        self.table.receive(node, self.now)
         self._record_at(node.index, self.now + RECORD_INTERVAL)
 
     def _record_at(self, index: int, time: float) -> None:
@@ -137,20 +141,20 @@ class Simulator:
         self.decisions.append(thread_time() - began)
         if row is None:
             job.end, job.outcome = self.now, "rejected"
-            self._left -= 1
+            self._remaining -= 1
             return
         table.reserve(row, request.id, Demand(job.rank, job.prompt, job.max_tokens, job.tpot_slo))
         self._submit(job, self.nodes[row])
 
     def _fits(self, job: Job) -> bool:
-        """Returns whether an empty node could take the job."""
+        """Returns True if an empty node can take the job."""
         block, profile = self.profile.block_tokens, self.profile
         bounds = [size for size in (profile.adapter_memory, profile.host_memory) if size is not None]
         kv_tokens = -(-(job.prompt + job.max_tokens) // block) * block
         return kv_tokens <= profile.kv_tokens and all(job.bytes <= size for size in bounds)
 
     def _request(self, job: Job) -> PlacementRequest:
-        """Returns the placement request with what the gateway knows of the job."""
+        """Returns the placement request with the gateway's knowledge of the job."""
         expected = self.lengths.expected(job.tenant, job.digest or "", job.max_tokens)
         return PlacementRequest(
             id=str(job.number),
@@ -171,7 +175,7 @@ class Simulator:
         self._touched(node)
 
     def _rebalance(self, policy: Migrates) -> None:
-        """Moves what the policy wants to be moved: a waiting request now, a running one when its iteration ends."""
+        """Moves the requests that the policy selects: a waiting one now, a running one when its iteration ends."""
         loads = {node.index: len(node.running) + len(node.queue) - len(node.leaving) for node in self.nodes}
         for move in policy.moves(loads, [movable for node in self.nodes for movable in _movables(node, self.now)]):
             job = self.jobs[int(move.id)]
@@ -180,12 +184,12 @@ class Simulator:
             self._touched(node)
 
     def _ended(self, job: Job) -> None:
-        self._left -= 1
+        self._remaining -= 1
         self.lengths.note(job.tenant, job.digest or "", job.output)
 
 
 def _movables(node: SimulatedNode, now: float) -> Iterator[Movable]:
-    """Yields the node's jobs that were not moved yet."""
+    """Yields the node's jobs that were never moved."""
     for job in node.queue:
         if not job.moves:
             yield Movable(str(job.number), node.index, runs=False, tokens=job.prompt + job.generated)

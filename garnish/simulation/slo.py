@@ -10,28 +10,28 @@ from garnish.simulation.job import Job
 from garnish.simulation.profile import NodeProfile
 
 REFERENCE_ROWS, REFERENCE_PROMPT, REFERENCE_OUTPUT = 16, 256, 128
-"""A TPT of `1.5x` is so many times the base's, without adapters, at this batch and these lengths."""
+"""Batch and lengths for the base's TPT without adapters, of which a TPT of `1.5x` is a multiple."""
 DEFAULT_SLO = "tpt=1.5x"
 _PART = re.compile(r"(ttft|tpot|tpt)=(\d+(?:\.\d+)?)(ms|s|x)")
 
 
 class SloError(ValueError):
-    """The text is no SLO; the message says what one is."""
+    """The text is no SLO; the message says what is expected."""
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """The bounds that a request is promised, in seconds; None: not promised. All that are promised must hold."""
+    """Bounds of a request in seconds; None is no bound."""
 
     ttft: float | None = None
     tpot: float | None = None
     tpt: float | None = None
 
     def holds(self, job: Job, overhead: float) -> bool:
-        """Returns whether a request that is done met the SLO; `overhead` (seconds) comes before its first token."""
+        """Returns True if a finished request met the SLO; `overhead` (seconds) comes before its first token."""
         return self._hold(job.ttft + overhead, job.tpot, job.tpt + overhead / job.output)
 
     def attainable(self, job: Job, profile: NodeProfile) -> bool:
-        """Whether an empty node that has the adapter could keep the SLO for this request: where not, no policy can."""
+        """Returns True if an empty node with the adapter meets the SLO for this request; else no policy can."""
         model, steps = profile.performance, job.output - 1
         ttft = profile.overhead + model.prefill.seconds(job.prompt, job.prompt**2, job.prompt * job.rank)
         decode = steps * model.decode.seconds(1, 0, job.rank) + model.decode.per_context * (
@@ -45,13 +45,12 @@ class Slo(msgspec.Struct, frozen=True):
 
     @property
     def per_token(self) -> float | None:
-        """Returns the seconds between two tokens that placement is told as the promise: `tpot`, else `tpt`; None if
-        neither."""
+        """TPOT SLO for placement in seconds: `tpot`, else `tpt`, else None."""
         return self.tpot if self.tpot is not None else self.tpt
 
 
 def base_tpt(profile: NodeProfile) -> float:
-    """Returns the seconds a token of the base alone, in a batch of REFERENCE_ROWS."""
+    """Returns the seconds per token of the base alone, in a batch of REFERENCE_ROWS."""
     model = profile.performance
     contexts = REFERENCE_ROWS * (REFERENCE_PROMPT + REFERENCE_OUTPUT // 2)
     prefill = model.prefill.seconds(REFERENCE_PROMPT, REFERENCE_PROMPT**2, 0)
@@ -61,13 +60,13 @@ def base_tpt(profile: NodeProfile) -> float:
 
 def parse_slo(text: str, profile: NodeProfile) -> Slo:
     """Returns the bounds that the text states, such as `ttft=500ms,tpot=60ms`. Raises SloError."""
-    found: dict[str, float] = {}
+    bounds: dict[str, float] = {}
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
-        if match is None or match[1] in found or float(match[2]) <= 0:
+        if match is None or match[1] in bounds or float(match[2]) <= 0:
             raise SloError(f"SLO {text!r}: expected {DEFAULT_SLO!r}, or bounds such as 'ttft=500ms,tpot=60ms'")
         if match[3] == "x" and match[1] != "tpt":
             raise SloError(f"SLO {text!r}: only tpt can be a multiple of the base's")
         unit = {"ms": 1e-3, "s": 1.0, "x": base_tpt(profile)}[match[3]]
-        found[match[1]] = float(match[2]) * unit
-    return Slo(**found)
+        bounds[match[1]] = float(match[2]) * unit
+    return Slo(**bounds)

@@ -1,4 +1,4 @@
-"""What `garnish up` says when the service can be used: the address, the keys and a line to paste."""
+"""Output of `garnish up` when the service is ready: the address, the keys and a command to paste."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from garnish.connection import DEFAULT_STATE
-from garnish.credentials import FILE_NAME, Credentials
+from garnish.credentials import DEFAULT_STATE, FILE_NAME, Credentials
+from garnish.logs import Capacity, capacity, log_of
 from garnish.screen import Screen
-from garnish.up.logs import Capacity, capacity, log_of
 from garnish.up.prepare import Prepared
 from gateway.routes.deploy import DeployReply
 
 SHOWN_RANK = "16"
-"""Of the ranks that a node reports its room for, the one that most adapters have."""
+"""Rank for which a node's room is shown, the most common one."""
 
 
 def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -> None:
@@ -27,8 +26,10 @@ def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -
         for line in capacity_lines(node.node_id, capacity(log_of(prepared.state, node.node_id))):
             screen.line(line)
     show_keys(prepared.state, prepared.credentials, prepared.new_keys, screen)
-    named = "" if prepared.state == DEFAULT_STATE.absolute() else f" --state {shlex.quote(shown(prepared.state))}"
-    screen.line(f"logs: in {shown(prepared.state / 'logs')} (garnish logs{named})")
+    state_option = (
+        "" if prepared.state == DEFAULT_STATE.absolute() else f" --state {shlex.quote(shown(prepared.state))}"
+    )
+    screen.line(f"logs: in {shown(prepared.state / 'logs')} (garnish logs{state_option})")
     screen.line(f"the console: {prepared.url}/console")
     screen.line(f"the API: {prepared.url}/docs")
     screen.line(f"ready: {prepared.url}")
@@ -47,7 +48,7 @@ def greet(prepared: Prepared, deployed: Sequence[DeployReply], screen: Screen) -
 
 
 def capacity_lines(node: str, reported: Capacity | None) -> list[str]:
-    """Returns what a host is good for in two lines; none when the node's log does not say any more."""
+    """Returns the host's capacity as two lines; none if the node's log no longer has it."""
     if reported is None:
         return []
     rates = reported.tokens_per_second
@@ -67,7 +68,7 @@ def _rate(tokens: float) -> str:
 
 
 def show_keys(state: Path, credentials: Credentials, new_keys: dict[str, str], screen: Screen) -> None:
-    """Shows the keys that were made just now, in full; of the others only where they are."""
+    """Prints new keys in full, and the file that holds the others."""
     file = shown(state / FILE_NAME)
     if new_keys:
         screen.line(f"keys, shown once (and kept in {file}):")
@@ -78,8 +79,7 @@ def show_keys(state: Path, credentials: Credentials, new_keys: dict[str, str], s
 
 
 def curl_line(prepared: Prepared, deployed: Sequence[DeployReply]) -> str:
-    """Returns a call that works when it is pasted, an option a line. A key that was shown before is read from its file,
-    not shown again."""
+    """Returns a working curl command, an option a line. It reads a key that was shown before from its file."""
     credentials = prepared.credentials
     mine = [
         deployment.name for deployment in prepared.deployments if deployment.connection.tenant == credentials.tenant

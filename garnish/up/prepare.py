@@ -1,4 +1,4 @@
-"""Everything that can be checked and made before the first process starts."""
+"""Checks everything and creates the keys, before the first process starts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from adapters.tenants import FILE_BYTES, Limits, Tenants
 from cluster.redis_link import RedisAway, check_redis
 from cluster.secret import SecretError, create_secret, read_secret
 from garnish.config import OPEN_TENANT, ServiceFile, load_service_file, tenant_names, tenant_of
-from garnish.connection import Connection
 from garnish.credentials import (
     FILE_NAME,
+    Connection,
     Credentials,
     adopt_keys,
     prepare_keys,
@@ -55,11 +55,11 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str | None = None
     port: int | None = None
     nodes: int | None = None
-    """None: one for each GPU, or one where there is none."""
+    """number of nodes; None is one for each GPU, or one without GPUs"""
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """One entry of `functions:` in the service file, ready to be sent."""
+    """An entry of `functions:` in the service file, ready to be sent."""
 
     name: str
     directory: Path
@@ -77,13 +77,12 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeConfig, ...]
     credentials: Credentials
     new_keys: dict[str, str]
-    """Keys made by this start, by whose they are; to be shown once."""
     deployments: tuple[Deployment, ...]
 
 
 @contextmanager
 def state_directory(state: Path) -> Iterator[Path]:
-    """Provides the directory (mode 0700), held by this process alone. Raises StartError when it can't be."""
+    """Provides the directory (mode 0700), locked by this process. Raises StartError if that fails."""
     state = state.absolute()
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,8 +103,7 @@ def state_directory(state: Path) -> Iterator[Path]:
 
 
 def prepare(options: UpOptions, state: Path) -> Prepared:
-    """Reads and checks all that the service needs before anything is started. Raises FrontDoorError for whatever would
-    keep the service from starting."""
+    """Reads and checks all that the service needs before anything starts. Raises FrontDoorError."""
     service = load_service_file(options.file)
     base = resolve_base(service)
     gateway = gateway_config(
@@ -133,48 +131,48 @@ def prepare(options: UpOptions, state: Path) -> Prepared:
     )
 
 
-def node_count(service: ServiceFile, asked: int | None) -> int:
-    """Returns how many nodes this host gets: one for each GPU that nodes may have, or as many as are `asked` for. On a
-    host without GPUs that may be any number, and is one if None. Raises StartError."""
+def node_count(service: ServiceFile, requested: int | None) -> int:
+    """Returns the number of nodes of this host: the `requested` one, or one for each GPU that nodes may use.
+
+    Without GPUs any number may be requested, and the default is one. Raises StartError.
+    """
     devices = service.node.devices
     try:
         gpus = len(node_gpus(service.node.device, None if devices == "all" else devices))
     except NoGpu as error:
         raise StartError(str(error)) from None
-    if asked is not None and 0 < gpus < asked:
-        raise StartError(f"--nodes {asked}: nodes may have {gpus} GPUs of this host, and a GPU takes one node")
-    return asked or gpus or 1
+    if requested is not None and 0 < gpus < requested:
+        raise StartError(f"--nodes {requested}: nodes may have {gpus} GPUs of this host, and a GPU takes one node")
+    return requested or gpus or 1
 
 
 def make_keys(service: ServiceFile, state: Path, url: str) -> tuple[Credentials, dict[str, str]]:
-    """Makes the cluster secret, the tenants and their keys, as far as they are missing, and leaves the credentials
-    file.
+    """Creates the cluster secret, the tenants and their keys where missing, and writes the credentials file.
 
-    Returns the credentials and the keys that are new. Raises StartError.
+    Returns the credentials and the new keys. Raises StartError.
     """
     file = state / FILE_NAME
     names = tenant_names(service)
     try:
         create_secret(secret_file_of(service, state))
         tenants = Tenants(open_checked_store(registry_of(service, state)))
-        known = read_credentials(file)
-        declare_tenants(tenants, service, before=known.keys if known else ())
+        credentials_before = read_credentials(file)
+        declare_tenants(tenants, service, before=credentials_before.keys if credentials_before else ())
         if service.auth == "none":
-            credentials, made = Credentials(url=url, tenant=names[0]), dict[str, str]()
+            credentials, new_keys = Credentials(url=url, tenant=names[0]), dict[str, str]()
         else:
             if service.gateway.credentials_file is not None:
                 chosen = read_operator_keys(service.path(service.gateway.credentials_file))
-                known = adopt_keys(tenants, names, chosen, known)
-            credentials, made = prepare_keys(tenants, names, known, url)
+                credentials_before = adopt_keys(tenants, names, chosen, credentials_before)
+            credentials, new_keys = prepare_keys(tenants, names, credentials_before, url)
         write_credentials(file, credentials)
     except (SecretError, AdapterError, OSError) as error:
         raise StartError(str(error)) from error
-    return credentials, made
+    return credentials, new_keys
 
 
 def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str]) -> None:
-    """Makes the tenants what the file says; tenants of `before` that it no longer names are left to the admin
-    routes."""
+    """Writes the file's tenants to the registry; those of `before` that it no longer names are editable again."""
     names = {*tenant_names(service), *([OPEN_TENANT] if service.auth == "none" else [])}
     for name in names:
         written = service.tenants.get(name) or Tenant()
@@ -194,7 +192,7 @@ def declare_tenants(tenants: Tenants, service: ServiceFile, before: Iterable[str
 
 
 def check_shared(config: GatewayConfig) -> None:
-    """Raises StartError when the gateway is to use a Redis that does not answer."""
+    """Raises StartError if the gateway's Redis does not answer."""
     if config.redis is not None:
         try:
             check_redis(config.redis)
@@ -205,7 +203,7 @@ def check_shared(config: GatewayConfig) -> None:
 
 
 def check_secret(file: Path) -> None:
-    """Raises StartError when a node has no cluster secret to show: `file` can't be used."""
+    """Raises StartError if the cluster secret's `file` can't be used."""
     try:
         read_secret(file)
     except SecretError as error:
@@ -222,7 +220,7 @@ def _deployments(service: ServiceFile, folders: dict[str, Path], credentials: Cr
 
 
 def _adapter_folders(service: ServiceFile) -> dict[str, Path]:
-    """Returns the declared functions' folders by name; those on the Hub are fetched. Raises StartError."""
+    """Returns the declared functions' folders by name; downloads those on the Hub. Raises StartError."""
     folders = {}
     for name in service.functions:
         try:

@@ -1,34 +1,43 @@
-"""Starts gateway and nodes, keeps them alive, and stops them in order."""
+"""Starts gateway and nodes, deploys the declared functions, keeps the processes alive and stops them in order."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import httpx
 import msgspec
 
-from garnish.errors import FrontDoorError, StartError
+from garnish.client import Client
+from garnish.errors import FrontDoorError, GarnishError, StartError
+from garnish.logs import bound_log, end_reason, fresh_log, last_problem, log_of, refuses_to_start, times_ended
 from garnish.run_gateway import GatewayProcessConfig
 from garnish.run_node import NodeProcessConfig
 from garnish.screen import Screen
 from garnish.settings import UP_SHUTDOWN_SECONDS
 from garnish.up.greeting import greet
-from garnish.up.logs import bound_log, fresh_log, last_problem, log_of
-from garnish.up.opening import MAX_CRASHES, Opening
-from garnish.up.prepare import Prepared, UpOptions, prepare, state_directory
+from garnish.up.prepare import Deployment, Prepared, UpOptions, prepare, state_directory
+from gateway.routes.deploy import DeployReply
 from node_agent import supervisor
 from node_agent.supervisor import Child, Signals
 
 GATEWAY_GRACE = UP_SHUTDOWN_SECONDS + 5.0
 NO_REASON = "no reason was logged"
-TICK = 0.2
-"""Seconds between looks at the opening thread."""
+TICK_SECONDS = 0.2
 LOG_SECONDS = 5.0
-"""Between two looks at the size of the logs."""
+READY_SECONDS = 600.0
+"""Bound on the start; loading a large base model from a slow disk takes minutes."""
+POLL_SECONDS = 0.1
+MAX_CRASHES = 3
+"""Number of exits of a node's processes, before it ever was ready, after which the start fails."""
+DEPLOY_TRIES = 3
+NODES_SECONDS = 60.0
+"""Time for which a policy that does not fit is retried; its nodes may not have reported yet."""
 
 
 def up(options: UpOptions, screen: Screen) -> int:
@@ -60,12 +69,12 @@ def _serve(prepared: Prepared, screen: Screen) -> int:
             _stop(children[:1], GATEWAY_GRACE, signals)
             _stop(children[1:], node_grace(prepared), signals)
             screen.end_progress()
-    screen.note("stopped")
+    screen.notice("stopped")
     return 0
 
 
 def node_grace(prepared: Prepared) -> float:
-    """Returns the seconds that nodes get to stop: they bound their own stop, and get a little longer than that."""
+    """Returns the seconds that nodes get to stop, a little longer than their own bound."""
     return max(node.stop_seconds for node in prepared.nodes) + supervisor.STOP_SLACK + 3.0
 
 
@@ -79,17 +88,19 @@ def _children(prepared: Prepared, ends: Ends) -> list[Child]:
     children = []
     for name, module, config in modules:
         log = fresh_log(prepared.state, name)
-        children.append(Child(name, module, config, log, partial(ends.told, name, log)))
+        children.append(Child(name, module, config, log, partial(ends.record_end, name, log)))
     return children
 
 
 def _open(
     opening: Opening, children: Sequence[Child], ends: Ends, signals: Signals, prepared: Prepared, screen: Screen
 ) -> None:
-    """Tends the processes until the functions are deployed, and greets; or until someone asks to stop. Raises
-    FrontDoorError when they can't be deployed, or a process can't start."""
+    """Tends the processes until the functions are deployed, then greets; or until a stop is requested.
+
+    Raises FrontDoorError if a function can't be deployed, or a process can't start.
+    """
     while opening.is_alive() and not signals.stop_requested:
-        signals.wait(min(_tend(children), TICK))
+        signals.wait(min(_tend(children), TICK_SECONDS))
         for child in children:
             if child.failures >= MAX_CRASHES:
                 log = log_of(prepared.state, child.name)
@@ -109,33 +120,123 @@ def _tend(children: Sequence[Child]) -> float:
 
 
 def _stop(children: Sequence[Child], grace: float, signals: Signals) -> None:
-    """Stops the processes: TERM to all, and KILL to who is still there after `grace` seconds; a second Ctrl-C cuts the
-    wait short."""
+    """Stops the processes by TERM, and by KILL after `grace` seconds or a second Ctrl-C."""
     deadline = time.monotonic() + grace
-    asked = signals.stop_requested
+    stop_requests = signals.stop_requested
     for child in children:
         child.ask_to_stop()
-    while (now := time.monotonic()) < deadline and signals.stop_requested == asked:
+    while (now := time.monotonic()) < deadline and signals.stop_requested == stop_requests:
         if all(child.reap(now) for child in children):
             break
-        signals.wait(min(TICK, deadline - now))
+        signals.wait(min(TICK_SECONDS, deadline - now))
     for child in children:
         child.kill()
 
 
 class Ends:
-    """Tells the person at the terminal why a process ended by itself."""
+    """Prints why a process ended by itself."""
 
     def __init__(self, screen: Screen) -> None:
         self.reasons: dict[str, str] = {}
-        """Of each process's last end."""
         self._screen = screen
         self._starts: dict[str, int] = {}
-        """Where in its log the process that runs now began to write."""
+        """size of the log when the present process started, by process"""
 
-    def told(self, name: str, log: Path, code: int) -> None:
+    def record_end(self, name: str, log: Path, code: int) -> None:
         reason = last_problem(log, self._starts.get(name, 0))
         self._starts[name] = log.stat().st_size
         self.reasons[name] = reason or NO_REASON
         why = f" ({reason})" if reason else ""
-        self._screen.note(f"{name} ended with code {code}{why} and starts again; log: {log}")
+        self._screen.notice(f"{name} ended with code {code}{why} and starts again; log: {log}")
+
+
+def check_nodes(logs: list[Path]) -> None:
+    """Raises StartError if a node's engine refuses to start, or its processes ended MAX_CRASHES times, by its log."""
+    for log in logs:
+        if refuses_to_start(log) or times_ended(log) >= MAX_CRASHES:
+            raise StartError(f"{log.stem} can't start: {end_reason(log) or 'no reason was logged'} (log: {log})")
+
+
+class Opening(threading.Thread):
+    """Waits until the service is ready, and deploys the declared functions.
+
+    `result` is set before the thread ends: the replies to the deploys, or the error.
+    """
+
+    def __init__(self, prepared: Prepared, node_logs: list[Path], report: Callable[[str], None]) -> None:
+        super().__init__(name="opening", daemon=True)
+        self.result: list[DeployReply] | FrontDoorError | None = None
+        self._prepared = prepared
+        self._logs = node_logs
+        self._report = report
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def run(self) -> None:
+        try:
+            self._wait_until_ready()
+            self.result = [self._deploy(deployment) for deployment in self._prepared.deployments]
+            for deployment in self._prepared.deployments:
+                self._set_policy(deployment)
+        except FrontDoorError as error:
+            self.result = error
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        with httpx.Client(base_url=self._prepared.url, timeout=5.0) as http:
+            while not self._cancelled.wait(POLL_SECONDS):
+                problem = _readiness(http)
+                if problem is None:
+                    return
+                self._report(problem)
+                check_nodes(self._logs)
+                if time.monotonic() > deadline:
+                    raise StartError(f"not ready after {READY_SECONDS:.0f} s: {problem}")
+        raise StartError("stopped before the service was ready")
+
+    def _deploy(self, deployment: Deployment) -> DeployReply:
+        self._report(f"deploying {deployment.name}")
+        for attempt in range(1, DEPLOY_TRIES + 1):
+            try:
+                with Client(connection=deployment.connection) as client:
+                    return client.deploy(deployment.name, deployment.directory, deployment.alias)
+            except GarnishError as error:
+                if error.type not in ("unavailable", "overloaded", "conflict") or attempt == DEPLOY_TRIES:
+                    raise StartError(f"functions.{deployment.name}: {error.report()}") from error
+                self._cancelled.wait(error.retry_after or 1.0)
+        raise AssertionError("unreachable")
+
+    def _set_policy(self, deployment: Deployment) -> None:
+        """Sets the function's policy as the file states it. Raises StartError if it is refused.
+
+        A policy that does not fit is retried for NODES_SECONDS.
+        """
+        deadline = time.monotonic() + NODES_SECONDS
+        while deployment.policy:
+            try:
+                with Client(connection=deployment.connection) as client:
+                    client.set_policy(deployment.name, deployment.policy)
+                return
+            except GarnishError as error:
+                if error.type not in ("unavailable", "overloaded", "conflict") or time.monotonic() > deadline:
+                    raise StartError(f"functions.{deployment.name}: {error.report()}") from error
+                self._report(f"waiting: {error.message}")
+                if self._cancelled.wait(error.retry_after or 1.0):
+                    raise StartError("stopped before the service was ready") from error
+
+
+def _readiness(http: httpx.Client) -> str | None:
+    """Returns what the service waits for, or None if it is ready."""
+    try:
+        response = http.get("/readyz")
+    except httpx.HTTPError:
+        return "waiting for the gateway"
+    if response.status_code == 200:
+        return None
+    try:
+        message = str(msgspec.json.decode(response.content)["error"]["message"])
+        return f"waiting: {message.removeprefix('not ready: ')}"
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return f"waiting: /readyz answers {response.status_code}"

@@ -1,5 +1,5 @@
-"""How many nodes a pool should have, and who brings it about.
+"""Autoscaling of pools.
 
-`rounds` looks at the load and the sizes, `sizing` decides, a driver (`local`, `aws`) acts. `garnish autoscale`
-(garnish/autoscaling.py) gives them the gateway's picture of the load and the lease by which only one decides.
+`rounds` reads the load and the sizes, `sizing` decides, a driver (`local`, `aws`) acts. `garnish autoscale`
+(garnish/autoscaling.py) gives them the gateway's snapshot of the load, and the lease of the one autoscaler that leads.
 """

@@ -9,7 +9,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
-from infra.autoscale.driver import PoolSize, Throttled, check_bounds
+from infra.autoscale.driver import Deferred, PoolSize, check_bounds
 from infra.errors import InfraError
 from infra.terraform import missing_credentials
 
@@ -20,15 +20,14 @@ THROTTLED = frozenset(
     }
 )  # fmt: skip
 BUSY = frozenset({"ScalingActivityInProgress", "ResourceContention"})
-"""Another change of the group is under way."""
+"""Error codes while another change of the group is in progress."""
 DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"})
 TIMEOUTS = Config(connect_timeout=5, read_timeout=20, retries={"mode": "standard", "max_attempts": 3})
 LIVE = frozenset({"Pending", "Pending:Wait", "Pending:Proceed", "InService"})
 
 
 class AwsDriver:
-    """Sizes the autoscaling groups that the module aws_pool made, SERVICE-POOL. Raises InfraError where AWS can't be
-    asked at all."""
+    """Sizes the autoscaling groups SERVICE-POOL, which the module aws_pool created. Raises InfraError without AWS."""
 
     def __init__(
         self,
@@ -37,8 +36,10 @@ class AwsDriver:
         endpoint_url: str | None = None,
         failed: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        """`failed` returns the ids of nodes whose GPU has failed; they are called POOL-INSTANCE-GPU. `endpoint_url`:
-        another server than AWS's own."""
+        """`failed` returns the ids of nodes whose GPU has failed, which have the form POOL-INSTANCE-GPU.
+
+        `endpoint_url` is another server than AWS's own.
+        """
         self._service, self._failed = service, failed
         try:
             self._client: Any = boto3.client(
@@ -59,16 +60,18 @@ class AwsDriver:
         )
 
     def set_desired(self, pool: str, size: int) -> None:
-        """Sets the group's desired capacity. The bounds are checked here, too: AWS checks them, but not every server
-        that speaks its language does. Instances with a GPU that has failed are called unhealthy: the group replaces
-        them, and drains their other nodes before."""
-        known = self.size(pool)
-        check_bounds(pool, size, known)
-        for instance in [] if known.settled else self._broken(pool, self._group(pool)):
+        """Sets the group's desired capacity, and marks instances with a failed GPU as unhealthy.
+
+        The group replaces unhealthy instances, after draining their other nodes. Bounds are checked here too, since
+        not all servers with the API of AWS check them.
+        """
+        current = self.size(pool)
+        check_bounds(pool, size, current)
+        for instance in [] if current.settled else self._broken(pool, self._group(pool)):
             self._call(
                 "set_instance_health", InstanceId=instance, HealthStatus="Unhealthy", ShouldRespectGracePeriod=False
             )
-        if known.desired != size:
+        if current.desired != size:
             self._call(
                 "set_desired_capacity",
                 AutoScalingGroupName=self._name(pool),
@@ -77,7 +80,7 @@ class AwsDriver:
             )
 
     def _broken(self, pool: str, group: dict[str, Any]) -> list[str]:
-        """Returns the ids of the instances with a failed GPU that the group takes for healthy."""
+        """Returns the ids of instances with a failed GPU that the group considers healthy."""
         serving = [instance for instance in group["Instances"] if instance["LifecycleState"] == "InService"]
         healthy = [str(instance["InstanceId"]) for instance in serving if instance.get("HealthStatus") == "Healthy"]
         failed = self._failed() if healthy else ()
@@ -85,8 +88,8 @@ class AwsDriver:
 
     def _group(self, pool: str) -> dict[str, Any]:
         name = self._name(pool)
-        found = self._call("describe_auto_scaling_groups", AutoScalingGroupNames=[name])["AutoScalingGroups"]
-        groups: list[dict[str, Any]] = [group for group in found if group["AutoScalingGroupName"] == name]
+        listed = self._call("describe_auto_scaling_groups", AutoScalingGroupNames=[name])["AutoScalingGroups"]
+        groups: list[dict[str, Any]] = [group for group in listed if group["AutoScalingGroupName"] == name]
         if len(groups) != 1:
             count = "no autoscaling group" if not groups else f"{len(groups)} autoscaling groups"
             raise InfraError(f"node_pools.{pool}: there is {count} {name}; `garnish infra apply` makes it")
@@ -115,8 +118,10 @@ class AwsDriver:
 
 
 def _owner(group: dict[str, Any], service: str, pool: str) -> tuple[str, str]:
-    """Returns the service and the pool of the group by its tags: a-b-c may be the pool b-c of a, or c of a-b. For a tag
-    that is missing, the `service` or `pool` that was asked for counts."""
+    """Returns the service and the pool of the group by its tags: a-b-c may be the pool b-c of a, or c of a-b.
+
+    A missing tag defaults to `service` or `pool`.
+    """
     tags = {tag["Key"]: tag["Value"] for tag in group.get("Tags", ())}
     return tags.get("garnish:service", service), tags.get("garnish:pool", pool)
 
@@ -125,9 +130,9 @@ def _explained(operation: str, error: ClientError) -> InfraError:
     code = error.response.get("Error", {}).get("Code", "")
     action = "".join(part.capitalize() for part in operation.split("_"))
     if code in THROTTLED:
-        return Throttled(f"autoscaling: {action} was throttled by AWS; the next round tries again")
+        return Deferred(f"autoscaling: {action} was throttled by AWS; the next round tries again")
     if code in DENIED:
         return InfraError(f"autoscaling: the permission autoscaling:{action} is missing")
     if code in BUSY:
-        return Throttled(f"autoscaling: {action} must wait for another change of the group to end")
+        return Deferred(f"autoscaling: {action} must wait for another change of the group to end")
     return InfraError(f"autoscaling: {action} failed: {code}: {error.response.get('Error', {}).get('Message', '')}")

@@ -1,4 +1,4 @@
-"""What an autoscaler acts through: a pool's size, asked for and set."""
+"""Interface to read and set a pool's size."""
 
 from __future__ import annotations
 
@@ -14,35 +14,28 @@ class PoolSize(msgspec.Struct, frozen=True, kw_only=True):
     desired: int
     max: int
     live: int
-    """Nodes, or instances, that are there now, whether they can serve yet or not."""
     settled: bool = True
-    """Whether nothing is left to do for `desired` to be so; else `set_desired` of the same size does it."""
+    """`desired` is reached; if not, `set_desired` of the same size continues the change"""
 
 
-class Later(InfraError):
-    """A size can't be asked for or set now; the next round tries again."""
+class Deferred(InfraError):
+    """A size can't be read or set now; the next round tries again.
 
-
-class Throttled(Later):
-    """The driver was asked too often, or another change is under way."""
-
-
-class Draining(Later):
-    """Nodes that go have requests open, so the pool can't become smaller yet."""
+    The driver was called too often, another change is in progress, or nodes that are to end have open requests.
+    """
 
 
 class PoolDriver(Protocol):
-    """Tells and sets the sizes of pools. Calls may block; every one of them is bounded. They raise InfraError."""
+    """Reads and sets the sizes of pools. Calls may block for a bounded time; they raise InfraError."""
 
     def size(self, pool: str) -> PoolSize: ...
 
     def set_desired(self, pool: str, size: int) -> None:
-        """Brings about that the pool has `size` nodes or instances. Raises InfraError for a size outside the pool's
-        bounds."""
+        """Brings the pool to `size` nodes or instances. Raises InfraError for a size outside the pool's bounds."""
         ...
 
 
-def check_bounds(pool: str, size: int, known: PoolSize) -> None:
-    """Raises InfraError when `size` is outside the bounds of the pool."""
-    if not known.min <= size <= known.max:
-        raise InfraError(f"node_pools.{pool}: the size {size} is outside its bounds, {known.min} to {known.max}")
+def check_bounds(pool: str, size: int, bounds: PoolSize) -> None:
+    """Raises InfraError if `size` is outside the bounds of the pool."""
+    if not bounds.min <= size <= bounds.max:
+        raise InfraError(f"node_pools.{pool}: the size {size} is outside its bounds, {bounds.min} to {bounds.max}")

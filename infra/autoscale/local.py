@@ -1,7 +1,7 @@
-"""The driver of local pools: the size is noted beside Terraform's state, and Terraform makes it so.
+"""Driver of local pools: it records the size next to Terraform's state, and applies it by Terraform.
 
-A pool that becomes smaller loses its last nodes. They are drained first, over as many rounds as that takes, and get
-requests again when the pool is to stay as it is after all.
+A pool that shrinks loses its last nodes. They are drained first, for as many rounds as that takes, and get requests
+again if the pool is to keep its size after all.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from infra.autoscale.driver import Draining, PoolSize, check_bounds
+from infra.autoscale.driver import Deferred, PoolSize, check_bounds
 from infra.autoscale.sizes import SetSize, read_sizes, set_size
 from infra.errors import InfraError, Unchanged
 from infra.stack import Pool, Stack, node_ids, pool_of
 
 DRAIN_SECONDS = 3620.0
-"""Then a node goes all the same. Longer than any call may take: Terraform waits for a node's open requests, and
-meanwhile nobody looks at the load."""
+"""Time after which a node ends even with open requests; longer than any call.
+
+Terraform would wait for these requests, and no round reads the load meanwhile.
+"""
 
 
 class Host(Protocol):
-    """What can be seen and done on this host. All of it may raise InfraError."""
+    """The host of the local pools. All methods may raise InfraError."""
 
     directory: Path
-    """The directory of the sizes and of Terraform's state."""
 
     def stack(self) -> Stack:
-        """Returns the stack as the service file and the sizes say now."""
+        """Returns the stack by the present service file and sizes."""
         ...
 
     def running(self) -> Collection[str]:
@@ -42,13 +43,12 @@ class Host(Protocol):
         """Returns the number of open requests of each node that the gateway knows, by the node's id."""
         ...
 
-    def drain(self, node: str, wanted: bool) -> None:
-        """Drains the node, or lets it serve again; does nothing to a node that is not there."""
+    def drain(self, node: str, draining: bool) -> None:
+        """Drains the node, or lets it serve again; does nothing if there is no such node."""
         ...
 
     def apply(self) -> None:
-        """Makes what the stack says so, as far as it is a matter of how many nodes there are. Raises Unchanged where
-        nothing was changed, because it did not come to that."""
+        """Applies the stack's numbers of nodes. Raises Unchanged if it failed before anything was changed."""
         ...
 
 
@@ -57,20 +57,22 @@ class LocalDriver:
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self._host, self._clock = host, clock
-        self._since: dict[str, float] = {}
-        """When each node was drained."""
+        self._drained_at: dict[str, float] = {}
 
     def size(self, pool: str) -> PoolSize:
-        return self._seen(pool)[0]
+        return self._observe(pool)[0]
 
     def set_desired(self, pool: str, size: int) -> None:
-        """Brings the pool to `size` nodes and notes that size; nodes that go are drained first. Raises Draining while
-        they have requests open, and Unchanged, with the old size noted, where nothing was changed."""
-        (known, live, failed), entry, nodes = self._seen(pool), self._pool(pool), _nodes(pool, size)
-        check_bounds(pool, size, known)
-        if size == known.desired and known.settled:
+        """Brings the pool to `size` nodes and records that size; nodes that are to end are drained first.
+
+        Raises Deferred while these have open requests. Raises Unchanged, with the old size recorded, if nothing was
+        changed.
+        """
+        (current, live, failed), entry, nodes = self._observe(pool), self._pool(pool), _nodes(pool, size)
+        check_bounds(pool, size, current)
+        if size == current.desired and current.settled:
             return
-        noted = self._noted(pool, entry)
+        noted = self._recorded_size(pool, entry)
         self._undrain(set(noted.draining) & nodes)
         going = sorted(live - nodes)
         if going:
@@ -88,18 +90,18 @@ class LocalDriver:
     def _drain(self, nodes: Collection[str]) -> None:
         now = self._clock()
         for node in nodes:
-            if node not in self._since:
+            if node not in self._drained_at:
                 self._host.drain(node, True)
-                self._since[node] = now
+                self._drained_at[node] = now
         counts = self._host.open_requests()
-        busy = [node for node in sorted(nodes) if counts.get(node) and now - self._since[node] < DRAIN_SECONDS]
+        busy = [node for node in sorted(nodes) if counts.get(node) and now - self._drained_at[node] < DRAIN_SECONDS]
         if busy:
-            raise Draining(f"requests are open on {', '.join(busy)}, which will go")
+            raise Deferred(f"requests are open on {', '.join(busy)}, which will go")
 
     def _undrain(self, nodes: Collection[str]) -> None:
         for node in sorted(nodes):
             self._host.drain(node, False)
-            self._since.pop(node, None)
+            self._drained_at.pop(node, None)
 
     def _pool(self, pool: str) -> Pool:
         for entry in self._host.stack().local_pools:
@@ -107,24 +109,24 @@ class LocalDriver:
                 return entry
         raise InfraError(f"node_pools.{pool}: the service file has no such local pool any more")
 
-    def _noted(self, pool: str, entry: Pool) -> SetSize:
+    def _recorded_size(self, pool: str, entry: Pool) -> SetSize:
         stated = entry.desired if entry.stated is None else entry.stated
-        known = read_sizes(self._host.directory).get(pool)
-        return SetSize(entry.desired, stated, known.draining if known is not None else [])
+        recorded = read_sizes(self._host.directory).get(pool)
+        return SetSize(entry.desired, stated, recorded.draining if recorded is not None else [])
 
-    def _seen(self, pool: str) -> tuple[PoolSize, set[str], set[str]]:
-        """Returns the size, the nodes whose process lives, and those of them whose GPU has failed."""
+    def _observe(self, pool: str) -> tuple[PoolSize, set[str], set[str]]:
+        """Returns the size, the nodes whose process lives, and those with a failed GPU."""
         entry, live = self._pool(pool), self._live(pool)
         failed = live.intersection(self._host.failed()) if live else set[str]()
-        settled = live == _nodes(pool, entry.desired) and not (failed or self._noted(pool, entry).draining)
+        settled = live == _nodes(pool, entry.desired) and not (failed or self._recorded_size(pool, entry).draining)
         size = PoolSize(min=entry.min, desired=entry.desired, max=entry.max, live=len(live - failed), settled=settled)
         return size, live, failed
 
     def _live(self, pool: str) -> set[str]:
         live = {node for node in self._host.running() if pool_of(node) == pool}
-        for node in set(self._since) - live:
+        for node in set(self._drained_at) - live:
             if pool_of(node) == pool:
-                del self._since[node]
+                del self._drained_at[node]
         return live
 
 

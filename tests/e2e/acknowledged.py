@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from whole_service import Service
 
-from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 
 FUNCTION = "grown"
 CALL = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from whole_service import MakeService, Service, eventually, gateway_alone
 
-from infra.local.proc import tagged
+from infra.processes import tagged
 from tests.infra.stacks import needs_terraform
 
 pytestmark = needs_terraform

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from whole_service import Service, service_file
 
 from cluster.text import end_token_ids
-from garnish import compare_calls
+from garnish import comparison
 from garnish.cli.compare import show
 from garnish.comparison import Comparison
 from garnish.errors import FrontDoorError
@@ -136,6 +136,6 @@ def test_what_it_needs_is_told(service: Service, stories_adapters: dict[str, Pat
 
 
 def test_a_missing_package_is_told_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_calls, "NEEDED", {"json": "json", "no_such_package": "'no-such>=1'"})
+    monkeypatch.setattr(comparison, "NEEDED", {"json": "json", "no_such_package": "'no-such>=1'"})
     with pytest.raises(FrontDoorError, match=r"no_such_package is not installed here: .* -m pip install 'no-such>=1'"):
-        compare_calls.check_installed()
+        comparison.check_installed()

@@ -16,8 +16,8 @@ from whole_service import MakeService, Service, eventually
 from adapters.artifact import artifact_key
 from adapters.contents import blob_key
 from adapters.local_store import LocalStore
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from adapters.validate import file_sha256
-from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
 
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
 CALLERS = 20

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from whole_service import Service, eventually
 
-from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from tests.support.peft_reference import TIE, PeftReference
 
 PROMPTS = ("Once upon a time", "One day, Tim and his dog")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from whole_service import MakeService, Service, can_listen, descendants, eventually, is_alive
 
-from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
 LONG = {**GREEDY, "max_tokens": 450, "ignore_eos": True, "stream": True}

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from whole_service import Service, eventually
 
 import garnish
-from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 
 STORY = Path(__file__).parents[2] / "examples" / "models" / "stories260K" / "stories260K.greedy200.txt"
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}

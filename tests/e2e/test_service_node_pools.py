@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from whole_service import MakeService, Service, eventually, gateway_alone
 
-from infra.local.proc import tagged
-from infra.local.processes import NodeKey, main_process
+from infra.processes import NodeKey, main_process, tagged
 from tests.infra.stacks import needs_terraform
 
 pytestmark = needs_terraform

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from whole_service import MakeService, Service, eventually
 
-from garnish.protocol import CONFIG_FILE, WEIGHTS_FILE
+from adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
 STORE = 80_000

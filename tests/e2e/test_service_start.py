@@ -10,7 +10,7 @@ from pathlib import Path
 
 from whole_service import MakeService, Service, service_file
 
-from garnish.up.logs import times_ended
+from garnish.logs import times_ended
 
 
 def refused(service: Service, *arguments: str) -> str:

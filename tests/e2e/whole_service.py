@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from infra.local.proc import tagged
+from infra.processes import tagged
 from tests.support.processes import processes, tree
 
 START_SECONDS = 200

@@ -1,4 +1,4 @@
-"""Stands for `python -m garnish.hub_download` where that is started dozens of times: each run is forked from a process
+"""Stands for `python -m garnish.hub` where that is started dozens of times: each run is forked from a process
 that has loaded what the library loads, and gets the environment and the standard files of the process that asked.
 
 The library itself, which reads the environment when it is loaded, is loaded by each run.
@@ -44,7 +44,7 @@ def downloading() -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    from garnish import hub_download
+    from garnish import hub
 
     for name in LOADED:
         __import__(name)
@@ -58,7 +58,7 @@ def main() -> None:
             connection, _ = listener.accept()
             with connection:
                 if os.fork() == 0:
-                    run(hub_download.main, connection)
+                    run(hub.main, connection)
 
 
 def run(work: Callable[[], int], connection: socket.socket) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from garnish.provision import Provision
-from infra.local.processes import NodeKey, remember
+from infra.processes import NodeKey, write_pid_file
 from infra.stack import pool_of
-from infra.workspace import PlanNote
+from infra.workspace import SavedPlan
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 
@@ -46,7 +46,7 @@ class Pools:
         note = self.provision().plan(self.told.append)
         return [(change.action, change.resource, change.reason) for change in note.changes]
 
-    def apply(self) -> PlanNote:
+    def apply(self) -> SavedPlan:
         return self.provision().apply(lambda note: None, self.told.append)
 
     def start(self, node: str) -> None:
@@ -59,7 +59,7 @@ class Pools:
             text=True,
         )
         assert process.stdout is not None and process.stdout.readline() == "up\n"
-        remember(key, process.pid)
+        write_pid_file(key, process.pid)
 
     def kill(self, node: str) -> None:
         self.running[node].kill()

@@ -75,7 +75,10 @@ def only(folder: Path, *names: str) -> None:
         (("pytorch_model.bin", "config.json"), "holds a whole model (config.json and its weights), not an adapter:"),
         (("lora-q8_0.gguf",), "holds a GGUF file, llama.cpp's: deploy the PEFT adapter that it was converted from"),
         ((CONFIG, "lora.gguf"), "holds a GGUF file, llama.cpp's, and no weights of PEFT:"),
-        ((WEIGHTS, "README.md"), f"lacks {CONFIG}: PEFT's save_pretrained writes it beside the weights, copy it there"),
+        (
+            (WEIGHTS, "README.md"),
+            f"lacks {CONFIG}: PEFT's save_pretrained writes it next to the weights, copy it there",
+        ),
         ((CONFIG,), f"holds {CONFIG} but no {WEIGHTS}: save the adapter with PEFT's save_pretrained"),
         (
             (CONFIG, "model-1.safetensors", "model-2.safetensors"),

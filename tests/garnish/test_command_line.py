@@ -9,13 +9,24 @@ import socketserver
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import typer
 
+from adapters.base_model import load_base_model
+from adapters.deployment import AdapterUpload
+from adapters.functions import Policy, parse_policy
+from adapters.local_store import LocalStore
+from adapters.registry import Registry
 from garnish.cli.main import main
-from garnish.cli.versions import parse_target
+from garnish.cli.nodes import format_forecast_ratio, format_gpu, format_workers
+from garnish.cli.versions import _field, parse_target
+from tests.cluster.measured import PROFILE
 
 
 def garnish(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -206,3 +217,127 @@ def test_imports_stay_light() -> None:
     code += "import garnish.cli.main, garnish.up.run; "
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'gunicorn')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("idle_ttl=15m", 900),
+        ("max_concurrency=8", 8),
+        ("slo_class=strict", "strict"),
+        ("prefetch=", None),
+        ('warm=[{"cron": "0 9 * * *", "for": "15m"}]', [{"cron": "0 9 * * *", "for": 900}]),
+        ('warm=[{"cron": "0 9 * * *", "for": 60}]', [{"cron": "0 9 * * *", "for": 60}]),
+    ],
+)
+def test_a_field_is_what_a_gateway_takes(written: str, value: Any) -> None:
+    field, read = _field(written)
+    assert (field, read) == (written.partition("=")[0], value)
+    if value is not None:
+        parse_policy(msgspec.json.decode(msgspec.json.encode({field: read})), Policy())
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["max_concurrency", "idle_ttl=soon", 'warm=[{"cron": "0 9 * * *", "for": "90500ms"}]', 'warm=[{"for": "soon"}]'],
+)
+def test_a_mistake_names_the_field(written: str) -> None:
+    with pytest.raises(typer.BadParameter, match=written.partition("=")[0]):
+        _field(written)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, stories_dir: Path, stories_adapters: dict[str, Path]) -> Path:
+    """A service file, and the registry that it names with one function and an orphan of two days."""
+    (tmp_path / "serverless.yml").write_text("service: s\nbase_model: ./base\nregistry: ./store\n")
+    store, files = LocalStore(tmp_path / "store"), stories_adapters["dragon"]
+    registry = Registry(store, load_base_model(stories_dir, "stories260K"))
+    config = (files / "adapter_config.json").read_bytes()
+    registry.deploy("acme", "dragon", AdapterUpload(config, files / "adapter_model.safetensors"))
+    orphan = f"blobs/sha256/{'0' * 64}"
+    store.put(orphan, b"12345")
+    os.utime(tmp_path / "store" / orphan, (time.time() - 2 * 86400,) * 2)
+    return tmp_path
+
+
+def test_gc(folder: Path, command_line: Callable[..., Any]) -> None:
+    orphan = folder / "store" / "blobs" / "sha256" / ("0" * 64)
+    dry = command_line("registry", "gc", "--dry-run")
+    assert dry.returncode == 0
+    assert dry.stdout.splitlines() == [
+        f"would remove blobs/sha256/{'0' * 64} (5 B)",
+        "1 files, 0 artifacts and 0 manifests, 5 B would be removed; 3 files and artifacts stay",
+    ]
+    assert orphan.exists()
+    done = json.loads(command_line("registry", "gc", "--json").stdout)
+    assert (done["blobs"], done["bytes"], done["objects"]) == (1, 5, [f"blobs/sha256/{'0' * 64}"])
+    assert not orphan.exists()
+    assert "0 files" in command_line("registry", "gc").stdout
+
+
+def test_verify(folder: Path, command_line: Callable[..., Any]) -> None:
+    sound = command_line("registry", "verify")
+    assert (sound.returncode, sound.stdout) == (0, "1 versions, 4 objects read; 0 versions are damaged\n")
+    artifact = next((folder / "store" / "artifacts").rglob("*/*/*"))
+    artifact.unlink()
+    harmed = command_line("registry", "verify", "--json")
+    assert harmed.returncode == 1
+    (damage,) = json.loads(harmed.stdout)["damages"]
+    assert (damage["version"], damage["problem"]) == ("acme/dragon:1", "is missing")
+    assert damage["key"].endswith(artifact.name)
+
+
+def test_a_registry_that_is_not_there(folder: Path, command_line: Callable[..., Any]) -> None:
+    (folder / "serverless.yml").write_text("service: s\nbase_model: ./base\n")
+    done = command_line("registry", "gc", "--state", "elsewhere")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "name the state directory with --state" in done.stderr
+    assert not (folder / "elsewhere").exists(), "looking makes nothing"
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        ({}, "no model"),
+        ({"measuring": 0.0}, "measuring, 0%"),
+        ({"measuring": 0.424}, "measuring, 42%"),
+        ({"performance": msgspec.to_builtins(PROFILE.model)}, "-"),
+        ({"performance": msgspec.to_builtins(PROFILE.model), "forecast_ratio": 1.0349}, "1.03"),
+        ({"performance": msgspec.to_builtins(PROFILE.model), "forecast_ratio": 1.31}, "1.31, off"),
+        ({"performance": msgspec.to_builtins(PROFILE.model), "forecast_ratio": 0.75}, "0.75, off"),
+    ],
+)
+def test_forecasts_are_shown_where_there_are_any(record: dict[str, Any], shown: str) -> None:
+    assert format_forecast_ratio(record) == shown
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        ({}, "-"),
+        ({"gpu": {"uuid": "GPU-1"}}, "GPU-1"),
+        (
+            {
+                "gpu": {"uuid": "GPU-1", "index": 2, "name": "L4", "memory": 24 << 30, "slow_link": "half of it"},
+                "gpu_load": {"memory_used": 5 << 30, "utilisation": 0, "temperature": 43, "throttled": ["thermal"]},
+            },
+            "2 L4, 5.0 GiB of 24.0 GiB, 0 %, 43 C, thermal, slow link",
+        ),
+        ({"gpu": {"uuid": "GPU-1", "name": "L4", "problem": "it does not return"}}, "L4, it does not return"),
+    ],
+)
+def test_a_gpu_is_shown_as_far_as_it_is_known(record: dict[str, Any], shown: str) -> None:
+    assert format_gpu(record) == shown
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        ({"id": "n1"}, ""),
+        ({"id": "n1", "cpu_workers": 2}, ""),
+        ({"id": "n1", "cpu_workers": 0, "cpu_workers_reason": "little to gain"}, "n1: 0 CPU workers: little to gain"),
+        ({"id": "n1", "cpu_workers": 1, "cpu_workers_reason": "as set"}, "n1: 1 CPU worker: as set"),
+    ],
+)
+def test_the_reason_for_cpu_workers_is_shown_where_there_is_one(record: dict[str, Any], shown: str) -> None:
+    assert format_workers(record) == shown

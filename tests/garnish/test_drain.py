@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from garnish.client import Client
-from garnish.connection import Connection
+from garnish.credentials import Connection
 from garnish.drain import drain
 from garnish.errors import GarnishError
 from tests.garnish.draining_gateway import Gateway, running_gateway

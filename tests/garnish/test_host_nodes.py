@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.secret import create_secret
-from garnish import measurement
+from garnish.cli import profile
 from garnish.cli.main import app
 from garnish.config import load_service_file
 from garnish.node_pools import stack_of
@@ -54,7 +54,7 @@ def settings(tmp_path: Path, stories_dir: Path, monkeypatch: pytest.MonkeyPatch)
     made.state.mkdir()
     create_secret(made.state / "cluster.secret")
     made.file.write_text(json.dumps({"service": "s", "base_model": str(stories_dir), "node_pools": POOLS}))
-    monkeypatch.setattr(measurement, "run_measurement", made.measure)
+    monkeypatch.setattr(profile, "run_measurement", made.measure)
     monkeypatch.setattr(supervisor, "run", made.run)
     return made
 

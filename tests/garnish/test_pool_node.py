@@ -15,8 +15,7 @@ import pytest
 
 from cluster.secret import create_secret
 from garnish.pool_node import START_SECONDS, Spec, main
-from infra.local.proc import tagged
-from infra.local.processes import processes_of, remembered
+from infra.processes import processes_of, read_pid_file, tagged
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_a_node_that_can_not_start_says_why_and_leaves_nothing(spec: Spec) -> No
     assert re.search(r"here-1 can't start: .*there is no directory .*no-such-model.* \(log: ", done.stderr)
     assert "Traceback" not in done.stderr
     assert processes_of(spec.key) == [] and list(tagged(spec.state, "")) == []
-    assert remembered(spec.key) is None
+    assert read_pid_file(spec.key) is None
 
 
 def test_stopping_what_is_not_there_is_done_already(
@@ -61,10 +60,10 @@ def test_a_node_whose_terraform_was_killed_does_not_stay(spec: Spec) -> None:
     os.mkfifo(spec.service_file)
     create_command = [sys.executable, "-m", "garnish.pool_node", "create", msgspec.json.encode(spec).decode()]
     with subprocess.Popen([sys.executable, "-c", TERRAFORM, *create_command]) as terraform:
-        until(lambda: remembered(spec.key) is not None)
+        until(lambda: read_pid_file(spec.key) is not None)
         assert processes_of(spec.key) != []
         terraform.kill()
-    until(lambda: processes_of(spec.key) == [] and remembered(spec.key) is None, START_SECONDS / 2)
+    until(lambda: processes_of(spec.key) == [] and read_pid_file(spec.key) is None, START_SECONDS / 2)
 
 
 def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from garnish.connection import Connection
+from garnish.calls import invoke_call
+from garnish.credentials import Connection
 from garnish.errors import GarnishError
-from garnish.protocol import EventReader, base_headers, error_of, invoke_call, parse
+from garnish.protocol import EventReader, base_headers, error_of, parse
 from gateway.api.schema import TokenEvent
 from gateway.routes.functions import FunctionList
 

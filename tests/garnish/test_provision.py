@@ -13,8 +13,8 @@ import pytest
 from garnish import node_pools
 from garnish.errors import FrontDoorError
 from garnish.provision import DEAD, _progress
-from infra.local.processes import NodeKey, StillRunning
-from infra.workspace import PlanNote
+from infra.processes import NodeKey, StillRunning
+from infra.workspace import SavedPlan
 from tests.garnish.local_pools import Pools
 from tests.infra.stacks import needs_terraform
 
@@ -64,7 +64,7 @@ def test_a_process_that_no_state_holds_ends(pools: Pools) -> None:
 def test_who_does_not_agree_changes_nothing(pools: Pools) -> None:
     pools.plan()
 
-    def refuse(_note: PlanNote) -> None:
+    def refuse(_note: SavedPlan) -> None:
         raise FrontDoorError("no")
 
     with pytest.raises(FrontDoorError, match="no"):

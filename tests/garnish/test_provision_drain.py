@@ -12,7 +12,7 @@ import pytest
 
 from garnish import node_pools
 from garnish.errors import FrontDoorError
-from infra.workspace import NOTE_FILE, PLAN_FILE, PlanNote
+from infra.workspace import NOTE_FILE, PLAN_FILE, SavedPlan
 from tests.garnish.draining_gateway import running_gateway
 from tests.garnish.local_pools import Pools
 from tests.infra.stacks import needs_terraform
@@ -59,7 +59,7 @@ def test_nodes_of_a_lost_state_are_destroyed_as_others_are(pools: Pools) -> None
     assert pools.plan() == [("replace", node, "no state holds it") for node in ("here-1", "here-2")]
     shown: list[tuple[str, str]] = []
 
-    def confirm(note: PlanNote) -> None:
+    def confirm(note: SavedPlan) -> None:
         shown.extend((change.resource, change.reason) for change in note.changes)
 
     with pytest.raises(FrontDoorError, match=r"nothing was destroyed\. --force"):

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
+from garnish.autoscaling import ThisHost
 from garnish.errors import FrontDoorError
 from garnish.provision import DEAD, FAILED
-from garnish.this_host import ThisHost
 from infra.autoscale.sizes import SetSize, set_size
 from infra.errors import InfraError
 from tests.garnish.draining_gateway import running_gateway
@@ -32,7 +32,7 @@ def test_the_autoscaler_s_size_is_made_so_and_kept(pools: Pools) -> None:
     assert pools.plan() == []
     provision = pools.provision()
     told = "the autoscaler has set 3, serverless.yml says 2"
-    assert provision.sizes_told() == [f"node_pools.here: {told}; the plan keeps that, until `desired` is edited"]
+    assert provision.format_pool_sizes() == [f"node_pools.here: {told}; the plan keeps that, until `desired` is edited"]
     (shown,) = provision.show()
     assert (shown.desired, shown.applied, shown.drift) == (3, 3, [told])
 
@@ -42,7 +42,7 @@ def test_the_autoscaler_s_size_is_made_so_and_kept(pools: Pools) -> None:
     assert pools.plan() == []
     pools.declare({"here": 3})
     assert [change[:2] for change in pools.plan()] == [("create", "here-2"), ("create", "here-3")]
-    assert pools.provision().sizes_told() == []
+    assert pools.provision().format_pool_sizes() == []
 
 
 def test_a_size_also_replaces_what_died(pools: Pools) -> None:

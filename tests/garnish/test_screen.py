@@ -11,9 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from cluster.printable import printable
-from garnish.screen import Screen, progress_bar
-from garnish.table import GAP, Column, drawn, fit
-from garnish.text import shown_time
+from garnish.screen import GAP, Column, Screen, fit, make_table, progress_bar
+from garnish.sizes import format_time
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
@@ -40,7 +39,7 @@ COLUMNS = st.builds(
     Column,
     name=st.text("AB", max_size=12),
     number=st.booleans(),
-    least=st.integers(0, 20),
+    min_width=st.integers(0, 20),
     cut=st.booleans(),
     spare=st.integers(0, 2),
 )
@@ -52,27 +51,27 @@ def test_a_table_fits_where_it_can(data: st.DataObject, columns: list[Column], w
     rows = [[printable(cell).replace("\t", " ") for cell in cells] for cells in data.draw(st.lists(row, max_size=4))]
     fitted = fit(columns, rows, width)
     if sum(wide + GAP for wide in fitted.widths) - GAP > width:
-        assert not any(columns[at].spare for at in fitted.kept), "what can be left out is"
+        assert not any(columns[at].spare for at in fitted.shown), "what can be left out is"
         return
-    for at in set(range(len(columns))) - {*fitted.kept, *fitted.dropped}:
+    for at in set(range(len(columns))) - {*fitted.shown, *fitted.dropped}:
         assert not any(cells[at] for cells in rows), "nothing else is left out"
     console = Console(width=width, soft_wrap=True, color_system=None, record=True, file=io.StringIO())
-    console.print(drawn(columns, rows, width, header=True)[0])
+    console.print(make_table(columns, rows, width, header=True)[0])
     lines = console.export_text().splitlines()
     assert all(cell_len(line) <= width + GAP and cell_len(line.rstrip()) <= width for line in lines)
-    whole = [at for at in fitted.kept if not columns[at].cut]
+    whole = [at for at in fitted.shown if not columns[at].cut]
     text = "".join("".join(lines).split())
     assert all(set("".join(cells[at].split())) <= set(text) for cells in rows for at in whole)
 
 
 def test_a_narrow_terminal_wraps_cuts_and_leaves_out() -> None:
     columns = [
-        Column("NAME", least=6),
-        Column("DIGEST", least=8, cut=True),
+        Column("NAME", min_width=6),
+        Column("DIGEST", min_width=8, cut=True),
         Column("N", number=True),
         Column("URL", spare=1),
     ]
-    table, note = drawn(columns, [["one two three", "0123456789abcdef", "7", "http://x"]], 20, header=True)
+    table, note = make_table(columns, [["one two three", "0123456789abcdef", "7", "http://x"]], 20, header=True)
     console = Console(width=20, soft_wrap=True, color_system=None, record=True, file=io.StringIO())
     console.print(table)
     shown = [line.rstrip() for line in console.export_text().splitlines()]
@@ -81,7 +80,7 @@ def test_a_narrow_terminal_wraps_cuts_and_leaves_out() -> None:
 
 
 def test_moments_are_in_utc() -> None:
-    assert shown_time(0.9) == "1970-01-01T00:00:00Z"
+    assert format_time(0.9) == "1970-01-01T00:00:00Z"
 
 
 def test_json_alone(capsys: pytest.CaptureFixture[str]) -> None:

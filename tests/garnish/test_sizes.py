@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from garnish.sizes import parse_bytes, parse_rate, parse_seconds, shown_bytes
+from garnish.sizes import format_bytes, parse_bytes, parse_rate, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_units_multiply(count: int, unit: tuple[str, int]) -> None:
     ],
 )
 def test_bytes_as_people_read_them(count: int, text: str) -> None:
-    assert shown_bytes(count) == text
+    assert format_bytes(count) == text
 
 
 @given(st.integers(0, 2**60))
 def test_what_is_shown_is_nearly_what_is_meant(count: int) -> None:
     if count:
-        assert abs(parse_bytes(shown_bytes(count)) - count) <= 0.05 * count
+        assert abs(parse_bytes(format_bytes(count)) - count) <= 0.05 * count

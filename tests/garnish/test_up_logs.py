@@ -11,11 +11,10 @@ import pytest
 
 from cluster.logs import JsonLines
 from garnish.errors import StartError
+from garnish.logs import bound_log, capacity, end_reason, fresh_log, last_problem, times_ended
 from garnish.screen import Screen
 from garnish.up.greeting import capacity_lines
-from garnish.up.logs import bound_log, capacity, end_reason, fresh_log, last_problem, times_ended
-from garnish.up.opening import MAX_CRASHES, check_nodes
-from garnish.up.run import NO_REASON, Ends
+from garnish.up.run import MAX_CRASHES, NO_REASON, Ends, check_nodes
 
 
 @pytest.fixture
@@ -89,9 +88,9 @@ def test_a_node_that_crashes_without_a_reason_ends_a_start(log: Path) -> None:
 def test_a_second_end_is_not_blamed_on_the_first_ones_error(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ends = Ends(Screen())
     say(log, "gateway", "the port is taken", error=True)
-    ends.told("gateway", log, 1)
+    ends.record_end("gateway", log, 1)
     assert ends.reasons == {"gateway": "the port is taken"}
-    ends.told("gateway", log, -9)
+    ends.record_end("gateway", log, -9)
     assert ends.reasons == {"gateway": NO_REASON}
     first, second = capsys.readouterr().err.splitlines()
     assert "ended with code 1 (the port is taken)" in first

@@ -14,10 +14,10 @@ from command_line import CommandLine
 from running_gateway import Running, until
 
 from garnish import autoscaling
-from garnish.autoscaling import LeaseKeeper, picture_of
+from garnish.autoscaling import LeaseKeeper, read_snapshot
 from garnish.client import Client
 from garnish.credentials import FILE_NAME, Credentials, write_credentials
-from infra.autoscale.rounds import Away, View
+from infra.autoscale.rounds import LoadUnknown, PoolView
 from infra.autoscale.sizing import Load
 
 
@@ -63,16 +63,19 @@ def test_the_picture_counts_as_the_driver_does(gateway: Running, state: Path) ->
         gateway.node(node_id=f"gpu-{number}", pool="gpu", max_rows=4, running=4)
     gateway.node(node_id="here-1", pool="here", state="draining")
     with Client(gateway.url, gateway.keys["admin"]) as client:
-        picture = picture_of(client, {"gpu": 4, "here": 1, "gone": 1})
+        picture = read_snapshot(client, {"gpu": 4, "here": 1, "gone": 1})
     idle = Load(open_requests=0, queue_wait=0.0, demand=0.0, backlog=0.0, attainment=None)
     busy = Load(open_requests=0, queue_wait=0.0, demand=1.5, backlog=0.0, attainment=None)
-    assert picture.pools == {"gpu": View(busy, 1.5), "here": View(idle, 0.0)}
+    assert picture.pools == {"gpu": PoolView(busy, 1.5), "here": PoolView(idle, 0.0)}
     assert picture.unplaced == idle
 
 
 def test_a_gateway_that_is_away_is_no_idle_one() -> None:
-    with Client("http://127.0.0.1:9", "") as client, pytest.raises(Away, match="the gateway does not tell the load"):
-        picture_of(client, {})
+    with (
+        Client("http://127.0.0.1:9", "") as client,
+        pytest.raises(LoadUnknown, match="the gateway does not report the load"),
+    ):
+        read_snapshot(client, {})
 
 
 Once = Callable[..., subprocess.CompletedProcess[str]]

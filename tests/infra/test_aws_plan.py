@@ -23,12 +23,12 @@ class Account:
         self.workspace = Workspace(folder / "demo", find_program())
 
     def plan(self, wanted: Stack, *, destroy: bool = False) -> list[Change]:
-        with self.workspace.held():
+        with self.workspace.locked():
             self.workspace.open(wanted)
             return list(self.workspace.plan(wanted, digest_of(wanted, b""), destroy=destroy).changes)
 
     def apply(self) -> None:
-        with self.workspace.held():
+        with self.workspace.locked():
             self.workspace.apply(lambda _: None)
 
 
@@ -73,7 +73,7 @@ def test_the_life_of_a_pool_in_aws(account: Account) -> None:
 
 def test_the_root_module_takes_the_provider_in_its_version(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TF_REATTACH_PROVIDERS")
-    with account.workspace.held():
+    with account.workspace.locked():
         account.workspace.open(pools(l40s()))
     locked = (account.workspace.directory / ".terraform.lock.hcl").read_text()
     assert f'version     = "{SCHEMA["provider"]}"' in locked

@@ -37,7 +37,9 @@ def test_a_change_in_place_names_what_differs() -> None:
 
 
 def test_a_change_of_a_process_says_that_it_goes_on() -> None:
-    assert only(entry(["update"], before={"input": 1}, after={"input": 2})).reason == "how it is started; it goes on"
+    assert (
+        only(entry(["update"], before={"input": 1}, after={"input": 2})).reason == "how it is started; it keeps running"
+    )
 
 
 def test_a_replacement_names_what_forces_it() -> None:

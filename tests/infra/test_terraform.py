@@ -66,7 +66,7 @@ def test_opentofu_steps_in(tmp_path: Path) -> None:
 def test_a_program_of_that_name_that_is_something_else(tmp_path: Path) -> None:
     (tmp_path / "terraform").write_text("#!/bin/sh\necho hello\n")
     (tmp_path / "terraform").chmod(0o755)
-    with pytest.raises(TerraformMissing, match="does not tell its version"):
+    with pytest.raises(TerraformMissing, match="does not report its version"):
         find_program(str(tmp_path))
 
 

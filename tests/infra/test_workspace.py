@@ -41,17 +41,17 @@ class Place:
         return stack(*pools, state=str(self.state), revision=revision)
 
     def plan(self, wanted: Stack, dead: dict[str, str] | None = None) -> list[tuple[str, str, str]]:
-        with self.workspace.held():
+        with self.workspace.locked():
             self.workspace.open(wanted)
             note = self.workspace.plan(wanted, digest_of(wanted, b"file"), dead)
         return [(change.action, change.resource, change.reason) for change in note.changes]
 
     def apply(self) -> None:
-        with self.workspace.held():
+        with self.workspace.locked():
             self.workspace.apply(self.events.append)
 
     def destroy(self, wanted: Stack) -> None:
-        with self.workspace.held():
+        with self.workspace.locked():
             self.workspace.open(wanted)
             self.workspace.plan(wanted, "", destroy=True)
             self.workspace.apply(self.events.append)
@@ -119,7 +119,7 @@ def test_a_pool_that_is_no_longer_declared(place: Place) -> None:
     place.apply()
     place.calls()
     assert place.plan(place.stack(pool("a"))) == [
-        ("change", "a-1", "how it is started; it goes on"),  # with a larger share of the cores
+        ("change", "a-1", "how it is started; it keeps running"),  # with a larger share of the cores
         ("destroy", "b-1", "no longer declared"),
     ]
     place.apply()
@@ -181,7 +181,7 @@ def test_a_lock_of_terraform_is_told_with_its_holder(place: Place) -> None:
 
 
 def test_two_commands_on_this_host(place: Place) -> None:
-    with place.workspace.held(), pytest.raises(StateLocked, match="another `garnish infra` command"):
+    with place.workspace.locked(), pytest.raises(StateLocked, match="another `garnish infra` command"):
         place.plan(place.stack())
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from adapters.base_model import load_base_model
 from cluster.messages import Sampling
-from infra.memory_need import parameters
+from infra.instances import parameters
 from kernels.product import ProductOperator
 from node_agent.config import RUNNERS
 from node_agent.engine.batch import Row, build_step

@@ -1,1 +1,1 @@
-"""Traces of requests, in the formats of others and in our own: a module each. `read` tells them apart."""
+"""Traces of requests: `read` recognises their formats, and `requests` draws values that they do not state."""

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from garnish.simulation.traces.errors import TraceError
-
 MAX_LINE = 1 << 20
-"""Characters: a day's counts of one function take a few thousand."""
-MOST_TOKENS = 10_000_000
-"""Of a prompt or an answer."""
+"""Characters of a line, at most; a day's counts of a function take a few thousand."""
+MAX_TOKENS = 10_000_000
 
 T = TypeVar("T", int, float)
 
@@ -37,14 +34,14 @@ class Cell:
     text: str
     name: str
 
-    def number(self, kind: Callable[[str], T], least: float, most: float) -> T:
-        """Returns the cell's number, from `least` to `most`. Raises TraceError for anything else."""
+    def number(self, kind: Callable[[str], T], low: float, high: float) -> T:
+        """Returns the cell's number, from `low` to `high`. Raises TraceError for anything else."""
         try:
             value = kind(self.text)
         except ValueError:
             raise self.error(f"expected a number, found {self.text[:40]!r}") from None
-        if not least <= value <= most:  # nor is NaN; a number of many digits must not become a float
-            raise self.error(f"expected {least:g} to {most:g}, found {self.text[:40]!r}")
+        if not low <= value <= high:  # nor is NaN; a number of many digits must not become a float
+            raise self.error(f"expected {low:g} to {high:g}, found {self.text[:40]!r}")
         return value
 
     def error(self, problem: str) -> TraceError:
@@ -52,7 +49,7 @@ class Cell:
 
 
 def read_lines(file: Path) -> Iterator[Line]:
-    """Yields the lines that are not empty. Raises TraceError, also where the file can't be read."""
+    """Yields the lines that are not empty. Raises TraceError, also if the file can't be read."""
     number = 0
     try:
         with file.open("rb") as raw:
@@ -71,15 +68,15 @@ def read_lines(file: Path) -> Iterator[Line]:
 
 
 def cells(line: Line, names: list[str]) -> list[Cell]:
-    """Returns the cells of a CSV line. Raises TraceError unless there are as many as `names`."""
-    found, column = [], 1
+    """Returns the cells of a CSV line. Raises TraceError unless their number is that of `names`."""
+    row, column = [], 1
     texts = line.text.split(",")
     if len(texts) != len(names):
         raise line.error(0, f"expected {len(names)} fields, found {len(texts)}")
     for name, text in zip(names, texts, strict=True):
-        found.append(Cell(line, column, text.strip(), name))
+        row.append(Cell(line, column, text.strip(), name))
         column += len(text) + 1
-    return found
+    return row
 
 
 def fields(line: Line) -> dict[str, Any]:
@@ -97,17 +94,27 @@ def fields(line: Line) -> dict[str, Any]:
     return value
 
 
-def field(line: Line, found: dict[str, Any], name: str, least: float, most: float) -> float:
-    """Returns the number under `name` in the line's JSON object `found`, from `least` to `most`. Raises TraceError at
-    the field."""
-    if name not in found:
+def field(line: Line, entry: dict[str, Any], name: str, low: float, high: float) -> float:
+    """Returns the number `name` in the line's JSON object `entry`, from `low` to `high`. Raises TraceError."""
+    if name not in entry:
         raise line.error(1, f"{name} is missing")
-    value = found[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise line.error(column_of(line, name), f"{name}: expected {least:g} to {most:g}, found {str(value)[:40]!r}")
+    value = entry[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise line.error(column_of(line, name), f"{name}: expected {low:g} to {high:g}, found {str(value)[:40]!r}")
     return float(value)
 
 
 def column_of(line: Line, name: str) -> int:
-    """Returns the column (from 1) at which a field's name begins in a JSON line; 1 when it is not there."""
+    """Returns the column (from 1) of a field's name in a JSON line; 1 if it is not there."""
     return max(1, line.text.find(f'"{name}"') + 1)
+
+
+class TraceError(ValueError):
+    """An error in a trace, at `line` and `column`, which count from 1.
+
+    `column` counts characters; 0 is the line itself.
+    """
+
+    def __init__(self, file: str, line: int, column: int, problem: str) -> None:
+        super().__init__(f"{file}:{line}:{column}: {problem}" if column else f"{file}:{line}: {problem}")
+        self.file, self.line, self.column, self.problem = file, line, column, problem

@@ -18,9 +18,9 @@ from simulated import PROFILE
 
 from cluster.messages import Adapter, Sampling
 from garnish.simulation.admission import Admission as SimulatedAdmission
+from garnish.simulation.admission import WaitingQueue as SimulatedQueue
 from garnish.simulation.job import Job
 from garnish.simulation.loads import Loads
-from garnish.simulation.waiting import WaitingQueue as SimulatedQueue
 from node_agent.engine import admission
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.prefixes import Prefixes
@@ -50,7 +50,7 @@ class Store:
 
     def loaded(self, lease: Lease) -> bool:
         entry = self.jobs[lease.slot].entry
-        return entry is not None and entry.whole
+        return entry is not None and entry.is_complete
 
     def choose_spared(self, adapter: Adapter, digests: Iterable[str]) -> Collection[str]:
         return ()
@@ -76,7 +76,7 @@ class Simulated:
         self._admission = SimulatedAdmission(profile, self.loads)
 
     def submit(self, job: Job, now: float) -> None:
-        self.loads.announce(job, now)
+        self.loads.prefetch(job, now)
         self.queue.add(job)
 
     def admit(self, now: float) -> list[int]:
@@ -103,7 +103,7 @@ class Node:
 
     def submit(self, job: Job, now: float) -> None:
         digest = job.digest or ""
-        self.store.loads.announce(adapter_job(digest), now)
+        self.store.loads.prefetch(adapter_job(digest), now)
         adapter = Adapter(digest, "", job.bytes, (job.rank,)) if digest else None
         tokens = [1] * job.prompt
         request = Request(str(job.number), "", tokens, job.max_tokens, Sampling(), 1e9, adapter, False)

@@ -13,7 +13,10 @@ from simulated import CACHED, PROFILE, job, model, run
 from step_by_step import step_by_step
 
 from cluster.node_table import ABSENT, DEVICE, HOST
+from cluster.performance_model import Transfer
+from garnish.simulation.batch import DecodeRun
 from garnish.simulation.job import Job
+from garnish.simulation.loads import SharedLink
 from garnish.simulation.node import SimulatedNode
 from garnish.simulation.profile import NodeProfile
 from garnish.simulation.simulator import Simulator
@@ -31,6 +34,7 @@ JOBS = st.lists(
     min_size=1,
     max_size=14,
 )
+SPEED = Transfer(latency=0.01, bandwidth=1000.0)
 
 
 def jobs_of(drawn: list[tuple[int, int, int, int, str | None]]) -> list[Job]:
@@ -131,7 +135,7 @@ def test_a_cold_request_waits_for_its_exposed_share() -> None:
     there = msgspec.structs.replace(PROFILE, host_memory=None)
     copy = there.performance.to_device.seconds(size)
     cold = lone(there)
-    assert (warm.found, cold.found) == (DEVICE, HOST)
+    assert (warm.arrival_tier, cold.arrival_tier) == (DEVICE, HOST)
     assert cold.first_token - warm.first_token == pytest.approx(0.3 * copy)
     none = lone(msgspec.structs.replace(there, performance=model(exposed_share=0.0)))
     assert none.first_token == pytest.approx(warm.first_token)
@@ -142,7 +146,7 @@ def test_a_cold_request_waits_for_its_exposed_share() -> None:
     step = warm.tpot
     assert late.end == pytest.approx(slow.to_device.seconds(size) + step, abs=1e-4)
     fetched = lone(PROFILE)
-    assert fetched.found == ABSENT
+    assert fetched.arrival_tier == ABSENT
     fetch = PROFILE.performance.from_store.seconds(size)
     assert fetched.first_token - warm.first_token == pytest.approx(0.3 * fetch)
 
@@ -153,7 +157,7 @@ def test_least_recently_used_adapters_leave() -> None:
     names = ["a", "b", "a", "c", "a", "b"]
     jobs = [job(i, i * 1.0, digest=name) for i, name in enumerate(names)]
     run(jobs, profile)
-    assert [found.found for found in jobs] == [HOST, HOST, DEVICE, HOST, DEVICE, HOST]
+    assert [found.arrival_tier for found in jobs] == [HOST, HOST, DEVICE, HOST, DEVICE, HOST]
 
 
 def test_a_flood_of_one_tenant_does_not_keep_the_other_waiting() -> None:
@@ -186,3 +190,83 @@ def test_what_can_never_run_is_turned_away() -> None:
     long = job(1, 0.0, prompt=3000)
     run([large, long])
     assert {large.outcome, long.outcome} == {"rejected"}
+
+
+@given(
+    st.floats(0, 1e4),
+    st.floats(1e-4, 1.0),
+    st.floats(0, 1.0),
+    st.integers(1, 300),
+    st.floats(0, 1.2),
+)
+def test_it_is_the_sum_of_its_steps(begin: float, first: float, share: float, steps: int, where: float) -> None:
+    growth = first * share
+    ends = [begin]
+    for step in range(steps):
+        ends.append(ends[-1] + first + growth * step)
+    run = DecodeRun(begin, first, growth, steps)
+    assert run.end == pytest.approx(ends[-1], abs=1e-6)
+    now = begin + (ends[-1] - begin) * where
+    if min(abs(now - end) for end in ends) < 1e-6:
+        return  # on a border either side is right
+    assert run.done_by(now) == sum(end <= now for end in ends[1:])
+    run.cut(now)
+    assert run.steps == min(steps, sum(end <= now for end in ends[1:]) + 1)
+
+
+def test_borders() -> None:
+    run = DecodeRun(1.0, 0.5, 0.0, 4)
+    assert [run.done_by(at) for at in (0.0, 1.0, 1.49, 1.5, 3.0, 9.0)] == [0, 0, 0, 1, 4, 4]
+    run.cut(1.0)
+    assert (run.steps, run.end) == (1, 1.5), "a step that has begun is ended"
+    run = DecodeRun(1.0, 0.5, 0.0, 4)
+    run.cut(2.0)
+    assert run.steps == 2, "nothing begins at the very time of the cut"
+
+
+def exact(starts: list[tuple[float, int]]) -> list[float]:
+    """Ends of transfers that share equally: from event to event, every left-over is reckoned anew."""
+    left: dict[int, float] = {}
+    ends, now, coming = [0.0] * len(starts), 0.0, sorted(range(len(starts)), key=lambda i: starts[i][0])
+    while left or coming:
+        until = starts[coming[0]][0] if coming else float("inf")
+        done = now + min(left.values()) * len(left) / SPEED.bandwidth if left else float("inf")
+        then = min(until, done)
+        for i in left:
+            left[i] -= (then - now) * SPEED.bandwidth / len(left)
+        now = then
+        if until <= done:
+            i = coming.pop(0)
+            left[i] = starts[i][1] + SPEED.latency * SPEED.bandwidth
+        else:
+            for i in [i for i, rest in left.items() if rest <= 1e-6]:
+                ends[i] = now
+                del left[i]
+    return ends
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 2000)), min_size=1, max_size=12))
+def test_transfers_share_equally(starts: list[tuple[float, int]]) -> None:
+    starts.sort()
+    link, sizes, ends = SharedLink(SPEED), {str(i): size for i, (_, size) in enumerate(starts)}, {}
+    coming = list(enumerate(starts))
+    while coming or link.bytes:
+        if coming and coming[0][1][0] <= link.next:
+            i, (at, size) = coming.pop(0)
+            link.start(str(i), size, at, 1.0)
+            continue
+        now = link.next
+        for what, name in link.reached(now, sizes):
+            if what == "end":
+                ends[int(name)] = now
+    assert [ends[i] for i in range(len(starts))] == pytest.approx(exact(starts), abs=1e-5)
+
+
+def test_marks_come_in_order() -> None:
+    link = SharedLink(Transfer(0.0, 100.0))
+    link.start("a", 100, 0.0, 0.3)
+    assert link.next == pytest.approx(0.3)
+    assert link.reached(0.3, {"a": 100}) == [("ready", "a")]
+    assert (link.bytes, link.next) == (100, pytest.approx(1.0))
+    assert link.reached(1.0, {"a": 100}) == [("end", "a")]
+    assert (link.bytes, link.next) == (0, float("inf"))

@@ -33,11 +33,11 @@ class Checked(SimulatedTable):
         self._whole.reserve(row, request_id, demand)
         self._compare()
 
-    def tell(self, node: SimulatedNode, now: float) -> None:
+    def receive(self, node: SimulatedNode, now: float) -> None:
         self._seq += 1
         record, acknowledged = record_of(node, now, self._seq), list(node.acknowledged)
         self._whole.put(record, now, residents=residents_of(node), acknowledged=acknowledged)
-        super().tell(node, now)
+        super().receive(node, now)
         self._compare()
 
     def _compare(self) -> None:

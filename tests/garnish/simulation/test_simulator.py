@@ -16,11 +16,10 @@ from cluster.node_table import NodeTable
 from garnish.simulation.job import TraceRequest
 from garnish.simulation.node import SimulatedNode
 from garnish.simulation.outcome import summarise
-from garnish.simulation.policies import policy_maker, policy_names
 from garnish.simulation.profile import NodeProfile
 from garnish.simulation.simulator import Simulator
 from garnish.simulation.slo import Slo, SloError, base_tpt, parse_slo
-from garnish.simulation.study import simulate, smallest_pool
+from garnish.simulation.study import policy_maker, policy_names, simulate, smallest_pool
 from gateway.scheduling.dlora import Dlora
 from gateway.scheduling.request import PlacementRequest
 from tests.support.draws import draws
@@ -135,8 +134,8 @@ def test_records_come_as_in_production() -> None:
     """At least every 0.2 s, and no two of a node within 20 ms."""
     simulator = Simulator(PROFILE, 1, policy_maker("most_idle", 0), [job(i, i * 0.005) for i in range(50)])
     told: list[float] = []
-    tell = simulator.table.tell
-    simulator.table.tell = lambda node, now: (told.append(now), tell(node, now))[1]  # type: ignore[method-assign]
+    tell = simulator.table.receive
+    simulator.table.receive = lambda node, now: (told.append(now), tell(node, now))[1]  # type: ignore[method-assign]
     simulator.run()
     gaps = [after - before for before, after in pairwise(told)]
     assert min(gaps) >= 0.02 - 1e-9

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from garnish.simulation.job import TraceRequest
-from garnish.simulation.traces.errors import TraceError
-from garnish.simulation.traces.laws import Laws
+from garnish.simulation.traces.lines import TraceError
 from garnish.simulation.traces.read import FORMATS, read_trace
+from garnish.simulation.traces.requests import TraceOptions
 
 ROOT = Path(__file__).parents[3]
 MAF = "HashOwner,HashApp,HashFunction,Trigger,1,2,3\no1,a,f,http,2,0,1\no2,a,g,timer,0,4,0\n"
@@ -34,10 +34,10 @@ OWN = (
 )
 
 
-def read(tmp_path: Path, text: str, laws: Laws = Laws()) -> tuple[str, list[TraceRequest]]:  # noqa: B008 - frozen
+def read(tmp_path: Path, text: str, options: TraceOptions = TraceOptions()) -> tuple[str, list[TraceRequest]]:  # noqa: B008 - frozen
     file = tmp_path / "trace"
     file.write_text(text)
-    return read_trace(file, laws)
+    return read_trace(file, options)
 
 
 def test_maf(tmp_path: Path) -> None:
@@ -51,15 +51,15 @@ def test_maf(tmp_path: Path) -> None:
     assert {request.tenant for request in found if request.function == "f0"} == {"t1"}
     assert all(request.prompt_tokens >= 1 and request.output_tokens >= 1 for request in found)
     assert read(tmp_path, MAF)[1] == found
-    assert read(tmp_path, MAF, Laws(seed=1))[1] != found
+    assert read(tmp_path, MAF, TraceOptions(seed=1))[1] != found
 
 
 def test_maf_scaled(tmp_path: Path) -> None:
-    _, found = read(tmp_path, MAF, Laws(rate=20, functions=50, seconds=100, ranks=(4, 8)))
+    _, found = read(tmp_path, MAF, TraceOptions(rate=20, functions=50, seconds=100, ranks=(4, 8)))
     assert len(found) == pytest.approx(20 * 100, rel=0.15)
     assert max(request.at for request in found) < 100
     assert {request.rank for request in found} == {4, 8}
-    _, without = read(tmp_path, MAF, Laws(skip_top=1))
+    _, without = read(tmp_path, MAF, TraceOptions(skip_top=1))
     assert {request.function for request in without} == {"f0"}
     assert len(without) == 3
 
@@ -69,7 +69,7 @@ def test_halves_of_the_functions_share_none(tmp_path: Path) -> None:
     text = MAF.splitlines()[0] + "\n" + "".join(f"o{i},a{i},f{i},http,{2**i},0,0\n" for i in range(6))
     sizes = []
     for half in (0, 1):
-        called = Counter(request.function for request in read(tmp_path, text, Laws(half=half))[1])
+        called = Counter(request.function for request in read(tmp_path, text, TraceOptions(half=half))[1])
         sizes.append(sorted(called.values()))
     assert sizes == [[2, 8, 32], [1, 4, 16]]
 
@@ -77,7 +77,9 @@ def test_halves_of_the_functions_share_none(tmp_path: Path) -> None:
 def test_shifted_functions_burst_in_minutes_of_their_own(tmp_path: Path) -> None:
     """Every one keeps the counts that it has, from another minute on."""
     text = MAF.splitlines()[0] + "\no,a,f,http,90,0,0\n"
-    together, apart = (read(tmp_path, text, Laws(functions=60, shifted=shifted))[1] for shifted in (False, True))
+    together, apart = (
+        read(tmp_path, text, TraceOptions(functions=60, shifted=shifted))[1] for shifted in (False, True)
+    )
     assert len(together) == len(apart) == 60 * 90
     assert max(request.at for request in together) < 60
     minutes = Counter(int(request.at // 60) for request in apart)
@@ -86,7 +88,7 @@ def test_shifted_functions_burst_in_minutes_of_their_own(tmp_path: Path) -> None
 
 def test_the_committed_maf_sample() -> None:
     file = ROOT / "benchmarks" / "data" / "azure_functions_2019_480min.csv.gz"
-    form, found = read_trace(file, Laws(seconds=600, rate=5.0))
+    form, found = read_trace(file, TraceOptions(seconds=600, rate=5.0))
     assert form == "maf"
     assert len(found) == pytest.approx(3000, rel=0.1)
 
@@ -96,7 +98,7 @@ def test_azure_llm(tmp_path: Path) -> None:
     assert form == "azure_llm"
     assert [(request.prompt_tokens, request.output_tokens) for request in found] == [(374, 44), (396, 1)]
     assert found[1].at == pytest.approx(4.314579, abs=1e-5)
-    assert read(tmp_path, AZURE, Laws(rate=0.1))[1][1].at == pytest.approx(20)
+    assert read(tmp_path, AZURE, TraceOptions(rate=0.1))[1][1].at == pytest.approx(20)
 
 
 def test_mooncake(tmp_path: Path) -> None:
@@ -122,10 +124,10 @@ def test_own(tmp_path: Path) -> None:
 def test_gzipped(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv.gz"
     file.write_bytes(gzip.compress(MAF.encode()))
-    assert read_trace(file, Laws()) == read(tmp_path, MAF)
+    assert read_trace(file, TraceOptions()) == read(tmp_path, MAF)
     file.write_bytes(gzip.compress(MAF.encode())[:-20])
     with pytest.raises(TraceError, match="can't be read"):
-        read_trace(file, Laws())
+        read_trace(file, TraceOptions())
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_damaged_traces_are_read_or_refused(
     where = data.draw(st.integers(0, len(text) - 1))
     damaged = text[:where] + data.draw(st.sampled_from(list('x,"{}\n-9.\0é '))) + text[where + 1 :]
     try:
-        form, found = read(tmp_path_factory.getbasetemp(), damaged, Laws(seconds=1000))
+        form, found = read(tmp_path_factory.getbasetemp(), damaged, TraceOptions(seconds=1000))
     except TraceError as error:
         line = error.line
     else:
@@ -186,7 +188,7 @@ def test_damaged_traces_are_read_or_refused(
 def test_a_trace_of_more_requests_than_are_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    for module in ("build", "own"):
+    for module in ("requests", "read"):
         monkeypatch.setattr(f"garnish.simulation.traces.{module}.MAX_REQUESTS", 1)
     with pytest.raises(TraceError, match="more than 1 requests") as caught:
         read(tmp_path, text)
@@ -195,7 +197,7 @@ def test_a_trace_of_more_requests_than_are_simulated(
 
 def test_not_a_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="can't be read"):
-        read_trace(tmp_path / "nothing", Laws())
+        read_trace(tmp_path / "nothing", TraceOptions())
     (tmp_path / "latin").write_bytes(b"\xe9\n")
     with pytest.raises(TraceError, match="UTF-8"):
-        read_trace(tmp_path / "latin", Laws())
+        read_trace(tmp_path / "latin", TraceOptions())

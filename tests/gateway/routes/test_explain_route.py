@@ -154,7 +154,7 @@ def test_the_command_shows_it(gateway: Running, command_line: CommandLine, tmp_p
     gateway.nodes[0].publish(gateway.url, performance=performance(gateway))
     client.post("/v1/completions", json=body, headers={"x-request-id": "forecast"}).raise_for_status()
     words = re.search(
-        r"node-0: it waits 0 ms to be begun, its prompt adds (\S+) ms, its adapter 0 ms: a first token after (\S+) ms. "
+        r"node-0: it waits 0 ms to start, its prompt adds (\S+) ms, its adapter 0 ms: a first token after (\S+) ms. "
         r"Every token gets (\S+) of that \((\S+) ms\) and a step of (\S+) ms. The 0 requests there pay 0 ms a token "
         r"between them. Total (\S+) ms\n",
         garnish("forecast").stdout,

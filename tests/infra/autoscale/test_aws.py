@@ -11,7 +11,7 @@ import pytest
 from botocore.stub import Stubber
 
 from infra.autoscale.aws import AwsDriver
-from infra.autoscale.driver import PoolSize, Throttled
+from infra.autoscale.driver import Deferred, PoolSize
 from infra.errors import InfraError
 from tests.infra.autoscale.conftest import REGION, MakeGroup
 
@@ -89,9 +89,9 @@ def answered() -> Iterator[tuple[AwsDriver, Stubber]]:
 @pytest.mark.parametrize(
     ("code", "kind", "told"),
     [
-        ("Throttling", Throttled, "DescribeAutoScalingGroups was throttled"),
-        ("RequestThrottled", Throttled, "DescribeAutoScalingGroups was throttled"),
-        ("ResourceContention", Throttled, "DescribeAutoScalingGroups must wait for another change"),
+        ("Throttling", Deferred, "DescribeAutoScalingGroups was throttled"),
+        ("RequestThrottled", Deferred, "DescribeAutoScalingGroups was throttled"),
+        ("ResourceContention", Deferred, "DescribeAutoScalingGroups must wait for another change"),
         ("AccessDenied", InfraError, "the permission autoscaling:DescribeAutoScalingGroups is missing"),
         ("ValidationError", InfraError, "DescribeAutoScalingGroups failed: ValidationError"),
     ],
@@ -107,7 +107,7 @@ def test_an_activity_in_progress_is_waited_for(answered: tuple[AwsDriver, Stubbe
     driver, stubber = answered
     stubber.add_response("describe_auto_scaling_groups", {"AutoScalingGroups": [group()]})
     stubber.add_client_error("set_desired_capacity", "ScalingActivityInProgress", http_status_code=400)
-    with pytest.raises(Throttled, match="SetDesiredCapacity must wait"):
+    with pytest.raises(Deferred, match="SetDesiredCapacity must wait"):
         driver.set_desired("l40s", 2)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gateway.config import MAX_TIMEOUT
-from infra.autoscale.driver import Draining, PoolSize
+from infra.autoscale.driver import Deferred, PoolSize
 from infra.autoscale.local import DRAIN_SECONDS, LocalDriver
-from infra.autoscale.sizes import FILE, SetSize, forget_sizes, in_force, read_sizes, set_size
+from infra.autoscale.sizes import FILE, SetSize, delete_sizes, effective_size, read_sizes, set_size
 from infra.errors import InfraError, Unchanged
 from infra.stack import LocalHost, Pool, Stack
 
@@ -35,7 +35,7 @@ class Host:
         """After so many, the gateway does not say any more whose GPU has failed; None: it always does."""
 
     def stack(self) -> Stack:
-        size = in_force(read_sizes(self.directory).get("here"), self.stated, self.least, self.most)
+        size = effective_size(read_sizes(self.directory).get("here"), self.stated, self.least, self.most)
         stated = None if size == self.stated else self.stated
         here = Pool(name="here", backend="local", min=self.least, desired=size, stated=stated, max=self.most)
         return Stack(service="demo", pools=(here,), local=NOBODY)
@@ -93,11 +93,11 @@ def test_what_goes_is_drained_first(host: Host, driver: LocalDriver) -> None:
     driver.set_desired("here", 3)
     host.take_told()
     host.open = {"here-1": 5, "here-2": 0, "here-3": 1}
-    with pytest.raises(Draining, match="requests are open on here-3"):
+    with pytest.raises(Deferred, match="requests are open on here-3"):
         driver.set_desired("here", 1)
     assert sorted(host.take_told()) == ["drain here-2", "drain here-3"]
     assert driver.size("here") == PoolSize(min=0, desired=3, max=3, live=3, settled=False)
-    with pytest.raises(Draining):
+    with pytest.raises(Deferred):
         driver.set_desired("here", 1)
     assert host.take_told() == [], "drained once"
     host.open = {"here-1": 5}
@@ -109,10 +109,10 @@ def test_what_goes_is_drained_first(host: Host, driver: LocalDriver) -> None:
 def test_after_long_enough_it_goes_with_open_requests(host: Host, driver: LocalDriver) -> None:
     driver.set_desired("here", 2)
     host.open = {"here-2": 1}
-    with pytest.raises(Draining):
+    with pytest.raises(Deferred):
         driver.set_desired("here", 1)
     host.now = MAX_TIMEOUT + 10.0
-    with pytest.raises(Draining):
+    with pytest.raises(Deferred):
         driver.set_desired("here", 1)
     assert "apply" not in host.told[1:], "no call is long enough to keep Terraform, and with it the autoscaler, waiting"
     host.now = DRAIN_SECONDS
@@ -125,7 +125,7 @@ def test_it_serves_again_when_it_need_not_go(host: Host, driver: LocalDriver, si
     """Even if it was another process that had drained it."""
     driver.set_desired("here", 2)
     host.open = {"here-2": 1}
-    with pytest.raises(Draining):
+    with pytest.raises(Deferred):
         driver.set_desired("here", 1)
     host.take_told()
     LocalDriver(host, lambda: 0.0).set_desired("here", size)
@@ -227,6 +227,6 @@ def test_sizes_that_cannot_be_read_are_not_ignored(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"here": {"size": "two"}}')
     with pytest.raises(InfraError, match=r"sizes\.json can't be read .* delete it to return to `desired`"):
         read_sizes(tmp_path)
-    forget_sizes(tmp_path)
-    forget_sizes(tmp_path)
+    delete_sizes(tmp_path)
+    delete_sizes(tmp_path)
     assert read_sizes(tmp_path) == {}

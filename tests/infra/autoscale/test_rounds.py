@@ -9,20 +9,19 @@ import msgspec
 import pytest
 
 from infra.autoscale.aws import AwsDriver
-from infra.autoscale.driver import Draining, PoolSize, Throttled, check_bounds
-from infra.autoscale.noted import NotedDriver
+from infra.autoscale.driver import Deferred, PoolSize, check_bounds
 from infra.autoscale.rounds import (
     FIRST_PAUSE,
     GAP_SECONDS,
     IDLE,
     START_SECONDS,
     Autoscaler,
-    Away,
-    Picture,
-    Scaled,
-    View,
+    LoadSnapshot,
+    LoadUnknown,
+    PoolView,
+    ScaledPool,
 )
-from infra.autoscale.sizes import SetSize, read_sizes
+from infra.autoscale.sizes import RecordingDriver, SetSize, read_sizes
 from infra.autoscale.sizing import Load, Targets
 from infra.errors import InfraError
 from tests.infra.autoscale.conftest import REGION, MakeGroup
@@ -60,13 +59,13 @@ class World:
         self.away: str | None = None
         self.load, self.unplaced, self.ready = IDLE, IDLE, 9.0
         names = ["a", "b"][: len(self.groups)]
-        pools = [Scaled(name, group, targets) for name, group in zip(names, self.groups, strict=True)]
+        pools = [ScaledPool(name, group, targets) for name, group in zip(names, self.groups, strict=True)]
         self.scaler = Autoscaler(pools, self.picture, self.why, lambda: self.now)
 
-    def picture(self) -> Picture:
+    def picture(self) -> LoadSnapshot:
         if self.away:
-            raise Away(self.away)
-        return Picture({"a": View(self.load, self.ready)}, self.unplaced)
+            raise LoadUnknown(self.away)
+        return LoadSnapshot({"a": PoolView(self.load, self.ready)}, self.unplaced)
 
     def why(self) -> str | None:
         return self.trouble.pop(0) if self.trouble else None
@@ -144,7 +143,7 @@ def test_who_waits_for_a_node_that_starts_does_not_ask_for_another() -> None:
 def test_a_throttled_or_draining_driver_is_asked_again_at_once() -> None:
     world = World(Group(desired=1))
     world.load = load(0.9)
-    world.groups[0].failures = [Throttled("was throttled"), Draining("requests are open on a-2")]
+    world.groups[0].failures = [Deferred("was throttled"), Deferred("requests are open on a-2")]
     assert [world.round()[0] for _ in range(3)] == [("waits", 1, 2), ("waits", 1, 2), ("set", 1, 2)]
 
 
@@ -201,7 +200,7 @@ def service(make_group: MakeGroup) -> str:
 
 
 def test_a_group_in_aws_from_none_to_some_and_back(service: str, s3_endpoint: str, tmp_path: Path) -> None:
-    driver = NotedDriver(AwsDriver(service, REGION, s3_endpoint), tmp_path, lambda _: 1)
+    driver = RecordingDriver(AwsDriver(service, REGION, s3_endpoint), tmp_path, lambda _: 1)
     world = World(driver)  # type: ignore[arg-type]
     world.unplaced = load(0.0, queue_wait=3.0)
     assert world.round() == [("set", 0, 1)]
@@ -250,14 +249,14 @@ class Dying(AwsDriver):
 def test_a_size_that_was_set_and_not_noted_is_noted_by_the_next(service: str, s3_endpoint: str, tmp_path: Path) -> None:
     """Else the next `garnish infra plan` would undo it."""
     first, second = (
-        NotedDriver(kind(service, REGION, s3_endpoint), tmp_path, lambda _: 1) for kind in (Dying, AwsDriver)
+        RecordingDriver(kind(service, REGION, s3_endpoint), tmp_path, lambda _: 1) for kind in (Dying, AwsDriver)
     )
     second.set_desired("a", 1)
     with pytest.raises(KeyboardInterrupt):
         first.set_desired("a", 3)
     assert second.size("a").desired == 3
     assert read_sizes(tmp_path) == {"a": SetSize(3, 1)}
-    edited = NotedDriver(AwsDriver(service, REGION, s3_endpoint), tmp_path, lambda _: 2)
+    edited = RecordingDriver(AwsDriver(service, REGION, s3_endpoint), tmp_path, lambda _: 2)
     AwsDriver(service, REGION, s3_endpoint).set_desired("a", 2)
     assert edited.size("a").desired == 2
     assert read_sizes(tmp_path) == {"a": SetSize(3, 1)}, "who has edited the file meant it"

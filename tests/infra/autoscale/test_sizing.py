@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.autoscale.sizing import Load, Sizer, Targets, wanted
+from infra.autoscale.sizing import Load, Sizer, Targets, desired_size
 
 TARGETS = Targets(min=1, max=8, utilisation=0.5, queue_wait=1.0, up_seconds=10.0, down_seconds=60.0)
 TO_ZERO = msgspec.structs.replace(TARGETS, min=0, scale_to_zero_after=120.0)
@@ -59,12 +59,12 @@ def targets(draw: st.DrawFn) -> Targets:
     ],
 )
 def test_what_a_load_asks_for(now: Load, current: int, size: int) -> None:
-    assert wanted(now, current, TARGETS).size == size
+    assert desired_size(now, current, TARGETS).size == size
 
 
 def test_the_reason_is_told() -> None:
-    assert wanted(load(0.1, queue_wait=3.0), 1, TARGETS).reason == "a queue wait of 3.0 s"
-    assert wanted(load(9.0), 8, TARGETS).reason == "demand of 9.00 nodes, and max is 8"
+    assert desired_size(load(0.1, queue_wait=3.0), 1, TARGETS).reason == "a queue wait of 3.0 s"
+    assert desired_size(load(9.0), 8, TARGETS).reason == "demand of 9.00 nodes, and max is 8"
 
 
 def test_an_empty_pool_gets_its_first_node_at_once() -> None:
@@ -118,7 +118,7 @@ def test_without_leave_to_be_empty_one_node_stays() -> None:
 
 @given(loads, st.integers(0, 16), targets())
 def test_sizes_are_within_the_bounds(now: Load, current: int, goal: Targets) -> None:
-    size = wanted(now, current, goal).size
+    size = desired_size(now, current, goal).size
     assert goal.min <= size <= goal.max
     assert size <= max(goal.min, 1, current + 1, int(current * goal.growth))
     if now.open_requests:
@@ -128,7 +128,7 @@ def test_sizes_are_within_the_bounds(now: Load, current: int, goal: Targets) -> 
 @given(loads, st.integers(1, 16), targets(), st.floats(0, 50))
 def test_more_demand_never_asks_for_fewer(now: Load, current: int, goal: Targets, more: float) -> None:
     heavier = msgspec.structs.replace(now, demand=now.demand + more)
-    assert wanted(heavier, current, goal).size >= wanted(now, current, goal).size
+    assert desired_size(heavier, current, goal).size >= desired_size(now, current, goal).size
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 100), loads), max_size=30), targets(), st.data())
@@ -139,7 +139,7 @@ def test_steadied_sizes_keep_to_the_bounds_and_to_one_direction(
     current = data.draw(st.integers(goal.min, goal.max))
     for pause, each in steps:
         now += pause
-        asked = wanted(each, current, goal).size
+        asked = desired_size(each, current, goal).size
         size = sizer.decide(now, each, current).size
         assert goal.min <= size <= goal.max
         assert min(asked, current) <= size <= max(asked, current)

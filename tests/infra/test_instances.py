@@ -10,8 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from infra.errors import InfraError
-from infra.instances import INSTANCE_TYPES, gpus_of
-from infra.memory_need import GIB, RUNTIME, check_fits, kv_bytes_per_token, need_of, parameters
+from infra.instances import GIB, INSTANCE_TYPES, RUNTIME, check_fits, gpus_of, kv_bytes_per_token, need_of, parameters
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

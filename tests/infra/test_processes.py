@@ -14,16 +14,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infra.local.proc import Process, identify, is_alive, read_stat, tags
-from infra.local.processes import (
+from infra.processes import (
     NodeKey,
+    Process,
+    identify,
+    is_alive,
     main_process,
     processes_of,
-    remember,
-    remembered,
+    read_pid_file,
+    read_stat,
     running_nodes,
     send,
     stop,
+    tags,
+    write_pid_file,
 )
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -75,7 +79,7 @@ def ended(process: subprocess.Popen[str]) -> int:
 
 def test_a_node_is_remembered_and_ended(key: NodeKey, start: Start) -> None:
     process = start(SLEEP, key)
-    assert remember(key, process.pid) == remembered(key) == main_process(key)
+    assert write_pid_file(key, process.pid) == read_pid_file(key) == main_process(key)
     assert (key.pid_file.stat().st_mode & 0o777, key.pid_file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     reaped_by(process, lambda: stop(key, 10.0))
     assert ended(process) == -signal.SIGTERM
@@ -91,7 +95,7 @@ def reaped_by(process: subprocess.Popen[str], act: Callable[[], object]) -> None
 
 def test_a_lost_pid_file_loses_no_process(key: NodeKey, start: Start) -> None:
     process = start(SLEEP, key)
-    remember(key, process.pid)
+    write_pid_file(key, process.pid)
     key.pid_file.unlink()
     assert [found.pid for found in processes_of(key)] == [process.pid]
     assert stop(key, 10.0)
@@ -101,9 +105,9 @@ def test_a_lost_pid_file_loses_no_process(key: NodeKey, start: Start) -> None:
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1", b'{"pid": "x", "start_time": 1, "boot": ""}'])
 def test_a_broken_pid_file_is_as_good_as_none(key: NodeKey, start: Start, content: bytes) -> None:
     process = start(SLEEP, key)
-    remember(key, process.pid)
+    write_pid_file(key, process.pid)
     key.pid_file.write_bytes(content)
-    assert remembered(key) is None
+    assert read_pid_file(key) is None
     assert stop(key, 10.0)
     assert ended(process) == -signal.SIGTERM
 
@@ -139,7 +143,7 @@ def test_tags_of_others_are_others(key: NodeKey, start: Start, tmp_path: Path) -
 
 def test_a_zombie_does_not_live(key: NodeKey, start: Start) -> None:
     process = start(SLEEP, key)
-    known = remember(key, process.pid)
+    known = write_pid_file(key, process.pid)
     assert known is not None
     os.kill(process.pid, signal.SIGKILL)
     while (stat := read_stat(process.pid)) and stat.state != "Z":
@@ -153,7 +157,7 @@ def test_a_zombie_does_not_live(key: NodeKey, start: Start) -> None:
 
 def test_what_ignores_term_is_killed(key: NodeKey, start: Start) -> None:
     process = start(STUBBORN, key)
-    remember(key, process.pid)
+    write_pid_file(key, process.pid)
     assert stop(key, 0.2)
     assert ended(process) == -signal.SIGKILL
 
@@ -163,7 +167,7 @@ def test_children_go_with_their_parent(key: NodeKey, start: Start, with_file: bo
     """Here they do not end by themselves, as those of a real node do."""
     process = start(PARENT, key)
     if with_file:
-        remember(key, process.pid)
+        write_pid_file(key, process.pid)
     assert len(processes_of(key)) == 2
     main = main_process(key)
     assert main is not None and main.pid == process.pid
@@ -173,7 +177,7 @@ def test_children_go_with_their_parent(key: NodeKey, start: Start, with_file: bo
 
 def test_a_node_whose_supervisor_has_died_does_not_live(key: NodeKey, start: Start) -> None:
     process = start(PARENT, key)
-    remember(key, process.pid)
+    write_pid_file(key, process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert len(processes_of(key)) == 1, "its child is left"
@@ -211,5 +215,5 @@ def test_a_stranger_that_takes_the_id_over_while_it_is_looked_at(
         """The tags of the node that had the id a moment ago, once."""
         return next(before, None) if pid == stranger.pid else tags(pid)
 
-    monkeypatch.setattr("infra.local.proc.tags", told)
+    monkeypatch.setattr("infra.processes.tags", told)
     assert processes_of(key) == []

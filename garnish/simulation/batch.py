@@ -1,0 +1,97 @@
+"""A changing batch: its ranks and adapters, and decode steps while it stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, sqrt
+
+from cluster.performance_model import RankTerm
+
+ROUNDING = 1e-9
+"""Tolerance in seconds for a step's end, which is a sum of floats."""
+
+
+class RankMix:
+    """Ranks and adapters of a changing set of requests. All sums are maintained, so that reading them is cheap."""
+
+    __slots__ = ("adapter_ranks", "adapters", "ranks", "request_ranks", "rows")
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.request_ranks = 0
+        self.adapter_ranks = 0
+        self.ranks: dict[int, int] = {}
+        self.adapters: dict[str, int] = {}
+
+    def add(self, digest: str | None, rank: int) -> None:
+        self.rows += 1
+        self.request_ranks += rank
+        self.ranks[rank] = self.ranks.get(rank, 0) + 1
+        if digest is not None:
+            before = self.adapters.get(digest, 0)
+            self.adapters[digest] = before + 1
+            if not before:
+                self.adapter_ranks += rank
+
+    def remove(self, digest: str | None, rank: int) -> None:
+        self.rows -= 1
+        self.request_ranks -= rank
+        if self.ranks[rank] == 1:
+            del self.ranks[rank]
+        else:
+            self.ranks[rank] -= 1
+        if digest is not None:
+            if self.adapters[digest] == 1:
+                del self.adapters[digest]
+                self.adapter_ranks -= rank
+            else:
+                self.adapters[digest] -= 1
+
+    @property
+    def max_rank(self) -> int:
+        return max(self.ranks, default=0)
+
+
+RANK_TERM: dict[RankTerm, Callable[[RankMix], int]] = {
+    "max_rank": lambda mix: mix.rows * mix.max_rank,
+    "request_ranks": lambda mix: mix.request_ranks,
+    "adapter_ranks": lambda mix: mix.adapter_ranks,
+}
+
+
+@dataclass(slots=True)
+class DecodeRun:
+    """Decode steps of a batch that does not change, in closed form: contexts grow by a token a row, so steps grow
+    evenly.
+
+    Step i takes first + i * growth seconds, and k steps take k * first + growth * k * (k - 1) / 2.
+    """
+
+    begin: float
+    first: float
+    """seconds of the first step; above 0"""
+    growth: float
+    """seconds by which each step is longer than the one before; at most twice `first`"""
+    steps: int
+
+    def seconds(self, steps: int) -> float:
+        return steps * (self.first + self.growth * (steps - 1) / 2)
+
+    @property
+    def end(self) -> float:
+        return self.begin + self.seconds(self.steps)
+
+    def done_by(self, now: float) -> int:
+        """Returns the number of steps that have ended by `now`."""
+        return min(self.steps, int(self._passed(now + ROUNDING)))
+
+    def cut(self, now: float) -> None:
+        """Shortens the run so that no step starts after `now`."""
+        self.steps = min(self.steps, max(1, ceil(self._passed(now - ROUNDING))))
+
+    def _passed(self, now: float) -> float:
+        """Returns the number of steps, with fractions, until `now`: the root of seconds(k) = now - begin."""
+        passed = max(0.0, now - self.begin)
+        half = self.first - self.growth / 2
+        return 2 * passed / (half + sqrt(half * half + 2 * self.growth * passed)) if passed else 0.0
