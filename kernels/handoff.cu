@@ -1,5 +1,4 @@
-// The device's side of a handoff for Tritons without atomic_store and atomic_poll: see handoff_triton.py, whose two
-// kernels these are, for what is promised and why.
+// The device's side of a handoff: see handoff_device.py for what is promised and why.
 
 #include "handoff_order.h"
 

@@ -1,4 +1,4 @@
-// The four operations on which the order of a handoff rests, as PTX: see handoff_triton.py for why these. Needs no
+// The four operations on which the order of a handoff rests, as PTX: see handoff_device.py for why these. Needs no
 // headers, so that NVRTC compiles it as it is.
 
 #pragma once

@@ -6,7 +6,7 @@ rotation, attention, and a gate, each with as few launches as its operation says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +91,6 @@ class Decoder:
             raise ValueError(f"node.runner: cuda computes silu, not the model's {activation}; use transformers")
         shape = (num_blocks * block_tokens, *model.keys[0].shape[1:])
         self.layers = [_layer(model, layer, shape, block_tokens) for layer in model.layers]
-        self.decode_attention: Callable[..., None] | None = None
-        """a library's, in the place of the operations' own"""
         self.rotary = rotary_table(model.model)
 
     def attended_scratch(self, rows: int, max_context: int) -> torch.Tensor:
@@ -153,8 +151,7 @@ class Decoder:
         if attended.decode is not None:
             assert attended.scratch is not None
             rows = attended.decode.context_len.shape[0]
-            attend = self.decode_attention or operations.decode_attention
-            attend(qkv[:rows], cache, attended.decode, out=out[:rows], scratch=attended.scratch)
+            operations.decode_attention(qkv[:rows], cache, attended.decode, out=out[:rows], scratch=attended.scratch)
         if attended.chunks is not None:
             operations.prefill_attention(qkv, cache, attended.chunks, out=out)
         return out

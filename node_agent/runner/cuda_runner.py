@@ -19,7 +19,6 @@ from node_agent.runner.cuda_lora import CudaLora, OpenAdd, SentLora, open_add
 from node_agent.runner.cuda_pass import CapturedPass, HandedPass, LayeredPass, PromptPass
 from node_agent.runner.cuda_prompts import PromptBucket, handed_buckets, prompt_shapes
 from node_agent.runner.cuda_stream import Stream, open_stream
-from node_agent.runner.decode_library import choose_decode_attention
 from node_agent.runner.lora_choice import StartLora
 from node_agent.runner.transformers_runner import LoadModel, TransformersRunner, load_model
 from node_agent.types import ArrivingLora, ModelRunner, PassLora, RunnerSettings, StepBatch
@@ -56,8 +55,6 @@ class CudaRunner:
         self.vocab: int = model.model.config.vocab_size
         self.current, self.stream = model.current, stream
         self.decoder = Decoder(model, block_tokens, num_blocks)
-        caches = [layer.cache for layer in self.decoder.layers]
-        self.decoder.decode_attention = choose_decode_attention(self.decoder.operations, caches, stream)
         self.buckets: list[Bucket] = []
         """by size; none before `serve`"""
         self.prompts: list[PromptBucket] = []

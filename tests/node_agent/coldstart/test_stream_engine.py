@@ -16,10 +16,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store and atomic_poll came with Triton 3.9")
-
 from adapters.base_model import BaseModel
-from kernels.handoff_triton import TritonKernels
 from node_agent.adapter_memory import device_copy
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart import setup, worker_manager
@@ -42,12 +39,12 @@ from tests.node_agent.coldstart.pools import LONG, eventually
 from tests.support.drawn_batches import run_batch
 from tests.support.exact import Case, Tally, check
 from tests.support.forced import force
+from tests.support.host_kernels import HostKernels
 from tests.support.local_engine import LocalEngine, MakeEngine
 from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from tests.support.worker_counters import counters_of
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("quick_interpreter")
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
 
 
@@ -57,7 +54,7 @@ def stream_pools(soon_again: None) -> Iterator[None]:
 
     def make(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: list[int], _: int) -> WorkerPool:
         layout = setup.stream_layout(config, base, len(cores), DTYPES.index(store.pool.data.dtype))
-        return StreamPool(store.host_map, layout, cores, CPU, TritonKernels(), wait_limit=2.0)
+        return StreamPool(store.host_map, layout, cores, CPU, HostKernels(), wait_limit=2.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_manager, "make_pool", make)
