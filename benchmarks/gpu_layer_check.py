@@ -10,8 +10,9 @@ import torch
 
 from benchmarks.gpu_check import WrongResult
 from kernels.decoder import Heads, PagedCache
-from kernels.gpu_ops import LEAST_PIECE, LayerOperations, Rotary, Rows, decode_scratch, layer_operations
+from kernels.gpu_ops import LEAST_PIECE, LayerOperations, Rotary, Rows, decode_scratch
 from kernels.gpu_reference import TorchOperations
+from node_agent.runner.cuda_layers import layer_operations
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Largest difference over a row's largest value: fp32 does not round what lies between, as the operations do."""

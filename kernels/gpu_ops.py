@@ -1,4 +1,4 @@
-"""What a decoder layer computes between its products on a GPU: the contract, and which code does it on a device.
+"""What a decoder layer computes between its products on a GPU: the contract.
 
 These are the operations that `decoder` compiles for a CPU. Every output goes to a tensor that the caller gives, and
 every value that changes from step to step is a tensor: grids depend on shapes alone, so a CUDA graph that was captured
@@ -120,14 +120,3 @@ def decode_scratch(rows: int, heads: Heads, max_context: int, device: torch.devi
     """Returns f32[splits, rows, heads, head_dim + 2] for `decode_attention`. Layers can share it."""
     splits = decode_splits(rows, heads.kv_heads, max_context)
     return torch.empty(splits, rows, heads.heads, heads.head_dim + 2, device=device)
-
-
-def layer_operations(device: torch.device) -> LayerOperations:
-    """Returns Triton's operations on a CUDA device, plain torch's elsewhere."""
-    if device.type == "cuda":
-        from kernels.gpu_triton import TritonOperations  # a host without a GPU need not load Triton
-
-        return TritonOperations()
-    from kernels.gpu_reference import TorchOperations
-
-    return TorchOperations()

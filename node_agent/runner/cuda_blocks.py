@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from node_agent.device import Event
 from node_agent.runner.cuda_stream import Stream
 from node_agent.types import LoraBatch, StepBatch
 
@@ -140,6 +141,13 @@ def send(stream: Stream, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
         field.copy_(tensors[name])
     stream.upload(device, host, size)
     return views(spec, device)
+
+
+def download(stream: Stream, spec: Spec, host: torch.Tensor, device: torch.Tensor, everything: bool) -> Event:
+    """Enqueues the copy of an OutFields block, without what only log probabilities need unless `everything` is
+    wanted. Returns the event behind it."""
+    stream.download(host, device, size_of(spec, None if everything else "chosen"))
+    return stream.event()
 
 
 def fill(fields: StepFields, batch: StepBatch, lora: LoraBatch | None, block_tokens: int) -> int:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from cluster.messages import Sampling
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
+from node_agent.runner.cuda_decode import Bucket
 from node_agent.runner.cuda_handoffs import HANDED_OVER
+from node_agent.runner.cuda_layers import CudaModel
 from node_agent.runner.cuda_pass import HandedPass, LayeredPass, PromptPass
+from node_agent.runner.cuda_prompts import PromptBucket
 from node_agent.runner.lora import NoHandoffs
 from node_agent.runner.transformers_runner import TransformersRunner
 from node_agent.types import StepBatch
-
-if TYPE_CHECKING:
-    from node_agent.runner.cuda_decode import Bucket
-    from node_agent.runner.cuda_prompts import PromptBucket
-    from node_agent.runner.cuda_runner import CudaRunner
 
 PROMPT = 6
 """Tokens that are computed before the decode step that is compared."""
@@ -32,7 +29,7 @@ errors add like steps of a walk. A 7B with drawn weights lies half as far off; a
 weight lies about the largest logit off, over the square root of the layers."""
 
 
-def check_runner(reference: TransformersRunner, runner: CudaRunner) -> str | None:
+def check_runner(reference: TransformersRunner, runner: CudaModel) -> str | None:
     """Computes a prompt and a decode step by both. Returns what differs, or why a kernel can't be compiled for this
     GPU; None: nothing is wrong. Raises RuntimeError for what else goes wrong: nobody could compute here then."""
     try:
@@ -47,7 +44,7 @@ def _is_compile_error(error: Exception) -> bool:
     return type(error).__module__.startswith("triton.") or "PassManager::run failed" in str(error)
 
 
-def _difference(reference: TransformersRunner, runner: CudaRunner) -> str | None:
+def _difference(reference: TransformersRunner, runner: CudaModel) -> str | None:
     prompt = _length(runner.block_tokens, runner.num_blocks)
     for begin, end in ((0, prompt), (prompt, prompt + 1)):
         wanted, found = (
@@ -60,7 +57,7 @@ def _difference(reference: TransformersRunner, runner: CudaRunner) -> str | None
     return None
 
 
-def check_captured(runner: CudaRunner, bucket: Bucket, logits: torch.Tensor) -> str | None:
+def check_captured(runner: CudaModel, bucket: Bucket, logits: torch.Tensor) -> str | None:
     """Computes a decode step behind a prompt, captured and not; `logits` is where buckets write theirs. Returns what
     differs; None: nothing does."""
     prompt = _length(runner.block_tokens, runner.num_blocks)
@@ -71,7 +68,7 @@ def check_captured(runner: CudaRunner, bucket: Bucket, logits: torch.Tensor) -> 
     return compare(wanted, logits[:1].clone(), runner.num_layers)
 
 
-def check_prompts(runner: CudaRunner, buckets: Sequence[PromptBucket]) -> str | None:
+def check_prompts(runner: CudaModel, buckets: Sequence[PromptBucket]) -> str | None:
     """Computes a prompt by each bucket and by none. Returns what differs; None: nothing does."""
     prompt = _length(runner.block_tokens, runner.num_blocks)
     batch = step(0, prompt, runner.block_tokens, torch.device("cpu"))
@@ -83,7 +80,7 @@ def check_prompts(runner: CudaRunner, buckets: Sequence[PromptBucket]) -> str | 
     return None
 
 
-def check_handoffs(runner: CudaRunner, buckets: Sequence[PromptBucket]) -> str | None:
+def check_handoffs(runner: CudaModel, buckets: Sequence[PromptBucket]) -> str | None:
     """Computes a prompt by each bucket, in the pieces between handoffs, and by none. Returns what differs; None:
     nothing does."""
     prompt = _length(runner.block_tokens, runner.num_blocks)
@@ -98,7 +95,7 @@ def check_handoffs(runner: CudaRunner, buckets: Sequence[PromptBucket]) -> str |
     return None
 
 
-def _compare_prompt(runner: CudaRunner, run: PromptPass, wanted: torch.Tensor) -> str | None:
+def _compare_prompt(runner: CudaModel, run: PromptPass, wanted: torch.Tensor) -> str | None:
     run.advance(runner.num_layers)
     problem = compare(wanted, run.logits(), runner.num_layers)
     run.abort()
@@ -127,7 +124,7 @@ def _length(block_tokens: int, num_blocks: int) -> int:
     return max(1, min(PROMPT, (num_blocks - 1) * block_tokens - 1))
 
 
-def _logits(runner: TransformersRunner | CudaRunner, batch: StepBatch) -> torch.Tensor:
+def _logits(runner: TransformersRunner | CudaModel, batch: StepBatch) -> torch.Tensor:
     run = runner.start(batch, None) if isinstance(runner, TransformersRunner) else LayeredPass(runner, batch, None)
     run.advance(runner.num_layers)
     return run.logits()

@@ -17,6 +17,7 @@ from node_agent.runner.cuda_blocks import (
     OutFields,
     Spec,
     StepFields,
+    download,
     expand_blocks,
     fill,
     lora_batch,
@@ -27,7 +28,6 @@ from node_agent.runner.cuda_blocks import (
 )
 from node_agent.runner.cuda_layers import Attended, Decoder
 from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
-from node_agent.runner.cuda_output import download
 from node_agent.runner.cuda_sampler import sample
 from node_agent.runner.cuda_stream import Stream, Work
 from node_agent.runner.lora import GroupLora

@@ -14,8 +14,10 @@ import torch
 
 from adapters.model_families import FAMILIES
 from kernels.decoder import PagedCache
-from kernels.gpu_ops import LayerOperations, Rotary, Rows, decode_scratch, layer_operations
+from kernels.gpu_ops import LayerOperations, Rotary, Rows, decode_scratch
+from kernels.gpu_reference import TorchOperations
 from node_agent.runner.compiled import layer_heads
+from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.projections import FusedProjection
 from node_agent.runner.transformers_runner import TransformersRunner
 from node_agent.types import GROUPS
@@ -75,6 +77,15 @@ class Walk:
         """Takes in the output of a projection group: those of `o` and `down` go to the residual stream."""
         if group in ("o", "down"):
             self.added = y
+
+
+def layer_operations(device: torch.device) -> LayerOperations:
+    """Returns Triton's operations on a CUDA device, plain torch's elsewhere."""
+    if device.type == "cuda":
+        from kernels.gpu_triton import TritonOperations  # a host without a GPU need not load Triton
+
+        return TritonOperations()
+    return TorchOperations()
 
 
 class Decoder:
@@ -155,6 +166,23 @@ class Decoder:
         if attended.chunks is not None:
             operations.prefill_attention(qkv, cache, attended.chunks, out=out)
         return out
+
+
+class CudaModel:
+    """A base model as passes compute with it. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
+
+    def __init__(self, model: TransformersRunner, stream: Stream, block_tokens: int, num_blocks: int) -> None:
+        """`model` is not compiled; its weights are shared, its KV cache is not."""
+        self.device, self.dtype, self.products = model.device, model.dtype, model.products
+        self.num_layers, self.block_tokens, self.num_blocks = model.num_layers, block_tokens, num_blocks
+        self.vocab: int = model.model.config.vocab_size
+        self.current, self.stream = model.current, stream
+        self.decoder = Decoder(model, block_tokens, num_blocks)
+
+    def check_complete(self, layer: int) -> None:
+        """Raises RuntimeError for a pass that stands before the last layer's end."""
+        if layer != self.num_layers:
+            raise RuntimeError(f"logits wanted after {layer} of {self.num_layers} layers")
 
 
 def _layer(model: TransformersRunner, layer: Any, shape: tuple[int, ...], block_tokens: int) -> Layer:

@@ -4,7 +4,7 @@ enqueued kernel by kernel."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import torch
 
@@ -13,6 +13,7 @@ from node_agent.device import ENDED, Event
 from node_agent.runner.cuda_blocks import (
     OutFields,
     StepFields,
+    download,
     expand_blocks,
     fill,
     out_spec,
@@ -22,9 +23,8 @@ from node_agent.runner.cuda_blocks import (
     views,
 )
 from node_agent.runner.cuda_decode import Bucket
-from node_agent.runner.cuda_layers import Attended
+from node_agent.runner.cuda_layers import Attended, CudaModel
 from node_agent.runner.cuda_lora import SentLora
-from node_agent.runner.cuda_output import CudaOutput, download
 from node_agent.runner.cuda_prompts import PromptBucket
 from node_agent.runner.cuda_sampler import (
     join_edits,
@@ -34,18 +34,50 @@ from node_agent.runner.cuda_sampler import (
     unpack_scores,
 )
 from node_agent.runner.cuda_stream import Stream
-from node_agent.runner.sampler import GREEDY_BELOW
+from node_agent.runner.sampler import GREEDY_BELOW, Logprobs
 from node_agent.runner.score_rules import ScoreEdits
 from node_agent.types import ArrivingLora, PassLora, SamplingBatch, ScoredToken, StepBatch
 
-if TYPE_CHECKING:
-    from node_agent.runner.cuda_runner import CudaRunner
+
+class CudaOutput:
+    """A StepOutput. `out` lies in host memory, and is overwritten by the next step but one."""
+
+    def __init__(
+        self, done: Event, out: OutFields | None, logprobs: list[int], scores: Callable[[], list[ScoredToken]]
+    ) -> None:
+        """`out`: None where no row wants logits; `logprobs` as in SamplingBatch, one per row that does."""
+        self.done, self._out, self._wanted, self._scores = done, out, logprobs, scores
+
+    @cached_property
+    def token_ids(self) -> torch.Tensor:
+        if self._out is None:
+            return torch.empty(0, dtype=torch.int64)
+        return self._out.ids[: len(self._wanted)].clone()
+
+    @cached_property
+    def non_finite(self) -> frozenset[int]:
+        flags = [] if self._out is None else self._out.finite[: len(self._wanted)].tolist()
+        return frozenset(row for row, finite in enumerate(flags) if not finite)
+
+    @cached_property
+    def logprobs(self) -> list[Logprobs | None]:
+        found: list[Logprobs | None] = [None] * len(self._wanted)
+        for row, k in enumerate(self._wanted):
+            if k >= 0:
+                assert self._out is not None
+                ids, values = self._out.top_ids[row].tolist(), self._out.top_values[row].tolist()
+                found[row] = (float(self._out.chosen[row]), list(zip(ids, values, strict=True))[:k])
+        return found
+
+    @cached_property
+    def prompt_scores(self) -> list[ScoredToken]:
+        return self._scores()
 
 
 class CapturedPass:
     """A decode step. It is enqueued as a whole, with its last layer."""
 
-    def __init__(self, runner: CudaRunner, bucket: Bucket, batch: StepBatch, lora: SentLora | None) -> None:
+    def __init__(self, runner: CudaModel, bucket: Bucket, batch: StepBatch, lora: SentLora | None) -> None:
         self._runner, self._bucket, self._batch, self._lora = runner, bucket, batch, lora
         self.layer, self.stretch = 0, runner.num_layers
 
@@ -71,7 +103,7 @@ class LayeredPass:
     stretch: int = 1
 
     @torch.inference_mode()
-    def __init__(self, runner: CudaRunner, batch: StepBatch, lora: PassLora | None) -> None:
+    def __init__(self, runner: CudaModel, batch: StepBatch, lora: PassLora | None) -> None:
         if batch.fed is not None:
             raise RuntimeError("only captured steps take tokens of the step before")
         self._runner, self._batch, self._lora, self.layer = runner, batch, lora, 0
@@ -157,7 +189,7 @@ class PromptPass(LayeredPass):
 
     def __init__(
         self,
-        runner: CudaRunner,
+        runner: CudaModel,
         bucket: PromptBucket,
         batch: StepBatch,
         lora: SentLora | None,
@@ -200,7 +232,7 @@ class HandedPass(PromptPass):
     """A prompt in a bucket's memory, of whose adapter CPU workers add some layers."""
 
     def __init__(
-        self, runner: CudaRunner, bucket: PromptBucket, batch: StepBatch, lora: SentLora | None, arriving: ArrivingLora
+        self, runner: CudaModel, bucket: PromptBucket, batch: StepBatch, lora: SentLora | None, arriving: ArrivingLora
     ) -> None:
         super().__init__(runner, bucket, batch, lora, None)
         self._handed, self._whole = arriving, bucket.stretch

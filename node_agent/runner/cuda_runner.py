@@ -14,7 +14,7 @@ from node_agent.runner import transformers_runner
 from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_handoffs, check_prompts, check_runner
 from node_agent.runner.cuda_decode import Bucket, DecodeShape, LastStep, bucket_sizes
 from node_agent.runner.cuda_handoffs import open_borders
-from node_agent.runner.cuda_layers import Decoder
+from node_agent.runner.cuda_layers import CudaModel
 from node_agent.runner.cuda_lora import CudaLora, OpenAdd, SentLora, open_add
 from node_agent.runner.cuda_pass import CapturedPass, HandedPass, LayeredPass, PromptPass
 from node_agent.runner.cuda_prompts import PromptBucket, handed_buckets, prompt_shapes
@@ -43,18 +43,13 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Model
     return transformers_runner.open_runner(settings, load)
 
 
-class CudaRunner:
-    """A SendingRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
+class CudaRunner(CudaModel):
+    """A SendingRunner."""
 
     name = "cuda"
 
     def __init__(self, model: TransformersRunner, stream: Stream, block_tokens: int, num_blocks: int) -> None:
-        """`model` is not compiled; its weights are shared, its KV cache is not."""
-        self.device, self.dtype, self.products = model.device, model.dtype, model.products
-        self.num_layers, self.block_tokens, self.num_blocks = model.num_layers, block_tokens, num_blocks
-        self.vocab: int = model.model.config.vocab_size
-        self.current, self.stream = model.current, stream
-        self.decoder = Decoder(model, block_tokens, num_blocks)
+        super().__init__(model, stream, block_tokens, num_blocks)
         self.buckets: list[Bucket] = []
         """by size; none before `serve`"""
         self.prompts: list[PromptBucket] = []
@@ -145,11 +140,6 @@ class CudaRunner:
             return made
         log.error("prompts are not captured, and take longer", extra={"reason": problem})
         return []
-
-    def check_complete(self, layer: int) -> None:
-        """Raises RuntimeError for a pass that stands before the last layer's end."""
-        if layer != self.num_layers:
-            raise RuntimeError(f"logits wanted after {layer} of {self.num_layers} layers")
 
     def _bucket(self, batch: StepBatch) -> Bucket | None:
         """Returns the smallest bucket of decode steps for the batch; None where it is not of decode rows alone."""

@@ -49,11 +49,8 @@ LISTED = [
     },
     {"benchmarks.gpu_suite", "benchmarks.kernels"},
     {"garnish.client", "garnish.methods"},
-    {"kernels.gpu_calls", "kernels.gpu_ops", "kernels.gpu_reference", "kernels.gpu_triton"},
     {"node_agent.coldstart.handoffs", "node_agent.coldstart.workers"},
     {"node_agent.coldstart.worker", "node_agent.coldstart.worker_process"},
-    {"node_agent.runner.cuda_check", "node_agent.runner.cuda_pass", "node_agent.runner.cuda_runner"},
-    {"node_agent.runner.lightllm_open", "node_agent.runner.lightllm_runner"},
 ]
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from cluster.messages import Sampling
 from node_agent.api.request import LOGPROBS_LIMIT
 from node_agent.runner.cuda_blocks import MOST_LOGPROBS, OutFields, StepFields, out_spec, size_of, step_spec, views
-from node_agent.runner.cuda_output import CudaOutput
-from node_agent.runner.cuda_pass import send_edits, wants_everything
+from node_agent.runner.cuda_pass import CudaOutput, send_edits, wants_everything
 from node_agent.runner.cuda_sampler import (
     ROWS_DRAWN_AT_ONCE,
     pack_scores,
