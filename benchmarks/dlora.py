@@ -13,8 +13,8 @@ import torch
 
 from node_agent.adapter_memory.weights import LayerWeights
 from node_agent.engine.loop import Engine
-from node_agent.runner.linear import Linear
 from node_agent.runner.lora import SegmentedLora
+from node_agent.runner.products import Linear
 from node_agent.runner.projections import FusedProjection
 from node_agent.types import Lease, LoraBatch, PassLora
 

@@ -7,11 +7,10 @@ from functools import partial
 
 import torch
 
-from kernels.bgmv import bgmv
+from kernels.decode import bgmv, mbgmv
 from kernels.decoder import Heads, PagedCache
 from kernels.gpu_ops import MOST_SPLITS, Rotary, Rows
 from kernels.gpu_triton import TritonOperations
-from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from tests.support.kernel_cases import draw_case
 

@@ -1,4 +1,4 @@
-"""The kernels behind `bgmv` and `mbgmv`: one program per segment, projection and slice; tokens walked inside it.
+"""Decode rows: one program per segment, projection and slice; tokens are walked inside it.
 
 A segment's weights come from memory once per launch; tokens above a tile read them again from the cache.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.launch import UNALIGNED, Launch, launch_pair
+from kernels.launch import UNALIGNED, Launch, launch_for, launch_pair
 from kernels.tiles import choose_output, expand_tile, shrink_tile, store_xa
 from kernels.view import LoraCall
 
@@ -90,7 +90,29 @@ def decode_expand(
         )  # fmt: skip
 
 
-def launch_decode(call: LoraCall, padded: bool, how: Launch) -> None:
+def mbgmv(call: LoraCall, how: Launch | None = None) -> None:
+    """Adds the adapters' part: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and its
+    slot s, fp32 accumulation. `how`: tile sizes; None: those of this device.
+
+    Two launches, no allocation, no host synchronisation; ranks are read on the device. The same batch gives the same
+    bits. Raises KernelArgumentError before anything is launched.
+    """
+    _launch(call, False, how or launch_for("mbgmv", call.x.device))
+
+
+def bgmv(call: LoraCall, how: Launch | None = None) -> None:
+    """Adds the adapters' part: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp, with A_sp and B_sp padded by zero rows
+    to the largest rank that the batch's slots have for projection p. `how`: tile sizes; None: those of this device.
+
+    Padding costs what it costs Punica (Chen et al. 2023), whose weights are stored with it: the AdapterTable has no
+    such rows, so what lies behind an adapter's first row is read in their place, and set to zero. The largest rank is
+    found on the device: a captured graph serves any ranks. Two launches, no allocation, no host synchronisation; the
+    same batch gives the same bits. Raises KernelArgumentError before anything is launched.
+    """
+    _launch(call, True, how or launch_for("bgmv", call.x.device))
+
+
+def _launch(call: LoraCall, padded: bool, how: Launch) -> None:
     """Launches shrink and expand for decode rows: two launches. Grids depend on shapes alone. `padded`: to the batch's
     largest rank; else each adapter's own."""
     units = call.view.pool.shape[0] // call.view.unit

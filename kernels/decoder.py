@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.build import load_library
-from kernels.view import KernelArgumentError
+from kernels.view import KernelArgumentError, check_tensor
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PIECE = 64
@@ -141,7 +141,7 @@ class AttentionPass:
             ("block_table", block_table, torch.int32, tuple(block_table.shape)),
             ("contexts", contexts, torch.int32, (block_table.shape[0],)),
         ):
-            _check(name, tensor, dtype, shape)
+            check_tensor(name, tensor, dtype, shape)
         if rows > min(tokens, block_table.shape[0], len(context_lens)):
             raise KernelArgumentError(f"{rows} decode rows of {tokens} tokens and {block_table.shape[0]} block tables")
         pieces = sum(-(-context // PIECE) for context in context_lens[:rows])
@@ -170,7 +170,7 @@ class PagedAttention:
             ("values", values, shape),
             *(("a head norm", weight, (heads.head_dim,)) for weight in weights),
         ):
-            _check(name, tensor, operators.dtype, wanted)
+            check_tensor(name, tensor, operators.dtype, wanted)
         if not heads.covered:
             raise KernelArgumentError(
                 f"{heads.heads} heads of {heads.head_dim} over {heads.kv_heads} can't be computed"
@@ -194,14 +194,7 @@ class PagedAttention:
         """
         if pass_.dtype is not self._dtype or pass_.head_dim != self.heads.head_dim:
             raise KernelArgumentError(f"the pass is of {pass_.dtype} and heads of {pass_.head_dim}, the layer is not")
-        _check("qkv", qkv, self._dtype, (pass_.tokens, self.width))
+        check_tensor("qkv", qkv, self._dtype, (pass_.tokens, self.width))
         out = qkv.new_empty(pass_.tokens, self.heads.heads * self.heads.head_dim)
         self._run(self._address, pass_.address, qkv.data_ptr(), out.data_ptr())
         return out
-
-
-def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise KernelArgumentError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; contiguous {dtype} {shape} is needed"
-        )

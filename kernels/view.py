@@ -18,6 +18,19 @@ class KernelArgumentError(ValueError):
     """An operation was called with tensors that it can't take; nothing was launched."""
 
 
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None = None
+) -> None:
+    """Checks that a tensor is contiguous, of this dtype and shape, and on `device` (None: anywhere). Raises
+    KernelArgumentError."""
+    is_there = device is None or tensor.device == device
+    if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or not is_there:
+        at, wanted_at = ("", "") if device is None else (f" on {tensor.device}", f" on {device}")
+        raise KernelArgumentError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}{at}; contiguous {dtype} {shape}{wanted_at} is needed"
+        )
+
+
 @dataclass(frozen=True)
 class GroupView:
     """P projections that share their input. Views of the table, at fixed addresses: make them once.

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from node_agent.config import EngineConfig
 from node_agent.cores import usable_cores
 from node_agent.gpu.devices import VISIBLE, Gpu, NoGpu, list_gpus, usable_gpus
+from node_agent.gpu.numa import SYS, share_cores
 from node_agent.gpu.nvml import NvmlProblem
-from node_agent.gpu.topology import SYS, share_cores
 
 NAME = "\0garnish-gpu-"
 """Of a claim, before the GPU's UUID; the first byte makes it abstract."""

@@ -7,9 +7,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from cluster.gpu import GpuFacts, GpuLoad
-from node_agent.gpu.link import link_bandwidth
 from node_agent.gpu.nvml import Nvml
 
+TRANSFERS_PER_S = {1: 2.5e9, 2: 5e9, 3: 8e9, 4: 16e9, 5: 32e9, 6: 64e9}
+"""Of one lane, by PCIe generation."""
+PAYLOAD = {1: 8 / 10, 2: 8 / 10, 3: 128 / 130, 4: 128 / 130, 5: 128 / 130, 6: 236 / 256}
+"""Share of the transferred bits that is not the line code or, from generation 6 on, the frame's own bytes."""
 FATAL_XIDS = {
     48: "an uncorrectable ECC error",
     64: "a memory row that can't be remapped",
@@ -81,3 +84,8 @@ def _fault(uncorrectable: int, unmapped: bool) -> str:
     if unmapped:
         return "a memory row of the GPU can't be remapped"
     return "the GPU has reported uncorrectable ECC errors" if uncorrectable else ""
+
+
+def link_bandwidth(generation: int, width: int) -> float:
+    """Returns the bytes per second that a PCIe link carries in one direction; 0.0 for a generation that is unknown."""
+    return float(round(TRANSFERS_PER_S.get(generation, 0.0) * PAYLOAD.get(generation, 0.0) * width / 8))

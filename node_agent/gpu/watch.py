@@ -7,8 +7,11 @@ import logging
 from msgspec.structs import replace
 
 from cluster.gpu import GpuFacts
-from node_agent.gpu.link import slow_link
+from node_agent.gpu.reading import link_bandwidth
 from node_agent.gpu.sampler import Sample, Sampler
+
+LEAST_SHARE = 0.5
+"""Of what a link carries, below which a measured one counts as slow: headers and copies take their part of it."""
 
 log = logging.getLogger(__name__)
 
@@ -50,3 +53,20 @@ class GpuWatch:
             log.warning("the GPU can't be watched", extra={**gpu, "reason": facts.problem})
         if facts.xids > before.xids:
             log.warning("the GPU has reported an Xid error", extra={**gpu, "xid": facts.xid, "count": facts.xids})
+
+
+def slow_link(generation: int, width: int, width_now: int, measured: float | None) -> str:
+    """Returns how a link is slower than it should be, or an empty text. `measured`: bytes per second, None where
+    nothing was measured.
+
+    The generation in use is no sign: a GPU that is idle lowers it to save power.
+    """
+    if 0 < width_now < width:
+        return f"the PCIe link to the GPU uses {width_now} of {width} lanes"
+    whole = link_bandwidth(generation, width)
+    if measured is not None and 0 < measured < LEAST_SHARE * whole:
+        return (
+            f"the link to the GPU was measured at {measured / 1e9:.1f} GB/s; PCIe {generation}.0 x{width} "
+            f"carries {whole / 1e9:.1f} GB/s"
+        )
+    return ""

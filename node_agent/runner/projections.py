@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from adapters.model_families import ModelFamily
-from node_agent.runner.linear import Linear
-from node_agent.runner.products import Products
+from node_agent.runner.products import Linear, Products
 from node_agent.types import GROUPS, PassLora
 
 

@@ -19,8 +19,8 @@ from adapters.model_families import FAMILIES
 from node_agent.device import ENDED, Event, record_event
 from node_agent.runner.attention import paged_attention, plan_attention
 from node_agent.runner.compiled import compile_layers, compiled_pass, decoder_operators
-from node_agent.runner.linear import Linear
 from node_agent.runner.product_choice import choose_products
+from node_agent.runner.products import Linear
 from node_agent.runner.projections import Current, fuse_projections, layer_weights
 from node_agent.runner.sampler import step_output
 from node_agent.types import PassLora, RunnerSettings, StepBatch, StepOutput

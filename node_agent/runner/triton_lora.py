@@ -8,9 +8,8 @@ import torch
 
 from adapters.base_model import BaseModel
 from adapters.peft_config import MAX_RANK
-from kernels.bgmv import bgmv
+from kernels.decode import bgmv, mbgmv
 from kernels.launch import Launch, launch_for
-from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from kernels.view import MAX_PROJECTIONS, GroupView, LoraCall
 from node_agent.adapter_memory.store import AdapterStore

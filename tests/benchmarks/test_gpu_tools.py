@@ -14,8 +14,8 @@ from benchmarks import gpu_check
 from benchmarks.gpu_check import WrongResult, check_operations, draw_cases
 from benchmarks.peers import _stacked
 from benchmarks.tune_kernels import tune, with_device
+from kernels.decode import mbgmv
 from kernels.launch import OPERATIONS, TABLE, Launch, default_launch, read_table
-from kernels.mbgmv import mbgmv
 from kernels.view import LoraCall
 from tests.benchmarks.studies import run_study
 from tests.kernels.drawn import DEVICE

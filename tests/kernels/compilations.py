@@ -12,11 +12,10 @@ from functools import partial
 
 import torch
 
-from kernels.bgmv import bgmv
+from kernels.decode import bgmv, mbgmv
 from kernels.decoder import Heads, PagedCache
 from kernels.gpu_ops import Rotary, Rows, decode_scratch
 from kernels.gpu_triton import TritonOperations
-from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from tests.support.decode_step import ADAPTED, SHAPES, step_row
 from tests.support.kernel_cases import draw_case

@@ -17,10 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kernels.decode import mbgmv
 from kernels.decoder import Heads, PagedCache
 from kernels.gpu_ops import Rotary, Rows, decode_scratch
 from kernels.gpu_triton import TritonOperations
-from kernels.mbgmv import mbgmv
 from node_agent.runner.cuda_layers import Attended, Decoder
 from node_agent.runner.transformers_runner import ATTENTION, TransformersRunner, register_attention
 from tests.support.kernel_cases import draw_case
