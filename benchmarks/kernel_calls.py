@@ -9,7 +9,7 @@ import torch
 
 from kernels.decode import bgmv, mbgmv
 from kernels.decoder import Heads, PagedCache
-from kernels.gpu_ops import MOST_SPLITS, Rotary, Rows
+from kernels.gpu_ops import MAX_SPLITS, Rotary, Rows
 from kernels.gpu_triton import TritonOperations
 from kernels.sgmv import sgmv
 from tests.support.kernel_cases import draw_case
@@ -60,7 +60,7 @@ def layer_calls(dtype: torch.dtype, tokens: int = 2) -> Iterator[Call]:
 def attention_calls(dtype: torch.dtype, name: str, window: int | None, tokens: int = 2) -> Iterator[Call]:
     operations, cache = TritonOperations(), empty_cache(Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, window), dtype)
     q, out = torch.zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype), torch.zeros(tokens, HEADS * HEAD_DIM)
-    scratch, out = torch.zeros(MOST_SPLITS, tokens, HEADS, HEAD_DIM + 2), out.to(dtype)
+    scratch, out = torch.zeros(MAX_SPLITS, tokens, HEADS, HEAD_DIM + 2), out.to(dtype)
     context, table = torch.ones(tokens, dtype=torch.int32), torch.zeros(tokens, 4, dtype=torch.int32)
     starts = torch.arange(tokens + 1, dtype=torch.int32)
     yield (

@@ -1,11 +1,11 @@
-"""Everything about a call of `gpu_ops` that can be seen without reading a device. All raise KernelArgumentError."""
+"""Checks of the arguments of `gpu_ops` that need no read from a device. All raise KernelArgumentError."""
 
 from __future__ import annotations
 
 import torch
 
 from kernels.decoder import MAX_HEAD, PagedCache
-from kernels.gpu_ops import MOST_SPLITS, Rotary, Rows
+from kernels.gpu_ops import MAX_SPLITS, Rotary, Rows
 from kernels.view import WEIGHT_DTYPES, KernelArgumentError, check_tensor
 
 
@@ -45,8 +45,8 @@ def check_decode(q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.Tens
     if q.shape[0] != count:
         raise KernelArgumentError(f"q has {q.shape[0]} rows; context_len has {count}")
     splits = scratch.shape[0]
-    if not 1 <= splits <= MOST_SPLITS:
-        raise KernelArgumentError(f"the scratch is for {splits} splits; 1 to {MOST_SPLITS} can be added up")
+    if not 1 <= splits <= MAX_SPLITS:
+        raise KernelArgumentError(f"the scratch is for {splits} splits; 1 to {MAX_SPLITS} can be added up")
     check_tensor(
         "scratch", scratch, torch.float32, (splits, count, cache.heads.heads, cache.heads.head_dim + 2), q.device
     )
@@ -88,8 +88,7 @@ def _check_cache(like: torch.Tensor, cache: PagedCache) -> None:
 
 
 def _check_rows(name: str, tensor: torch.Tensor, rows: int | None, width: int) -> None:
-    """Checks that the tensor is [rows, width] with rows of stride 1. `rows` None: any number. Raises
-    KernelArgumentError."""
+    """Checks that the tensor is [rows, width] with rows of stride 1; `rows` None: any number."""
     if tensor.dtype not in WEIGHT_DTYPES:
         raise KernelArgumentError(f"{name} is {tensor.dtype}; one of {WEIGHT_DTYPES} is needed")
     if tensor.dim() != 2 or tensor.shape[1] != width or rows not in (None, tensor.shape[0]) or tensor.stride(1) != 1:

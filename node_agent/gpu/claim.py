@@ -27,7 +27,7 @@ NAME = "\0garnish-gpu-"
 """Of a claim, before the GPU's UUID; the first byte makes it abstract."""
 ORDER = "CUDA_DEVICE_ORDER"
 ASK_S = 1.0
-MOST_ASKERS = 128
+MAX_ASKERS = 128
 """Connections of those who found a GPU taken: nobody accepts them, and later ones are not told whose it is."""
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def _claim_first(gpus: Sequence[Gpu]) -> tuple[Gpu, socket.socket]:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             claim.bind(NAME + gpu.uuid)
-            claim.listen(MOST_ASKERS)
+            claim.listen(MAX_ASKERS)
             return gpu, claim
         except OSError:
             claim.close()

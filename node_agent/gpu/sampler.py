@@ -20,7 +20,7 @@ LONGEST_CALL_S = 20.0
 CLOSE_LIMIT_S = 3.0
 RETRY_S = 30.0
 """Before NVML is tried again that could not be used."""
-LEAST_PAUSE_S = 0.1
+MIN_PAUSE_S = 0.1
 """Between two samples, however many Xid errors come."""
 
 
@@ -117,10 +117,10 @@ class Sampler:
                 return int(event.eventData)
             except NvmlProblem as problem:
                 if problem.code == nvml.NVML_ERROR_TIMEOUT:  # none came
-                    pause = LEAST_PAUSE_S
+                    pause = MIN_PAUSE_S
             finally:
                 self._since = None
-                self._stop.wait(LEAST_PAUSE_S)
+                self._stop.wait(MIN_PAUSE_S)
         self._stop.wait(pause)
         return None
 

@@ -10,7 +10,7 @@ from cluster.gpu import GpuFacts
 from node_agent.gpu.reading import link_bandwidth
 from node_agent.gpu.sampler import Sample, Sampler
 
-LEAST_SHARE = 0.5
+MIN_SHARE = 0.5
 """Of what a link carries, below which a measured one counts as slow: headers and copies take their part of it."""
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def slow_link(generation: int, width: int, width_now: int, measured: float | Non
     if 0 < width_now < width:
         return f"the PCIe link to the GPU uses {width_now} of {width} lanes"
     whole = link_bandwidth(generation, width)
-    if measured is not None and 0 < measured < LEAST_SHARE * whole:
+    if measured is not None and 0 < measured < MIN_SHARE * whole:
         return (
             f"the link to the GPU was measured at {measured / 1e9:.1f} GB/s; PCIe {generation}.0 x{width} "
             f"carries {whole / 1e9:.1f} GB/s"

@@ -17,7 +17,7 @@ from node_agent.types import LoraBatch, StepBatch
 
 ALIGN = 16
 """Bytes: where a field may begin."""
-MOST_LOGPROBS = 64
+MAX_LOGPROBS = 64
 """Likeliest tokens of a row that are brought back: the most that a node lets a request ask for."""
 
 Spec = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -84,7 +84,7 @@ def step_spec(tokens: int, rows: int, blocks: int, scored: int = 0) -> Spec:
 
 @dataclass(frozen=True)
 class OutFields:
-    """What sampling gives for Q rows; k is at most MOST_LOGPROBS."""
+    """What sampling gives for Q rows; k is at most MAX_LOGPROBS."""
 
     ids: torch.Tensor
     """i64[Q]"""
@@ -100,7 +100,7 @@ class OutFields:
 
 def out_spec(rows: int, vocab: int) -> Spec:
     """The fields of OutFields."""
-    top = (rows, min(MOST_LOGPROBS, vocab))
+    top = (rows, min(MAX_LOGPROBS, vocab))
     return {
         "ids": (torch.int64, (rows,)),
         "finite": (torch.int32, (rows,)),

@@ -20,7 +20,7 @@ from node_agent.types import GROUPS, ArrivingLora
 HANDED_OVER = (("qkv",), tuple(GROUPS))
 """Groups at which a layer is cut. A pass takes the first of these in which all groups are that its adapter adapts."""
 GRAPHS_PER_LAYER = sum(2 * len(groups) + 1 for groups in HANDED_OVER)
-MOST_GRAPHS = 2560
+MAX_GRAPHS = 2560
 """Graphs of all buckets together, at most: a graph takes memory and some milliseconds of the start. A 7B model's six
 buckets of up to 256 tokens have 2,304; a deeper model's larger buckets have none."""
 

@@ -15,7 +15,7 @@ import torch
 from kernels.gpu_ops import Rows
 from node_agent.runner.cuda_blocks import StepFields, expand_blocks, fill, lora_batch, size_of, step_spec, views
 from node_agent.runner.cuda_decode import DecodeShape
-from node_agent.runner.cuda_handoffs import GRAPHS_PER_LAYER, HANDED_OVER, MOST_GRAPHS, Borders, HandedLayer
+from node_agent.runner.cuda_handoffs import GRAPHS_PER_LAYER, HANDED_OVER, MAX_GRAPHS, Borders, HandedLayer
 from node_agent.runner.cuda_layers import Attended, Decoder, Walk
 from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
 from node_agent.runner.cuda_stream import Stream, Work
@@ -147,6 +147,6 @@ class PromptBucket:
 
 def handed_buckets(buckets: Sequence[PromptBucket], layers: int) -> list[PromptBucket]:
     """Returns the buckets, ascending like the given ones, in which prompts with handoffs are captured: those of a few
-    rows, no longer than CPU workers can help with, and no more than MOST_GRAPHS allows."""
+    rows, no longer than CPU workers can help with, and no more than MAX_GRAPHS allows."""
     few = [bucket for bucket in buckets if bucket.rows <= FEW_ROWS and bucket.tokens <= LIGHT_TOKENS]
-    return few[: MOST_GRAPHS // (layers * GRAPHS_PER_LAYER)]
+    return few[: MAX_GRAPHS // (layers * GRAPHS_PER_LAYER)]

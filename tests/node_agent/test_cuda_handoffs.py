@@ -222,10 +222,10 @@ def test_no_more_graphs_than_there_may_be(runner: CudaRunner, monkeypatch: pytes
     assert cuda_handoffs.GRAPHS_PER_LAYER == 12
     both = runner.prompts
     assert handed_buckets(both, 32) == both
-    monkeypatch.setattr(cuda_prompts, "MOST_GRAPHS", 12 * 3)
+    monkeypatch.setattr(cuda_prompts, "MAX_GRAPHS", 12 * 3)
     assert handed_buckets(both, 3) == both[:1]
     assert handed_buckets(both, 4) == []
-    monkeypatch.setattr(cuda_prompts, "MOST_GRAPHS", 1000)
+    monkeypatch.setattr(cuda_prompts, "MAX_GRAPHS", 1000)
     monkeypatch.setattr(cuda_prompts, "LIGHT_TOKENS", 39)
     assert handed_buckets(both, 3) == both[:1]
 
