@@ -103,7 +103,7 @@ def combine_splits(
     WINDOW: tl.constexpr, DIM: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Combines the splits of decode_attention, at maximum MOST, for one head of one row."""
+    """Combines the splits of decode_attention, at most MOST, for one head of one row."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     context = tl.load(context_len + row)
