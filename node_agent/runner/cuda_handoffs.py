@@ -1,7 +1,7 @@
-"""A layer of a prompt's pass as captured pieces: CPU workers are handed their work between two of them.
+"""Layers of a prompt's pass captured in pieces, between which CPU workers are handed their work.
 
-Nothing waits inside a CUDA graph. So a layer is cut before and behind the base product of each projection group that
-may be handed over. A handoff's copy, signal and wait are enqueued there one by one, at addresses that stay the same.
+A CUDA graph can't wait for a worker. So a layer is cut before and after the base product of each projection group that
+may be handed over. A handoff's copy, signal and wait are enqueued there one by one, at constant addresses.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from node_agent.runner.cuda_stream import Stream, Work
 from node_agent.types import GROUPS, ArrivingLora
 
 HANDED_OVER = (("qkv",), tuple(GROUPS))
-"""Groups at which a layer is cut. A pass takes the first of these in which all groups are that its adapter adapts."""
+"""Sets of groups at which a layer is cut. A pass uses the first one that has all groups of its adapter."""
 GRAPHS_PER_LAYER = sum(2 * len(groups) + 1 for groups in HANDED_OVER)
 MAX_GRAPHS = 2560
-"""Graphs of all buckets together, at most: a graph takes memory and some milliseconds of the start. A 7B model's six
-buckets of up to 256 tokens have 2,304; a deeper model's larger buckets have none."""
+"""Limit on the graphs of all buckets, since each takes memory, and some milliseconds at the start.
+
+Six buckets of up to 256 tokens have 2,304 for a 7B model. The larger buckets of a deeper model get none.
+"""
 
 
 class WalkedBucket(Protocol):
-    """Interface of a bucket (cuda_prompts.PromptBucket) to its HandedLayers."""
+    """Parts of a bucket (cuda_prompts.PromptBucket) that its HandedLayers use."""
 
     attended: Attended
     walk: Walk
@@ -38,21 +40,24 @@ class WalkedBucket(Protocol):
 
 @dataclass(frozen=True)
 class Borders:
-    """Memory where a layer's pieces meet. It serves every layer of every bucket: the pieces of one layer follow each
-    other on one stream, with nothing of another pass between them."""
+    """Tensors that pass values between the pieces of a layer.
+
+    All layers of all buckets share them: the pieces of a layer run in order on one stream, and no other pass runs
+    between them.
+    """
 
     x: Mapping[str, torch.Tensor]
-    """[T, d_in] of each group"""
+    """input [T, d_in] of each group"""
     y: Mapping[str, torch.Tensor]
-    """[T, sum of widths] of each group: the base product, to which the adapter's part is added"""
+    """base product [T, sum of widths] of each group, to which LoRA is added"""
 
     def of(self, tokens: int) -> Borders:
-        """Returns the first rows, as many as a bucket has tokens."""
+        """Returns the first rows of the tensors, for a bucket of `tokens`."""
         return Borders(*({group: one[:tokens] for group, one in kind.items()} for kind in (self.x, self.y)))
 
 
 def open_borders(decoder: Decoder, tokens: int) -> Borders:
-    """Allocates them for passes of at most so many tokens."""
+    """Allocates the Borders for passes of at most `tokens`."""
     new, layer = decoder.embed_tokens.weight.new_zeros, decoder.layers[0]
     parts = {group: layer.projection(group) for group in GROUPS}
     return Borders(
@@ -62,7 +67,7 @@ def open_borders(decoder: Decoder, tokens: int) -> Borders:
 
 
 class HandedLayer:
-    """One layer of a bucket, cut at `groups`, which are in the order of GROUPS."""
+    """Layer of a bucket that is cut at `groups`, which are in the order of GROUPS."""
 
     def __init__(
         self,
@@ -73,11 +78,11 @@ class HandedLayer:
         borders: Borders,
         stream: Stream,
     ) -> None:
-        """Captures the pieces: the bucket must hold a batch of padding alone."""
+        """Captures the pieces. The bucket must have a batch of padding."""
         self.index, self.groups = index, groups
         self._layer, self._decoder, self._bucket, self._borders = decoder.layers[index], decoder, bucket, borders
         self._pieces: list[tuple[str, Work, Work]] = []
-        """each group with what leads to its input, and its base product"""
+        """for each group, the work up to its input, and its base product"""
         before = None
         for group in groups:
             lead = stream.capture(partial(self._between, before, group))
@@ -86,11 +91,11 @@ class HandedLayer:
         self._rest = stream.capture(partial(self._between, before, None))
 
     def covers(self, lora: ArrivingLora) -> bool:
-        """Returns True if the layer is cut wherever the adapter has a part in it."""
+        """Returns True if the layer is cut at all groups that the adapter adapts."""
         return all(group in self.groups or not lora.adapts(self.index, group) for group in GROUPS)
 
     def enqueue(self, lora: ArrivingLora, tokens: int) -> None:
-        """Enqueues the layer with the adapter's part for a pass of so many tokens."""
+        """Enqueues the layer, with its adapter, for a pass of `tokens`."""
         for group, lead, product in self._pieces:
             lead()
             adds = lora.begin(self.index, group, self._borders.x[group][:tokens])
@@ -101,8 +106,8 @@ class HandedLayer:
         self._rest()
 
     def _between(self, done: str | None, upto: str | None) -> None:
-        """Computes from behind group `done` (None: from the layer's begin) to the input of group `upto` (None: to the
-        layer's end)."""
+        """Computes from the output of group `done` (None: the layer's input) to the input of group `upto` (None: the
+        layer's output)."""
         order = list(GROUPS)
         first = 0 if done is None else order.index(done) + 1
         last = len(order) if upto is None else order.index(upto)
@@ -117,8 +122,11 @@ class HandedLayer:
             self._borders.x[upto].copy_(self._input(upto, walk, y))
 
     def _walk(self, done: str | None) -> Walk:
-        """Returns how far the pass has come behind group `done`. Nothing from before that group is left to be added to
-        the residual stream: each group's input is made of the whole sum, or follows one that is."""
+        """Returns the pass's hidden state after group `done`.
+
+        Earlier groups have nothing more to add to the residual stream: the input of each group is computed from the
+        full sum, or from a group whose input was.
+        """
         if done is None:
             return self._bucket.begin(self.index)
         walk = Walk(self._bucket.walk.residual)

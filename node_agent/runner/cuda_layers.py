@@ -1,7 +1,7 @@
-"""A decoder's layers as `node.runner: cuda` walks them: the model's fused products, and `kernels.gpu_ops` between them.
+"""Decoder layers of `node.runner: cuda`: the model's fused products, with `kernels.gpu_ops` between them.
 
-The residual stream is summed where the next norm reads it, so a layer is three products of the base, two norms, a
-rotation, attention, and a gate, each with as few launches as its operation says.
+The residual stream is added to in the next norm, so a layer has four base products, two norms, a rotation, attention
+and a gate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from node_agent.types import GROUPS
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMS norm."""
+    """Weight [width] and epsilon of an RMS norm."""
 
     weight: torch.Tensor
     eps: float
@@ -33,7 +33,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer with its part of the KV cache."""
+    """Decoder layer with its part of the KV cache."""
 
     attention_norm: Norm
     qkv: FusedProjection
@@ -44,37 +44,37 @@ class Layer:
     down: FusedProjection
 
     def projection(self, group: str) -> FusedProjection:
-        """Returns the projection group of that name, one of GROUPS."""
-        found: FusedProjection = getattr(self, group)
-        return found
+        """Returns the projection of a group of GROUPS."""
+        projection: FusedProjection = getattr(self, group)
+        return projection
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Which tokens of a pass attend to what. Decode rows come first, one token each, then prompt chunks."""
+    """Arguments of a pass's attention. Decode rows come first, one token each, then prompt chunks."""
 
     positions: torch.Tensor
     """i64[T]"""
     slots: torch.Tensor
-    """i64[T]: where keys and values go; -1 is padding"""
+    """i64[T]: cache slots of the tokens; -1 is padding"""
     decode: Rows | None
-    """None: no row decodes"""
+    """decode rows, if there are any"""
     chunks: Rows | None
-    """None: every row decodes"""
+    """prompt chunks, if there are any"""
     scratch: torch.Tensor | None
-    """of the decode rows' attention"""
+    """scratch of decode attention"""
 
 
 @dataclass
 class Walk:
-    """How far a pass has come. The hidden state is `residual + added`; `added` is None before the first layer."""
+    """Hidden state of a pass between two layers: `residual + added`. `added` is None before the first layer."""
 
     residual: torch.Tensor
     """[T, width]"""
     added: torch.Tensor | None = None
 
     def take(self, group: str, y: torch.Tensor) -> None:
-        """Takes in the output of a projection group: those of `o` and `down` go to the residual stream."""
+        """Takes the output of a projection group; those of `o` and `down` are added to the residual stream later."""
         if group in ("o", "down"):
             self.added = y
 
@@ -89,10 +89,10 @@ def layer_operations(device: torch.device) -> LayerOperations:
 
 
 class Decoder:
-    """All layers, over keys and values of their own. Raises ValueError for a model whose parts no operation covers."""
+    """The layers of a model, with a separate KV cache. Raises ValueError for parts that no operation computes."""
 
     def __init__(self, model: TransformersRunner, block_tokens: int, num_blocks: int) -> None:
-        """`model`: a runner whose projections are fused and not compiled; its weights are shared."""
+        """Shares the weights of `model`, a runner whose projections are fused and not compiled."""
         self.operations: LayerOperations = layer_operations(model.device)
         inner, family = model.model.model, FAMILIES[model.model.config.model_type]
         self.embed_tokens, self.head = inner.embed_tokens, model.head
@@ -105,15 +105,15 @@ class Decoder:
         self.rotary = rotary_table(model.model)
 
     def attended_scratch(self, rows: int, max_context: int) -> torch.Tensor:
-        """Returns the scratch for attention of so many decode rows."""
+        """Allocates the scratch for attention of this many decode rows."""
         return decode_scratch(rows, self.layers[0].cache.heads, max_context, self.norm.weight.device)
 
     def begin(self, token_ids: torch.Tensor) -> Walk:
-        """token_ids i64[T]"""
+        """Returns the hidden state before the first layer, of token_ids i64[T]."""
         return Walk(self.embed_tokens(token_ids))
 
     def advance(self, walk: Walk, layers: Sequence[Layer], attended: Attended) -> None:
-        """Computes some layers, which must be the next ones."""
+        """Computes the next layers of a pass."""
         for layer in layers:
             y = None
             for group in GROUPS:
@@ -123,8 +123,7 @@ class Decoder:
     def input_of(
         self, group: str, layer: Layer, walk: Walk, y: torch.Tensor | None, attended: Attended
     ) -> torch.Tensor:
-        """Returns the input [T, d_in] of a projection group. `y` is the output of the group before it in the layer;
-        None for the first one."""
+        """Returns the input [T, d_in] of a projection group. `y`: output of the layer's group before it, or None."""
         if group == "qkv":
             return self._normed(walk, layer.attention_norm)
         assert y is not None
@@ -137,16 +136,18 @@ class Decoder:
         return gated
 
     def logits(self, walk: Walk, rows: torch.Tensor | None) -> torch.Tensor:
-        """[n, V] in the model's dtype, of the tokens `rows` i64[n]; None: of all, and the walk is used up. All layers
-        must have been advanced."""
+        """Returns logits [n, V], in the model's dtype, of the tokens rows i64[n], after the last layer.
+
+        `rows` None: of all tokens; this consumes the walk.
+        """
         assert walk.added is not None
         if rows is not None:
             walk = Walk(walk.residual.index_select(0, rows), walk.added.index_select(0, rows))
-        found: torch.Tensor = self.head(self._normed(walk, self.norm))
-        return found
+        logits: torch.Tensor = self.head(self._normed(walk, self.norm))
+        return logits
 
     def _normed(self, walk: Walk, norm: Norm) -> torch.Tensor:
-        """Adds what is to be added to the residual stream, and returns the norm of the sum."""
+        """Adds `added` to the residual stream, and returns the norm of the sum."""
         out = torch.empty_like(walk.residual)
         if walk.added is None:
             self.operations.add_rms_norm(walk.residual, norm.weight, norm.eps, out=out, residual=None)
@@ -169,10 +170,13 @@ class Decoder:
 
 
 class CudaModel:
-    """A base model as passes compute with it. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
+    """Model, device and KV cache that the passes of a runner share.
+
+    `num_blocks` KV blocks of `block_tokens` are allocated at once.
+    """
 
     def __init__(self, model: TransformersRunner, stream: Stream, block_tokens: int, num_blocks: int) -> None:
-        """`model` is not compiled; its weights are shared, its KV cache is not."""
+        """Shares the weights of `model`, which is not compiled, but not its KV cache."""
         self.device, self.dtype, self.products = model.device, model.dtype, model.products
         self.num_layers, self.block_tokens, self.num_blocks = model.num_layers, block_tokens, num_blocks
         self.vocab: int = model.model.config.vocab_size
@@ -180,7 +184,7 @@ class CudaModel:
         self.decoder = Decoder(model, block_tokens, num_blocks)
 
     def check_complete(self, layer: int) -> None:
-        """Raises RuntimeError for a pass that stands before the last layer's end."""
+        """Raises RuntimeError for a pass that has not computed all layers."""
         if layer != self.num_layers:
             raise RuntimeError(f"logits wanted after {layer} of {self.num_layers} layers")
 
@@ -195,8 +199,8 @@ def _layer(model: TransformersRunner, layer: Any, shape: tuple[int, ...], block_
         shape_text = f"{heads.heads} heads of {heads.head_dim} over {heads.kv_heads}"
         raise ValueError(f"node.runner: cuda can't compute {shape_text}; use transformers")
     keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
-    before, after = (_norm(layer.get_submodule(path)) for path in family.layer_norms)
-    return Layer(before, qkv, PagedCache(heads, keys, values, block_tokens), o, after, gate_up, down)
+    attention_norm, mlp_norm = (_norm(layer.get_submodule(path)) for path in family.layer_norms)
+    return Layer(attention_norm, qkv, PagedCache(heads, keys, values, block_tokens), o, mlp_norm, gate_up, down)
 
 
 def _norm(module: Any) -> Norm:
@@ -205,7 +209,7 @@ def _norm(module: Any) -> Norm:
 
 @torch.inference_mode()
 def rotary_table(model: Any) -> Rotary:
-    """The model's own cos and sin of every position that it was made for."""
+    """Returns the model's cos and sin for all positions of its context."""
     positions = torch.arange(model.config.max_position_embeddings, device=model.device)[None]
     like = torch.empty(1, dtype=model.dtype, device=model.device)
     cos, sin = model.model.rotary_emb(like, position_ids=positions)

@@ -1,5 +1,4 @@
-"""The passes of `node.runner: cuda`: captured decode steps, prompts captured in stretches, and all others, which are
-enqueued kernel by kernel."""
+"""Passes of `node.runner: cuda`: captured decode steps, prompts captured in stretches, and others by single kernels."""
 
 from __future__ import annotations
 
@@ -40,34 +39,34 @@ from node_agent.types import ArrivingLora, PassLora, SamplingBatch, ScoredToken,
 
 
 class CudaOutput:
-    """A StepOutput. `out` lies in host memory, and is overwritten by the next step but one."""
+    """StepOutput in host memory, which the step after the next one overwrites."""
 
     def __init__(
         self, done: Event, out: OutFields | None, logprobs: list[int], scores: Callable[[], list[ScoredToken]]
     ) -> None:
-        """`out`: None where no row wants logits; `logprobs` as in SamplingBatch, one per row that does."""
-        self.done, self._out, self._wanted, self._scores = done, out, logprobs, scores
+        """`out`: None if no row needs logits. `logprobs`: as in SamplingBatch, for each row that does."""
+        self.done, self._out, self._logprob_counts, self._scores = done, out, logprobs, scores
 
     @cached_property
     def token_ids(self) -> torch.Tensor:
         if self._out is None:
             return torch.empty(0, dtype=torch.int64)
-        return self._out.ids[: len(self._wanted)].clone()
+        return self._out.ids[: len(self._logprob_counts)].clone()
 
     @cached_property
     def non_finite(self) -> frozenset[int]:
-        flags = [] if self._out is None else self._out.finite[: len(self._wanted)].tolist()
+        flags = [] if self._out is None else self._out.finite[: len(self._logprob_counts)].tolist()
         return frozenset(row for row, finite in enumerate(flags) if not finite)
 
     @cached_property
     def logprobs(self) -> list[Logprobs | None]:
-        found: list[Logprobs | None] = [None] * len(self._wanted)
-        for row, k in enumerate(self._wanted):
+        entries: list[Logprobs | None] = [None] * len(self._logprob_counts)
+        for row, k in enumerate(self._logprob_counts):
             if k >= 0:
                 assert self._out is not None
                 ids, values = self._out.top_ids[row].tolist(), self._out.top_values[row].tolist()
-                found[row] = (float(self._out.chosen[row]), list(zip(ids, values, strict=True))[:k])
-        return found
+                entries[row] = (float(self._out.chosen[row]), list(zip(ids, values, strict=True))[:k])
+        return entries
 
     @cached_property
     def prompt_scores(self) -> list[ScoredToken]:
@@ -75,7 +74,7 @@ class CudaOutput:
 
 
 class CapturedPass:
-    """A decode step. It is enqueued as a whole, with its last layer."""
+    """A decode step, which is enqueued at once when its last layer is."""
 
     def __init__(self, runner: CudaModel, bucket: Bucket, batch: StepBatch, lora: SentLora | None) -> None:
         self._runner, self._bucket, self._batch, self._lora = runner, bucket, batch, lora
@@ -88,17 +87,17 @@ class CapturedPass:
 
     def finish(self) -> CudaOutput:
         self._runner.check_complete(self.layer)
-        ways = self._batch.sampling
-        edits = send_edits(self._runner.stream, ways, self._runner.vocab)
-        out, done = self._bucket.choose(wants_everything(ways), edits)
-        return CudaOutput(done, out, ways.logprobs, list)
+        sampling = self._batch.sampling
+        edits = send_edits(self._runner.stream, sampling, self._runner.vocab)
+        out, done = self._bucket.choose(wants_everything(sampling), edits)
+        return CudaOutput(done, out, sampling.logprobs, list)
 
     def abort(self) -> Event:
         return self._runner.stream.event() if self.layer == self._runner.num_layers else ENDED
 
 
 class LayeredPass:
-    """Any StepBatch, over memory of its own: other passes may run between its layers."""
+    """Pass of any StepBatch in separate memory, so that other passes may run between its layers."""
 
     stretch: int = 1
 
@@ -130,18 +129,18 @@ class LayeredPass:
         self.layer = max(self.layer, to_layer)
 
     def logits(self) -> torch.Tensor:
-        """[Q, V] of `logit_rows`, in the model's dtype. All layers must have been advanced."""
+        """Returns logits [Q, V] of `logit_rows`, in the model's dtype, after the last layer."""
         return self._logits_of(self._fields.logit_rows[: self._batch.logit_rows.shape[0]])
 
     @torch.inference_mode()
     def finish(self) -> CudaOutput:
         self._runner.check_complete(self.layer)
-        ways, scores, out = self._batch.sampling, self._send_scores(), None
+        sampling, scores, out = self._batch.sampling, self._send_scores(), None
         done = None
-        if ways.temperature:
-            edits = send_edits(self._runner.stream, ways, self._runner.vocab)
-            out, done = self._choose(ways, edits)
-        return CudaOutput(done or self._runner.stream.event(), out, ways.logprobs, scores)
+        if sampling.temperature:
+            edits = send_edits(self._runner.stream, sampling, self._runner.vocab)
+            out, done = self._choose(sampling, edits)
+        return CudaOutput(done or self._runner.stream.event(), out, sampling.logprobs, scores)
 
     def abort(self) -> Event:
         self._walk.residual = self._walk.residual[:0]
@@ -159,8 +158,8 @@ class LayeredPass:
             chunks = Rows(fields.context_len[n:], table[n:], fields.query_start[n:])
         return Attended(fields.positions, fields.slots, decode, chunks, scratch)
 
-    def _choose(self, ways: SamplingBatch, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
-        stream, everything = self._runner.stream, wants_everything(ways)
+    def _choose(self, sampling: SamplingBatch, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
+        stream, everything = self._runner.stream, wants_everything(sampling)
         spec = out_spec(self._batch.logit_rows.shape[0], self._runner.vocab)
         host, device = stream.host(size_of(spec)), stream.empty(size_of(spec))
         out = OutFields(**views(spec, device))
@@ -168,7 +167,7 @@ class LayeredPass:
         return OutFields(**views(spec, host)), download(stream, spec, host, device, everything)
 
     def _send_scores(self) -> Callable[[], list[ScoredToken]]:
-        """Enqueues the log probabilities of prompt tokens, where they are wanted, and returns what reads them."""
+        """Enqueues the requested log probabilities of prompt tokens, and returns the function that reads them."""
         scoring, stream = self._batch.scoring, self._runner.stream
         if scoring is None:
             return list
@@ -185,7 +184,7 @@ class LayeredPass:
 
 
 class PromptPass(LayeredPass):
-    """A StepBatch in a bucket's memory, which it has until it ends."""
+    """Pass in the memory of a bucket, which it holds until its end."""
 
     def __init__(
         self,
@@ -195,13 +194,13 @@ class PromptPass(LayeredPass):
         lora: SentLora | None,
         arriving: ArrivingLora | None,
     ) -> None:
-        """`arriving`: where the adapter of `lora` is on its way."""
+        """`arriving`: set if the adapter of `lora` is still loading."""
         self._runner, self._batch, self._arriving, self.layer = runner, batch, arriving, 0
         self._fields, self._walk, self._adapted = bucket.fields, bucket.walk, lora is not None
         self._bucket: PromptBucket | None = bucket
         self.stretch = bucket.stretch
         bucket.send(batch, None if lora is None else lora.batch)
-        bucket.taken = True
+        bucket.in_use = True
 
     def advance(self, to_layer: int) -> None:
         layers = self._runner.num_layers
@@ -215,36 +214,36 @@ class PromptPass(LayeredPass):
 
     def finish(self) -> CudaOutput:
         output = super().finish()
-        self._give_back()
+        self._release_bucket()
         return output
 
     def abort(self) -> Event:
-        self._give_back()
+        self._release_bucket()
         return self._runner.stream.event()
 
-    def _give_back(self) -> None:
-        """What other passes enqueue from now on runs behind this one."""
+    def _release_bucket(self) -> None:
+        """Releases the bucket: the work of later passes runs after this one's."""
         if self._bucket is not None:
-            self._bucket.taken, self._bucket = False, None
+            self._bucket.in_use, self._bucket = False, None
 
 
 class HandedPass(PromptPass):
-    """A prompt in a bucket's memory, of whose adapter CPU workers add some layers."""
+    """Prompt in the memory of a bucket, with some layers of its LoRA computed by CPU workers."""
 
     def __init__(
         self, runner: CudaModel, bucket: PromptBucket, batch: StepBatch, lora: SentLora | None, arriving: ArrivingLora
     ) -> None:
         super().__init__(runner, bucket, batch, lora, None)
-        self._handed, self._whole = arriving, bucket.stretch
+        self._handed, self._stretch_layers = arriving, bucket.stretch
         self.stretch = 1
 
     def advance(self, to_layer: int) -> None:
-        """Whole stretches that are on the device are enqueued as such, all other layers one by one."""
+        """Enqueues stretches whose layers are all on the device, and other layers one by one."""
         while self.layer < to_layer:
             assert self._bucket is not None
-            end = min(self.layer + self._whole, self._runner.num_layers)
-            whole = self.layer % self._whole == 0 and end <= to_layer
-            if whole and all(self._handed.claim(layer) for layer in range(self.layer, end)):
+            end = min(self.layer + self._stretch_layers, self._runner.num_layers)
+            is_full_stretch = self.layer % self._stretch_layers == 0 and end <= to_layer
+            if is_full_stretch and all(self._handed.claim(layer) for layer in range(self.layer, end)):
                 self._bucket.enqueue(self.layer, self._adapted)
                 self.layer = end
             else:
@@ -252,13 +251,13 @@ class HandedPass(PromptPass):
                 self.layer += 1
 
 
-def wants_everything(ways: SamplingBatch) -> bool:
-    """Whether some row is not greedy, or asks for log probabilities."""
-    return any(t >= GREEDY_BELOW for t in ways.temperature) or any(k >= 0 for k in ways.logprobs)
+def wants_everything(sampling: SamplingBatch) -> bool:
+    """Returns True if a row is not greedy, or requests log probabilities."""
+    return any(t >= GREEDY_BELOW for t in sampling.temperature) or any(k >= 0 for k in sampling.logprobs)
 
 
-def send_edits(stream: Stream, ways: SamplingBatch, vocab: int) -> ScoreEdits | None:
-    """Enqueues what the rows' rules make of their scores. None where no row has rules."""
-    if not ways.rules:
+def send_edits(stream: Stream, sampling: SamplingBatch, vocab: int) -> ScoreEdits | None:
+    """Enqueues the copy of the edits by the rows' rules to the device. Returns None if no row has rules."""
+    if not sampling.rules:
         return None
-    return ScoreEdits(**send(stream, join_edits({row: rules.edits() for row, rules in ways.rules.items()}, vocab)))
+    return ScoreEdits(**send(stream, join_edits({row: rules.edits() for row, rules in sampling.rules.items()}, vocab)))

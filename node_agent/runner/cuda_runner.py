@@ -1,6 +1,6 @@
-"""`node.runner: cuda`: captured decode steps, one copy each way per pass, and nothing that waits for the device.
+"""`node.runner: cuda`: captured decode steps, one copy each way per pass, and no wait for the device within a pass.
 
-Without a GPU the same path runs on a CPU, with plain torch in the place of kernels and calls in the place of graphs.
+Without a GPU the same code runs on a CPU, with plain torch for the kernels and function calls for the graphs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> ModelRunner:
-    """An OpenRunner. A model for which this runner computes other numbers than the transformers runner is served by
-    that one, and the log says so. Raises ValueError for a model that it can't compute."""
+    """Opens the runner, as an OpenRunner. Raises ValueError for a model that it can't compute.
+
+    If the transformers runner computes other logits for the model, an error is logged and that runner is opened.
+    """
     reference = TransformersRunner(
         load(settings.model_dir, settings.device, settings.dtype), settings.block_tokens, CHECK_BLOCKS, compiled=False
     )
@@ -44,16 +46,16 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Model
 
 
 class CudaRunner(CudaModel):
-    """A SendingRunner."""
+    """SendingRunner that chooses the kind of each pass: captured, or by single kernels."""
 
     name = "cuda"
 
     def __init__(self, model: TransformersRunner, stream: Stream, block_tokens: int, num_blocks: int) -> None:
         super().__init__(model, stream, block_tokens, num_blocks)
         self.buckets: list[Bucket] = []
-        """by size; none before `serve`"""
+        """decode buckets by size; empty before `serve`"""
         self.prompts: list[PromptBucket] = []
-        """likewise"""
+        """prompt buckets by size; empty before `serve`"""
 
     @property
     def feeds(self) -> bool:
@@ -70,7 +72,7 @@ class CudaRunner(CudaModel):
         return lora.start
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> CapturedPass | LayeredPass:
-        """The batch's tensors, and the LoRA's, are in host memory."""
+        """Starts a pass. Tensors of the batch and of the LoRA are in host memory."""
         arriving = lora if isinstance(lora, ArrivingLora) else None
         sent = lora if arriving is None else arriving.on_device
         if batch.scoring is None and (sent is None or isinstance(sent, SentLora)):
@@ -85,8 +87,10 @@ class CudaRunner(CudaModel):
         return LayeredPass(self, batch, lora)
 
     def capture_handoffs(self) -> None:
-        """Captures prompts in the pieces between their handoffs. Where that fails, or they compute other numbers, such
-        prompts are launched kernel by kernel, and the log says so."""
+        """Captures prompts in the pieces between their handoffs.
+
+        If that fails, or they compute other logits, an error is logged and such prompts run kernel by kernel.
+        """
         buckets = handed_buckets(self.prompts, self.num_layers)
         if not buckets:
             return
@@ -103,33 +107,37 @@ class CudaRunner(CudaModel):
             log.error("prompts with handoffs are not captured, and take longer", extra={"reason": problem})
 
     def _capture_steps(self, shape: DecodeShape, open_add: OpenAdd) -> list[Bucket]:
-        """Returns no bucket where there is no memory for all of them, or they compute other numbers; the log says so.
-        Raises RuntimeError where they can't be captured."""
-        made, last = list[Bucket](), LastStep(shape.max_rows, self.vocab, self.dtype, self.device)
+        """Captures decode steps. Returns no bucket, and logs it, if memory is short or they compute other logits.
+
+        Raises RuntimeError if they can't be captured for another reason.
+        """
+        buckets, last = list[Bucket](), LastStep(shape.max_rows, self.vocab, self.dtype, self.device)
         try:
-            for rows in reversed(bucket_sizes(shape.max_rows)):  # the largest first: the others' memory fits into its
-                made.insert(0, Bucket(rows, shape, self.decoder, self.current, self.stream, last))
-                made[0].capture(open_add)
-            problem = check_captured(self, made[0], last.logits)
+            for rows in reversed(bucket_sizes(shape.max_rows)):  # largest first: smaller graphs reuse its memory
+                buckets.insert(0, Bucket(rows, shape, self.decoder, self.current, self.stream, last))
+                buckets[0].capture(open_add)
+            problem = check_captured(self, buckets[0], last.logits)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 what = f"node.runner: cuda can't capture decode steps of {rows} rows"
                 raise RuntimeError(f"{what}: {error}; set node.runner: transformers") from error
             problem = f"{error}; fewer node.max_rows, or less node.kv_memory, leave more"
         if problem is None:
-            return made
+            return buckets
         log.error("decode steps are not captured, and take longer", extra={"reason": problem})
         return []
 
     def _capture_prompts(self, shape: DecodeShape, open_add: OpenAdd, chunk_tokens: int) -> list[PromptBucket]:
-        """Returns no bucket where there is no memory for them, or they compute other numbers; the log says so. Raises
-        RuntimeError where they can't be captured."""
-        problem, made = None, list[PromptBucket]()
+        """Captures prompts. Returns no bucket, and logs it, if memory is short or they compute other logits.
+
+        Raises RuntimeError if they can't be captured for another reason.
+        """
+        problem, buckets = None, list[PromptBucket]()
         try:
             for tokens, rows in reversed(prompt_shapes(chunk_tokens, shape.max_rows)):  # as with decode steps
-                made.insert(0, PromptBucket(tokens, rows, shape, self.decoder, self.current, self.stream))
-                made[0].capture(open_add)
-            problem = check_prompts(self, made)
+                buckets.insert(0, PromptBucket(tokens, rows, shape, self.decoder, self.current, self.stream))
+                buckets[0].capture(open_add)
+            problem = check_prompts(self, buckets)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise RuntimeError(
@@ -137,18 +145,20 @@ class CudaRunner(CudaModel):
                 ) from error
             problem = str(error)
         if problem is None:
-            return made
+            return buckets
         log.error("prompts are not captured, and take longer", extra={"reason": problem})
         return []
 
     def _bucket(self, batch: StepBatch) -> Bucket | None:
-        """Returns the smallest bucket of decode steps for the batch; None where it is not of decode rows alone."""
+        """Returns the smallest decode bucket for the batch; None unless all rows are decode rows, or without one."""
         if batch.n_decode < batch.n_rows:
             return None
         return next((bucket for bucket in self.buckets if bucket.rows >= batch.n_rows), None)
 
     def _prompts(self, batch: StepBatch, hands_over: bool) -> PromptBucket | None:
-        """Returns the smallest free bucket of passes with prompts for the batch; with `hands_over`, of those that are
-        captured between handoffs."""
+        """Returns the smallest free prompt bucket for the batch, or None.
+
+        `hands_over`: only buckets captured between handoffs count.
+        """
         buckets = [bucket for bucket in self.prompts if bucket.handed or not hands_over]
         return next((bucket for bucket in buckets if batch.fed is None and bucket.fits(batch)), None)

@@ -1,4 +1,4 @@
-"""Has LightLLM, which names a GPU, compute on the node's device; where Triton interprets, that is a CPU."""
+"""Lets LightLLM, whose code names a GPU, compute on the node's device: a CPU if Triton interprets its kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnCpu(TorchFunctionMode):
-    """Answers what LightLLM asks of "cuda" with the CPU."""
+    """Replaces the device "cuda" by the CPU in all calls of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -23,13 +23,13 @@ class OnCpu(TorchFunctionMode):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """In which LightLLM computes on the device, although it names a GPU."""
+    """Returns a context in which LightLLM computes on `device`."""
     return nullcontext() if device.type == "cuda" else OnCpu()
 
 
 @contextmanager
 def imported(device: torch.device) -> Iterator[None]:
-    """In which LightLLM can be imported and computes: without a GPU its import asks for the name of one."""
+    """Makes LightLLM importable, and compute on `device`, in the context: its import reads a GPU's name."""
     with ExitStack() as stack:
         if device.type != "cuda":
             ask: Any = torch.cuda.get_device_name

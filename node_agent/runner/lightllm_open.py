@@ -1,4 +1,4 @@
-"""Opens LightLLM's runner, or says what is missing; where Triton interprets, on a CPU too."""
+"""Opens LightLLM's runner on a GPU, or on a CPU if Triton interprets. It can be imported without LightLLM."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from node_agent.runner.lightllm_runner import LightllmRunner
 
 LoadLightllm = Callable[[Path, torch.dtype | None], "LightllmModel"]
-"""Puts the model that lies in a directory on the device, in its own or another dtype."""
+"""Loads the model of a directory to the device; dtype None: the model's."""
 
 
 def open_runner(settings: RunnerSettings, load: LoadLightllm | None = None) -> LightllmRunner:
-    """An OpenRunner. `load`: instead of reading the weights of the directory. Raises ValueError when LightLLM is not
-    installed, needs a GPU, or can't serve this base model."""
+    """Opens the runner, as an OpenRunner. `load`: replaces `load_lightllm_model`.
+
+    Raises ValueError if LightLLM is not installed, needs a GPU, or can't serve this base model.
+    """
     if find_spec("lightllm") is None:
         raise ValueError("runner: LightLLM is not installed on this node; pip install 'garnish[lightllm]'")
     if settings.device.type != "cuda" and not interprets_triton():

@@ -144,7 +144,7 @@ def test_logits_are_those_of_merged_weights(data: st.DataObject, runner: CudaRun
         stream.late = False
     found = run.logits()
     run.abort()
-    assert not any(bucket.taken for bucket in runner.prompts)
+    assert not any(bucket.in_use for bucket in runner.prompts)
     with torch.inference_mode():
         wanted = model(torch.tensor([prompt])).logits[0, -1]
         base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()(torch.tensor([prompt]))

@@ -178,7 +178,7 @@ def test_answers_are_exact(
     assert pool.wait_ready(LONG) == 1
     if isinstance(engine.engine.runner, Noting):
         assert (HandedPass, ColdLora) in Noting.started
-        assert not any(bucket.taken for bucket in engine.engine.runner.prompts)
+        assert not any(bucket.in_use for bucket in engine.engine.runner.prompts)
     engine.assert_clean()
     assert not any(host.holds for hosts in engine.engine.store.hosts.owned().values() for host in hosts)
 
