@@ -90,17 +90,17 @@ def decode_expand(
         )  # fmt: skip
 
 
-def mbgmv(call: LoraCall, how: Launch | None = None) -> None:
+def mbgmv(call: LoraCall, sizes: Launch | None = None) -> None:
     """Adds LoRA at each adapter's own rank: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp, s the slot of token t.
 
-    The cost grows with the sum of ranks. Sums are fp32. `how`: tile sizes; None: those of this device. Two launches,
+    The cost grows with the sum of ranks. Sums are fp32. `sizes`: tile sizes; None: those of this device. Two launches,
     no allocation, no host synchronisation; ranks are read on the device. The same batch gives the same bits. Raises
     KernelArgumentError before the first launch.
     """
-    _launch(call, False, how or launch_for("mbgmv", call.x.device))
+    _launch(call, False, sizes or launch_for("mbgmv", call.x.device))
 
 
-def bgmv(call: LoraCall, how: Launch | None = None) -> None:
+def bgmv(call: LoraCall, sizes: Launch | None = None) -> None:
     """Adds LoRA as Punica's BGMV does: as `mbgmv`, with A_sp and B_sp padded by zero rows to the batch's largest rank.
 
     The cost grows with rows x largest rank, as in Punica (Chen et al. 2023), which stores padded weights. The
@@ -109,10 +109,10 @@ def bgmv(call: LoraCall, how: Launch | None = None) -> None:
     launches, no allocation, no host synchronisation; the same batch gives the same bits. Raises KernelArgumentError
     before the first launch.
     """
-    _launch(call, True, how or launch_for("bgmv", call.x.device))
+    _launch(call, True, sizes or launch_for("bgmv", call.x.device))
 
 
-def _launch(call: LoraCall, padded: bool, how: Launch) -> None:
+def _launch(call: LoraCall, padded: bool, sizes: Launch) -> None:
     """Launches shrink and expand on grids that depend on shapes alone. `padded`: to the batch's largest rank."""
     units = call.view.pool.shape[0] // call.view.unit
-    launch_pair((decode_shrink, decode_expand), call.seg_slot.shape[0], call, how, pool_units=units, PADDED=padded)
+    launch_pair((decode_shrink, decode_expand), call.seg_slot.shape[0], call, sizes, pool_units=units, PADDED=padded)

@@ -107,12 +107,12 @@ def column_blocks(widths: Sequence[int], block: int) -> int:
     return sum(-(-width // block) for width in widths)
 
 
-def launch_pair(pair: tuple[Any, Any], tiles: int, call: LoraCall, how: Launch, **special: int) -> None:
+def launch_pair(pair: tuple[Any, Any], tiles: int, call: LoraCall, sizes: Launch, **special: int) -> None:
     """Launches a shrink and an expand with `tiles` programs per slice. Raises KernelArgumentError before the first.
 
     `special`: arguments of this pair alone.
     """
-    check_call(call, how.splits)
+    check_call(call, sizes.splits)
     ys, x, view, segments = call.ys, call.x, call.view, (call.seg_start, call.seg_slot)
     if not call.seg_slot.shape[0] or not x.shape[0]:
         return
@@ -121,13 +121,13 @@ def launch_pair(pair: tuple[Any, Any], tiles: int, call: LoraCall, how: Launch, 
     # outputs that a smaller group lacks have width 0, so no program computes them
     outputs = (*ys, *[ys[0]] * absent, *(y.stride(0) for y in ys), *[0] * absent, *widths, *[0] * absent)
     table_stride, scratch_sizes = view.rank.stride(0), call.xa.shape[1:]
-    shared = {"UNIT": view.unit, "SPLITS": how.splits, "BT": how.tokens, "BR": how.ranks,
-              "num_warps": how.warps, "num_stages": how.stages, **special}  # fmt: skip
-    shrink[(tiles, view.projections * how.rank_programs, how.splits)](
+    shared = {"UNIT": view.unit, "SPLITS": sizes.splits, "BT": sizes.tokens, "BR": sizes.ranks,
+              "num_warps": sizes.warps, "num_stages": sizes.stages, **special}  # fmt: skip
+    shrink[(tiles, view.projections * sizes.rank_programs, sizes.splits)](
         x, x.stride(0), call.xa, *segments, view.pool, view.rank, view.first, view.row_offset, table_stride,
-        *scratch_sizes, x.shape[1], RANK_PROGRAMS=how.rank_programs, BK=how.shrink_width, **shared,
+        *scratch_sizes, x.shape[1], RANK_PROGRAMS=sizes.rank_programs, BK=sizes.shrink_width, **shared,
     )  # fmt: skip
-    expand[(tiles, column_blocks(widths, how.expand_width))](
+    expand[(tiles, column_blocks(widths, sizes.expand_width))](
         call.xa, *outputs, *segments, view.pool, view.rank, view.scale, view.first, view.row_offset, table_stride,
-        *scratch_sizes, BN=how.expand_width, **shared,
+        *scratch_sizes, BN=sizes.expand_width, **shared,
     )  # fmt: skip

@@ -66,14 +66,14 @@ def sgmv_expand(
     )  # fmt: skip
 
 
-def sgmv(call: LoraCall, how: Launch | None = None) -> None:
+def sgmv(call: LoraCall, sizes: Launch | None = None) -> None:
     """Adds LoRA: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for the tokens t of each segment, s its slot.
 
-    Sums are fp32; xA is rounded to the weights' dtype before the second product, for tensor cores. `how`: tile sizes;
+    Sums are fp32; xA is rounded to the weights' dtype before the second product, for tensor cores. `sizes`: tile sizes;
     None: those of this device. Two launches with the most tiles that T tokens in S segments can have, no allocation,
     no host synchronisation. The same batch gives the same bits. Raises KernelArgumentError before the first launch.
     """
-    how = how or launch_for("sgmv", call.x.device)
+    sizes = sizes or launch_for("sgmv", call.x.device)
     segments = call.seg_slot.shape[0]
-    tiles = -(-call.x.shape[0] // how.tokens) + segments
-    launch_pair((sgmv_shrink, sgmv_expand), tiles, call, how, segments=segments)
+    tiles = -(-call.x.shape[0] // sizes.tokens) + segments
+    launch_pair((sgmv_shrink, sgmv_expand), tiles, call, sizes, segments=segments)

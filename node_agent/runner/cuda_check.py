@@ -11,9 +11,9 @@ from cluster.messages import Sampling
 from node_agent.engine.batch import Row, build_step
 from node_agent.engine.request import Request
 from node_agent.runner.cuda_decode import Bucket
-from node_agent.runner.cuda_handoffs import HANDED_OVER
+from node_agent.runner.cuda_handoffs import HANDOFF_GROUPS
 from node_agent.runner.cuda_layers import CudaModel
-from node_agent.runner.cuda_pass import HandedPass, LayeredPass, PromptPass
+from node_agent.runner.cuda_pass import HandoffPass, LayeredPass, PromptPass
 from node_agent.runner.cuda_prompts import PromptBucket
 from node_agent.runner.lora import NoHandoffs
 from node_agent.runner.transformers_runner import TransformersRunner
@@ -97,8 +97,8 @@ def check_handoffs(runner: CudaModel, buckets: Sequence[PromptBucket]) -> str | 
     batch = step(0, prompt, runner.block_tokens, torch.device("cpu"))
     expected = _logits(runner, batch)
     for bucket in buckets:
-        for groups in HANDED_OVER:
-            run = HandedPass(runner, bucket, batch, None, NoHandoffs(groups))
+        for groups in HANDOFF_GROUPS:
+            run = HandoffPass(runner, bucket, batch, None, NoHandoffs(groups))
             problem = _compare_prompt(runner, run, expected)
             if problem is not None:
                 return f"a prompt in a bucket of {bucket.tokens} tokens, cut at {', '.join(groups)}: {problem}"

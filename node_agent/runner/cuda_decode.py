@@ -26,7 +26,7 @@ from node_agent.runner.cuda_blocks import (
     step_spec,
     views,
 )
-from node_agent.runner.cuda_layers import Attended, Decoder
+from node_agent.runner.cuda_layers import AttentionInputs, Decoder
 from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
 from node_agent.runner.cuda_sampler import sample
 from node_agent.runner.cuda_stream import Stream, Work
@@ -102,7 +102,7 @@ class Bucket:
         self._out = OutFields(**views(self._out_spec, self._out_device))
         self._hosts = [HostBlocks(stream, self._spec, self._out_spec) for _ in range(STEPS_UNDER_WAY)]
         self._slot = 0
-        self._scratch = decoder.attended_scratch(rows, shape.max_context)
+        self._scratch = decoder.attention_scratch(rows, shape.max_context)
         self._bodies: dict[bool, Work] = {}
         self._samplers: dict[bool, Work] = {}
 
@@ -148,13 +148,13 @@ class Bucket:
     def _compute_logits(self, lora: GroupLora | None) -> None:
         fields, decoder = self.fields, self._decoder
         rows = Rows(fields.context_len, expand_blocks(fields, self.shape.table_width))
-        attended = Attended(fields.positions, fields.slots, rows, None, self._scratch)
+        inputs = AttentionInputs(fields.positions, fields.slots, rows, None, self._scratch)
         fed_tokens = self._last.tokens.index_select(0, fields.fed.clamp(min=0))
-        walk = decoder.begin(torch.where(fields.fed >= 0, fed_tokens, fields.token_ids))
+        hidden = decoder.begin(torch.where(fields.fed >= 0, fed_tokens, fields.token_ids))
         self._current.lora = lora
-        decoder.advance(walk, decoder.layers, attended)
+        decoder.advance(hidden, decoder.layers, inputs)
         self._current.lora = None
-        self._last.logits[: self.rows].copy_(decoder.logits(walk, None))
+        self._last.logits[: self.rows].copy_(decoder.logits(hidden, None))
 
     def _sample(self, everything: bool, edits: ScoreEdits | None) -> None:
         sample(self._last.logits[: self.rows], self.fields, edits, self._out, everything)

@@ -50,7 +50,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionInputs:
     """Arguments of a pass's attention. Decode rows come first, one token each, then prompt chunks."""
 
     positions: torch.Tensor
@@ -66,7 +66,7 @@ class Attended:
 
 
 @dataclass
-class Walk:
+class HiddenState:
     """Hidden state of a pass between two layers: `residual + added`. `added` is None before the first layer."""
 
     residual: torch.Tensor
@@ -104,68 +104,68 @@ class Decoder:
         self.layers = [_layer(model, layer, shape, block_tokens) for layer in model.layers]
         self.rotary = rotary_table(model.model)
 
-    def attended_scratch(self, rows: int, max_context: int) -> torch.Tensor:
+    def attention_scratch(self, rows: int, max_context: int) -> torch.Tensor:
         """Allocates the scratch for attention of this many decode rows."""
         return decode_scratch(rows, self.layers[0].cache.heads, max_context, self.norm.weight.device)
 
-    def begin(self, token_ids: torch.Tensor) -> Walk:
+    def begin(self, token_ids: torch.Tensor) -> HiddenState:
         """Returns the hidden state before the first layer, of token_ids i64[T]."""
-        return Walk(self.embed_tokens(token_ids))
+        return HiddenState(self.embed_tokens(token_ids))
 
-    def advance(self, walk: Walk, layers: Sequence[Layer], attended: Attended) -> None:
+    def advance(self, hidden: HiddenState, layers: Sequence[Layer], inputs: AttentionInputs) -> None:
         """Computes the next layers of a pass."""
         for layer in layers:
             y = None
             for group in GROUPS:
-                y = layer.projection(group).product(self.input_of(group, layer, walk, y, attended))
-                walk.take(group, y)
+                y = layer.projection(group).product(self.input_of(group, layer, hidden, y, inputs))
+                hidden.take(group, y)
 
     def input_of(
-        self, group: str, layer: Layer, walk: Walk, y: torch.Tensor | None, attended: Attended
+        self, group: str, layer: Layer, hidden: HiddenState, y: torch.Tensor | None, inputs: AttentionInputs
     ) -> torch.Tensor:
         """Returns the input [T, d_in] of a projection group. `y`: output of the layer's group before it, or None."""
         if group == "qkv":
-            return self._normed(walk, layer.attention_norm)
+            return self._normed(hidden, layer.attention_norm)
         assert y is not None
         if group == "o":
-            return self._attention(layer, y, attended)
+            return self._attention(layer, y, inputs)
         if group == "gate_up":
-            return self._normed(walk, layer.mlp_norm)
+            return self._normed(hidden, layer.mlp_norm)
         gated = y.new_empty(y.shape[0], y.shape[1] // 2)
         self.operations.silu_mul(y, out=gated)
         return gated
 
-    def logits(self, walk: Walk, rows: torch.Tensor | None) -> torch.Tensor:
+    def logits(self, hidden: HiddenState, rows: torch.Tensor | None) -> torch.Tensor:
         """Returns logits [n, V], in the model's dtype, of the tokens rows i64[n], after the last layer.
 
-        `rows` None: of all tokens; this consumes the walk.
+        `rows` None: of all tokens; this consumes `hidden`.
         """
-        assert walk.added is not None
+        assert hidden.added is not None
         if rows is not None:
-            walk = Walk(walk.residual.index_select(0, rows), walk.added.index_select(0, rows))
-        logits: torch.Tensor = self.head(self._normed(walk, self.norm))
+            hidden = HiddenState(hidden.residual.index_select(0, rows), hidden.added.index_select(0, rows))
+        logits: torch.Tensor = self.head(self._normed(hidden, self.norm))
         return logits
 
-    def _normed(self, walk: Walk, norm: Norm) -> torch.Tensor:
+    def _normed(self, hidden: HiddenState, norm: Norm) -> torch.Tensor:
         """Adds `added` to the residual stream, and returns the norm of the sum."""
-        out = torch.empty_like(walk.residual)
-        if walk.added is None:
-            self.operations.add_rms_norm(walk.residual, norm.weight, norm.eps, out=out, residual=None)
+        out = torch.empty_like(hidden.residual)
+        if hidden.added is None:
+            self.operations.add_rms_norm(hidden.residual, norm.weight, norm.eps, out=out, residual=None)
         else:
-            self.operations.add_rms_norm(walk.added, norm.weight, norm.eps, out=out, residual=walk.residual)
-            walk.added = None
+            self.operations.add_rms_norm(hidden.added, norm.weight, norm.eps, out=out, residual=hidden.residual)
+            hidden.added = None
         return out
 
-    def _attention(self, layer: Layer, qkv: torch.Tensor, attended: Attended) -> torch.Tensor:
+    def _attention(self, layer: Layer, qkv: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         cache, operations = layer.cache, self.operations
-        operations.rotate_and_store(qkv, self.rotary, cache, positions=attended.positions, slots=attended.slots)
+        operations.rotate_and_store(qkv, self.rotary, cache, positions=inputs.positions, slots=inputs.slots)
         out = qkv.new_empty(qkv.shape[0], cache.heads.heads * cache.heads.head_dim)
-        if attended.decode is not None:
-            assert attended.scratch is not None
-            rows = attended.decode.context_len.shape[0]
-            operations.decode_attention(qkv[:rows], cache, attended.decode, out=out[:rows], scratch=attended.scratch)
-        if attended.chunks is not None:
-            operations.prefill_attention(qkv, cache, attended.chunks, out=out)
+        if inputs.decode is not None:
+            assert inputs.scratch is not None
+            rows = inputs.decode.context_len.shape[0]
+            operations.decode_attention(qkv[:rows], cache, inputs.decode, out=out[:rows], scratch=inputs.scratch)
+        if inputs.chunks is not None:
+            operations.prefill_attention(qkv, cache, inputs.chunks, out=out)
         return out
 
 

@@ -22,7 +22,7 @@ from node_agent.runner.cuda_blocks import (
     views,
 )
 from node_agent.runner.cuda_decode import Bucket
-from node_agent.runner.cuda_layers import Attended, CudaModel
+from node_agent.runner.cuda_layers import AttentionInputs, CudaModel
 from node_agent.runner.cuda_lora import SentLora
 from node_agent.runner.cuda_prompts import PromptBucket
 from node_agent.runner.cuda_sampler import (
@@ -117,14 +117,14 @@ class LayeredPass:
         self._fields = StepFields(**views(spec, device))
         if sent is not None:
             sent.place(self._fields)
-        self._attended = self._plan()
-        self._walk = runner.decoder.begin(self._fields.token_ids)
+        self._inputs = self._plan()
+        self._hidden = runner.decoder.begin(self._fields.token_ids)
 
     @torch.inference_mode()
     def advance(self, to_layer: int) -> None:
         runner = self._runner
         runner.current.lora = self._lora
-        runner.decoder.advance(self._walk, runner.decoder.layers[self.layer : to_layer], self._attended)
+        runner.decoder.advance(self._hidden, runner.decoder.layers[self.layer : to_layer], self._inputs)
         runner.current.lora = None
         self.layer = max(self.layer, to_layer)
 
@@ -143,20 +143,20 @@ class LayeredPass:
         return CudaOutput(done or self._runner.stream.event(), out, sampling.logprobs, scores)
 
     def abort(self) -> Event:
-        self._walk.residual = self._walk.residual[:0]
-        self._walk.added = None
+        self._hidden.residual = self._hidden.residual[:0]
+        self._hidden.added = None
         return self._runner.stream.event()
 
-    def _plan(self) -> Attended:
+    def _plan(self) -> AttentionInputs:
         batch, fields, runner = self._batch, self._fields, self._runner
         n, table = batch.n_decode, expand_blocks(self._fields, batch.block_table.shape[1])
         decode = chunks = scratch = None
         if n:
             decode = Rows(fields.context_len[:n], table[:n])
-            scratch = runner.decoder.attended_scratch(n, max(batch.context_lens[:n]))
+            scratch = runner.decoder.attention_scratch(n, max(batch.context_lens[:n]))
         if n < batch.n_rows:
             chunks = Rows(fields.context_len[n:], table[n:], fields.query_start[n:])
-        return Attended(fields.positions, fields.slots, decode, chunks, scratch)
+        return AttentionInputs(fields.positions, fields.slots, decode, chunks, scratch)
 
     def _choose(self, sampling: SamplingBatch, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
         stream, everything = self._runner.stream, wants_everything(sampling)
@@ -180,7 +180,7 @@ class LayeredPass:
     @torch.inference_mode()
     def _logits_of(self, rows: torch.Tensor) -> torch.Tensor:
         self._runner.check_complete(self.layer)
-        return self._runner.decoder.logits(self._walk, rows)
+        return self._runner.decoder.logits(self._hidden, rows)
 
 
 class PromptPass(LayeredPass):
@@ -196,7 +196,7 @@ class PromptPass(LayeredPass):
     ) -> None:
         """`arriving`: set if the adapter of `lora` is still loading."""
         self._runner, self._batch, self._arriving, self.layer = runner, batch, arriving, 0
-        self._fields, self._walk, self._adapted = bucket.fields, bucket.walk, lora is not None
+        self._fields, self._hidden, self._adapted = bucket.fields, bucket.hidden, lora is not None
         self._bucket: PromptBucket | None = bucket
         self.stretch = bucket.stretch
         bucket.send(batch, None if lora is None else lora.batch)
@@ -227,14 +227,14 @@ class PromptPass(LayeredPass):
             self._bucket.in_use, self._bucket = False, None
 
 
-class HandedPass(PromptPass):
+class HandoffPass(PromptPass):
     """Prompt in the memory of a bucket, with some layers of its LoRA computed by CPU workers."""
 
     def __init__(
         self, runner: CudaModel, bucket: PromptBucket, batch: StepBatch, lora: SentLora | None, arriving: ArrivingLora
     ) -> None:
         super().__init__(runner, bucket, batch, lora, None)
-        self._handed, self._stretch_layers = arriving, bucket.stretch
+        self._assisted_lora, self._stretch_layers = arriving, bucket.stretch
         self.stretch = 1
 
     def advance(self, to_layer: int) -> None:
@@ -243,11 +243,11 @@ class HandedPass(PromptPass):
             assert self._bucket is not None
             end = min(self.layer + self._stretch_layers, self._runner.num_layers)
             is_full_stretch = self.layer % self._stretch_layers == 0 and end <= to_layer
-            if is_full_stretch and all(self._handed.claim(layer) for layer in range(self.layer, end)):
+            if is_full_stretch and all(self._assisted_lora.claim(layer) for layer in range(self.layer, end)):
                 self._bucket.enqueue(self.layer, self._adapted)
                 self.layer = end
             else:
-                self._bucket.enqueue_handed(self.layer, self._handed, self._batch.n_tokens)
+                self._bucket.enqueue_handoff_layer(self.layer, self._assisted_lora, self._batch.n_tokens)
                 self.layer += 1
 
 

@@ -15,8 +15,8 @@ import torch
 from kernels.gpu_ops import Rows
 from node_agent.runner.cuda_blocks import StepFields, expand_blocks, fill, lora_batch, size_of, step_spec, views
 from node_agent.runner.cuda_decode import DecodeShape
-from node_agent.runner.cuda_handoffs import GRAPHS_PER_LAYER, HANDED_OVER, MAX_GRAPHS, Borders, HandedLayer
-from node_agent.runner.cuda_layers import Attended, Decoder, Walk
+from node_agent.runner.cuda_handoffs import GRAPHS_PER_LAYER, HANDOFF_GROUPS, MAX_GRAPHS, HandoffLayer, PieceBuffers
+from node_agent.runner.cuda_layers import AttentionInputs, Decoder, HiddenState
 from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
 from node_agent.runner.cuda_stream import Stream, Work
 from node_agent.runner.lora import GroupLora
@@ -60,14 +60,14 @@ class PromptBucket:
         self.fields = StepFields(**views(self._spec, self._device))
         weight = decoder.embed_tokens.weight
         residual, added = (weight.new_zeros(tokens, weight.shape[1]) for _ in range(2))
-        self.walk = Walk(residual, added)
+        self.hidden = HiddenState(residual, added)
         """hidden state after the pass's last stretch"""
         self._table = torch.zeros(self.rows, shape.table_width, dtype=torch.int32, device=weight.device)
         chunks = Rows(self.fields.context_len, self._table, self.fields.query_start)
-        self.attended = Attended(self.fields.positions, self.fields.slots, None, chunks, None)
+        self.inputs = AttentionInputs(self.fields.positions, self.fields.slots, None, chunks, None)
         self._stretches: dict[bool, list[Work]] = {}
-        self.handed: list[list[HandedLayer]] = []
-        """captured layers, each cut in all ways of HANDED_OVER; empty before `capture_handed`"""
+        self.handoff_layers: list[list[HandoffLayer]] = []
+        """captured layers, each cut in all ways of HANDOFF_GROUPS; empty before `capture_handoff_layers`"""
 
     def fits(self, batch: StepBatch) -> bool:
         """Returns True if the bucket is free, and not so large for the batch that padding costs much."""
@@ -88,11 +88,11 @@ class PromptBucket:
             ]
 
     @torch.inference_mode()
-    def capture_handed(self, borders: Borders) -> None:
+    def capture_handoff_layers(self, buffers: PieceBuffers) -> None:
         """Captures each layer in the pieces between its handoffs, on a pass of padding."""
         self._pad()
-        self.handed = [
-            [self._handed_layer(borders, index, groups) for groups in HANDED_OVER]
+        self.handoff_layers = [
+            [self._handoff_layer(buffers, index, groups) for groups in HANDOFF_GROUPS]
             for index in range(len(self._decoder.layers))
         ]
 
@@ -109,32 +109,32 @@ class PromptBucket:
         self._stretches[adapted][layer // self.stretch]()
 
     @torch.inference_mode()
-    def enqueue_handed(self, layer: int, lora: ArrivingLora, tokens: int) -> None:
+    def enqueue_handoff_layer(self, layer: int, lora: ArrivingLora, tokens: int) -> None:
         """Enqueues one layer of a pass of `tokens`, with LoRA from the device or from CPU workers."""
-        pieces = next(each for each in self.handed[layer] if each.covers(lora))
+        pieces = next(each for each in self.handoff_layers[layer] if each.covers(lora))
         pieces.enqueue(lora, tokens)
 
-    def begin(self, layer: int) -> Walk:
+    def begin(self, layer: int) -> HiddenState:
         """Returns the hidden state before this layer. Captured with the layer."""
         if layer == 0:
             self._table.copy_(expand_blocks(self.fields, self._shape.table_width))
-            self.walk.residual.copy_(self._decoder.begin(self.fields.token_ids).residual)
-        return Walk(self.walk.residual, self.walk.added if layer else None)
+            self.hidden.residual.copy_(self._decoder.begin(self.fields.token_ids).residual)
+        return HiddenState(self.hidden.residual, self.hidden.added if layer else None)
 
-    def end(self, walk: Walk) -> None:
+    def end(self, hidden: HiddenState) -> None:
         """Stores the hidden state that layers have computed since `begin`. Captured with the last of them."""
-        assert walk.added is not None and self.walk.added is not None
-        self.walk.added.copy_(walk.added)
+        assert hidden.added is not None and self.hidden.added is not None
+        self.hidden.added.copy_(hidden.added)
 
     def _compute(self, lora: GroupLora | None, begin: int) -> None:
-        walk = self.begin(begin)
+        hidden = self.begin(begin)
         self._current.lora = lora
-        self._decoder.advance(walk, self._decoder.layers[begin : begin + self.stretch], self.attended)
+        self._decoder.advance(hidden, self._decoder.layers[begin : begin + self.stretch], self.inputs)
         self._current.lora = None
-        self.end(walk)
+        self.end(hidden)
 
-    def _handed_layer(self, borders: Borders, index: int, groups: tuple[str, ...]) -> HandedLayer:
-        return HandedLayer(self._decoder, self, index, groups, borders.of(self.tokens), self._stream)
+    def _handoff_layer(self, buffers: PieceBuffers, index: int, groups: tuple[str, ...]) -> HandoffLayer:
+        return HandoffLayer(self._decoder, self, index, groups, buffers.of(self.tokens), self._stream)
 
     def _pad(self) -> None:
         """Enqueues the copy of a batch of padding."""
@@ -145,7 +145,7 @@ class PromptBucket:
         self._stream.upload(self._device, host, host.shape[0])
 
 
-def handed_buckets(buckets: Sequence[PromptBucket], layers: int) -> list[PromptBucket]:
+def handoff_buckets(buckets: Sequence[PromptBucket], layers: int) -> list[PromptBucket]:
     """Returns the buckets, in ascending order, in which prompts with handoffs are captured.
 
     They have few rows, and no more tokens than CPU workers can help with; MAX_GRAPHS limits their number.

@@ -13,11 +13,11 @@ from node_agent.device import is_out_of_memory
 from node_agent.runner import transformers_runner
 from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_handoffs, check_prompts, check_runner
 from node_agent.runner.cuda_decode import Bucket, DecodeShape, LastStep, bucket_sizes
-from node_agent.runner.cuda_handoffs import open_borders
+from node_agent.runner.cuda_handoffs import allocate_buffers
 from node_agent.runner.cuda_layers import CudaModel
 from node_agent.runner.cuda_lora import CudaLora, OpenAdd, SentLora, open_add
-from node_agent.runner.cuda_pass import CapturedPass, HandedPass, LayeredPass, PromptPass
-from node_agent.runner.cuda_prompts import PromptBucket, handed_buckets, prompt_shapes
+from node_agent.runner.cuda_pass import CapturedPass, HandoffPass, LayeredPass, PromptPass
+from node_agent.runner.cuda_prompts import PromptBucket, handoff_buckets, prompt_shapes
 from node_agent.runner.cuda_stream import Stream, open_stream
 from node_agent.runner.lora_choice import StartLora
 from node_agent.runner.transformers_runner import LoadModel, TransformersRunner, load_model
@@ -81,7 +81,7 @@ class CudaRunner(CudaModel):
             if bucket is not None and arriving is None:
                 return CapturedPass(self, bucket, batch, sent)
             if prompts is not None and arriving is not None and hands_over:
-                return HandedPass(self, prompts, batch, sent, arriving)
+                return HandoffPass(self, prompts, batch, sent, arriving)
             if prompts is not None:
                 return PromptPass(self, prompts, batch, sent, arriving)
         return LayeredPass(self, batch, lora)
@@ -91,19 +91,19 @@ class CudaRunner(CudaModel):
 
         If that fails, or they compute other logits, an error is logged and such prompts run kernel by kernel.
         """
-        buckets = handed_buckets(self.prompts, self.num_layers)
+        buckets = handoff_buckets(self.prompts, self.num_layers)
         if not buckets:
             return
         try:
-            borders = open_borders(self.decoder, buckets[-1].tokens)
+            buffers = allocate_buffers(self.decoder, buckets[-1].tokens)
             for bucket in reversed(buckets):
-                bucket.capture_handed(borders)
+                bucket.capture_handoff_layers(buffers)
             problem = check_handoffs(self, buckets)
         except RuntimeError as error:
             problem = str(error)
         if problem is not None:
             for bucket in buckets:
-                bucket.handed = []
+                bucket.handoff_layers = []
             log.error("prompts with handoffs are not captured, and take longer", extra={"reason": problem})
 
     def _capture_steps(self, shape: DecodeShape, open_add: OpenAdd) -> list[Bucket]:
@@ -160,5 +160,5 @@ class CudaRunner(CudaModel):
 
         `hands_over`: only buckets captured between handoffs count.
         """
-        buckets = [bucket for bucket in self.prompts if bucket.handed or not hands_over]
+        buckets = [bucket for bucket in self.prompts if bucket.handoff_layers or not hands_over]
         return next((bucket for bucket in buckets if batch.fed is None and bucket.fits(batch)), None)

@@ -59,10 +59,10 @@ class TritonLora:
     def add(self, view: GroupView, ys: Sequence[torch.Tensor], x: torch.Tensor, batch: LoraBatch, decode: bool) -> None:
         """Adds LoRA of x [T, d_in] to P tensors ys [T, d_out] by two launches. Raises KernelArgumentError."""
         if decode:
-            operation, scratch, how = self.decode_kernel, self.decode_scratch, self.decode
+            operation, scratch, sizes = self.decode_kernel, self.decode_scratch, self.decode
         else:
-            operation, scratch, how = sgmv, self.prefill_scratch, self.prefill
-        operation(LoraCall(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank), how)
+            operation, scratch, sizes = sgmv, self.prefill_scratch, self.prefill
+        operation(LoraCall(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank), sizes)
 
     def _warm(self, base: BaseModel, pool: torch.Tensor) -> None:
         """Launches all kernels on a base token, so that no request waits while Triton compiles them."""
@@ -78,5 +78,5 @@ class TritonLora:
                 self.add(self.groups[0][group], ys, x, batch, decode)
 
 
-def _scratch(how: Launch, tokens: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(how.splits, MAX_PROJECTIONS, tokens, MAX_RANK, device=device)
+def _scratch(sizes: Launch, tokens: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(sizes.splits, MAX_PROJECTIONS, tokens, MAX_RANK, device=device)

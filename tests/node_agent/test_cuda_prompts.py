@@ -240,7 +240,7 @@ def test_prompts_that_differ_are_not_captured(
     def wrong(self: PromptBucket, layer: int, adapted: bool) -> None:
         real(self, layer, adapted)
         if self.tokens == 64:
-            self.walk.residual += 0.5
+            self.hidden.residual += 0.5
 
     monkeypatch.setattr(PromptBucket, "enqueue", wrong)
     engine = make_engine(runner="cuda", max_rows=4, chunk_tokens=64)

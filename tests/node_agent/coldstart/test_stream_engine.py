@@ -28,7 +28,7 @@ from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import EngineConfig
 from node_agent.cores import spare_cores
 from node_agent.runner import cuda_runner
-from node_agent.runner.cuda_pass import CapturedPass, HandedPass, LayeredPass, PromptPass
+from node_agent.runner.cuda_pass import CapturedPass, HandoffPass, LayeredPass, PromptPass
 from node_agent.runner.cuda_runner import CudaRunner
 from node_agent.runner.lora import NoHandoffs
 from node_agent.types import PassLora, Plan, StepBatch
@@ -177,7 +177,7 @@ def test_answers_are_exact(
     eventually(lambda: not counters_of(pool).in_quarantine)
     assert pool.wait_ready(LONG) == 1
     if isinstance(engine.engine.runner, Noting):
-        assert (HandedPass, ColdLora) in Noting.started
+        assert (HandoffPass, ColdLora) in Noting.started
         assert not any(bucket.in_use for bucket in engine.engine.runner.prompts)
     engine.assert_clean()
     assert not any(host.holds for hosts in engine.engine.store.hosts.owned().values() for host in hosts)
@@ -211,7 +211,7 @@ def test_layers_that_arrive_meanwhile(
     assert finished is not None
     found = finished.cold_start
     assert (found.layers_device, found.layers_cpu, found.replays) == (arrived, layers - arrived, 0)
-    assert (HandedPass, ColdLora) in Noting.started
+    assert (HandoffPass, ColdLora) in Noting.started
 
 
 @needs_core
@@ -222,7 +222,7 @@ def test_a_profile_is_of_passes_as_they_will_run(kept: Kept, make_engine: MakeEn
     Noting.started.clear()
     without = make_engine(cpu_workers=0, runner="cuda", max_rows=4, chunk_tokens=64)
     for (made, started), kind in (
-        (kept, (HandedPass, NoHandoffs)), ((without, Noting.started), (PromptPass, type(None)))
+        (kept, (HandoffPass, NoHandoffs)), ((without, Noting.started), (PromptPass, type(None)))
     ):  # fmt: skip
         profile = made.engine.cold_start.profile
         assert profile is not None and len(profile.layer) == 3
