@@ -36,7 +36,7 @@ class TorchOperations:
         cos, sin = (table.index_select(0, positions)[:, None].repeat(1, 1, 2) for table in (rotary.cos, rotary.sin))
         new_q, new_k = (part * cos + _half_turned(part) * sin for part in (new_q, new_k))
         q.copy_(new_q)
-        # a token that must not be written writes to slot 0, which is for padding, the values that this slot has
+        # a token that must not be written rewrites slot 0, which is for padding, with its present values
         at, written = slots.clamp(min=0), (slots >= 0)[:, None, None]
         for stored, new in ((cache.keys, new_k), (cache.values, v)):
             stored.index_copy_(0, at, torch.where(written, new, stored.index_select(0, at)))

@@ -40,7 +40,7 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Model
     if problem is None:
         return runner
     log.error("node.runner: cuda is not used, and transformers serves", extra={"reason": problem})
-    del reference, runner  # their memory is the other's, which measures what is free
+    del reference, runner  # frees their memory, since the next runner measures what is free
     gc.collect()
     return transformers_runner.open_runner(settings, load)
 
