@@ -74,26 +74,26 @@ class CudaOutput:
 
 
 class CapturedPass:
-    """A decode step, which is enqueued at once when its last layer is."""
+    """Decode step whose work is enqueued together, when `advance` reaches the last layer."""
 
-    def __init__(self, runner: CudaModel, bucket: Bucket, batch: StepBatch, lora: SentLora | None) -> None:
-        self._runner, self._bucket, self._batch, self._lora = runner, bucket, batch, lora
-        self.layer, self.stretch = 0, runner.num_layers
+    def __init__(self, model: CudaModel, bucket: Bucket, batch: StepBatch, lora: SentLora | None) -> None:
+        self._model, self._bucket, self._batch, self._lora = model, bucket, batch, lora
+        self.layer, self.stretch = 0, model.num_layers
 
     def advance(self, to_layer: int) -> None:
-        if self.layer < to_layer == self._runner.num_layers:
+        if self.layer < to_layer == self._model.num_layers:
             self._bucket.compute(self._batch, None if self._lora is None else self._lora.batch)
         self.layer = max(self.layer, to_layer)
 
     def finish(self) -> CudaOutput:
-        self._runner.check_complete(self.layer)
+        self._model.check_complete(self.layer)
         sampling = self._batch.sampling
-        edits = send_edits(self._runner.stream, sampling, self._runner.vocab)
+        edits = send_edits(self._model.stream, sampling, self._model.vocab)
         out, done = self._bucket.choose(wants_everything(sampling), edits)
         return CudaOutput(done, out, sampling.logprobs, list)
 
     def abort(self) -> Event:
-        return self._runner.stream.event() if self.layer == self._runner.num_layers else ENDED
+        return self._model.stream.event() if self.layer == self._model.num_layers else ENDED
 
 
 class LayeredPass:
@@ -102,30 +102,30 @@ class LayeredPass:
     stretch: int = 1
 
     @torch.inference_mode()
-    def __init__(self, runner: CudaModel, batch: StepBatch, lora: PassLora | None) -> None:
+    def __init__(self, model: CudaModel, batch: StepBatch, lora: PassLora | None) -> None:
         if batch.fed is not None:
             raise RuntimeError("only captured steps take tokens of the step before")
-        self._runner, self._batch, self._lora, self.layer = runner, batch, lora, 0
-        stream, blocks = runner.stream, sum(-(-context // runner.block_tokens) for context in batch.context_lens)
+        self._model, self._batch, self._lora, self.layer = model, batch, lora, 0
+        stream, blocks = model.stream, sum(-(-context // model.block_tokens) for context in batch.context_lens)
         scored = 0 if batch.scoring is None else batch.scoring.rows.shape[0]
         spec = step_spec(batch.n_tokens, batch.n_rows, blocks, scored)
         size = size_of(spec)
         host, device = stream.host(size), stream.empty(size)
         sent = lora if isinstance(lora, SentLora) else None
-        fill(StepFields(**views(spec, host)), batch, None if sent is None else sent.batch, runner.block_tokens)
+        fill(StepFields(**views(spec, host)), batch, None if sent is None else sent.batch, model.block_tokens)
         stream.upload(device, host, size)
         self._fields = StepFields(**views(spec, device))
         if sent is not None:
             sent.place(self._fields)
         self._inputs = self._plan()
-        self._hidden = runner.decoder.begin(self._fields.token_ids)
+        self._hidden = model.decoder.begin(self._fields.token_ids)
 
     @torch.inference_mode()
     def advance(self, to_layer: int) -> None:
-        runner = self._runner
-        runner.current.lora = self._lora
-        runner.decoder.advance(self._hidden, runner.decoder.layers[self.layer : to_layer], self._inputs)
-        runner.current.lora = None
+        model = self._model
+        model.current.lora = self._lora
+        model.decoder.advance(self._hidden, model.decoder.layers[self.layer : to_layer], self._inputs)
+        model.current.lora = None
         self.layer = max(self.layer, to_layer)
 
     def logits(self) -> torch.Tensor:
@@ -134,33 +134,33 @@ class LayeredPass:
 
     @torch.inference_mode()
     def finish(self) -> CudaOutput:
-        self._runner.check_complete(self.layer)
+        self._model.check_complete(self.layer)
         sampling, scores, out = self._batch.sampling, self._send_scores(), None
         done = None
         if sampling.temperature:
-            edits = send_edits(self._runner.stream, sampling, self._runner.vocab)
+            edits = send_edits(self._model.stream, sampling, self._model.vocab)
             out, done = self._choose(sampling, edits)
-        return CudaOutput(done or self._runner.stream.event(), out, sampling.logprobs, scores)
+        return CudaOutput(done or self._model.stream.event(), out, sampling.logprobs, scores)
 
     def abort(self) -> Event:
         self._hidden.residual = self._hidden.residual[:0]
         self._hidden.added = None
-        return self._runner.stream.event()
+        return self._model.stream.event()
 
     def _plan(self) -> AttentionInputs:
-        batch, fields, runner = self._batch, self._fields, self._runner
+        batch, fields, model = self._batch, self._fields, self._model
         n, table = batch.n_decode, expand_blocks(self._fields, batch.block_table.shape[1])
         decode = chunks = scratch = None
         if n:
             decode = Rows(fields.context_len[:n], table[:n])
-            scratch = runner.decoder.attention_scratch(n, max(batch.context_lens[:n]))
+            scratch = model.decoder.attention_scratch(n, max(batch.context_lens[:n]))
         if n < batch.n_rows:
             chunks = Rows(fields.context_len[n:], table[n:], fields.query_start[n:])
         return AttentionInputs(fields.positions, fields.slots, decode, chunks, scratch)
 
     def _choose(self, sampling: SamplingBatch, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
-        stream, everything = self._runner.stream, wants_everything(sampling)
-        spec = out_spec(self._batch.logit_rows.shape[0], self._runner.vocab)
+        stream, everything = self._model.stream, wants_everything(sampling)
+        spec = out_spec(self._batch.logit_rows.shape[0], self._model.vocab)
         host, device = stream.host(size_of(spec)), stream.empty(size_of(spec))
         out = OutFields(**views(spec, device))
         stream.enqueue(lambda: sample(self.logits(), self._fields, edits, out, everything))
@@ -168,10 +168,10 @@ class LayeredPass:
 
     def _send_scores(self) -> Callable[[], list[ScoredToken]]:
         """Enqueues the requested log probabilities of prompt tokens, and returns the function that reads them."""
-        scoring, stream = self._batch.scoring, self._runner.stream
+        scoring, stream = self._batch.scoring, self._model.stream
         if scoring is None:
             return list
-        spec = score_spec(len(scoring.top), max(scoring.top), self._runner.vocab)
+        spec = score_spec(len(scoring.top), max(scoring.top), self._model.vocab)
         host, device = stream.host(size_of(spec)), stream.empty(size_of(spec))
         pack_scores(self._logits_of, self._fields, views(spec, device)["packed"])
         stream.download(host, device, size_of(spec))
@@ -179,8 +179,8 @@ class LayeredPass:
 
     @torch.inference_mode()
     def _logits_of(self, rows: torch.Tensor) -> torch.Tensor:
-        self._runner.check_complete(self.layer)
-        return self._runner.decoder.logits(self._hidden, rows)
+        self._model.check_complete(self.layer)
+        return self._model.decoder.logits(self._hidden, rows)
 
 
 class PromptPass(LayeredPass):
@@ -188,14 +188,14 @@ class PromptPass(LayeredPass):
 
     def __init__(
         self,
-        runner: CudaModel,
+        model: CudaModel,
         bucket: PromptBucket,
         batch: StepBatch,
         lora: SentLora | None,
         arriving: ArrivingLora | None,
     ) -> None:
         """`arriving`: set if the adapter of `lora` is still loading."""
-        self._runner, self._batch, self._arriving, self.layer = runner, batch, arriving, 0
+        self._model, self._batch, self._arriving, self.layer = model, batch, arriving, 0
         self._fields, self._hidden, self._adapted = bucket.fields, bucket.hidden, lora is not None
         self._bucket: PromptBucket | None = bucket
         self.stretch = bucket.stretch
@@ -203,7 +203,7 @@ class PromptPass(LayeredPass):
         bucket.in_use = True
 
     def advance(self, to_layer: int) -> None:
-        layers = self._runner.num_layers
+        layers = self._model.num_layers
         while self.layer < (end := min(self.layer + self.stretch, layers)) <= to_layer:
             assert self._bucket is not None
             if self._arriving is not None:
@@ -219,7 +219,7 @@ class PromptPass(LayeredPass):
 
     def abort(self) -> Event:
         self._release_bucket()
-        return self._runner.stream.event()
+        return self._model.stream.event()
 
     def _release_bucket(self) -> None:
         """Releases the bucket: the work of later passes runs after this one's."""
@@ -231,9 +231,9 @@ class HandoffPass(PromptPass):
     """Prompt in the memory of a bucket, with some layers of its LoRA computed by CPU workers."""
 
     def __init__(
-        self, runner: CudaModel, bucket: PromptBucket, batch: StepBatch, lora: SentLora | None, arriving: ArrivingLora
+        self, model: CudaModel, bucket: PromptBucket, batch: StepBatch, lora: SentLora | None, arriving: ArrivingLora
     ) -> None:
-        super().__init__(runner, bucket, batch, lora, None)
+        super().__init__(model, bucket, batch, lora, None)
         self._assisted_lora, self._stretch_layers = arriving, bucket.stretch
         self.stretch = 1
 
@@ -241,7 +241,7 @@ class HandoffPass(PromptPass):
         """Enqueues stretches whose layers are all on the device, and other layers one by one."""
         while self.layer < to_layer:
             assert self._bucket is not None
-            end = min(self.layer + self._stretch_layers, self._runner.num_layers)
+            end = min(self.layer + self._stretch_layers, self._model.num_layers)
             is_full_stretch = self.layer % self._stretch_layers == 0 and end <= to_layer
             if is_full_stretch and all(self._assisted_lora.claim(layer) for layer in range(self.layer, end)):
                 self._bucket.enqueue(self.layer, self._adapted)
