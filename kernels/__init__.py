@@ -1,1 +1,1 @@
-"""LoRA arithmetic: tensors in, tensors out, no I/O. `reference` is the plain-torch meaning of every operation."""
+"""Arithmetic of LoRA and of decoder layers on tensors, without I/O. `reference` has the LoRA operations in torch."""

@@ -1,7 +1,8 @@
-"""Compiles the CPU's operators for this very processor, once per user, sources, compiler, processor and level.
+"""Compiles the CPU operators for this processor, once per user, sources, compiler, processor and level.
 
-Plain C++ behind a C interface: neither Python's nor torch's headers are needed, and it takes three seconds. OpenMP's
-functions are left open at the link, so that they are those of the OpenMP that torch has loaded: one pool of threads.
+The sources are plain C++ behind a C interface, without headers of Python or torch; compiling takes three seconds.
+OpenMP stays unresolved at link time. Its functions then come from the OpenMP that torch has loaded, so both share one
+thread pool.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from kernels.level import compiler_flags, used_level
 SOURCES = ("grouped_lora.cpp", "decoder.cpp", "product.cpp", "handoff.cpp")
 HEADERS = ("vectors.h", "dots.h")
 COMPILERS = ("g++", "clang++")
-# g++ would round some chains of sums once and others twice, by their length and the processor: a token's bits would
-# depend on how many others stand beside it.
+# Without the last option g++ rounds some chains of sums once and others twice, by their length and the processor: a
+# token's bits would depend on the number of tokens in the batch.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "--param=avoid-fma-max-bits=0", "-fPIC", "-fopenmp")
 COMPILE_LIMIT_S = 120
 
@@ -35,11 +36,11 @@ Made = TypeVar("Made")
 
 
 class CompileError(RuntimeError):
-    """The operators can't be had here; says why. The torch path does the same work."""
+    """The operators can't be compiled or loaded here; the text says why. The torch path computes the same."""
 
 
 def unless_uncompiled(make: Callable[[], Made], log: logging.Logger, warning: str) -> Made | None:
-    """Returns what is made of the compiled operators; None where they can't be had, and the log warns and says why."""
+    """Calls `make`, which loads compiled operators. Returns None, after a warning with the reason, if it can't."""
     try:
         return make()
     except CompileError as error:
@@ -48,8 +49,10 @@ def unless_uncompiled(make: Callable[[], Made], log: logging.Logger, warning: st
 
 
 def load_library(cache: Path | None = None) -> ctypes.CDLL:
-    """Loads the compiled operators from `cache` (None: ~/.cache/garnish), compiled first if they aren't there. Raises
-    CompileError, and ValueError for a level that can't be used."""
+    """Loads the compiled operators from `cache` (None: ~/.cache/garnish), and compiles them first if they aren't there.
+
+    Raises CompileError, and ValueError for a level that can't be used.
+    """
     flags = (*FLAGS, *compiler_flags(used_level()))
     compiler = next((path for command in COMPILERS if (path := shutil.which(command))), None)
     if compiler is None:
@@ -67,24 +70,28 @@ def load_library(cache: Path | None = None) -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """Returns where this user's compiled operators and measurements of this host are kept. Raises RuntimeError for a
-    user without a home directory."""
+    """Returns the folder of this user's compiled operators and of measurements of this host.
+
+    Raises RuntimeError for a user without a home directory.
+    """
     return Path.home() / ".cache" / "garnish"
 
 
 def processor_key() -> str:
-    """Returns what differs where compiled code or measurements may: a home directory can be shared by unlike
-    machines."""
-    found = re.search(r"^(flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return f"{found[0] if found else ''} {used_level()}"
+    """Returns a text that differs between processors for which code or measurements differ.
+
+    Machines with different processors can share a home directory.
+    """
+    features = re.search(r"^(flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{features[0] if features else ''} {used_level()}"
 
 
 def _make_private(folder: Path) -> None:
-    """Makes the folder if needed; raises CompileError unless this user alone can write there: what is loaded from it
-    runs as this user."""
+    """Creates the folder if needed. Raises CompileError unless this user alone can write there: its code runs as this
+    user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise CompileError(f"{folder} must belong to this user and be writable by nobody else")
 
 
@@ -95,7 +102,7 @@ def _key(texts: dict[str, bytes], compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], texts: dict[str, bytes], library: Path) -> None:
-    """Compiles beside the library and renames: a process that comes at the same time does the same, and either wins."""
+    """Compiles in a temporary folder and renames the result; of processes that compile at the same time either wins."""
     with tempfile.TemporaryDirectory(dir=library.parent) as name:
         place = Path(name)
         for text, content in texts.items():

@@ -1,4 +1,4 @@
-"""The CPU's fast path: one call of a compiled operator per projection group (grouped_lora.cpp)."""
+"""LoRA on a CPU by one call of a compiled operator per projection group (grouped_lora.cpp)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ DTYPES = {
 }
 
 ALL = 1 << 62
-"""More rows and columns than there are."""
+"""End of a range that has all rows or columns."""
 COLUMNS = 32
-"""Granularity of output columns: its multiples lie at borders of vectors and cache lines for every dtype."""
+"""Granularity of output columns: multiples of it are borders of vectors and cache lines for every dtype."""
 
 Operators = dict[torch.dtype, Any]
 """The operator per dtype of the weights."""
 
 
 def load_operators() -> Operators:
-    """Returns the operators by dtype, compiled first, if need be: see `build`. Raises CompileError. One call per
-    process is enough."""
+    """Returns the operators by dtype, compiled first if needed (see `build`). Raises CompileError."""
     library = load_library()
     operators = {dtype: getattr(library, name) for dtype, name in DTYPES.items()}
     for operator in operators.values():
@@ -37,7 +36,7 @@ def load_operators() -> Operators:
 
 
 class _Segments(ctypes.Structure):
-    """The C struct of a pass's segments; fields and order as in grouped_lora.cpp."""
+    """The C struct of a pass's segments, with fields and order as in grouped_lora.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("start", "slot", "xa", "wide")),
@@ -46,7 +45,7 @@ class _Segments(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """The C struct of one call; fields and order as in grouped_lora.cpp."""
+    """The C struct of one call, with fields and order as in grouped_lora.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("pool", "rank", "scale", "first", "row_offset", "segments", "x")),
@@ -59,7 +58,7 @@ class _Call(ctypes.Structure):
 
 
 class Segments:
-    """The segments of a pass, checked once for all its projection groups, and the scratch of their arithmetic."""
+    """The segments of a pass, checked once for all its projection groups, and the operator's scratch memory."""
 
     def __init__(
         self, seg_start: torch.Tensor, seg_slot: torch.Tensor, tokens: int, max_rank: int, widest: int, threads: int
@@ -70,7 +69,7 @@ class Segments:
         tokens      T: of x and of every y
         max_rank    the largest rank of the batch's adapters
         widest      the largest d_in of the groups
-        threads     at most so many; the result's bits depend neither on them nor on the other segments
+        threads     the most to use; the result's bits depend neither on them nor on the other segments
 
         Both tensors are read at each `CompiledGroup.add`. Raises KernelArgumentError.
         """
@@ -95,12 +94,15 @@ class Segments:
         self.address = ctypes.addressof(self._shared)
 
     def use_xa(self, address: int) -> None:
-        """Has the products x A^T at `address`, as [T, projections, max_rank] in fp32."""
+        """Places the products x A^T, fp32 [T, projections, max_rank], at `address`."""
         self._shared.xa = address
 
 
 class CompiledGroup:
-    """One projection group of one layer. Raises KernelArgumentError for what the operator can't take (fp64, a GPU)."""
+    """The operator for one projection group of one layer.
+
+    Raises KernelArgumentError for weights that it can't take (fp64, on a GPU).
+    """
 
     def __init__(self, operators: Operators, view: GroupView, d_in: int, d_outs: Sequence[int]) -> None:
         if view.pool.dtype not in DTYPES or view.pool.device.type != "cpu":
@@ -126,8 +128,9 @@ class CompiledGroup:
         self._y, self._y_stride = self._call.y, self._call.y_stride
 
     def add(self, ys: Sequence[torch.Tensor], x: torch.Tensor, segments: Segments) -> None:
-        """Adds the adapters' part: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and
-        its slot s, in fp32.
+        """Adds LoRA: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for the tokens t of each segment, s its slot.
+
+        Computed in fp32.
 
         ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not touched
         x         [T, d_in], rows of stride 1; dtype of ys and weights: fp32, bf16 or fp16
@@ -141,8 +144,9 @@ class CompiledGroup:
         self._run(self._reference)
 
     def shrink(self, xa: torch.Tensor, x: torch.Tensor, segments: Segments, begin: int, end: int) -> None:
-        """Multiplies x with some rows of A: xa[t, p, j] = x[t] . A_sp[j], for the rows begin..end-1 of a segment's
-        ranks, counted through its projections. Writes nothing else, and each sum once.
+        """Computes xa[t, p, j] = x[t] . A_sp[j] for the rows j of A from `begin` to `end` - 1.
+
+        The rows of a segment are counted through its projections. Nothing else is written, and each sum once.
 
         xa        f32[T, P, segments.max_rank], contiguous, in place
         x         as for `add`
@@ -153,10 +157,12 @@ class CompiledGroup:
         self._run_part(xa, segments, (begin, end, 0, 0))
 
     def expand(self, ys: Sequence[torch.Tensor], xa: torch.Tensor, segments: Segments, begin: int, end: int) -> None:
-        """Adds some outputs: ys[p][t, c] += scale[s, p] * xa[t, p] @ B_sp[:, c], for the columns begin..end-1, counted
-        through the projections. After a whole `shrink`, all columns together are what `add` adds, bit by bit, where
-        borders between them are multiples of COLUMNS behind a projection's beginning. `ys` and `xa` as for `add` and
-        `shrink`. Raises KernelArgumentError."""
+        """Adds ys[p][t, c] += scale[s, p] * xa[t, p] @ B_sp[:, c] for the columns c from `begin` to `end` - 1.
+
+        Columns are counted through the projections. `ys` are as for `add`, `xa` as `shrink` has written all of it.
+        Calls that cover all columns give the bits of `add`, if each border between them is a multiple of COLUMNS after
+        its projection's first column. Raises KernelArgumentError.
+        """
         self._take_ys(ys, segments)
         self._run_part(xa, segments, (0, 0, begin, end))
 

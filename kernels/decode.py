@@ -1,6 +1,6 @@
-"""The kernels behind `bgmv` and `mbgmv`: one program per segment, projection and slice; tokens walked inside it.
+"""LoRA of decode rows in Triton: one program per segment, projection and slice, which loops over the tokens.
 
-A segment's weights come from memory once per launch; tokens above a tile read them again from the cache.
+A segment's weights are read from memory once per launch; tokens after the first tile read them from the GPU's cache.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.launch import UNALIGNED, Launch, launch_pair
+from kernels.launch import UNALIGNED, Launch, launch_for, launch_pair
 from kernels.tiles import choose_output, expand_tile, shrink_tile, store_xa
 from kernels.view import LoraCall
 
@@ -33,7 +33,7 @@ def decode_shrink(
     PADDED: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, RANK_PROGRAMS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Computes xa[split, p, t, j] for one segment, projection, part of its ranks and part of its input columns."""
+    """Computes xa[split, p, t, j] for one segment, one projection, some of its ranks and some input columns."""
     segment = tl.program_id(0)
     p = tl.program_id(1) // RANK_PROGRAMS
     part = tl.program_id(1) % RANK_PROGRAMS
@@ -66,7 +66,7 @@ def decode_expand(
     PADDED: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds one segment's part to BN columns of one output."""
+    """Adds one segment's LoRA to BN columns of one output."""
     segment = tl.program_id(0)
     slot = tl.load(seg_slot + segment)
     if slot < 0:
@@ -90,8 +90,29 @@ def decode_expand(
         )  # fmt: skip
 
 
-def launch_decode(call: LoraCall, padded: bool, how: Launch) -> None:
-    """Launches shrink and expand for decode rows: two launches. Grids depend on shapes alone. `padded`: to the batch's
-    largest rank; else each adapter's own."""
+def mbgmv(call: LoraCall, sizes: Launch | None = None) -> None:
+    """Adds LoRA at each adapter's own rank: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp, s the slot of token t.
+
+    The cost grows with the sum of ranks. Sums are fp32. `sizes`: tile sizes; None: those of this device. Two launches,
+    no allocation, no host synchronisation; ranks are read on the device. The same batch gives the same bits. Raises
+    KernelArgumentError before the first launch.
+    """
+    _launch(call, False, sizes or launch_for("mbgmv", call.x.device))
+
+
+def bgmv(call: LoraCall, sizes: Launch | None = None) -> None:
+    """Adds LoRA as Punica's BGMV does: as `mbgmv`, with A_sp and B_sp padded by zero rows to the batch's largest rank.
+
+    The cost grows with rows x largest rank, as in Punica (Chen et al. 2023), which stores padded weights. The
+    AdapterTable has no padding, so the kernel reads the memory after an adapter's first row in its place and multiplies
+    zeros. The largest rank of each projection is determined on the device, so a captured graph serves any ranks. Two
+    launches, no allocation, no host synchronisation; the same batch gives the same bits. Raises KernelArgumentError
+    before the first launch.
+    """
+    _launch(call, True, sizes or launch_for("bgmv", call.x.device))
+
+
+def _launch(call: LoraCall, padded: bool, sizes: Launch) -> None:
+    """Launches shrink and expand on grids that depend on shapes alone. `padded`: to the batch's largest rank."""
     units = call.view.pool.shape[0] // call.view.unit
-    launch_pair((decode_shrink, decode_expand), call.seg_slot.shape[0], call, how, pool_units=units, PADDED=padded)
+    launch_pair((decode_shrink, decode_expand), call.seg_slot.shape[0], call, sizes, pool_units=units, PADDED=padded)

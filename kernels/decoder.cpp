@@ -1,8 +1,7 @@
-// What a decoder layer computes between its matrix products, on a CPU: RMS norm, rotary embedding, the cache's writes,
-// decode attention over the paged cache, SiLU. Rounded to memory's type where torch rounds, computed in fp32.
+// CPU operators for the parts of a decoder layer between its matrix products: RMS norm, rotary embedding, cache writes,
+// decode attention over the paged cache, SiLU. They compute in fp32, and round to memory's type where torch rounds.
 //
-// Every row's result is computed in an order that depends on nothing but the row, so it has equal bits for any number
-// of threads and any batch around it.
+// The order of a row's sums depends on the row alone, so its bits are the same for any number of threads and any batch.
 
 #include <algorithm>
 #include <cmath>
@@ -18,14 +17,14 @@ struct Layer {
     void *keys, *values;
     const void *q_norm, *k_norm;  // [head_dim] weights of norms over each head, or null
     int64_t heads, kv_heads, head_dim, block_tokens;
-    int64_t window;  // positions that a token sees, itself included; 0: all
+    int64_t window;  // positions visible to a token, itself included; 0: all
     float scaling, norm_eps;
 };
 
-// One pass. Tokens 0 .. rows are decode rows; the others' keys and values are only written.
+// One pass. Tokens 0 .. rows are decode rows; of the others only keys and values are written.
 struct Pass {
     const void *cos, *sin;      // [tokens, head_dim]
-    const int64_t* slots;       // [tokens], below 0: not to be written
+    const int64_t* slots;       // [tokens], below 0: not written
     const int32_t* table;       // [rows, table_stride]
     const int32_t* contexts;    // [rows], this token included
     float* scratch;             // [pieces of all rows, heads, head_dim in whole blocks + 2]
@@ -36,8 +35,8 @@ struct Pass {
 namespace {
 
 constexpr int MAX_HEAD = 512;          // widest head
-constexpr int PIECE = 64;              // context positions of one item of work
-constexpr int64_t WORTH_THREADS = 16384;  // elements below which waking another thread costs more than it brings
+constexpr int PIECE = 64;              // context positions of one work item
+constexpr int64_t WORTH_THREADS = 16384;  // elements below which waking another thread costs more than it gains
 
 // e^x within 2 ulp; below -87 as at -87, NaN stays NaN
 inline vec exponential(vec x) {
@@ -92,7 +91,7 @@ void silu_rows(const W* x, int64_t rows, int64_t width, W* out, int64_t threads)
     }
 }
 
-// One head in place: normed if there is a weight, then rotated by half its width
+// Norms one head in place, if there is a weight, then rotates it by half its width
 template <typename W>
 void rotate(W* head, const W* cos, const W* sin, const W* norm, const Layer& layer) {
     const int half = layer.head_dim / 2;
@@ -123,10 +122,10 @@ void place_token(const Layer& layer, const Pass& pass, W* qkv, int64_t t) {
 
 struct Item {
     int32_t row, begin, end;  // context positions
-    int64_t piece;            // where in the scratch
+    int64_t piece;            // offset in the scratch
 };
 
-// The pieces are cut at multiples of PIECE from the sequence's start
+// Pieces begin at multiples of PIECE from the sequence's start
 std::vector<Item> cut(const Layer& layer, const Pass& pass) {
     std::vector<Item> items;
     for (int row = 0; row < pass.rows; row++) {
@@ -137,7 +136,7 @@ std::vector<Item> cut(const Layer& layer, const Pass& pass) {
     return items;
 }
 
-// Loops over a head's blocks. BLOCKS: how many, where the width is a multiple of a block; 0: found from the width.
+// Loops over a head's blocks. BLOCKS: their number, if the width is a multiple of a block; 0: computed from the width.
 template <int BLOCKS>
 inline int blocks(int dim) {
     return BLOCKS ? BLOCKS : (dim + BLOCK - 1) / BLOCK;
@@ -172,7 +171,7 @@ inline void weigh(const W* const* values, int count, const float* weights, int d
     for (int b = 0; b < blocks<BLOCKS>(dim); b++) store(out + b * BLOCK, sums[b]);
 }
 
-// Scores to e^(score - maximum), in place; what lies behind `count` in the last vector becomes zero
+// Replaces scores by e^(score - maximum); elements from `count` on in the last vector become zero
 struct Softmax {
     float most, sum;
 };
@@ -194,7 +193,7 @@ inline Softmax soften(float* scores, int count) {
     return {most, total(sum)};
 }
 
-// What a piece leaves in the scratch per head: the weighted values in whole blocks, the maximum and the sum
+// Result of a piece in the scratch, per head: the weighted values in whole blocks, the maximum and the sum
 inline int64_t part_size(const Layer& layer) { return blocks<0>(layer.head_dim) * BLOCK + 2; }
 
 // All heads over one piece of one row's context

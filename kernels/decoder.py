@@ -1,4 +1,4 @@
-"""What a decoder layer computes between its products, on a CPU, as compiled operators (decoder.cpp)."""
+"""Compiled CPU operators for the parts of a decoder layer between its matrix products (decoder.cpp)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from kernels.build import load_library
-from kernels.view import KernelArgumentError
+from kernels.view import KernelArgumentError, check_tensor
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PIECE = 64
-"""Context positions of one item of work, as in decoder.cpp."""
+"""Context positions of one work item, as in decoder.cpp."""
 BLOCK = 32
-"""Elements of the widest processor's block: room in the scratch for a head is rounded up to it."""
+"""Elements of the widest vector block: scratch for a head is rounded up to it."""
 MAX_HEAD = 512
-"""As in decoder.cpp; the widest head."""
+"""Width of the widest head, as in decoder.cpp."""
 
 
 class _Layer(ctypes.Structure):
@@ -57,8 +57,10 @@ class DecoderOperators:
             operator.restype = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Returns weight * (x / sqrt(mean(x^2) + eps)), the mean in fp32, the quotient rounded to x's dtype before it
-        is multiplied (Zhang and Sennrich 2019, as Hugging Face rounds it). x [..., width], weight [width]."""
+        """Returns weight * (x / sqrt(mean(x^2) + eps)) (Zhang and Sennrich 2019); x [..., width], weight [width].
+
+        Rounded as Hugging Face rounds: the mean in fp32, the quotient to x's dtype before it is multiplied.
+        """
         width = weight.shape[0]
         self._check(x, width)
         out = torch.empty_like(x)
@@ -67,7 +69,7 @@ class DecoderOperators:
         return out
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns silu(x[..., :half]) * x[..., half:], the first factor rounded to x's dtype. x [..., 2 * half]."""
+        """Returns silu(x[..., :half]) * x[..., half:] for x [..., 2 * half]; silu's result is rounded to x's dtype."""
         double = x.shape[-1]
         self._check(x, double)
         out = x.new_empty(*x.shape[:-1], double // 2)
@@ -83,7 +85,7 @@ class DecoderOperators:
 
 @dataclass(frozen=True)
 class Heads:
-    """What attention of one layer is like.
+    """Shape and scaling of one layer's attention.
 
     `norms` are the weights [head_dim] of RMS norms over each head of q and of k, before they are rotated.
     """
@@ -98,13 +100,13 @@ class Heads:
 
     @property
     def covered(self) -> bool:
-        """Whether the operator can compute these heads."""
+        """True if the operator can compute these heads."""
         return self.head_dim % 2 == 0 and self.head_dim <= MAX_HEAD and self.heads % self.kv_heads == 0
 
 
 @dataclass(frozen=True)
 class PagedCache:
-    """What one layer's heads are like, and their keys and values [slots, kv_heads, head_dim], contiguous.
+    """Keys and values [slots, kv_heads, head_dim] of one layer, contiguous, and the shape of its heads.
 
     Position p of row r lies in slot block_table[r, p // block_tokens] * block_tokens + p % block_tokens.
     """
@@ -116,10 +118,15 @@ class PagedCache:
 
 
 class AttentionPass:
-    """A pass as every layer's attention sees it; holds what the operator reads.
+    """Arguments of attention that all layers of a pass share. It keeps their tensors alive for the operator.
 
-    cos, sin [T, head_dim], of the operators' dtype; slots i64[T], below 0: not written; block_table i32[>= R, blocks];
-    contexts i32[>= R]. The first `rows` tokens are decode rows, one token each. Raises KernelArgumentError.
+    cos, sin     [T, head_dim], in the operators' dtype
+    slots        i64[T]; a token with a slot below 0 is not written to the cache
+    block_table  i32[>= R, blocks]
+    contexts     i32[>= R], tokens; context_lens has the same on the host
+    rows         number of decode rows, which come first and have one token each
+
+    Raises KernelArgumentError.
     """
 
     def __init__(
@@ -141,15 +148,15 @@ class AttentionPass:
             ("block_table", block_table, torch.int32, tuple(block_table.shape)),
             ("contexts", contexts, torch.int32, (block_table.shape[0],)),
         ):
-            _check(name, tensor, dtype, shape)
+            check_tensor(name, tensor, dtype, shape)
         if rows > min(tokens, block_table.shape[0], len(context_lens)):
             raise KernelArgumentError(f"{rows} decode rows of {tokens} tokens and {block_table.shape[0]} block tables")
         pieces = sum(-(-context // PIECE) for context in context_lens[:rows])
         scratch = torch.empty(pieces * heads.heads * (-(-heads.head_dim // BLOCK) * BLOCK + 2))
         self.dtype, self.head_dim, self.tokens = cos.dtype, heads.head_dim, tokens
-        self._held = (cos, sin, slots, block_table, contexts, scratch)
+        self._tensors = (cos, sin, slots, block_table, contexts, scratch)
         self._struct = _Pass(
-            *(tensor.data_ptr() for tensor in self._held),
+            *(tensor.data_ptr() for tensor in self._tensors),
             tokens=tokens,
             rows=rows,
             table_stride=block_table.shape[1],
@@ -159,24 +166,24 @@ class AttentionPass:
 
 
 class PagedAttention:
-    """One layer's rotary embedding, cache writes and decode attention. Raises KernelArgumentError."""
+    """Operator for a layer's rotary embedding, cache writes and decode attention. Raises KernelArgumentError."""
 
     def __init__(self, operators: DecoderOperators, cache: PagedCache) -> None:
         heads, keys, values = cache.heads, cache.keys, cache.values
         shape = (keys.shape[0], heads.kv_heads, heads.head_dim)
         weights = heads.norms or ()
-        for name, tensor, wanted in (
+        for name, tensor, expected in (
             ("keys", keys, shape),
             ("values", values, shape),
             *(("a head norm", weight, (heads.head_dim,)) for weight in weights),
         ):
-            _check(name, tensor, operators.dtype, wanted)
+            check_tensor(name, tensor, operators.dtype, expected)
         if not heads.covered:
             raise KernelArgumentError(
                 f"{heads.heads} heads of {heads.head_dim} over {heads.kv_heads} can't be computed"
             )
         self._run, self._dtype, self.heads = operators.attention, operators.dtype, heads
-        self._held = cache
+        self._cache = cache
         self.width = (heads.heads + 2 * heads.kv_heads) * heads.head_dim
         q_norm, k_norm = (w.data_ptr() for w in heads.norms) if heads.norms else (None, None)
         self._struct = _Layer(
@@ -189,19 +196,12 @@ class PagedAttention:
     def __call__(self, qkv: torch.Tensor, pass_: AttentionPass) -> torch.Tensor:
         """Rotates q and k of qkv [T, width], contiguous, in place, and writes k and v of all tokens into the cache.
 
-        Returns [T, heads * head_dim]: attention's output for the decode rows, memory as it was found for the others.
+        Returns [T, heads * head_dim]: attention's output for decode rows, uninitialised memory for other tokens.
         Raises KernelArgumentError.
         """
         if pass_.dtype is not self._dtype or pass_.head_dim != self.heads.head_dim:
             raise KernelArgumentError(f"the pass is of {pass_.dtype} and heads of {pass_.head_dim}, the layer is not")
-        _check("qkv", qkv, self._dtype, (pass_.tokens, self.width))
+        check_tensor("qkv", qkv, self._dtype, (pass_.tokens, self.width))
         out = qkv.new_empty(pass_.tokens, self.heads.heads * self.heads.head_dim)
         self._run(self._address, pass_.address, qkv.data_ptr(), out.data_ptr())
         return out
-
-
-def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise KernelArgumentError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; contiguous {dtype} {shape} is needed"
-        )

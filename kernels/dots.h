@@ -1,6 +1,6 @@
-// Dot products of rows of weights with a few tokens, for operators that read every weight once.
+// Dot products of rows of weights with a few tokens, for operators that read each weight once.
 //
-// A token's sums have the same bits whatever tokens are computed beside it.
+// The bits of a token's sums do not depend on the other tokens.
 
 #pragma once
 
@@ -8,10 +8,10 @@
 
 namespace {
 
-constexpr int INTO_L2 = 2;  // where weights are prefetched to: a core can wait for more lines there than in its first cache
+constexpr int INTO_L2 = 2;  // cache level for prefetched weights: a core can wait for more lines there than in L1
 constexpr int TILE_TOKENS = REGISTERS / 8;  // with 4 rows the sums take half of the registers
 
-// x in fp32, every whole block in the order that `load` gives the weights
+// x in fp32, with each whole block in the order in which `load` returns weights
 template <typename W>
 void widen_row(const W* x, int width, float* out) {
     int k = 0;
@@ -33,7 +33,7 @@ inline __attribute__((always_inline)) void add_products(const W* const* rows, co
     }
 }
 
-// out[token * out_stride + row] = x[token] . rows[row]. AHEAD: prefetches the rows `later` meanwhile.
+// out[token * out_stride + row] = x[token] . rows[row]. AHEAD: also prefetches the rows `later`.
 template <int ROWS, int TOKENS, bool AHEAD, typename W>
 void dots(const W* const* rows, const W* const* later, const float* x, int64_t x_stride, int width, float* out, int64_t out_stride) {
     constexpr int SUMS = (ROWS * TOKENS + LANES - 1) / LANES * LANES;

@@ -1,8 +1,8 @@
-"""The Triton kernels of attention over the paged cache: nothing of a context is copied.
+"""Triton kernels of attention over the paged cache, which read keys and values in place.
 
-Both walk a context in tiles of BN positions with a running maximum and sum (FlashAttention; Dao et al. 2022). Decode
-splits a row's context over programs and adds the parts up in a second launch (Flash-Decoding), and has the query heads
-that share a key head as the rows of one product. Scores are powers of two: `scaling` has log2(e) in it.
+Both loop over a context in tiles of BN positions with a running maximum and sum (FlashAttention; Dao et al. 2022).
+Decode splits a row's context over programs and combines the parts in a second launch (Flash-Decoding). The query heads
+that share a key head are the rows of one product. Weights are powers of two of the scores: `scaling` includes log2(e).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import triton.language as tl
 from kernels.tiles import dot, find_tile, narrow
 
 TABLES = ("context_len", "block_table", "query_start")
-"""Arguments that begin anywhere in a step's upload: a kernel compiled for their alignment would serve some buckets."""
+"""Arguments that begin anywhere in a step's upload; a kernel specialised on their alignment would fit some buckets
+only."""
 
 
 @triton.jit
 def load_places(block_table, row, table_stride, p, end, BLOCK_TOKENS: tl.constexpr):
-    """Returns i64: the cache slots of positions p of a row; positions from `end` on are in slot 0."""
+    """Returns the cache slots i64 of positions p of a row; slot 0 for positions from `end` on."""
     inside = p < end
     block = tl.load(block_table + row.to(tl.int64) * table_stride + p // BLOCK_TOKENS, mask=inside, other=0)
     return tl.where(inside, block.to(tl.int64) * BLOCK_TOKENS + p % BLOCK_TOKENS, 0)
@@ -26,26 +27,26 @@ def load_places(block_table, row, table_stride, p, end, BLOCK_TOKENS: tl.constex
 
 @triton.jit
 def load_heads(cache, slot, head, inside, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BD: tl.constexpr):
-    """Returns [positions, BD]: one head of each slot, 0 where not inside."""
+    """Loads [positions, BD]: one head of each slot, 0 where not `inside`."""
     d = tl.arange(0, BD)
     at = cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :]
     return tl.load(at, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def add_tile(scores, v, most, total, acc):
-    """Returns (maximum, sum, weighted values) with one more tile: scores [rows, BN], v [BN, BD]."""
-    new = tl.maximum(most, tl.max(scores, 1))
-    base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing yet
+def add_tile(scores, v, maximum, total, acc):
+    """Returns (maximum, sum, weighted values) after one more tile of scores [rows, BN] and values v [BN, BD]."""
+    new = tl.maximum(maximum, tl.max(scores, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)  # a row without a visible position so far
     weights = tl.exp2(scores - base[:, None])
-    kept = tl.exp2(most - base)
-    acc = dot(narrow(weights, v.dtype), v, acc * kept[:, None])
-    return new, total * kept + tl.sum(weights, 1), acc
+    rescale = tl.exp2(maximum - base)
+    acc = dot(narrow(weights, v.dtype), v, acc * rescale[:, None])
+    return new, total * rescale + tl.sum(weights, 1), acc
 
 
 @triton.jit
 def cut(context, splits, WINDOW: tl.constexpr, LEAST: tl.constexpr, BN: tl.constexpr):
-    """Returns (first position that is seen, positions of a piece) of a row with this context."""
+    """Returns (first visible position, positions per split) of a row with this context."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0)
@@ -59,7 +60,7 @@ def decode_attention(
     WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     LEAST: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Attends for one row, key head and piece of the context: into `out` with one split, else into the scratch."""
+    """Attends for one row, key head and split of the context. Writes to scratch unless there is one split."""
     row = tl.program_id(0)
     kv = tl.program_id(1)
     split = tl.program_id(2)
@@ -74,7 +75,7 @@ def decode_attention(
     head = kv * GROUP + g
     mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
     query = tl.load(q + row.to(tl.int64) * q_stride + head[:, None] * DIM + d[None, :], mask=mask, other=0.0)
-    most = tl.full((BG,), float("-inf"), dtype=tl.float32)
+    maximum = tl.full((BG,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BG,), dtype=tl.float32)
     acc = tl.zeros((BG, BD), dtype=tl.float32)
     for at in range(begin, end, BN):
@@ -84,7 +85,7 @@ def decode_attention(
         scores = dot(query, tl.trans(k), tl.zeros((BG, BN), dtype=tl.float32)) * scaling
         scores = tl.where((p < end)[None, :], scores, float("-inf"))
         v = load_heads(values, slot, kv, p < end, KV_HEADS, DIM, BD)
-        most, total, acc = add_tile(scores, v, most, total, acc)
+        maximum, total, acc = add_tile(scores, v, maximum, total, acc)
     heads: tl.constexpr = KV_HEADS * GROUP
     if splits == 1:
         to = out + (row.to(tl.int64) * heads + head[:, None]) * DIM + d[None, :]
@@ -92,7 +93,7 @@ def decode_attention(
     else:
         part = scratch + ((split * tl.num_programs(0) + row).to(tl.int64) * heads + head) * (DIM + 2)
         tl.store(part[:, None] + d[None, :], acc, mask=mask)
-        tl.store(part + DIM, most, mask=g < GROUP)
+        tl.store(part + DIM, maximum, mask=g < GROUP)
         tl.store(part + DIM + 1, total, mask=g < GROUP)
 
 
@@ -102,7 +103,7 @@ def combine_splits(
     WINDOW: tl.constexpr, DIM: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Combines, for one head of one row, the at most MOST pieces that decode_attention left."""
+    """Combines the splits of decode_attention, at most MOST, for one head of one row."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     context = tl.load(context_len + row)
@@ -114,12 +115,12 @@ def combine_splits(
     there = (first + split * piece < context) & (split < splits)
     rows, heads = tl.num_programs(0), tl.num_programs(1)
     part = scratch + ((split * rows + row).to(tl.int64) * heads + head) * (DIM + 2)
-    most = tl.load(part + DIM, mask=there, other=float("-inf"))
-    factor = tl.where(there, tl.exp2(most - tl.max(most, 0)), 0.0)
+    maximum = tl.load(part + DIM, mask=there, other=float("-inf"))
+    factor = tl.where(there, tl.exp2(maximum - tl.max(maximum, 0)), 0.0)
     total = tl.sum(factor * tl.load(part + DIM + 1, mask=there, other=0.0), 0)
     acc = tl.load(part[:, None] + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0)
-    found = tl.sum(acc * factor[:, None], 0) / total
-    tl.store(out + (row.to(tl.int64) * heads + head) * DIM + d, narrow(found, out.dtype.element_ty), mask=d < DIM)
+    combined = tl.sum(acc * factor[:, None], 0) / total
+    tl.store(out + (row.to(tl.int64) * heads + head) * DIM + d, narrow(combined, out.dtype.element_ty), mask=d < DIM)
 
 
 @triton.jit(do_not_specialize=["rows", "table_stride"], do_not_specialize_on_alignment=TABLES)
@@ -128,7 +129,7 @@ def prefill_attention(
     WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Attends for one head of one tile of a row's tokens."""
+    """Attends for one head and one tile of a row's tokens."""
     row, t0 = find_tile(tl.program_id(0), query_start, rows, BT)
     if row >= rows:
         return
@@ -141,12 +142,13 @@ def prefill_attention(
     t = t0 + tl.arange(0, BT)
     mask = (t < end)[:, None] & (d < DIM)[None, :]
     query = tl.load(q + t.to(tl.int64)[:, None] * q_stride + head * DIM + d[None, :], mask=mask, other=0.0)
-    position = tl.minimum(context - end + t, context - 1)  # behind the last token as the last: nobody sees nothing
+    # tokens past the row's end see what its last token sees, so that no softmax is over nothing
+    position = tl.minimum(context - end + t, context - 1)
     last = tl.minimum(context - end + t0 + BT, context)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context - end + t0 - WINDOW + 1, 0)
-    most = tl.full((BT,), float("-inf"), dtype=tl.float32)
+    maximum = tl.full((BT,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BT,), dtype=tl.float32)
     acc = tl.zeros((BT, BD), dtype=tl.float32)
     for at in range(first, last, BN):
@@ -154,11 +156,11 @@ def prefill_attention(
         slot = load_places(block_table, row, table_stride, p, last, BLOCK_TOKENS)
         k = load_heads(keys, slot, head // GROUP, p < last, KV_HEADS, DIM, BD)
         scores = dot(query, tl.trans(k), tl.zeros((BT, BN), dtype=tl.float32)) * scaling
-        seen = (p[None, :] <= position[:, None]) & (p < last)[None, :]
+        visible = (p[None, :] <= position[:, None]) & (p < last)[None, :]
         if WINDOW > 0:
-            seen &= p[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
+            visible &= p[None, :] > position[:, None] - WINDOW
+        scores = tl.where(visible, scores, float("-inf"))
         v = load_heads(values, slot, head // GROUP, p < last, KV_HEADS, DIM, BD)
-        most, total, acc = add_tile(scores, v, most, total, acc)
+        maximum, total, acc = add_tile(scores, v, maximum, total, acc)
     to = out + t.to(tl.int64)[:, None] * (KV_HEADS * GROUP * DIM) + head * DIM + d[None, :]
     tl.store(to, narrow(acc / total[:, None], out.dtype.element_ty), mask=mask)

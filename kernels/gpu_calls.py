@@ -1,25 +1,25 @@
-"""Everything about a call of `gpu_ops` that can be seen without reading a device. All raise KernelArgumentError."""
+"""Checks of the arguments of `gpu_ops` that need no read from a device. All raise KernelArgumentError."""
 
 from __future__ import annotations
 
 import torch
 
 from kernels.decoder import MAX_HEAD, PagedCache
-from kernels.gpu_ops import MOST_SPLITS, Rotary, Rows
-from kernels.view import WEIGHT_DTYPES, KernelArgumentError
+from kernels.gpu_ops import MAX_SPLITS, Rotary, Rows
+from kernels.view import WEIGHT_DTYPES, KernelArgumentError, check_tensor
 
 
 def check_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None) -> None:
     _check_rows("x", x, None, weight.shape[0])
-    _check("weight", weight, x, x.dtype, (x.shape[1],))
+    check_tensor("weight", weight, x.dtype, (x.shape[1],), x.device)
     for name, tensor in (("out", out), ("residual", residual)):
         if tensor is not None:
-            _check(name, tensor, x, x.dtype, tuple(x.shape))
+            check_tensor(name, tensor, x.dtype, tuple(x.shape), x.device)
 
 
 def check_silu(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     _check_rows("gate_up", gate_up, None, 2 * out.shape[-1])
-    _check("out", out, gate_up, gate_up.dtype, (gate_up.shape[0], gate_up.shape[1] // 2))
+    check_tensor("out", out, gate_up.dtype, (gate_up.shape[0], gate_up.shape[1] // 2), gate_up.device)
 
 
 def check_rotation(
@@ -29,12 +29,12 @@ def check_rotation(
     _check_rows("qkv", qkv, None, (heads.heads + 2 * heads.kv_heads) * heads.head_dim)
     _check_cache(qkv, cache)
     for name, tensor in (("positions", positions), ("slots", slots)):
-        _check(name, tensor, qkv, torch.int64, (qkv.shape[0],))
+        check_tensor(name, tensor, torch.int64, (qkv.shape[0],), qkv.device)
     table = (rotary.cos.shape[0], heads.head_dim // 2)
     for name, tensor in (("rotary.cos", rotary.cos), ("rotary.sin", rotary.sin)):
-        _check(name, tensor, qkv, qkv.dtype, table)
+        check_tensor(name, tensor, qkv.dtype, table, qkv.device)
     for tensor in heads.norms or ():
-        _check("a head norm", tensor, qkv, qkv.dtype, (heads.head_dim,))
+        check_tensor("a head norm", tensor, qkv.dtype, (heads.head_dim,), qkv.device)
 
 
 def check_decode(q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.Tensor, scratch: torch.Tensor) -> None:
@@ -45,15 +45,17 @@ def check_decode(q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.Tens
     if q.shape[0] != count:
         raise KernelArgumentError(f"q has {q.shape[0]} rows; context_len has {count}")
     splits = scratch.shape[0]
-    if not 1 <= splits <= MOST_SPLITS:
-        raise KernelArgumentError(f"the scratch is for {splits} splits; 1 to {MOST_SPLITS} can be added up")
-    _check("scratch", scratch, q, torch.float32, (splits, count, cache.heads.heads, cache.heads.head_dim + 2))
+    if not 1 <= splits <= MAX_SPLITS:
+        raise KernelArgumentError(f"the scratch is for {splits} splits; 1 to {MAX_SPLITS} can be added up")
+    check_tensor(
+        "scratch", scratch, torch.float32, (splits, count, cache.heads.heads, cache.heads.head_dim + 2), q.device
+    )
 
 
 def check_prefill(q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.Tensor) -> None:
     if rows.query_start is None:
         raise KernelArgumentError("query_start must say which tokens are whose")
-    _check("query_start", rows.query_start, q, torch.int32, (rows.context_len.shape[0] + 1,))
+    check_tensor("query_start", rows.query_start, torch.int32, (rows.context_len.shape[0] + 1,), q.device)
     _check_attention(q, cache, rows, out)
 
 
@@ -63,9 +65,9 @@ def _check_attention(q: torch.Tensor, cache: PagedCache, rows: Rows, out: torch.
         raise KernelArgumentError(f"q must be [T, >= {width}], not {tuple(q.shape)}")
     _check_rows("q", q, q.shape[0], q.shape[1])
     _check_cache(q, cache)
-    _check("out", out, q, q.dtype, (q.shape[0], width))
+    check_tensor("out", out, q.dtype, (q.shape[0], width), q.device)
     count = rows.context_len.shape[0]
-    _check("context_len", rows.context_len, q, torch.int32, (count,))
+    check_tensor("context_len", rows.context_len, torch.int32, (count,), q.device)
     table = rows.block_table
     if table.dtype is not torch.int32 or table.device != q.device or table.dim() != 2 or table.stride(1) != 1:
         raise KernelArgumentError(f"block_table must be i32[R, blocks] on {q.device}, rows of stride 1")
@@ -82,29 +84,15 @@ def _check_cache(like: torch.Tensor, cache: PagedCache) -> None:
         )
     shape = (cache.keys.shape[0], heads.kv_heads, heads.head_dim)
     for name, tensor in (("keys", cache.keys), ("values", cache.values)):
-        _check(name, tensor, like, like.dtype, shape)
+        check_tensor(name, tensor, like.dtype, shape, like.device)
 
 
 def _check_rows(name: str, tensor: torch.Tensor, rows: int | None, width: int) -> None:
-    """Checks that the tensor is [rows, width] with rows of stride 1. `rows` None: any number. Raises
-    KernelArgumentError."""
+    """Checks that the tensor is [rows, width] with rows of stride 1; `rows` None: any number."""
     if tensor.dtype not in WEIGHT_DTYPES:
         raise KernelArgumentError(f"{name} is {tensor.dtype}; one of {WEIGHT_DTYPES} is needed")
     if tensor.dim() != 2 or tensor.shape[1] != width or rows not in (None, tensor.shape[0]) or tensor.stride(1) != 1:
         raise KernelArgumentError(
             f"{name} must be [{'T' if rows is None else rows}, {width}] with rows of stride 1, not "
             f"{tuple(tensor.shape)} of strides {tensor.stride()}"
-        )
-
-
-def _check(name: str, tensor: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if (
-        tensor.dtype is not dtype
-        or tensor.device != like.device
-        or tuple(tensor.shape) != shape
-        or not tensor.is_contiguous()
-    ):
-        raise KernelArgumentError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; contiguous {dtype} {shape} on "
-            f"{like.device} is needed"
         )

@@ -1,6 +1,7 @@
-"""The Triton kernels of `gpu_ops` beside attention: norms, rotary embedding with the cache's writes, SiLU.
+"""Triton kernels of `gpu_ops` other than attention: norms, rotary embedding with cache writes, SiLU.
 
-A model's numbers are constants of a kernel; what changes while it serves is neither a constant nor specialised on.
+A model's sizes are compile-time constants. Arguments that change while the node serves are neither constants nor
+specialised on, so nothing is compiled then.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import triton.language as tl
 from kernels.tiles import narrow
 
 PER_TOKEN = ("positions", "slots")
-"""Arguments that begin anywhere in a step's upload: a kernel compiled for their alignment would serve some buckets."""
+"""Arguments that begin anywhere in a step's upload; a kernel specialised on their alignment would fit some buckets
+only."""
 
 
 @triton.jit
 def unit_rms(x, eps, WIDTH: tl.constexpr):
-    """Returns x [rows, columns] / its root mean square over each row's WIDTH columns, fp32; columns behind WIDTH are
-    0."""
+    """Returns x [rows, columns] over each row's root mean square, in fp32. Columns from WIDTH on are 0."""
     wide = x.to(tl.float32)
     return wide * tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
 
 
 @triton.jit
 def add_rms_norm(x, x_stride, residual, weight, out, eps, ADDS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Normalises one token: residual += x where ADDS, out = weight * residual / rms(residual); else of x."""
+    """Normalises one token: out = weight * x / rms(x). With ADDS: residual += x, then the norm of residual."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)[None, :]
     inside = k < WIDTH
@@ -47,15 +48,17 @@ def silu_mul(gate_up, stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     dtype: tl.constexpr = out.dtype.element_ty
     gate = tl.load(gate_up + t * stride + k, mask=k < WIDTH, other=0.0).to(tl.float32)
     up = tl.load(gate_up + t * stride + WIDTH + k, mask=k < WIDTH, other=0.0).to(tl.float32)
-    least = tl.exp(-tl.abs(gate))  # at most 1, whatever the gate
-    silu = narrow(gate * tl.where(gate < 0.0, least, 1.0) / (1.0 + least), dtype).to(tl.float32)
+    power = tl.exp(-tl.abs(gate))  # at most 1 for any gate: no overflow
+    silu = narrow(gate * tl.where(gate < 0.0, power, 1.0) / (1.0 + power), dtype).to(tl.float32)
     tl.store(out + t * WIDTH + k, narrow(silu * up, dtype), mask=k < WIDTH)
 
 
 @triton.jit
 def load_rotated(at, mask, c, s, weight, eps, NORMED: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr):
-    """Returns the (lower, upper) halves [BH, BD] of the heads at `at`, normed where NORMED, and rotated, each product
-    and the sum rounded."""
+    """Returns the (lower, upper) halves [BH, BD] of the heads at `at`, rotated; normed first if NORMED.
+
+    Each product and the sum are rounded.
+    """
     dtype: tl.constexpr = at.dtype.element_ty
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -79,8 +82,7 @@ def rotate_and_store(
     NORMED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     BH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Rotates, for one token, BH heads of q in place, or BH heads of k into the cache, beside which it stores those of
-    v."""
+    """Rotates BH heads of one token: of q in place, or of k into the cache, together with the same heads of v."""
     t = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = qkv + t * qkv_stride

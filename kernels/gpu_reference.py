@@ -1,6 +1,6 @@
-"""The operations of `gpu_ops` in plain torch: what stands for them on a CPU. Slow, and it allocates.
+"""The operations of `gpu_ops` in plain torch, for a CPU. They are slow and allocate memory.
 
-Like the kernels, nothing here waits for a value: contexts are computed to the width of the block table, under masks.
+As in the kernels, no step depends on a value: contexts are computed to the full width of the block table, under masks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TorchOperations:
         cos, sin = (table.index_select(0, positions)[:, None].repeat(1, 1, 2) for table in (rotary.cos, rotary.sin))
         new_q, new_k = (part * cos + _half_turned(part) * sin for part in (new_q, new_k))
         q.copy_(new_q)
-        # what is not to be written goes to slot 0, which is padding's, as what that slot has already
+        # a token that must not be written rewrites slot 0, which is for padding, with its present values
         at, written = slots.clamp(min=0), (slots >= 0)[:, None, None]
         for stored, new in ((cache.keys, new_k), (cache.values, v)):
             stored.index_copy_(0, at, torch.where(written, new, stored.index_select(0, at)))
@@ -68,16 +68,16 @@ class TorchOperations:
             at = torch.arange(slots.shape[0], device=q.device)
             slots = torch.where(at < context, slots, 0)
             last = context - end + token
-            seen = (at < context) & (at <= last[:, None])
+            visible = (at < context) & (at <= last[:, None])
             if heads.window:
-                seen &= at > last[:, None] - heads.window
+                visible &= at > last[:, None] - heads.window
             keys, values = (part.index_select(0, slots).float() for part in (cache.keys, cache.values))
             values = values.masked_fill((at >= context)[:, None, None], 0.0)
             scores = torch.einsum("tkgd,pkd->tkgp", wide, keys) * heads.scaling
-            weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
+            weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(dim=-1)
             done = torch.einsum("tkgp,pkd->tkgd", weights, values).reshape(out.shape).to(out.dtype)
-            mine = (token >= begin) & (token < end) & (context > 0)
-            out.copy_(torch.where(mine[:, None], done, out))
+            is_of_row = (token >= begin) & (token < end) & (context > 0)
+            out.copy_(torch.where(is_of_row[:, None], done, out))
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The operations of `gpu_ops` by Triton: sizes of tiles, grids, launches. Chosen by hand, and not tuned."""
+"""The operations of `gpu_ops` in Triton: tile sizes, which are chosen by hand and not tuned, grids and launches."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import triton
 from kernels import gpu_attention, gpu_layer
 from kernels.decoder import PagedCache
 from kernels.gpu_calls import check_decode, check_norm, check_prefill, check_rotation, check_silu
-from kernels.gpu_ops import LEAST_PIECE, MOST_SPLITS, Rotary, Rows
+from kernels.gpu_ops import MAX_SPLITS, MIN_PIECE, Rotary, Rows
 
 LOG2_E = math.log2(math.e)
 SILU_BLOCK = 1024
 HEADS_PER_PROGRAM = 4
-LEAST_DOT = 16
-"""Rows and columns; the least that a tensor core multiplies."""
+MIN_DOT = 16
+"""Rows and columns of the smallest tensor core product."""
 TILE_BYTES = 16 << 10
-"""Of keys, or of values, that one step of attention reads: twice as much in flight fits every GPU since sm_80."""
+"""Bytes of keys, or of values, that one step of attention reads; two such tiles fit any GPU since sm_80."""
 LARGEST_TILE = 64
 
 
 class TritonOperations:
-    """LayerOperations. Also runs in Triton's interpreter."""
+    """LayerOperations in Triton, which run in its interpreter, too."""
 
     def add_rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor, residual: torch.Tensor | None
@@ -68,15 +68,15 @@ class TritonOperations:
         if not count:
             return
         width, tile = attention_tile(heads.head_dim, q.dtype)
-        shared = {"WINDOW": heads.window or 0, "DIM": heads.head_dim, "LEAST": LEAST_PIECE, "BN": tile, "BD": width}
+        shared = {"WINDOW": heads.window or 0, "DIM": heads.head_dim, "LEAST": MIN_PIECE, "BN": tile, "BD": width}
         gpu_attention.decode_attention[(count, heads.kv_heads, splits)](
             q, q.stride(0), cache.keys, cache.values, rows.context_len, rows.block_table, rows.block_table.stride(0),
             out, scratch, splits, heads.scaling * LOG2_E, BLOCK_TOKENS=cache.block_tokens, GROUP=group,
-            KV_HEADS=heads.kv_heads, BG=max(LEAST_DOT, triton.next_power_of_2(group)), num_stages=2, **shared,
+            KV_HEADS=heads.kv_heads, BG=max(MIN_DOT, triton.next_power_of_2(group)), num_stages=2, **shared,
         )  # fmt: skip
         if splits > 1:
             gpu_attention.combine_splits[(count, heads.heads)](
-                scratch, rows.context_len, out, splits, MOST=MOST_SPLITS, **shared
+                scratch, rows.context_len, out, splits, MOST=MAX_SPLITS, **shared
             )
 
     def prefill_attention(self, q: torch.Tensor, cache: PagedCache, rows: Rows, *, out: torch.Tensor) -> None:
@@ -94,6 +94,6 @@ class TritonOperations:
 
 
 def attention_tile(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Returns (columns that a head is padded to, positions of a tile), both powers of two."""
-    width = max(LEAST_DOT, triton.next_power_of_2(head_dim))
-    return width, max(LEAST_DOT, min(LARGEST_TILE, TILE_BYTES // (width * dtype.itemsize)))
+    """Returns (columns of a padded head, positions of a tile), both powers of two."""
+    width = max(MIN_DOT, triton.next_power_of_2(head_dim))
+    return width, max(MIN_DOT, min(LARGEST_TILE, TILE_BYTES // (width * dtype.itemsize)))

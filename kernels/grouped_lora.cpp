@@ -1,8 +1,8 @@
-// LoRA of one projection group on a CPU: every segment of a batch, each adapter at its own rank, in one call.
+// LoRA of one projection group on a CPU: all segments of a batch, each adapter at its own rank, in one call.
 //
-// Rows are read where the AdapterTable says (64-byte units from the pool's start), accumulated in fp32. Every output is
-// summed by one thread in an order that depends on nothing but the shape, so results have equal bits for any number of
-// threads and any batch around a token.
+// Rows are read at the AdapterTable's offsets (64-byte units from the pool's start) and accumulated in fp32. One thread
+// sums each output, in an order that depends on the shape alone, so a token's bits are the same for any number of
+// threads and any batch.
 
 #include <algorithm>
 #include <vector>
@@ -12,7 +12,7 @@
 
 extern "C" {
 
-// What all groups of a pass share
+// Arguments that all groups of a pass share
 struct Segments {
     const int32_t* start;
     const int32_t* slot;
@@ -33,24 +33,24 @@ struct Call {
     int64_t y_stride[3];
     int64_t d_out[3];
     int64_t x_stride, d_in, table_stride, projections;
-    // Which rows of A are multiplied with x, and which outputs are added to: both count through the projections, one
-    // behind the other. Outputs take all of xa, as it was or now is.
+    // Rows of A that are multiplied with x, and outputs that are added to. Both are counted through the projections in
+    // order. Outputs use all of xa, whether this call computed it or an earlier one.
     int64_t rows_begin, rows_end, columns_begin, columns_end;
 };
 }
 
 namespace {
 
-constexpr int AHEAD = 8;           // rows of B to ask for before they are needed
-constexpr int ROW_BLOCK = 16;      // A rows of one item of work
+constexpr int AHEAD = 8;           // rows of B to prefetch
+constexpr int ROW_BLOCK = 16;      // A rows of one work item
 constexpr int COLUMN_BLOCK = 256;  // B columns of one item
-constexpr int WIDE = REGISTERS / 4;  // blocks of columns summed at once: half of the registers
+constexpr int WIDE = REGISTERS / 4;  // blocks of columns that are summed together: half of the registers
 
 struct Item {
     int32_t segment, projection, at, end;
 };
 
-// Where the rows of A (side 0) or B (side 1) of an item lie
+// Addresses of an item's rows of A (side 0) or B (side 1)
 template <typename W>
 struct Rows {
     const W* pool;
@@ -64,7 +64,7 @@ struct Rows {
     const W* operator[](int j) const { return pool + offsets[j] * (64 / int64_t(sizeof(W))); }
 };
 
-// What add_columns is to ask for behind its own rows: the rows of the item that follows, from a column on
+// Rows that add_columns prefetches after its own: those of the next item, from a column on
 template <typename W>
 struct Ahead {
     Rows<W> rows;
@@ -165,12 +165,12 @@ void expand(const Call& call, const Item& item, const Item& next) {
 struct Range {
     int64_t begin, end;
 };
-// The part of begin..end that lies in `count` places from `first` on, as places there
+// Intersection of begin..end with `count` places from `first` on, relative to `first`
 inline Range within(int64_t begin, int64_t end, int64_t first, int64_t count) {
     return {std::clamp<int64_t>(begin - first, 0, count), std::clamp<int64_t>(end - first, 0, count)};
 }
 
-// Items in order, cut into one part per thread by the elements that they read
+// Ordered items, divided into one part per thread by the elements that they read
 struct Items {
     std::vector<Item> items;
     std::vector<int64_t> ends;
@@ -189,7 +189,7 @@ struct Items {
 
 template <typename W>
 void run(const Call& call) {
-    // kept from call to call, for a step makes one per layer; the caller's own, which all threads of the region read
+    // thread_local keeps its memory between calls, of which a step makes one per layer; the region's threads read it
     thread_local Items kept_rows, kept_columns;
     thread_local std::vector<int32_t> kept_segments;
     Items &rows = kept_rows, &columns = kept_columns;
@@ -198,7 +198,7 @@ void run(const Call& call) {
     for (int s = 0; s < call.segments->count; s++) {
         if (call.segments->slot[s] < 0 || call.segments->start[s] == call.segments->start[s + 1]) continue;
         segments.push_back(s);
-        int64_t row = 0, column = 0;  // of the projection's first
+        int64_t row = 0, column = 0;  // first of the projection
         for (int p = 0; p < call.projections; p++) {
             const int64_t entry = call.segments->slot[s] * call.table_stride + p, d_out = call.d_out[p];
             const int64_t rank = std::min<int64_t>(call.rank[entry], call.segments->capacity);
@@ -217,7 +217,7 @@ void run(const Call& call) {
     }
     if (rows.items.empty()) segments.clear();  // x is not needed
     if (rows.items.empty() && columns.items.empty()) return;
-    // below a few thousand elements, waking another thread costs more than it brings
+    // below a few thousand elements, waking another thread costs more than it gains
     const int64_t threads = rows.total() + columns.total() < 16384 ? 1 : call.segments->threads;
 #pragma omp parallel num_threads(threads)
     {

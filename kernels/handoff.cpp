@@ -1,4 +1,4 @@
-// Flag words of a handoff: 64-bit words in shared memory, a cache line each, with one writer. See handoff.py.
+// Flag words of a handoff: 64-bit words in shared memory, in a cache line each, with one writer. See handoff.py.
 
 #include <atomic>
 #include <cstdint>
@@ -16,8 +16,8 @@ static_assert(sizeof(Word) == 8 && Word::is_always_lock_free, "a flag must be a 
 
 constexpr int WORDS_PER_LINE = 8;
 constexpr int POLLS_PER_LOOK = 64;          // polls between two looks at the clock
-// So long a poll keeps its core for itself, then it lets others run. Well above any slice of work: who yields to a busy
-// process waits for all of that one's time slice, milliseconds.
+// Time for which a poll spins before it yields its core. It is well above any slice of work, because a yield to a busy
+// process costs that process's time slice, which is milliseconds.
 constexpr int64_t UNSHARED_NS = 5'000'000;
 
 int64_t now_ns() {
@@ -26,7 +26,7 @@ int64_t now_ns() {
     return int64_t(at.tv_sec) * 1'000'000'000 + at.tv_nsec;
 }
 
-// Calls `found` until it is true; false when `timeout_ns` passed first. Looks once at least.
+// Calls `found` at least once, until it returns true; returns false after `timeout_ns`.
 template <typename Found>
 bool poll(int64_t timeout_ns, Found found) {
     int64_t begin = 0;
@@ -52,9 +52,9 @@ int handoff_wait(const Word* flag, uint64_t value, int64_t timeout_ns) {
     return poll(timeout_ns, [=] { return flag->load(std::memory_order_acquire) == value; });
 }
 
-// The first slot from `start` on, round and round, whose flag is not what was `seen` there; -1: disarmed and nothing
-// is left; -2: time-out. `flags` are `stride` lines apart. `armed` is read before the flags: what was posted before the
-// disarming is found.
+// Returns the first slot, from `start` on in a circle, whose flag differs from `seen`; -1: none, and disarmed; -2:
+// time-out. `flags` are `stride` lines apart. `armed` is read before the flags, so that a flag posted before the
+// disarming is not missed.
 int handoff_next(const Word* flags, int64_t stride, const uint64_t* seen, int slots, int start, const Word* armed,
                  int64_t timeout_ns) {
     int slot = -2;

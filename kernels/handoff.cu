@@ -1,13 +1,12 @@
-// The device's side of a handoff for Tritons without atomic_store and atomic_poll: see handoff_triton.py, whose two
-// kernels these are, for what is promised and why.
+// The device's side of a handoff. handoff_device.py has the contract and the memory order.
 
 #include "handoff_order.h"
 
 constexpr int WORDS = 8;  // u64 of a cache line
 constexpr unsigned REST_NS = 100;
 
-// target[0..bytes) = x[0..bytes), then command_flags[w] = values[w] for every w whose value is not 0. Nothing at all
-// once the pass is poisoned. ticket is 0 before and after.
+// target[0..bytes) = x[0..bytes), then command_flags[w] = values[w] for each w whose value is not 0. Does nothing in a
+// poisoned pass. ticket is 0 before and after.
 extern "C" __global__ void copy_and_signal(const char* __restrict__ x, long long bytes, char* __restrict__ target,
                                            int* ticket, u64* command_flags, const u64* values, int workers,
                                            const int* poisoned) {
@@ -30,8 +29,8 @@ extern "C" __global__ void copy_and_signal(const char* __restrict__ x, long long
     }
 }
 
-// One block of one thread per worker. Where an answer does not come, `poisoned` (for the kernels after this one) and
-// `failed` (for the host) become 1.
+// One block of one thread per worker. After a time-out `poisoned` (for later kernels) and `failed` (for the host) become
+// 1.
 extern "C" __global__ void wait_for_workers(const u64* done_flags, const u64* values, u64 timeout_ns,
                                             volatile int* poisoned, volatile int* failed) {
     const int at = blockIdx.x * WORDS;

@@ -1,17 +1,17 @@
-"""Flag words: how one process tells another that memory which both map has been written. No torch.
+"""Flag words by which a process signals to another that it has written memory which both map. No torch.
 
-A flag is a 64-bit word in a cache line of its own, with one writer. Its value never repeats (epoch and sequence number,
-see `flag_value`), so that a word that is still old, or was written too late, is never taken for the awaited one.
+A flag is a 64-bit word in a separate cache line, with one writer. Its values never repeat (epoch and sequence number,
+see `flag_value`), so an old word, or one that was written too late, is never taken for the awaited one.
 
-Memory order. The writer stores its data and then the flag with *release* order; the reader polls the flag with
-*acquire* order and reads the data only after it has seen the awaited value. The store that it saw synchronises with its
-load, so everything the writer wrote before is visible to it (C++17 [intro.races]). Nobody does a read-modify-write on a
-flag, and nobody writes another's.
+Memory order: The writer stores its data and then the flag with *release* order. The reader polls the flag with
+*acquire* order, and reads the data only after it has loaded the awaited value. That load synchronises with the store,
+so all that the writer wrote before is visible to the reader (C++17 [intro.races]). No process does a read-modify-write
+on a flag, or writes a flag of another.
 
-On x86-64 both orders are those of plain moves, for the processor keeps stores in order, and loads in order (total store
-order); `std::atomic` in handoff.cpp keeps the compiler to it. Without a compiler numpy's aligned 8-byte loads and
-stores do the same, one move each, which the interpreter can neither split nor reorder. This relies on x86-64, so
-elsewhere nothing here works at all rather than nearly always.
+On x86-64 plain moves have both orders, because the processor keeps stores in order, and loads in order (total store
+order); `std::atomic` in handoff.cpp keeps the compiler from reordering. Without a compiler numpy's aligned 8-byte loads
+and stores are one move each, which the interpreter can neither split nor reorder. Other processors are refused, since
+this would fail there now and then.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ import numpy as np
 
 from kernels.build import load_library
 
-Seen = ctypes.Array[ctypes.c_uint64]
-"""u64[slots]: the flags' values that were dealt with."""
+Handled = ctypes.Array[ctypes.c_uint64]
+"""u64[slots]: the last handled value of each flag."""
 
 LINE = 64
-"""Bytes of a cache line; a flag has one to itself."""
+"""Bytes of a cache line; each flag has a separate one."""
 SEQUENCE_BITS = 40
 DISARMED, TIMED_OUT = -1, -2
-"""What `next` gives instead of a slot."""
+"""Results of `next` that are no slots."""
 
 
 class UnsupportedMachine(RuntimeError):
-    """Handoffs rely on the memory order of a processor on which they were never tested."""
+    """CPU workers can't run on this processor: handoffs rely on the memory order of x86-64."""
 
 
 def flag_value(epoch: int, sequence: int) -> int:
-    """Returns the value of a flag, never 0, which is what a fresh word holds. 2^40 handoffs of 10 us each take four
-    months."""
+    """Returns the value of a flag; it is never 0, the value of a new word.
+
+    A sequence lasts four months if a handoff takes 10 us.
+    """
     return epoch << SEQUENCE_BITS | sequence
 
 
@@ -52,25 +54,24 @@ def check_machine(machine: str = platform.machine()) -> None:
 
 
 class Flags(Protocol):
-    """The operations on flags by address; each bounded. `post` is done before it returns."""
+    """Operations on flags by address. Each one's time is bounded; the store of `post` is complete when it returns."""
 
     def post(self, flag: int, value: int) -> None:
-        """Stores the value with release order: whoever sees `value` sees everything that was written before."""
+        """Stores the value with release order: a process that loads it sees all that was written before."""
 
     def wait(self, flag: int, value: int, timeout_ns: int) -> bool:
-        """Polls with acquire order until the flag is `value`. Returns False when the time has passed. Looks once at
-        least."""
+        """Polls with acquire order, at least once, until the flag is `value`. Returns False after `timeout_ns`."""
 
-    def next(self, flags: int, stride: int, seen: Seen, start: int, armed: int, timeout_ns: int) -> int:
-        """Waits for the first slot, from `start` on and round, whose flag differs from seen[slot], and returns it.
-        Returns DISARMED when there is none and the word `armed` is 0, TIMED_OUT after `timeout_ns`.
+    def next(self, flags: int, stride: int, handled: Handled, start: int, armed: int, timeout_ns: int) -> int:
+        """Waits for a slot whose flag differs from handled[slot], and returns the first, counted from `start` on.
 
-        `flags` is the first slot's; the next is `stride` lines further.
+        Slots are checked in a circle. Returns DISARMED if no flag differs and the word `armed` is 0, TIMED_OUT after
+        `timeout_ns`. `flags` is the address of the first slot's flag; the next one is `stride` lines further.
         """
 
 
 class CompiledFlags:
-    """The Flags of handoff.cpp, called without the interpreter's lock. Raises CompileError."""
+    """Flags by handoff.cpp, which is called without the interpreter's lock. Raises CompileError."""
 
     def __init__(self) -> None:
         library = load_library()
@@ -80,13 +81,13 @@ class CompiledFlags:
         self.wait.argtypes, self.wait.restype = (word, ctypes.c_uint64, span), count
         self._next.argtypes, self._next.restype = (word, span, word, count, count, word, span), count
 
-    def next(self, flags: int, stride: int, seen: Seen, start: int, armed: int, timeout_ns: int) -> int:
-        found: int = self._next(flags, stride, seen, len(seen), start, armed, timeout_ns)
-        return found
+    def next(self, flags: int, stride: int, handled: Handled, start: int, armed: int, timeout_ns: int) -> int:
+        slot: int = self._next(flags, stride, handled, len(handled), start, armed, timeout_ns)
+        return slot
 
 
 class NumpyFlags:
-    """Flags without a compiler: slower, and holding the interpreter's lock between polls."""
+    """Flags for hosts without a compiler. They are slower, and hold the interpreter's lock between polls."""
 
     def post(self, flag: int, value: int) -> None:
         _word(flag)[0] = value
@@ -99,15 +100,15 @@ class NumpyFlags:
             time.sleep(0)
         return True
 
-    def next(self, flags: int, stride: int, seen: Seen, start: int, armed: int, timeout_ns: int) -> int:
-        slots, end = len(seen), time.monotonic_ns() + timeout_ns
+    def next(self, flags: int, stride: int, handled: Handled, start: int, armed: int, timeout_ns: int) -> int:
+        slots, end = len(handled), time.monotonic_ns() + timeout_ns
         words = [_word(flags + i * stride * LINE) for i in range(slots)]
         spin = _word(armed)
         while True:
-            armed_now = int(spin[0])  # before the flags: what was posted before the disarming is found
+            armed_now = int(spin[0])  # read before the flags, so that a flag posted before the disarming is not missed
             for i in range(slots):
                 slot = (start + i) % slots
-                if int(words[slot][0]) != seen[slot]:
+                if int(words[slot][0]) != handled[slot]:
                     return slot
             if not armed_now:
                 return DISARMED

@@ -1,49 +1,139 @@
-"""The two operations of a handoff that run on the engine's device, and which code does them here."""
+"""The device's side of a handoff, on its stream: handoff.cu, compiled by NVRTC and launched through the driver.
+
+Memory order, in addition to that of `handoff`: Each block stores its part of x. A barrier orders its threads' stores
+before the ticket, which is a release and acquire at device scope, so the block with the last ticket runs on after all
+parts are stored. The barrier after the ticket carries that order to the block's threads, which store one worker's
+command flag each, with release order at system scope. A host thread that acquires the flag sees all parts. The host
+wrote the commands before it launched. The waiting kernel acquires the done flags at system scope; kernels after it on
+the stream see the workers' results.
+
+A worker needs nothing from this device, so a wait can't deadlock; it has a limit all the same. A wait that times out
+sets `poisoned`. Then the rest of the pass neither signals nor waits, and its rows must not be used. Neither kernel may
+run in a captured graph. The memory is the handoff memory, which the launching process has registered with CUDA.
+cuda.bindings come with all supported CUDA builds of torch.
+"""
 
 from __future__ import annotations
 
-import logging
-from typing import NamedTuple, Protocol
+import ctypes
+from importlib.resources import files
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-log = logging.getLogger(__name__)
+from kernels.build import CompileError
+
+SOURCE, HEADER = "handoff.cu", "handoff_order.h"
+THREADS = 256
+MAX_BLOCKS = 64
+"""Blocks that fill a link to host memory; each takes a ticket."""
+VECTOR = 16
+"""Bytes that a thread moves at a time."""
+Argument = ctypes.c_void_p | ctypes.c_longlong | ctypes.c_ulonglong | ctypes.c_int
 
 
 class Signal(NamedTuple):
-    """What the device signals to W workers, or awaits of them. Flags and values lie a cache line apart, in registered
-    host memory: i64[W, 8], of which column 0 counts."""
+    """Flags of W workers that the device signals or awaits.
+
+    `flags` and `values` are i64[W, 8] in registered host memory, a cache line per worker, of which column 0 counts.
+    """
 
     flags: torch.Tensor
     values: torch.Tensor
-    """what the flags become; 0: nothing is signalled, or awaited"""
+    """awaited or new values of the flags; 0: the worker's flag is left out"""
     poisoned: torch.Tensor
-    """i32[1] on the device: set in a pass that has failed"""
+    """i32[1] on the device: not 0 in a pass that has failed"""
 
 
 class StreamKernels(Protocol):
-    """Handoffs between a device and workers: both operations are enqueued on the current stream and return at once."""
+    """The device's operations of a handoff. Both are enqueued on the current stream and return at once."""
 
     def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, signal: Signal) -> None:
-        """Enqueues target = x, then flags[w] = values[w] for every worker w whose value is not 0; nothing where
-        `poisoned` is set. x contiguous on the device, target of its shape in registered host memory; ticket i32[1] on
-        the device, 0 before and after."""
+        """Enqueues target = x, then flags[w] = values[w] for each worker w whose value is not 0.
+
+        x       contiguous, on the device
+        target  of x's shape, in registered host memory
+        ticket  i32[1] on the device, 0 before and after
+
+        Nothing happens if `poisoned` is set.
+        """
 
     def wait(self, signal: Signal, timeout_ns: int, failed: torch.Tensor) -> None:
-        """Has later work on the stream begin when every flag is its value, or after timeout_ns: then `poisoned` becomes
-        1, and so does failed i32[1] in registered host memory. Value 0, or poisoned already: no wait."""
+        """Blocks later work on the stream until each flag with a value other than 0 has that value.
+
+        After `timeout_ns` it sets `poisoned`, and failed i32[1] in registered host memory, to 1, and stops waiting. It
+        does not wait if `poisoned` is set.
+        """
 
 
-def stream_kernels(device: torch.device) -> StreamKernels:
-    """Returns Triton's kernels where this Triton has the operations (3.9), else CUDA C++ through NVRTC. Raises
-    CompileError."""
-    import triton.language as tl  # a host without a GPU need not load it
+def compile_cubin(capability: tuple[int, int]) -> bytes:
+    """Compiles handoff.cu for a compute capability, which needs no GPU. Raises CompileError."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise CompileError(f"cuda.bindings, which torch's CUDA builds bring, can't be imported: {error}") from error
+    source, header = ((files(__package__) / name).read_bytes() for name in (SOURCE, HEADER))
+    try:
+        program = _checked(nvrtc.nvrtcCreateProgram(source, SOURCE.encode(), 1, [header], [HEADER.encode()]))
+        options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17"]
+        done = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(done[0]):
+            log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CompileError(f"{SOURCE}: {log.decode(errors='replace').strip()[-500:]}")
+        cubin = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    except (OSError, RuntimeError) as error:  # the library is missing, or older than the bindings
+        raise CompileError(f"{SOURCE}: {error}") from error
+    nvrtc.nvrtcDestroyProgram(program)
+    return bytes(cubin)
 
-    if hasattr(tl, "atomic_store") and hasattr(tl, "atomic_poll"):
-        from kernels.handoff_triton import TritonKernels
 
-        return TritonKernels()
-    from kernels.handoff_cuda import CudaKernels
+class CudaKernels:
+    """StreamKernels by handoff.cu, to be created and used by one thread, on one device."""
 
-    log.info("handoffs go through NVRTC: this Triton has no atomic_poll")
-    return CudaKernels(device)
+    def __init__(self, device: torch.device) -> None:
+        """Compiles the kernels and loads them on the device. Raises CompileError."""
+        cubin = compile_cubin(torch.cuda.get_device_capability(device))
+        from cuda.bindings import driver
+
+        torch.zeros(1, device=device)  # makes the device's context current in this thread
+        self._device, self._driver = device, driver
+        self._module = _checked(driver.cuModuleLoadData(cubin))
+        names = (b"copy_and_signal", b"wait_for_workers")
+        self._functions = {name: _checked(driver.cuModuleGetFunction(self._module, name)) for name in names}
+
+    def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, signal: Signal) -> None:
+        blocks = max(1, min(MAX_BLOCKS, -(-x.nbytes // (VECTOR * THREADS))))
+        arguments = (
+            _address(x), ctypes.c_longlong(x.nbytes), _address(target), _address(ticket), _address(signal.flags),
+            _address(signal.values), ctypes.c_int(len(signal.values)), _address(signal.poisoned),
+        )  # fmt: skip
+        self._launch(b"copy_and_signal", blocks, THREADS, arguments)
+
+    def wait(self, signal: Signal, timeout_ns: int, failed: torch.Tensor) -> None:
+        flags, values, poisoned = map(_address, signal)
+        arguments = (flags, values, ctypes.c_ulonglong(timeout_ns), poisoned, _address(failed))
+        self._launch(b"wait_for_workers", len(signal.values), 1, arguments)
+
+    def _launch(self, name: bytes, blocks: int, threads: int, arguments: tuple[Argument, ...]) -> None:
+        # local memory suffices: the driver copies the arguments before it returns
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        grid, block = (blocks, 1, 1), (threads, 1, 1)
+        done = self._driver.cuLaunchKernel(
+            self._functions[name], *grid, *block, 0, stream, ctypes.addressof(addresses), 0
+        )
+        _checked(done)
+
+
+def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """Returns the value in a result of the bindings, None if it has none. Raises RuntimeError if the call failed."""
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"CUDA says {status!r}")
+    return values[0] if values else None

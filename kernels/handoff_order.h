@@ -1,5 +1,5 @@
-// The four operations on which the order of a handoff rests, as PTX: see handoff_triton.py for why these. Needs no
-// headers, so that NVRTC compiles it as it is.
+// Operations in PTX on which the memory order of a handoff rests; handoff_device.py explains it. No other headers are
+// included, so that NVRTC compiles this as it is.
 
 #pragma once
 

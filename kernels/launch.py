@@ -1,4 +1,4 @@
-"""How a kernel is launched: a small committed table per GPU, good for its generation, and a sane default elsewhere."""
+"""Launch sizes of the LoRA kernels: a committed table by GPU, also used for its generation, and a default."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ TABLE = files(__package__) / "launch_table.json"
 DEFAULT = "default"
 OPERATIONS = ("bgmv", "mbgmv", "sgmv")
 UNALIGNED = ("rank", "scale", "first", "seg_start", "seg_slot")
-"""Arguments that begin anywhere in the AdapterTable or in a step's upload: a kernel compiled for their alignment would
-serve some layers, or some batches."""
+"""Arguments that begin anywhere in the AdapterTable or a step's upload; a kernel specialised on their alignment would
+fit some layers or batches only."""
 
 Tile = Annotated[int, msgspec.Meta(ge=16, le=512)]
 Few = Annotated[int, msgspec.Meta(ge=1, le=32)]
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tile sizes and splits of one operation. They never depend on ranks. Sizes are powers of two."""
+    """Tile sizes, which are powers of two, and splits of one operation. They never depend on ranks."""
 
     tokens: Tile
-    """tokens of one tile; 16 is the least that a tensor core takes"""
+    """tokens of one tile; a tensor core takes 16 or more"""
     ranks: Tile
     shrink_width: Tile
     """input columns of one step of the shrink"""
@@ -48,13 +48,13 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the table says of one device."""
+    """The table's entry for one device."""
 
     tuned: str
-    """when and with what, or that it was not"""
+    """date and versions of the tuning, or a note that there was none"""
     operations: dict[str, Launch]
     capability: str = ""
-    """CUDA's number of the device's generation; other devices of the same one take these sizes, too"""
+    """compute capability; the entry also serves other devices that have it"""
 
     def __post_init__(self) -> None:
         if set(self.operations) != set(OPERATIONS):
@@ -62,7 +62,7 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_table(text: bytes) -> dict[str, Tuned]:
-    """Returns what was found for each device, by its name. Raises ValueError that says what is wrong and where."""
+    """Returns the entries by device name. Raises ValueError with the place of the fault."""
     try:
         table = msgspec.json.decode(text, type=dict[str, Tuned])
     except msgspec.MsgspecError as error:
@@ -80,7 +80,7 @@ def launch_table() -> dict[str, Tuned]:
 
 @cache
 def launch_for(operation: str, device: torch.device) -> Launch:
-    """Returns what was tuned on the device, else on another of its generation, else the default."""
+    """Returns sizes tuned on this device, else on another of its generation, else the default."""
     if device.type != "cuda":
         return default_launch(operation)
     return choose_tuned(torch.cuda.get_device_name(device), capability_of(device)).operations[operation]
@@ -94,7 +94,7 @@ def choose_tuned(name: str, capability: str) -> Tuned:
 
 
 def capability_of(device: torch.device) -> str:
-    """Returns a GPU's compute capability, as "9.0"."""
+    """Returns a GPU's compute capability, such as "9.0"."""
     return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 
@@ -103,29 +103,31 @@ def default_launch(operation: str) -> Launch:
 
 
 def column_blocks(widths: Sequence[int], block: int) -> int:
-    """Returns the number of programs that cover the columns of all outputs, each in one of them."""
+    """Returns the number of programs, of `block` columns of one output each, that cover all outputs."""
     return sum(-(-width // block) for width in widths)
 
 
-def launch_pair(pair: tuple[Any, Any], tiles: int, call: LoraCall, how: Launch, **own: int) -> None:
-    """Launches a shrink and an expand of `tiles` programs each per slice; `own` are the arguments that this pair alone
-    has. Raises KernelArgumentError before anything is launched."""
-    check_call(call, how.splits)
+def launch_pair(pair: tuple[Any, Any], tiles: int, call: LoraCall, sizes: Launch, **special: int) -> None:
+    """Launches a shrink and an expand with `tiles` programs per slice. Raises KernelArgumentError before the first.
+
+    `special`: arguments of this pair alone.
+    """
+    check_call(call, sizes.splits)
     ys, x, view, segments = call.ys, call.x, call.view, (call.seg_start, call.seg_slot)
     if not call.seg_slot.shape[0] or not x.shape[0]:
         return
     shrink, expand = pair
     widths, absent = [y.shape[1] for y in ys], MAX_PROJECTIONS - len(ys)
-    # a group of fewer outputs leaves the others empty: width 0, no program
+    # outputs that a smaller group lacks have width 0, so no program computes them
     outputs = (*ys, *[ys[0]] * absent, *(y.stride(0) for y in ys), *[0] * absent, *widths, *[0] * absent)
     table_stride, scratch_sizes = view.rank.stride(0), call.xa.shape[1:]
-    shared = {"UNIT": view.unit, "SPLITS": how.splits, "BT": how.tokens, "BR": how.ranks,
-              "num_warps": how.warps, "num_stages": how.stages, **own}  # fmt: skip
-    shrink[(tiles, view.projections * how.rank_programs, how.splits)](
+    shared = {"UNIT": view.unit, "SPLITS": sizes.splits, "BT": sizes.tokens, "BR": sizes.ranks,
+              "num_warps": sizes.warps, "num_stages": sizes.stages, **special}  # fmt: skip
+    shrink[(tiles, view.projections * sizes.rank_programs, sizes.splits)](
         x, x.stride(0), call.xa, *segments, view.pool, view.rank, view.first, view.row_offset, table_stride,
-        *scratch_sizes, x.shape[1], RANK_PROGRAMS=how.rank_programs, BK=how.shrink_width, **shared,
+        *scratch_sizes, x.shape[1], RANK_PROGRAMS=sizes.rank_programs, BK=sizes.shrink_width, **shared,
     )  # fmt: skip
-    expand[(tiles, column_blocks(widths, how.expand_width))](
+    expand[(tiles, column_blocks(widths, sizes.expand_width))](
         call.xa, *outputs, *segments, view.pool, view.rank, view.scale, view.first, view.row_offset, table_stride,
-        *scratch_sizes, BN=how.expand_width, **shared,
+        *scratch_sizes, BN=sizes.expand_width, **shared,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Which instructions this processor has for matrix products, and how a process is held to fewer of them.
+"""Levels of this processor's instructions for matrix products, and a switch that limits a process to a lower one.
 
-A level decides how fast a bf16 product is: without AVX512 torch multiplies bf16 by a reference path, and only the
+The level decides the speed of bf16 products. Without AVX512 torch multiplies bf16 by a reference path, and only the
 upper two levels have instructions that multiply bf16.
 """
 
@@ -13,7 +13,7 @@ SWITCH = "GARNISH_CPU_LEVEL"
 """Environment variable that names the highest level a process may use; unset: all that the processor has."""
 
 LEVELS = ("avx2", "avx512", "avx512_bf16", "amx")
-"""From the lowest. A processor below all of them, or of another kind, has the level `other`."""
+"""Levels in ascending order. A lower processor, or one of another kind, has the level `other`."""
 
 OTHER = "other"
 
@@ -23,11 +23,11 @@ _FLAGS = {
     "avx512_bf16": {"avx512_bf16"},
     "amx": {"amx_bf16", "amx_tile"},
 }
-"""What /proc/cpuinfo must list for a level, beside what the lower ones need."""
+"""Flags that /proc/cpuinfo must list for a level, in addition to those of lower levels."""
 
 
 def host_level() -> str:
-    """Returns the highest level that the processor has, whatever the switch says."""
+    """Returns the processor's highest level, regardless of the switch."""
     try:
         return level_of(Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -35,7 +35,7 @@ def host_level() -> str:
 
 
 def level_of(cpuinfo: str) -> str:
-    """Returns the highest level that a /proc/cpuinfo tells of."""
+    """Returns the highest level whose flags a /proc/cpuinfo lists."""
     lines = cpuinfo.splitlines()
     flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
     level = OTHER
@@ -47,31 +47,29 @@ def level_of(cpuinfo: str) -> str:
 
 
 def used_level() -> str:
-    """Returns the level that this process computes with. Raises ValueError for a switch that names none, or one that
-    the processor lacks."""
-    wanted, host = os.environ.get(SWITCH, ""), host_level()
-    if not wanted:
+    """Returns this process's level. Raises ValueError for a level in the switch that is unknown or above the host's."""
+    requested, host = os.environ.get(SWITCH, ""), host_level()
+    if not requested:
         return host
-    if wanted not in LEVELS:
-        raise ValueError(f"{SWITCH}={wanted}: unknown; use one of {', '.join(LEVELS)}, or leave it unset")
-    if wanted not in levels_up_to(host):
-        raise ValueError(f"{SWITCH}={wanted}: this processor has {host} at most")
-    return wanted
+    if requested not in LEVELS:
+        raise ValueError(f"{SWITCH}={requested}: unknown; use one of {', '.join(LEVELS)}, or leave it unset")
+    if requested not in levels_up_to(host):
+        raise ValueError(f"{SWITCH}={requested}: this processor has {host} at most")
+    return requested
 
 
 def multiplies_bf16() -> bool:
-    """Returns whether the level that this process computes with has instructions that multiply bf16. Raises ValueError
-    as `used_level`."""
+    """Returns True if this process's level has instructions that multiply bf16. Raises ValueError as `used_level`."""
     return used_level() in ("avx512_bf16", "amx")
 
 
 def levels_up_to(level: str) -> tuple[str, ...]:
-    """Returns all levels from the lowest to this one; none for `other`."""
+    """Returns the levels from the lowest to this one; none for `other`."""
     return LEVELS[: LEVELS.index(level) + 1] if level in LEVELS else ()
 
 
 def compiler_flags(level: str) -> tuple[str, ...]:
-    """Returns the compiler's options for a level. The upper two add nothing that our operators use."""
+    """Returns the compiler options for a level. The upper two levels add nothing that our operators use."""
     if level == host_level():
         return ("-march=native", "-mprefer-vector-width=512")
     return ("-march=x86-64-v3",) if level == "avx2" else ("-march=x86-64-v4", "-mprefer-vector-width=512")

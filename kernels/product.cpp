@@ -1,8 +1,7 @@
-// y = x W^T + bias in bf16 for a few tokens: every weight is read once and widened in registers, sums are fp32 and
+// y = x W^T + bias in bf16 for a few tokens. Each weight is read once and widened in registers; sums are fp32 and
 // rounded once.
 //
-// An output is summed in an order that depends on nothing but d_in, so it has equal bits for any number of threads and
-// any tokens beside it.
+// The order of an output's sum depends on d_in alone, so its bits are the same for any number of threads and any batch.
 
 #include <algorithm>
 #include <vector>
@@ -22,7 +21,7 @@ namespace {
 
 constexpr int ROWS = 4;                    // rows of weights that are multiplied together
 constexpr int64_t SHARE = 64 << 10;        // elements of the weights that a thread takes at a time
-constexpr int64_t WORTH_THREADS = 1 << 15;  // elements below which waking another thread costs more than it brings
+constexpr int64_t WORTH_THREADS = 1 << 15;  // elements below which waking another thread costs more than it gains
 
 template <int COUNT>
 void multiply_rows(const Product& p, int64_t row, int64_t last, const float* wide) {
@@ -50,12 +49,12 @@ extern "C" void product_bf16(const Product* product) {
     const int64_t share = std::max<int64_t>(ROWS, SHARE / p.d_in / ROWS * ROWS), shares = (p.d_out + share - 1) / share;
 #pragma omp parallel num_threads(p.threads) if (p.d_in * p.d_out >= WORTH_THREADS)
     {
-        thread_local std::vector<float> kept;  // every thread's own x: sharing one would cost a barrier
+        thread_local std::vector<float> kept;  // a copy of x per thread: to share one would cost a barrier
         if (int64_t(kept.size()) < p.tokens * p.d_in) kept.resize(p.tokens * p.d_in);
         float* wide = kept.data();
         for (int64_t t = 0; t < p.tokens; t++)
             widen_row(static_cast<const bf16*>(p.x) + t * p.x_stride, p.d_in, wide + t * p.d_in);
-// dynamic: beside a busy process one thread gets less of its core than the other
+// dynamic, because a busy process may take more of one thread's core than of another's
 #pragma omp for schedule(dynamic)
         for (int64_t s = 0; s < shares; s++) {
             const int64_t last = std::min((s + 1) * share, p.d_out);
@@ -66,5 +65,5 @@ extern "C" void product_bf16(const Product* product) {
     }
 }
 
-// How many numbers the operators' vectors hold: which level they were compiled for
+// Number of floats in the operators' vectors, which shows the level that they were compiled for
 extern "C" int64_t vector_lanes() { return LANES; }

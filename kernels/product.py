@@ -1,4 +1,4 @@
-"""Products of bf16 weights with a few rows on a CPU, by the compiled operator (product.cpp)."""
+"""Compiled product of bf16 weights with a few rows on a CPU (product.cpp)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.view import KernelArgumentError
 
 
 class _Product(ctypes.Structure):
-    """The C struct of one product; fields and order as in product.cpp."""
+    """The C struct of one product, with fields and order as in product.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "x", "y")),
@@ -20,7 +20,7 @@ class _Product(ctypes.Structure):
 
 
 class ProductOperator:
-    """The compiled product. Raises CompileError where it can't be had."""
+    """The compiled product. Raises CompileError."""
 
     def __init__(self) -> None:
         self._run = load_library().product_bf16

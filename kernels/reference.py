@@ -1,4 +1,4 @@
-"""The meaning of every LoRA operation in plain torch. Slow, short, and what the tests hold the others against."""
+"""Reference of the LoRA operations in plain torch, in float64. Tests compare the other implementations with it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from kernels.view import ROW_ALIGN, GroupView
 
 
 def lora_rows(pool: torch.Tensor, offsets: torch.Tensor, width: int) -> torch.Tensor:
-    """Gathers rows from a flat pool: offsets i32[n] in ROW_ALIGN units -> [n, width]."""
+    """Gathers rows [n, width] from a flat pool; offsets i32[n] are in ROW_ALIGN units."""
     per_unit = ROW_ALIGN // pool.element_size()
     index = offsets.long()[:, None] * per_unit + torch.arange(width, device=pool.device)
     return pool[index]
 
 
 def add_group(ys: Sequence[torch.Tensor], x: torch.Tensor, token_slot: torch.Tensor, view: GroupView) -> None:
-    """Adds the adapters' part: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp with s = token_slot[t] for each
-    projection p of the group; rows with s < 0 or rank 0 stay as they are.
+    """Adds LoRA: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp with s = token_slot[t] for each projection p.
+
+    Rows with s < 0 or rank 0 are not changed.
 
     ys         P tensors [T, d_out of p], in place
     x          [T, d_in]

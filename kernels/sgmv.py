@@ -1,4 +1,4 @@
-"""Prefill: segments of any length, in tiles of tokens for tensor cores."""
+"""LoRA of prompts in Triton: segments of any length, in tiles of tokens for tensor cores."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def sgmv_shrink(
     UNIT: tl.constexpr, SPLITS: tl.constexpr, RANK_PROGRAMS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Computes xa[split, p, t, j] for one tile of tokens, projection, part of the ranks and part of the input
-    columns."""
+    """Computes xa[split, p, t, j] for one tile of tokens, one projection, some ranks and some input columns."""
     segment, t0 = find_tile(tl.program_id(0), seg_start, segments, BT)
     if segment >= segments:
         return
@@ -46,7 +45,7 @@ def sgmv_expand(
     UNIT: tl.constexpr, SPLITS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile's part to BN columns of one output."""
+    """Adds one tile's LoRA to BN columns of one output."""
     segment, t0 = find_tile(tl.program_id(0), seg_start, segments, BT)
     if segment >= segments:
         return
@@ -67,15 +66,14 @@ def sgmv_expand(
     )  # fmt: skip
 
 
-def sgmv(call: LoraCall, how: Launch | None = None) -> None:
-    """Adds the adapters' part: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for every segment's tokens t and its
-    slot s, fp32 accumulation. `how`: tile sizes; None: those of this device.
+def sgmv(call: LoraCall, sizes: Launch | None = None) -> None:
+    """Adds LoRA: ys[p][t] += scale[s, p] * (x[t] @ A_sp^T) @ B_sp for the tokens t of each segment, s its slot.
 
-    xA is rounded to the weights' dtype before the second product, as tensor cores want it. Two launches of as many
-    tiles as T tokens in S segments can have at most; no allocation, no host synchronisation; the same batch gives
-    the same bits. Raises KernelArgumentError before anything is launched.
+    Sums are fp32; xA is rounded to the weights' dtype before the second product, for tensor cores. `sizes`: tile sizes;
+    None: those of this device. Two launches with the most tiles that T tokens in S segments can have, no allocation,
+    no host synchronisation. The same batch gives the same bits. Raises KernelArgumentError before the first launch.
     """
-    how = how or launch_for("sgmv", call.x.device)
+    sizes = sizes or launch_for("sgmv", call.x.device)
     segments = call.seg_slot.shape[0]
-    tiles = -(-call.x.shape[0] // how.tokens) + segments
-    launch_pair((sgmv_shrink, sgmv_expand), tiles, call, how, segments=segments)
+    tiles = -(-call.x.shape[0] // sizes.tokens) + segments
+    launch_pair((sgmv_shrink, sgmv_expand), tiles, call, sizes, segments=segments)

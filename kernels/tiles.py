@@ -1,6 +1,6 @@
-"""The tiles that the Triton kernels here are made of. Weights are read through the AdapterTable's row offsets.
+"""Tile functions of the Triton kernels. Weights are read through the AdapterTable's row offsets.
 
-Masks are always on: no width, rank or segment is a whole number of tiles, and what lies beside them may be NaN.
+All accesses are masked: widths, ranks and segments need not be multiples of a tile, and memory next to them may be NaN.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-"""Triton's interpreter multiplies bf16 as if its bits were integers, and cuts bits off where a GPU rounds."""
+"""True in Triton's interpreter, which multiplies bf16 bits as integers, and truncates where a GPU rounds."""
 
 
 @triton.jit
 def dot(a, b, acc):
-    """Returns acc + a @ b, accumulated in fp32; fp32 operands keep all their bits."""
+    """Returns acc + a @ b, accumulated in fp32; fp32 operands are not rounded to tf32."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -24,7 +24,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def narrow(value, dtype: tl.constexpr):
-    """Returns the fp32 value in the weights' dtype, rounded to the nearest even."""
+    """Returns an fp32 value in the weights' dtype, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -34,9 +34,11 @@ def narrow(value, dtype: tl.constexpr):
 
 @triton.jit
 def find_tile(tile, seg_start, segments, BT: tl.constexpr):
-    """Returns (segment, first token) of the tile-th tile when every segment is cut into tiles of its own; segment ==
-    segments when there are fewer tiles than that. Segments are looked at 32 at a time, so none of their numbers has a
-    kernel of its own."""
+    """Returns (segment, first token) of a tile, by its number, if each segment is cut into tiles separately.
+
+    The segment is `segments` if there are fewer tiles. Segments are loaded 32 at a time, so that their number needs no
+    specialised kernel.
+    """
     segment = segments
     first = 0
     before = 0
@@ -46,20 +48,22 @@ def find_tile(tile, seg_start, segments, BT: tl.constexpr):
         ends = tl.load(seg_start + s + 1, mask=s < segments, other=0)
         tiles = (ends - begins + BT - 1) // BT
         upto = before + tl.cumsum(tiles, 0)
-        mine = (upto - tiles <= tile) & (tile < upto)
-        segment += tl.sum(tl.where(mine, s - segments, 0), 0)
-        first += tl.sum(tl.where(mine, begins + (tile - upto + tiles) * BT, 0), 0)
+        is_inside = (upto - tiles <= tile) & (tile < upto)
+        segment += tl.sum(tl.where(is_inside, s - segments, 0), 0)
+        first += tl.sum(tl.where(is_inside, begins + (tile - upto + tiles) * BT, 0), 0)
         before += tl.sum(tiles, 0)
     return segment, first
 
 
 @triton.jit
 def pad_units(units, row_offset, first, j, rank, width, pool_units, UNIT: tl.constexpr):
-    """Returns `units`, where an adapter's rows j begin, with rows from `rank` on those of whoever lies behind its first
-    row in the pool, whose end goes over into its beginning."""
+    """Returns `units`, the offsets of an adapter's rows j, with other offsets for padding rows, from `rank` on.
+
+    Padding rows are the rows after the adapter's first one in the pool, in a circle, whichever adapter has them.
+    """
     row_units = tl.cdiv(width, UNIT)
-    behind = (tl.load(row_offset + first) + j * row_units) % (pool_units - row_units + 1)
-    return tl.where(j < rank, units, behind)
+    padding = (tl.load(row_offset + first) + j * row_units) % (pool_units - row_units + 1)
+    return tl.where(j < rank, units, padding)
 
 
 @triton.jit
@@ -67,8 +71,10 @@ def shrink_tile(
     x, x_stride, t0, end, pool, row_offset, a_first, j0, rank, bound, pool_units, k0, k_step, d_in,
     PADDED: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Returns f32[BT, BR]: x[t0:end] @ A[j0:bound]^T over the columns k0, k0 + k_step, ... (blocks of BK). A's rows
-    from `rank` on are read where PADDED, and are 0."""
+    """Returns f32[BT, BR]: x[t0:end] @ A[j0:bound]^T over the column blocks of BK at k0, k0 + k_step, ...
+
+    A's rows from `rank` on count as 0; with PADDED they are read all the same.
+    """
     t = t0 + tl.arange(0, BT)
     j = j0 + tl.arange(0, BR)
     units = tl.load(row_offset + a_first + j, mask=j < rank, other=0)
@@ -89,7 +95,7 @@ def shrink_tile(
 
 @triton.jit
 def store_xa(acc, xa, split, p, projections, tokens, capacity, t0, end, j0, rank, BT: tl.constexpr, BR: tl.constexpr):
-    """Stores xa[split, p, t0:end, j0:rank] = acc. A rank above the scratch's capacity is cut, never written past it."""
+    """Stores xa[split, p, t0:end, j0:rank] = acc; ranks from the scratch's `capacity` on are not written."""
     t = t0 + tl.arange(0, BT)
     j = j0 + tl.arange(0, BR)
     rows = xa + ((split * projections + p) * tokens + t).to(tl.int64) * capacity
@@ -102,26 +108,28 @@ def expand_tile(
     pool_units, scale,
     PADDED: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Adds y[t0:end, n] += scale * (sum of xa over its splits, in order) @ B[:bound, n]; B's rows from `rank` on are
-    read where PADDED, and are 0."""
+    """Computes y[t0:end, n] += scale * xa @ B[:bound, n], with xa summed over its splits in order.
+
+    B's rows from `rank` on count as 0; with PADDED they are read all the same.
+    """
     t = t0 + tl.arange(0, BT)
-    known = tl.minimum(rank, capacity)
+    stored_rank = tl.minimum(rank, capacity)
     acc = tl.zeros((BT, n.shape[0]), dtype=tl.float32)
     for j0 in range(0, bound, BR):
         j = j0 + tl.arange(0, BR)
         part = tl.zeros((BT, BR), dtype=tl.float32)
         for split in range(SPLITS):
             rows = xa + ((split * projections + p) * tokens + t).to(tl.int64) * capacity
-            part += tl.load(rows[:, None] + j[None, :], mask=(t < end)[:, None] & (j < known)[None, :], other=0.0)
-        units = tl.load(row_offset + b_first + j, mask=j < known, other=0)
-        stored = j < known
+            part += tl.load(rows[:, None] + j[None, :], mask=(t < end)[:, None] & (j < stored_rank)[None, :], other=0.0)
+        units = tl.load(row_offset + b_first + j, mask=j < stored_rank, other=0)
+        is_read = j < stored_rank
         if PADDED:
-            units = pad_units(units, row_offset, b_first, j, known, d_out, pool_units, UNIT)
-            stored = j < bound
+            units = pad_units(units, row_offset, b_first, j, stored_rank, d_out, pool_units, UNIT)
+            is_read = j < bound
         rows = pool + units.to(tl.int64) * UNIT
-        w = tl.load(rows[:, None] + n[None, :], mask=stored[:, None] & (n < d_out)[None, :], other=0.0)
+        w = tl.load(rows[:, None] + n[None, :], mask=is_read[:, None] & (n < d_out)[None, :], other=0.0)
         if PADDED:
-            w = tl.where((j < known)[:, None], w, 0.0)
+            w = tl.where((j < stored_rank)[:, None], w, 0.0)
         acc = dot(narrow(part, w.dtype), w, acc)
     at = y + t.to(tl.int64)[:, None] * y_stride + n[None, :]
     mask = (t < end)[:, None] & (n < d_out)[None, :]
@@ -131,7 +139,7 @@ def expand_tile(
 
 @triton.jit
 def choose_output(block, y0, y1, y2, s0, s1, s2, d0, d1, d2, BN: tl.constexpr):
-    """Returns which projection a column block of the group is in: (projection, its y, stride, width, first column)."""
+    """Returns the projection of a column block of the group, and its y, stride, width and the block's first column."""
     n0 = tl.cdiv(d0, BN)
     n1 = tl.cdiv(d1, BN)
     p = 0

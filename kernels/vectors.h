@@ -1,6 +1,6 @@
-// Blocks of two vectors of fp32, for fp32, bf16 and fp16 in memory. Plain vector extensions of g++ and clang++: one
-// source for every processor, and vectors as wide as its registers (wider ones would live in memory). Only fp16 has an
-// intrinsic, where the processor converts it (F16C).
+// Blocks of two vectors of fp32, for fp32, bf16 and fp16 in memory. They use vector extensions of g++ and clang++, so
+// one source serves all processors, with vectors as wide as the registers (wider ones would be kept in memory). Only
+// fp16 uses an intrinsic, if the processor converts it (F16C).
 
 #pragma once
 
@@ -21,7 +21,7 @@ constexpr int BLOCK = 2 * LANES;  // elements that are loaded and widened togeth
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4)));
 
-// How vectors lie in memory: anywhere, as any type. (A memcpy of one may go in halves, which costs more than the sum.)
+// Vectors in memory, at any address, of any type. (A memcpy of one may be done in halves, which costs more than a sum.)
 typedef float vec_in_memory __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 typedef uint32_t uvec_in_memory __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 inline vec get(const float* at) { return *reinterpret_cast<const vec_in_memory*>(at); }
@@ -44,7 +44,7 @@ inline float widen(bf16 value) {
     std::memcpy(&out, &bits, 4);
     return out;
 }
-inline float widen(fp16 value) {  // no step is a denormal fp32, which the caller's thread may flush to zero
+inline float widen(fp16 value) {  // avoids denormal fp32 values, which the caller's thread may flush to zero
     const uint32_t sign = uint32_t(value.bits & 0x8000) << 16, magnitude = value.bits & 0x7fff;
     float out = float(magnitude) * 0x1p-24f;
     uint32_t bits;
@@ -65,12 +65,12 @@ inline fp16 narrow(float value) {  // to the nearest even; from 65520 on it is i
     if (bits >= 0x38800000) return {uint16_t(sign | (bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13)};
     float magnitude;
     std::memcpy(&magnitude, &bits, 4);
-    magnitude += 0.5f;  // whose last place is the least fp16, 2^-24
+    magnitude += 0.5f;  // its last place is the smallest fp16, 2^-24
     std::memcpy(&bits, &magnitude, 4);
     return {uint16_t(sign | (bits - 0x3f000000))};
 }
-// A block in two vectors; `place` is where an element of the block lies in them. bf16 comes as even and odd elements,
-// for that takes two operations.
+// A block in two vectors; `place` is an element's position in them. bf16 is split into even and odd elements, because
+// that takes two operations.
 inline uvec get(const bf16* at) { return *reinterpret_cast<const uvec_in_memory*>(at); }
 inline pair load(const float* at) { return {get(at), get(at + LANES)}; }
 inline pair load(const bf16* at) {
@@ -125,7 +125,7 @@ inline uvec round_bits(vec v) {
     uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
     return v != v ? uvec{} + 0x7fc00000u : rounded;
 }
-// The value that memory of this type would hold
+// The value rounded as memory of this type would hold it
 inline pair rounded(const float*, pair p) { return p; }
 inline pair rounded(const bf16*, pair p) { return {(vec)round_bits(p.a), (vec)round_bits(p.b)}; }
 
@@ -166,8 +166,8 @@ inline float total(vec v) {
 }
 inline float total(pair p) { return total(p.a + p.b); }
 
-// Lane i: the sum of v[i]'s lanes. Lanes are added in pairs, each sum with the one next to it, so a vector's sum has the
-// same bits wherever it stands among the others.
+// Returns the sum of v[i]'s lanes in lane i. Neighbouring lanes are added, then neighbouring sums, so the bits of a
+// vector's sum do not depend on its index.
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else

@@ -1,4 +1,4 @@
-"""What every LoRA operation is given: one projection group of one layer as the AdapterTable describes it."""
+"""Arguments of the LoRA operations: one projection group of one layer, as views of the AdapterTable."""
 
 from __future__ import annotations
 
@@ -8,19 +8,31 @@ from dataclasses import dataclass
 import torch
 
 ROW_ALIGN = 64
-"""Bytes; the unit of `row_offset`."""
+"""Unit of `row_offset`, in bytes."""
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_PROJECTIONS = 3
-"""q, k and v share their input; no group is larger."""
+"""Projections of the largest group: q, k and v."""
 
 
 class KernelArgumentError(ValueError):
-    """An operation was called with tensors that it can't take; nothing was launched."""
+    """A tensor of a call does not fit the operation, which has not been launched."""
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None = None
+) -> None:
+    """Raises KernelArgumentError unless a tensor is contiguous, of dtype and shape, and on `device` (None: any)."""
+    is_there = device is None or tensor.device == device
+    if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or not is_there:
+        at, wanted_at = ("", "") if device is None else (f" on {tensor.device}", f" on {device}")
+        raise KernelArgumentError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}{at}; contiguous {dtype} {shape}{wanted_at} is needed"
+        )
 
 
 @dataclass(frozen=True)
 class GroupView:
-    """P projections that share their input. Views of the table, at fixed addresses: make them once.
+    """P projections that share their input, as views of the table. Addresses are fixed, so one view serves all passes.
 
     pool       flat, the weights' dtype; rows begin at multiples of ROW_ALIGN bytes
     rank       i32[slots, P], 0 = not adapted
@@ -54,9 +66,9 @@ def group_view(
     layer: int,
     members: Sequence[int],
 ) -> GroupView:
-    """Returns the view of projections `members` (neighbours) of `layer`. Raises KernelArgumentError.
+    """Returns the view of the neighbouring projections `members` of `layer`. Raises KernelArgumentError.
 
-    rank i32[slots, layers, projections], scale f32[same], first i32[same, 2] are the whole table's.
+    rank i32[slots, layers, projections], scale f32[same] and first i32[same, 2] are those of the whole table.
     """
     low, high = members[0], members[-1] + 1
     if list(members) != list(range(low, high)) or len(members) > MAX_PROJECTIONS:
@@ -77,16 +89,15 @@ def group_view(
 
 @dataclass
 class LoraCall:
-    """What an operation adds adapters to, and which tokens are whose. Its tensors are read, and its outputs changed, on
-    the device.
+    """Arguments of one LoRA operation: inputs, outputs, and the slot of each segment of tokens. All are on the device.
 
-    ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not touched
+    ys        P tensors [T, d_out of p], in place; rows of base segments (slot -1) and of rank 0 are not changed
     x         [T, d_in], rows of stride 1
     seg_start i32[S + 1]: first token of each segment, and the end of the last; segments may be empty
     seg_slot  i32[S], -1 = base
     view      the group's part of the AdapterTable; its dtype (fp32, fp16, bf16) is that of x and ys
     xa        f32[>= splits, >= P, >= T, capacity], scratch, in place
-    max_rank  the batch's largest rank, or a bound on it, as the host knows it: at most the scratch's capacity
+    max_rank  a bound on the batch's ranks that the host knows: at most the scratch's capacity
     """
 
     ys: Sequence[torch.Tensor]
@@ -99,7 +110,7 @@ class LoraCall:
 
 
 def check_call(call: LoraCall, splits: int) -> None:
-    """Checks everything about a call that can be seen without reading a device. Raises KernelArgumentError."""
+    """Checks all of a call that needs no read from the device. Raises KernelArgumentError."""
     view, xa, device, tokens = call.view, call.xa, call.view.pool.device, call.x.shape[0]
     if len(call.ys) != view.projections:
         raise KernelArgumentError(f"{len(call.ys)} outputs for {view.projections} projections")

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from kernels.bgmv import bgmv
+from kernels.decode import bgmv, mbgmv
 from kernels.launch import Launch, launch_for
-from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from tests.support.kernel_cases import Case, draw_case, relative_error
 

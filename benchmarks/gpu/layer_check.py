@@ -10,15 +10,16 @@ import torch
 
 from benchmarks.gpu.check import WrongResult
 from kernels.decoder import Heads, PagedCache
-from kernels.gpu_ops import LEAST_PIECE, LayerOperations, Rotary, Rows, decode_scratch, layer_operations
+from kernels.gpu_ops import MIN_PIECE, LayerOperations, Rotary, Rows, decode_scratch
 from kernels.gpu_reference import TorchOperations
+from node_agent.runner.cuda_layers import layer_operations
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Largest difference over a row's largest value: fp32 does not round what lies between, as the operations do."""
 BLOCK = 16
-CONTEXTS = (1, BLOCK, BLOCK + 1, LEAST_PIECE + 1)
+CONTEXTS = (1, BLOCK, BLOCK + 1, MIN_PIECE + 1)
 """Contexts of the first rows; others follow, of which the longest is cut into several pieces."""
-LONGEST, ROWS, MAX_CHUNK = 4 * LEAST_PIECE, 7, 24
+LONGEST, ROWS, MAX_CHUNK = 4 * MIN_PIECE, 7, 24
 BLOCKS_OF_ROW = LONGEST // BLOCK
 SHAPES = (
     (4, 2, 16, None), (6, 6, 64, None), (8, 1, 80, None), (6, 2, 96, 150), (8, 2, 128, 40), (32, 8, 128, None),

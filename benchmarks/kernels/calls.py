@@ -1,4 +1,4 @@
-"""A call of every operation that a GPU computes, with a 7B model's widths: what is compiled, counted and looked at."""
+"""A call of every Triton operation, with a 7B model's widths: what is compiled, counted and looked at."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import triton.language as tl
 
-from kernels.bgmv import bgmv
+from kernels.decode import bgmv, mbgmv
 from kernels.decoder import Heads, PagedCache
-from kernels.gpu_ops import MOST_SPLITS, Rotary, Rows
+from kernels.gpu_ops import MAX_SPLITS, Rotary, Rows
 from kernels.gpu_triton import TritonOperations
-from kernels.handoff_device import Signal
-from kernels.handoff_triton import TritonKernels
-from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from tests.support.kernel_cases import draw_case
 
@@ -32,8 +28,6 @@ def every_call(dtype: torch.dtype) -> Iterator[Call]:
     yield from layer_calls(dtype)
     yield from attention_calls(dtype, "", None)
     yield from attention_calls(dtype, ", window", WINDOW)
-    if hasattr(tl, "atomic_store"):  # else handoff.cu is what serves
-        yield from handoff_calls(dtype)
 
 
 def lora_calls(dtype: torch.dtype) -> Iterator[Call]:
@@ -65,7 +59,7 @@ def layer_calls(dtype: torch.dtype, tokens: int = 2) -> Iterator[Call]:
 def attention_calls(dtype: torch.dtype, name: str, window: int | None, tokens: int = 2) -> Iterator[Call]:
     operations, cache = TritonOperations(), empty_cache(Heads(HEADS, KV_HEADS, HEAD_DIM, 0.1, window), dtype)
     q, out = torch.zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype), torch.zeros(tokens, HEADS * HEAD_DIM)
-    scratch, out = torch.zeros(MOST_SPLITS, tokens, HEADS, HEAD_DIM + 2), out.to(dtype)
+    scratch, out = torch.zeros(MAX_SPLITS, tokens, HEADS, HEAD_DIM + 2), out.to(dtype)
     context, table = torch.ones(tokens, dtype=torch.int32), torch.zeros(tokens, 4, dtype=torch.int32)
     starts = torch.arange(tokens + 1, dtype=torch.int32)
     yield (
@@ -76,13 +70,6 @@ def attention_calls(dtype: torch.dtype, name: str, window: int | None, tokens: i
         f"prefill_attention{name}",
         lambda: operations.prefill_attention(q, cache, Rows(context, table, starts), out=out),
     )
-
-
-def handoff_calls(dtype: torch.dtype) -> Iterator[Call]:
-    kernels, x, lines = TritonKernels(), torch.zeros(2, 4096, dtype=dtype), torch.zeros(2, 8, dtype=torch.int64)
-    word = torch.zeros(1, dtype=torch.int32)
-    yield "copy_and_signal", lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, Signal(lines, lines, word))
-    yield "wait_for_workers", lambda: kernels.wait(Signal(lines, lines, word), 1 << 40, word)
 
 
 def empty_cache(heads: Heads, dtype: torch.dtype) -> PagedCache:

@@ -22,7 +22,7 @@ import torch
 import triton
 
 from benchmarks.kernels.calls import every_call
-from kernels.handoff_cuda import SOURCE, compile_cubin
+from kernels.handoff_device import SOURCE, compile_cubin
 from kernels.view import WEIGHT_DTYPES
 from tests.support.kernel_recorder import recorded
 

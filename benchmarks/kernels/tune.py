@@ -61,7 +61,7 @@ def time_launch(operation: str, how: Launch, cases: Sequence[Case], measure: Mea
     """Seconds per case; None when a result is wrong or the GPU can't run it."""
     run, times = OPERATIONS[operation], []
     for case in cases:
-        call = partial(run, case.call(xa=scratch_for(case, how)), how=how)
+        call = partial(run, case.call(xa=scratch_for(case, how)), sizes=how)
         try:
             if not error_of(operation, case, how) <= TOLERANCE[case.x.dtype]:
                 return None

@@ -317,7 +317,7 @@ class RequestRegistry:
         ready, stats, queued = self.ready, self._stats, self.queued
         on_gpu = ready is not None and ready.device.startswith("cuda")  # else it measured no link
         measured = stats.performance.to_device.bandwidth if on_gpu and stats.performance is not None else None
-        gpu = self._gpu.look(measured)
+        gpu = self._gpu.poll(measured)
         waiting = [entry for entry in self._in_flight.values() if not entry.pictured]
         return NodeRecord(
             id=self._config.node_id,

@@ -9,7 +9,7 @@ import torch
 
 from adapters.base_model import BaseModel
 from kernels.build import CompileError
-from kernels.handoff_device import stream_kernels
+from kernels.handoff_device import CudaKernels
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart.engine_cores import EngineCores
 from node_agent.coldstart.handoff_link import HandoffLink
@@ -56,7 +56,7 @@ def _stream_pool(config: EngineConfig, store: AdapterStore, base: BaseModel, cor
     device = store.pool.data.device
     layout = stream_layout(config, base, len(cores), DTYPES.index(store.pool.data.dtype))
     try:
-        return StreamPool(store.host_map, layout, cores, device, stream_kernels(device))
+        return StreamPool(store.host_map, layout, cores, device, CudaKernels(device))
     except (CompileError, RuntimeError) as error:
         raise ValueError(f"cpu_workers: {error}; set cpu_workers to 0") from error
 

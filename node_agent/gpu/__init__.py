@@ -1,1 +1,1 @@
-"""The GPU of a node, as NVML shows it: which one the node has, how it is, and whether it can still be used."""
+"""The GPU of a node by NVML: the claim of one, its state, and the faults that make it unusable."""

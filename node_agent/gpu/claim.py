@@ -1,8 +1,8 @@
-"""One node per GPU: a node claims its GPU for as long as its supervisor lives, and no other node of the host gets it.
+"""Claims a GPU for a node while the node's supervisor lives, so that each GPU has one node of the host.
 
-The claim is a listening Unix socket of an abstract name. The kernel ends it with the process, however that ends, it
-needs no file and no permission, and whoever finds the name taken can ask whose it is. Nodes in containers with networks
-of their own do not see each other's.
+The claim is a listening Unix socket with an abstract name. It needs no file and no permission, and the kernel closes it
+when the process ends for any reason. A process that can't bind the name can ask which process has it. Containers with
+separate networks do not see each other's claims.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from msgspec.structs import replace
 from node_agent.config import EngineConfig
 from node_agent.cores import usable_cores
 from node_agent.gpu.devices import VISIBLE, Gpu, NoGpu, list_gpus, usable_gpus
+from node_agent.gpu.numa import SYS, share_cores
 from node_agent.gpu.nvml import NvmlProblem
-from node_agent.gpu.topology import SYS, share_cores
 
 NAME = "\0garnish-gpu-"
-"""Of a claim, before the GPU's UUID; the first byte makes it abstract."""
+"""Prefix of a claim's name, before the GPU's UUID; the first byte makes the name abstract."""
 ORDER = "CUDA_DEVICE_ORDER"
 ASK_S = 1.0
-MOST_ASKERS = 128
-"""Connections of those who found a GPU taken: nobody accepts them, and later ones are not told whose it is."""
+MAX_ASKERS = 128
+"""Connections to a claim, which is never accepted; later ones can't read the claiming process."""
 
 log = logging.getLogger(__name__)
 
 
 def node_gpus(device: str, devices: Sequence[int] | None, environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """Returns the GPUs that nodes of this host may have; none on a host without, where the device is the CPU, and where
-    NVML does not work: who watches over the GPUs is away then, they may be there. Raises NoGpu."""
-    return usable_gpus(found, devices, environment) if (found := _listed(device)) is not None else []
+    """Returns the GPUs that nodes of this host may use. Raises NoGpu.
+
+    The list is empty if the device is the CPU, on a host without a GPU, and if NVML does not work.
+    """
+    return usable_gpus(gpus, devices, environment) if (gpus := _listed(device)) is not None else []
 
 
 def _listed(device: str) -> list[Gpu] | None:
-    """Returns the host's GPUs; None where no GPU can be claimed: for the CPU, and where NVML does not work."""
+    """Returns the host's GPUs; None if no GPU can be claimed: for the CPU, and if NVML does not work."""
     if device == "cpu":
         return None
     try:
@@ -52,19 +54,22 @@ def _listed(device: str) -> list[Gpu] | None:
 
 @contextlib.contextmanager
 def claimed_gpu(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]:
-    """Yields the settings with the first free GPU of `node_gpus`, which is nobody else's meanwhile. This process, and
-    those that it starts, see that GPU alone and stay on cores near it. Without a GPU nothing changes. Raises NoGpu."""
-    found = _listed(config.device)
-    gpus = usable_gpus(found, config.devices, os.environ) if found is not None else []
-    if found is None or not gpus:
+    """Claims the first free GPU of `node_gpus` while the context lasts, and yields the settings with it. Raises NoGpu.
+
+    This process, and those that it starts, see this GPU alone and run on cores near it. Without a GPU the settings are
+    not changed.
+    """
+    listed = _listed(config.device)
+    gpus = usable_gpus(listed, config.devices, os.environ) if listed is not None else []
+    if listed is None or not gpus:
         yield config
         return
     gpu, claim = _claim_first(gpus)
     allowed, environment = os.sched_getaffinity(0), dict(os.environ)
-    sharing = usable_gpus(found, config.devices, {})  # nodes elsewhere may see others of them
+    sharing = usable_gpus(listed, config.devices, {})  # nodes of other environments may see other GPUs
     shares = share_cores(sharing, allowed, max(1, usable_cores() // len(sharing)), sys)
     cores = shares[gpu.uuid]
-    host_nodes = sum(1 for others in shares.values() if others & cores)
+    host_nodes = sum(1 for share in shares.values() if share & cores)
     with claim:
         log.info("GPU claimed", extra={"gpu": gpu.uuid, "index": gpu.index, "cores": sorted(cores)})
         os.environ |= {VISIBLE: gpu.uuid, ORDER: "PCI_BUS_ID"}
@@ -79,21 +84,21 @@ def claimed_gpu(config: EngineConfig, sys: Path = SYS) -> Iterator[EngineConfig]
 
 
 def _claim_first(gpus: Sequence[Gpu]) -> tuple[Gpu, socket.socket]:
-    """Claims the first of these GPUs that no other node has, by a socket that is to be kept open. Raises NoGpu."""
+    """Claims the first of these GPUs that no node has claimed. The socket must stay open. Raises NoGpu."""
     for gpu in gpus:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             claim.bind(NAME + gpu.uuid)
-            claim.listen(MOST_ASKERS)
+            claim.listen(MAX_ASKERS)
             return gpu, claim
         except OSError:
             claim.close()
-    taken = ", ".join(f"GPU {gpu.index} by process {_holder(gpu) or 'unknown'}" for gpu in gpus)
-    raise NoGpu(f"every GPU that a node may have here is another node's: {taken}; a GPU takes one node")
+    holders = ", ".join(f"GPU {gpu.index} by process {_holder(gpu) or 'unknown'}" for gpu in gpus)
+    raise NoGpu(f"every GPU that a node may have here is another node's: {holders}; a GPU takes one node")
 
 
 def _holder(gpu: Gpu) -> int | None:
-    """Returns the process that has claimed the GPU; None where that can't be told."""
+    """Returns the id of the process that has claimed the GPU; None if the socket can't be asked."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(ASK_S)
         try:

@@ -1,4 +1,4 @@
-"""The GPUs of this host, and which of them nodes may have."""
+"""Lists the GPUs of this host, and those of them that nodes may use."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from node_agent.gpu.nvml import GpuFailed, Nvml, NvmlProblem, load_nvml
 from node_agent.gpu.reading import read_errors, read_identity
 
 LONGEST_LIST_S = 30.0
-"""A driver that is loaded by the first call takes seconds for each GPU."""
+"""Limit of a listing: the first call may load the driver, which takes seconds for each GPU."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU as NVML counts it. One that has failed may have no `uuid` and no `bus` any more."""
+    """A GPU by its NVML index. A failed one may have no `uuid` and no `bus`."""
 
     index: int
     uuid: str = ""
     name: str = ""
     bus: str = ""
-    """Its PCI address as /sys writes it, such as 0000:17:00.0."""
+    """PCI address as in /sys, such as 0000:17:00.0"""
     link: float = 0.0
-    """Bytes per second that the PCIe link to it carries; 0: not known."""
+    """bytes per second of its PCIe link; 0: unknown"""
     fault: str = ""
-    """Why it can't be used; empty: it can."""
+    """reason why it can't be used, or empty"""
 
 
 class NoGpu(Exception):
-    """A node can't have the GPUs that it was to have; the message says why."""
+    """A node can't have the requested GPUs, for the reason in the message."""
 
 
 def list_gpus(seconds: float = LONGEST_LIST_S) -> list[Gpu]:
-    """Returns the host's GPUs; none without NVML. Raises NvmlProblem when NVML can't be used, or does not answer within
-    so many seconds: the thread that waits for it is left behind then."""
+    """Returns the host's GPUs; none without NVML. Raises NvmlProblem if NVML can't be used, or takes longer.
+
+    A thread that waits for NVML after `seconds` is abandoned.
+    """
     listed: list[list[Gpu] | NvmlProblem] = []
 
     def work() -> None:
@@ -50,14 +52,14 @@ def list_gpus(seconds: float = LONGEST_LIST_S) -> list[Gpu]:
     thread.join(seconds)
     if not listed:
         raise NvmlProblem(f"NVML has not answered for {seconds:g} s")
-    found = listed[0]
-    if isinstance(found, NvmlProblem):
-        raise found
-    return found
+    outcome = listed[0]
+    if isinstance(outcome, NvmlProblem):
+        raise outcome
+    return outcome
 
 
 def find_gpu(uuid: str) -> Gpu | None:
-    """Returns the GPU; None for a node without one (`uuid` is empty), and where NVML does not say."""
+    """Returns a GPU; None if `uuid` is empty, and if NVML does not list it."""
     try:
         return next((gpu for gpu in list_gpus() if gpu.uuid == uuid), None) if uuid else None
     except NvmlProblem:
@@ -65,21 +67,23 @@ def find_gpu(uuid: str) -> Gpu | None:
 
 
 def expected_link(uuid: str) -> float | None:
-    """Returns the bytes per second that the PCIe link to a GPU carries; None where that is not known."""
+    """Returns the bytes per second of a GPU's PCIe link; None if that is unknown."""
     gpu = find_gpu(uuid)
     return (gpu.link or None) if gpu is not None else None
 
 
 def usable_gpus(gpus: Sequence[Gpu], devices: Sequence[int] | None, environment: Mapping[str, str]) -> list[Gpu]:
-    """Returns the GPUs that nodes may have: of `devices` (None: all), as far as CUDA_VISIBLE_DEVICES lets this process
-    see them, without those that have failed. Raises NoGpu for a device that is not there, and where all have failed."""
-    known = {gpu.index: gpu for gpu in gpus}
-    missing = [index for index in devices or () if index not in known]
+    """Returns those GPUs of `devices` (None: all) that CUDA_VISIBLE_DEVICES shows and that have not failed.
+
+    Raises NoGpu for a device that is missing on the host, and if all have failed.
+    """
+    by_index = {gpu.index: gpu for gpu in gpus}
+    missing = [index for index in devices or () if index not in by_index]
     if missing:
         raise NoGpu(f"node.devices: there is no GPU {missing[0]} on this host; it has {len(gpus)}")
     allowed = [gpu for gpu in gpus if devices is None or gpu.index in devices]
-    seen = _visible(gpus, environment.get(VISIBLE))
-    allowed = [gpu for gpu in allowed if gpu.index in seen]
+    visible = _visible(gpus, environment.get(VISIBLE))
+    allowed = [gpu for gpu in allowed if gpu.index in visible]
     usable = [gpu for gpu in allowed if not gpu.fault]
     if allowed and not usable:
         raise NoGpu("; ".join(f"GPU {gpu.index} can't be used: {gpu.fault}" for gpu in allowed))
@@ -87,48 +91,51 @@ def usable_gpus(gpus: Sequence[Gpu], devices: Sequence[int] | None, environment:
 
 
 def _visible(gpus: Sequence[Gpu], visible: str | None) -> set[int]:
-    """Returns the indices of the GPUs that CUDA shows: as it does, none of those behind the first entry that does not
-    name one. It counts as NVML does only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which a node's processes get."""
+    """Returns the indices of the GPUs that CUDA would show.
+
+    As in CUDA, the first entry that names no GPU ends the list. CUDA's indices are NVML's only under
+    CUDA_DEVICE_ORDER=PCI_BUS_ID, which is set for a node's processes.
+    """
     if visible is None:
         return {gpu.index for gpu in gpus}
-    seen = set[int]()
+    indices = set[int]()
     for entry in map(str.strip, visible.split(",")):
-        named = {gpu.index for gpu in gpus if entry == str(gpu.index) or _is_uuid_of(gpu, entry)}
-        if len(named) != 1:
+        matches = {gpu.index for gpu in gpus if entry == str(gpu.index) or _is_uuid_of(gpu, entry)}
+        if len(matches) != 1:
             break
-        seen |= named
-    return seen
+        indices |= matches
+    return indices
 
 
 def _is_uuid_of(gpu: Gpu, entry: str) -> bool:
-    """Returns whether the entry is the GPU's UUID, or its beginning."""
+    """Returns True if the entry is the GPU's UUID, or a prefix of it."""
     return entry.startswith("GPU-") and gpu.uuid.startswith(entry)
 
 
 def _list() -> list[Gpu]:
-    """Returns the host's GPUs. Raises NvmlProblem, also where no GPU can be read."""
+    """Returns the host's GPUs. Raises NvmlProblem, also if no GPU can be read."""
     library = load_nvml()
     if library is None:
         return []
     nvml = Nvml(library)
     try:
-        found = [_look(nvml, index) for index in range(nvml.call("nvmlDeviceGetCount"))]
+        results = [_read_gpu(nvml, index) for index in range(nvml.call("nvmlDeviceGetCount"))]
     except GpuFailed as failure:
         raise NvmlProblem(str(failure)) from failure
     finally:
         with suppress(GpuFailed):
             nvml.ask("nvmlShutdown")
-    problems = [each for each in found if isinstance(each, NvmlProblem)]
-    if problems and len(problems) == len(found):
+    problems = [each for each in results if isinstance(each, NvmlProblem)]
+    if problems and len(problems) == len(results):
         raise problems[0]
     return [
         each if isinstance(each, Gpu) else Gpu(index=index, fault=f"it can't be read ({each})")
-        for index, each in enumerate(found)
+        for index, each in enumerate(results)
     ]
 
 
-def _look(nvml: Nvml, index: int) -> Gpu | NvmlProblem:
-    """Returns the GPU, or why it can't be read: NVML counts also those that this process may not use."""
+def _read_gpu(nvml: Nvml, index: int) -> Gpu | NvmlProblem:
+    """Returns the GPU, or why it can't be read: NVML also counts GPUs that this process may not use."""
     gpu = Gpu(index=index)
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)

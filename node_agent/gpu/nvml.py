@@ -1,6 +1,6 @@
-"""NVML behind a border of our own: absent values are None, and a GPU that can't be used any more is one exception.
+"""Wrapper of NVML: absent values are None, and all errors of a GPU that has become unusable are one exception.
 
-Any call may hang in the driver. Nothing here bounds that: it is called in threads that nobody has to wait for.
+Any call may hang in the driver, without a limit here, so calls belong in threads that no other one waits for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ABSENT = (
     "NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION", "NO_DATA", "ARGUMENT_VERSION_MISMATCH", "DEPRECATED",
     "VGPU_ECC_NOT_SUPPORTED",
 )  # fmt: skip
-"""Errors of calls that this GPU, driver or user does not have."""
+"""Errors of calls that this GPU, driver or user lacks."""
 NOT_HERE = ("LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")
 """Errors of a host without an NVIDIA driver."""
 FAILED = ("GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND")
@@ -24,7 +24,7 @@ class GpuFailed(Exception):
 
 
 class NvmlProblem(Exception):
-    """NVML is here and can't be used, or a call has failed; says how. `code`: NVML's, where there is one."""
+    """NVML can't be used, or a call has failed, for the reason in the message. `code`: NVML's, if there is one."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -32,11 +32,11 @@ class NvmlProblem(Exception):
 
 
 class NvmlAbsent(NvmlProblem):
-    """This GPU, driver or user does not have the call; there is nothing wrong."""
+    """The GPU, driver or user lacks the call, which is no fault."""
 
 
 def load_nvml() -> ModuleType | None:
-    """Returns pynvml, initialised; None on a host without it or without an NVIDIA driver. Raises NvmlProblem."""
+    """Returns pynvml, initialised; None on a host without pynvml or an NVIDIA driver. Raises NvmlProblem."""
     try:
         import pynvml
     except ImportError:
@@ -47,7 +47,7 @@ def load_nvml() -> ModuleType | None:
         if _is_one_of(pynvml, error, (*NOT_HERE, "FUNCTION_NOT_FOUND")):
             return None
         raise NvmlProblem(f"nvmlInit: {error}") from error
-    except OSError as error:  # a library that can't be loaded
+    except OSError as error:  # the library can't be loaded
         raise NvmlProblem(f"nvmlInit: {error}") from error
     loaded: ModuleType = pynvml
     return loaded
@@ -59,17 +59,19 @@ class Nvml:
     def __init__(self, library: ModuleType) -> None:
         self._library = library
         self.calling = ""
-        """The call that is under way."""
+        """name of the current call, or empty"""
         self.problems: dict[str, str] = {}
-        """By call, why it failed the last time; without those that failed in no unusual way."""
+        """reason by call of the last failure, except NvmlAbsent"""
 
     def __getattr__(self, name: str) -> Any:
-        """Returns the constant of NVML with this name."""
+        """Returns NVML's constant of this name."""
         return getattr(self._library, name)
 
     def ask(self, name: str, *arguments: object) -> Any:
-        """Returns what the call answers; None where there is no answer, and `problems` has the reason if that is
-        unusual. Raises GpuFailed."""
+        """Returns the call's result; None if it fails, with the reason in `problems` unless NVML lacks the call.
+
+        Raises GpuFailed.
+        """
         self.problems.pop(name, None)
         try:
             return self.call(name, *arguments)

@@ -1,4 +1,4 @@
-"""One look at a GPU: what it is, how it is now, and whether it can still be used."""
+"""Reads a GPU's identity, load and errors by NVML, and decides whether it can still be used."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from cluster.gpu import GpuFacts, GpuLoad
-from node_agent.gpu.link import link_bandwidth
 from node_agent.gpu.nvml import Nvml
 
+TRANSFERS_PER_S = {1: 2.5e9, 2: 5e9, 3: 8e9, 4: 16e9, 5: 32e9, 6: 64e9}
+"""Transfers per second of one lane, by PCIe generation."""
+PAYLOAD = {1: 8 / 10, 2: 8 / 10, 3: 128 / 130, 4: 128 / 130, 5: 128 / 130, 6: 236 / 256}
+"""Share of payload in the transferred bits, without line code and, from generation 6 on, overhead of frames."""
 FATAL_XIDS = {
     48: "an uncorrectable ECC error",
     64: "a memory row that can't be remapped",
@@ -17,12 +20,12 @@ FATAL_XIDS = {
     95: "an uncontained ECC error",
     140: "an unrecovered ECC error",
 }
-"""Xid errors after which a GPU is not to be used before it was reset or replaced (NVIDIA, "Xid Errors"). Others, such
-as 13, 31 and 43, are mostly a program's own fault, and 94 ends that program alone."""
+"""Xid errors after which a GPU must be reset or replaced before further use (NVIDIA, "Xid Errors"). Errors such as 13,
+31 and 43 are mostly faults of a program, and 94 ends that program alone."""
 
 
 def read_identity(nvml: Nvml, handle: Any, uuid: str) -> GpuFacts:
-    """Returns the facts of a GPU that do not change. Raises GpuFailed."""
+    """Reads the constant facts of a GPU. Raises GpuFailed."""
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
     generation = nvml.ask("nvmlDeviceGetMaxPcieLinkGeneration", handle) or 0
     width = nvml.ask("nvmlDeviceGetMaxPcieLinkWidth", handle) or 0
@@ -39,7 +42,7 @@ def read_identity(nvml: Nvml, handle: Any, uuid: str) -> GpuFacts:
 
 
 def read_load(nvml: Nvml, handle: Any) -> GpuLoad:
-    """Returns the values of a GPU that change all the time. Raises GpuFailed."""
+    """Reads memory use, utilisation, power, temperature and throttling of a GPU. Raises GpuFailed."""
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
     rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
     milliwatts = nvml.ask("nvmlDeviceGetPowerUsage", handle)
@@ -55,29 +58,34 @@ def read_load(nvml: Nvml, handle: Any) -> GpuLoad:
     )
 
 
-def read_errors(nvml: Nvml, handle: Any, known: GpuFacts) -> GpuFacts:
-    """Returns `known` with the errors counted up to now, and with the fault that they amount to. Raises GpuFailed."""
+def read_errors(nvml: Nvml, handle: Any, facts: GpuFacts) -> GpuFacts:
+    """Returns `facts` with the current counts of errors, and the fault that they mean. Raises GpuFailed."""
     volatile = nvml.NVML_VOLATILE_ECC
     corrected = nvml.ask("nvmlDeviceGetTotalEccErrors", handle, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, volatile)
     broken = nvml.ask("nvmlDeviceGetTotalEccErrors", handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, volatile)
     rows = nvml.ask("nvmlDeviceGetRemappedRows", handle)
     return replace(
-        known,
+        facts,
         pcie_width_now=nvml.ask("nvmlDeviceGetCurrPcieLinkWidth", handle) or 0,
         ecc_corrected=corrected or 0,
         ecc_uncorrectable=broken or 0,
         problem="; ".join(sorted(nvml.problems.values())),
-        fault=known.fault or _fault(broken or 0, bool(rows and rows[3])),
+        fault=facts.fault or _fault(broken or 0, bool(rows and rows[3])),
     )
 
 
-def with_xid(known: GpuFacts, xid: int) -> GpuFacts:
-    """Returns `known` with one Xid error more."""
+def with_xid(facts: GpuFacts, xid: int) -> GpuFacts:
+    """Returns `facts` after one more Xid error."""
     fault = f"Xid {xid}: {FATAL_XIDS[xid]}" if xid in FATAL_XIDS else ""
-    return replace(known, xid=xid, xids=known.xids + 1, fault=known.fault or fault)
+    return replace(facts, xid=xid, xids=facts.xids + 1, fault=facts.fault or fault)
 
 
 def _fault(uncorrectable: int, unmapped: bool) -> str:
     if unmapped:
         return "a memory row of the GPU can't be remapped"
     return "the GPU has reported uncorrectable ECC errors" if uncorrectable else ""
+
+
+def link_bandwidth(generation: int, width: int) -> float:
+    """Returns a PCIe link's bytes per second in one direction; 0.0 for an unknown generation."""
+    return float(round(TRANSFERS_PER_S.get(generation, 0.0) * PAYLOAD.get(generation, 0.0) * width / 8))

@@ -1,4 +1,4 @@
-"""Samples one GPU in a thread of its own. A call that hangs stops the thread and nothing else."""
+"""Samples one GPU in a separate thread, so that a call that hangs stops no other one."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from node_agent.gpu.reading import read_errors, read_identity, read_load, with_x
 
 SAMPLE_INTERVAL_S = 2.0
 LONGEST_CALL_S = 20.0
-"""After which a sample that is still under way counts as hung; a GPU that wakes up takes seconds."""
+"""Duration after which a sample counts as hung; a GPU that wakes up takes seconds."""
 CLOSE_LIMIT_S = 3.0
 RETRY_S = 30.0
-"""Before NVML is tried again that could not be used."""
-LEAST_PAUSE_S = 0.1
-"""Between two samples, however many Xid errors come."""
+"""Pause before NVML is tried again after a problem."""
+MIN_PAUSE_S = 0.1
+"""Pause between two samples even if Xid errors come in between."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A GPU at one look. `load` is None where nothing is known of now."""
+    """State of a GPU at one moment. `load` is None if it could not be read."""
 
     facts: GpuFacts
     load: GpuLoad | None = None
 
 
 class Sampler:
-    """Looks at the GPU in a thread of its own, every `interval` seconds. `clock` is monotonic seconds."""
+    """Samples a GPU in a separate thread every `interval` seconds. `clock` returns monotonic seconds."""
 
     def __init__(
         self, uuid: str, interval: float = SAMPLE_INTERVAL_S, clock: Callable[[], float] = time.monotonic
@@ -41,7 +41,7 @@ class Sampler:
         self._latest: Sample | None = None
         self._nvml: Nvml | None = None
         self._since: float | None = None
-        """When the sample began that is under way."""
+        """time at which the current sample began"""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)
 
@@ -49,7 +49,10 @@ class Sampler:
         self._thread.start()
 
     def latest(self) -> Sample | None:
-        """Returns how the GPU was at the last look; None before the first, and on a host without NVML."""
+        """Returns the last sample; None before the first, and on a host without NVML.
+
+        While a call hangs, the facts name it as their problem.
+        """
         since, latest = self._since, self._latest
         if since is None or self._clock() - since < LONGEST_CALL_S:
             return latest
@@ -58,7 +61,7 @@ class Sampler:
         return Sample(replace(facts, problem=f"{call or 'nvmlInit'} does not return"))
 
     def close(self) -> None:
-        """Ends the thread, or leaves it behind where a call hangs."""
+        """Ends the thread, or abandons it if a call hangs."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_LIMIT_S)
@@ -90,14 +93,14 @@ class Sampler:
         self._latest = Sample(replace(facts, fault=facts.fault or f"the GPU is lost ({failure})"))
 
     def _watch(self, nvml: Nvml) -> None:
-        """Samples until `close`. Raises GpuFailed, or NvmlProblem where it can't begin."""
+        """Samples until `close`. Raises GpuFailed, or NvmlProblem if the first calls fail."""
         handle = _handle(nvml, self._uuid)
         facts, load = read_identity(nvml, handle, self._uuid), None
         events = _xid_events(nvml, handle)
         while not self._stop.is_set():
             self._since = self._clock()
             facts = read_errors(nvml, handle, facts)
-            self._latest = Sample(facts, load)  # what is known when the next line fails
+            self._latest = Sample(facts, load)  # published in case that the next line fails
             load = read_load(nvml, handle)
             self._latest = Sample(facts, load)
             self._since = None
@@ -107,8 +110,7 @@ class Sampler:
                 self._latest = Sample(facts, load)
 
     def _wait(self, nvml: Nvml, events: Any) -> int | None:
-        """Waits for an Xid error, until the next sample is due. Returns its number, or None if there was none. Raises
-        GpuFailed."""
+        """Waits for an Xid error until the next sample is due. Returns its number, or None. Raises GpuFailed."""
         pause = self._interval
         if events is not None:
             self._since = self._clock() + self._interval
@@ -117,17 +119,16 @@ class Sampler:
                 return int(event.eventData)
             except NvmlProblem as problem:
                 if problem.code == nvml.NVML_ERROR_TIMEOUT:  # none came
-                    pause = LEAST_PAUSE_S
+                    pause = MIN_PAUSE_S
             finally:
                 self._since = None
-                self._stop.wait(LEAST_PAUSE_S)
+                self._stop.wait(MIN_PAUSE_S)
         self._stop.wait(pause)
         return None
 
 
 def _handle(nvml: Nvml, uuid: str) -> Any:
-    """Returns NVML's handle of the GPU. Raises GpuFailed also for a GPU that is not there: the node was given one that
-    was. Raises NvmlProblem."""
+    """Returns NVML's handle of the GPU. Raises NvmlProblem, or GpuFailed, also for a GPU that has disappeared."""
     try:
         return nvml.call("nvmlDeviceGetHandleByUUID", uuid)
     except NvmlProblem as problem:
@@ -137,7 +138,7 @@ def _handle(nvml: Nvml, uuid: str) -> Any:
 
 
 def _xid_events(nvml: Nvml, handle: Any) -> Any:
-    """Returns where Xid errors of the GPU are waited for; None where it reports none. Raises GpuFailed."""
+    """Returns NVML's event set for Xid errors of the GPU; None if it does not report them. Raises GpuFailed."""
     events = nvml.ask("nvmlEventSetCreate")
     if events is None:
         return None

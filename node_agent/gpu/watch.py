@@ -1,4 +1,4 @@
-"""What a node's API process says of its GPU: the last sample, the link as measured, and a log of what changed."""
+"""State of the GPU for a node's API process: the last sample, faults of the link, and a log of changes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import logging
 from msgspec.structs import replace
 
 from cluster.gpu import GpuFacts
-from node_agent.gpu.link import slow_link
+from node_agent.gpu.reading import link_bandwidth
 from node_agent.gpu.sampler import Sample, Sampler
+
+MIN_SHARE = 0.5
+"""Share of a link's rate below which a measured rate counts as slow; headers and copies cost some of it."""
 
 log = logging.getLogger(__name__)
 
 
 class GpuWatch:
-    """Logs each fault, problem and slow link once. `sampler` is None on a node without a GPU of its own."""
+    """Logs each fault, problem and slow link once. `sampler` is None on a node that has claimed no GPU."""
 
     def __init__(self, sampler: Sampler | None) -> None:
         self._sampler = sampler
@@ -22,13 +25,15 @@ class GpuWatch:
 
     @property
     def fault(self) -> str:
-        """The reason why the GPU can't be used any more; empty where it can."""
+        """Reason why the GPU has become unusable; empty while it works."""
         sample = self._sampler.latest() if self._sampler is not None else None
         return sample.facts.fault if sample is not None else ""
 
-    def look(self, measured: float | None) -> Sample | None:
-        """Returns how the GPU is; None where nothing is known of one. `measured`: bytes per second of the link to it,
-        None before that was measured."""
+    def poll(self, measured: float | None) -> Sample | None:
+        """Returns the last sample with the link's fault, and logs changes. Returns None without a sample.
+
+        `measured`: bytes per second of the link to the GPU; None before its measurement.
+        """
         sample = self._sampler.latest() if self._sampler is not None else None
         if sample is None:
             return None
@@ -50,3 +55,19 @@ class GpuWatch:
             log.warning("the GPU can't be watched", extra={**gpu, "reason": facts.problem})
         if facts.xids > before.xids:
             log.warning("the GPU has reported an Xid error", extra={**gpu, "xid": facts.xid, "count": facts.xids})
+
+
+def slow_link(generation: int, width: int, width_now: int, measured: float | None) -> str:
+    """Returns the reason why a link counts as slow, or an empty text. `measured`: bytes per second, or None.
+
+    The generation in use does not count: an idle GPU lowers it to save power.
+    """
+    if 0 < width_now < width:
+        return f"the PCIe link to the GPU uses {width_now} of {width} lanes"
+    full_rate = link_bandwidth(generation, width)
+    if measured is not None and 0 < measured < MIN_SHARE * full_rate:
+        return (
+            f"the link to the GPU was measured at {measured / 1e9:.1f} GB/s; PCIe {generation}.0 x{width} "
+            f"carries {full_rate / 1e9:.1f} GB/s"
+        )
+    return ""

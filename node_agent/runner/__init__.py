@@ -1,4 +1,4 @@
-"""The seam to a library's model code: `transformers_runner` walks a Hugging Face model layer by layer.
+"""Runners: the interface to a library's model code. `transformers_runner` calls a Hugging Face model layer by layer.
 
-A StepBatch enters at `start`, stops between layers at `advance`, and leaves as sampled tokens at `finish`.
+A pass takes a StepBatch at `start`, computes layers at `advance`, and returns sampled tokens at `finish`.
 """

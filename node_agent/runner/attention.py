@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache, as a function that transformers calls in the place of its own.
+"""Attention over a paged KV cache, as an attention function of transformers.
 
-Decode rows are computed together, in buckets of similar context length so that padding stays below a factor of two.
+Decode rows are computed together, in buckets of similar context length, so that padding stays below a factor of two.
 Prompt chunks are computed row by row. Grouped-query heads are never copied: decode folds a group's heads into the query
-dimension, a chunk broadcasts keys over the group.
+dimension, and a chunk broadcasts keys over the group.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ class DecodeBucket:
     """Decode rows whose contexts differ by less than a factor of two."""
 
     rows: torch.Tensor
-    """i64[B]: their tokens"""
+    """i64[B]: token indices"""
     slots: torch.Tensor
-    """i64[B * context]: cache slots of every context position, padded with slot 0"""
+    """i64[B * context]: cache slots of all context positions, padded with slot 0"""
     lengths: torch.Tensor
     """i64[B]"""
     context: int
-    """longest context in the bucket"""
+    """positions of the longest context"""
     ragged: bool
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One sequence's prompt chunk: tokens [start, end) of the pass, which are the last end - start of the `context`
-    positions that the sequence has so far."""
+    """Prompt chunk of one sequence: tokens [start, end) of the pass, which are the last of its `context` positions."""
 
     start: int
     end: int
@@ -47,7 +46,7 @@ class Chunk:
 
 @dataclass
 class AttentionPlan:
-    """What every layer of a pass needs; made once per pass."""
+    """Arguments of attention that all layers of a pass share; built once per pass."""
 
     keys: list[torch.Tensor]
     """per layer [slots, kv heads, head dim]"""
@@ -56,11 +55,11 @@ class AttentionPlan:
     buckets: list[DecodeBucket]
     chunks: list[Chunk]
     masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
-    """(bucket, or -1 - chunk; sliding window) -> mask, shared by the layers"""
+    """masks by (bucket, or -1 - chunk; sliding window)"""
     compiled: AttentionPass | None = None
-    """where the compiled operators attend for the decode rows, in the place of buckets"""
+    """arguments of the compiled operators, if they attend for the decode rows; then there are no buckets"""
     wide: bool = False
-    """whether prompt chunks attend in fp32, where that is faster than the cache's dtype"""
+    """True if prompt chunks attend in fp32, which may be faster than the cache's dtype"""
 
 
 def plan_attention(
@@ -118,9 +117,9 @@ def paged_attention(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D].
+    """Writes the pass's keys and values to the cache; each row then attends over its context there.
 
-    Writes this pass's keys and values into the cache first; every row then reads its whole context from there.
+    The signature is that of transformers: query [1, H, T, D], key and value [1, KV, T, D]; the output is [1, T, H, D].
     """
     if garnish_plan is None:
         raise RuntimeError("paged_attention was called outside a Garnish pass")
@@ -152,20 +151,20 @@ def attend_chunks(
     scaling: float,
     window: int | None,
 ) -> None:
-    """Attention of the plan's chunks into `out` [T, H, D]; query [1, H, T, D], one layer's keys and values."""
+    """Writes attention of the plan's chunks to out [T, H, D]. query [1, H, T, D]; keys and values are one layer's."""
     kv_heads, head_dim = keys.shape[1], keys.shape[2]
     group = query.shape[1] // kv_heads
     dtype = torch.float32 if plan.wide else keys.dtype
     for i, chunk in enumerate(plan.chunks):
         length = chunk.end - chunk.start
-        whole = length == chunk.context and (window is None or chunk.context <= window)
-        mask = None if whole else _cached(plan, (-1 - i, window), partial(_chunk_mask, chunk, window))
+        is_full_prompt = length == chunk.context and (window is None or chunk.context <= window)
+        mask = None if is_full_prompt else _cached(plan, (-1 - i, window), partial(_chunk_mask, chunk, window))
         k, v = (
             cached.index_select(0, chunk.slots).to(dtype).permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1)
             for cached in (keys, values)
         )
         q = query[0, :, chunk.start : chunk.end].to(dtype).reshape(kv_heads, group, length, head_dim)
-        done = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scaling)
+        done = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_full_prompt, scale=scaling)
         out[chunk.start : chunk.end] = done.reshape(kv_heads * group, length, head_dim).transpose(0, 1)
 
 
@@ -178,7 +177,7 @@ def _cached(
 
 
 def _decode_mask(bucket: DecodeBucket, window: int | None) -> torch.Tensor | None:
-    """bool [B, 1, 1, context]: True where the last token may look."""
+    """Returns bool [B, 1, 1, context], True at positions visible to the row's token; None if all are."""
     if not bucket.ragged and (window is None or bucket.context <= window):
         return None
     at = torch.arange(bucket.context, device=bucket.lengths.device)
@@ -190,7 +189,7 @@ def _decode_mask(bucket: DecodeBucket, window: int | None) -> torch.Tensor | Non
 
 
 def _chunk_mask(chunk: Chunk, window: int | None) -> torch.Tensor:
-    """bool [length, context]: causal, cut to the window."""
+    """Returns a causal mask, bool [length, context], within the window."""
     device = chunk.slots.device
     at = torch.arange(chunk.context, device=device)
     queries = torch.arange(chunk.context - (chunk.end - chunk.start), chunk.context, device=device)[:, None]

@@ -1,4 +1,4 @@
-"""`node.runner: auto`: the GPU's runner on a GPU, for models that it can compute; transformers for all else."""
+"""`node.runner: auto`: the `cuda` runner for models that it can compute on a GPU, else `transformers`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 
 
 def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> ModelRunner:
-    """An OpenRunner. `load` puts the model on the device."""
+    """Opens the runner, as an OpenRunner. `load` loads the model to the device."""
     if is_gpu(settings.device):
         try:
             return cuda_runner.open_runner(settings, load)
-        except ValueError as error:  # the model's memory is free again behind this block
+        except ValueError as error:  # the model's memory is free again after this block
             reason = str(error)
         log.warning("node.runner: auto takes transformers", extra={"reason": reason})
     return transformers_runner.open_runner(settings, load)

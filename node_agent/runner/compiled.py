@@ -1,7 +1,7 @@
-"""Exchanges a decoder layer's parts by ones that compute on a CPU with compiled operators (kernels/decoder.cpp).
+"""Replaces parts of decoder layers by modules with compiled CPU operators (kernels/decoder.cpp).
 
-The layer's own forward stays: norms, attention and MLP are modules in it, and each is exchanged in place, after
-`fuse_projections`. What no operator covers stays what it was, and so does everything where there is no compiler.
+The layer's forward is not changed. Its norms, attention and MLP are modules, which are replaced in place after
+`fuse_projections`. Parts that no operator can compute are kept; without a compiler all are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def decoder_operators(device: torch.device, dtype: torch.dtype) -> DecoderOperators | None:
-    """Returns the compiled operators; None where they can't be used, and the log says why."""
+    """Returns the compiled operators; None if they can't be used. A compiler's failure is logged."""
     if device.type != "cpu" or dtype not in SUFFIX:
         return None
     warning = "the base runs without compiled operators, more slowly"
@@ -31,7 +31,7 @@ def decoder_operators(device: torch.device, dtype: torch.dtype) -> DecoderOperat
 
 
 class CompiledNorm(nn.Module):
-    """An RMS norm as all families have it."""
+    """RMS norm; all model families have this one."""
 
     def __init__(self, norm: Any, operators: DecoderOperators) -> None:
         super().__init__()
@@ -42,19 +42,19 @@ class CompiledNorm(nn.Module):
 
 
 class CompiledMlp(nn.Module):
-    """down(silu(gate(x)) * up(x))"""
+    """MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, gate_up: FusedProjection, down: FusedProjection, operators: DecoderOperators) -> None:
         super().__init__()
         self.gate_up, self.down, self.operators = gate_up, down, operators
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [1, T, d] -> [1, T, d]"""
+        """Returns [1, T, d] for x [1, T, d]."""
         return self.down.product(self.operators.silu_mul(self.gate_up.product(x[0]))).unsqueeze(0)
 
 
 class CompiledAttention(nn.Module):
-    """Projections, rotary embedding, the cache and decode attention; prompt chunks by torch's attention."""
+    """Attention with projections and compiled operators; prompt chunks attend by torch's function."""
 
     def __init__(
         self, qkv: FusedProjection, o: FusedProjection, cache: PagedCache, operators: DecoderOperators
@@ -66,7 +66,7 @@ class CompiledAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, garnish_plan: AttentionPlan, **_: object
     ) -> tuple[torch.Tensor, None]:
-        """[1, T, d] -> [1, T, d]"""
+        """Returns [1, T, d] for hidden_states [1, T, d]."""
         plan, heads = garnish_plan, self.cache.heads
         assert plan.compiled is not None
         qkv = self.qkv.product(hidden_states[0])
@@ -82,8 +82,10 @@ class CompiledAttention(nn.Module):
 def compile_layers(
     model: Any, operators: DecoderOperators, keys: list[torch.Tensor], values: list[torch.Tensor], block_tokens: int
 ) -> Heads | None:
-    """Exchange what can be exchanged in a model whose projections are fused. Returns the heads of a layer (all have
-    the same number and width) if attention is among it."""
+    """Replaces the parts of a model that the operators can compute. The model's projections must be fused.
+
+    Returns a layer's heads, whose number and width are the same in all, if attention was replaced.
+    """
     config, family, heads = model.config, FAMILIES[model.config.model_type], None
     attention_path, mlp_path = (family.projections[i].rpartition(".")[0] for i in (0, 4))
     for layer, layer_keys, layer_values in zip(model.model.layers, keys, values, strict=True):
@@ -92,9 +94,9 @@ def compile_layers(
         qkv, o, gate_up, down = (layer.get_submodule(family.projections[group[0]]) for group in GROUPS.values())
         if getattr(config, family.activation_key) == "silu":
             layer.set_submodule(mlp_path, CompiledMlp(gate_up, down, operators))
-        found = layer_heads(layer, layer.get_submodule(attention_path), config, *layer_keys.shape[1:])
-        if found.covered:
-            heads = found
+        layer_shape = layer_heads(layer, layer.get_submodule(attention_path), config, *layer_keys.shape[1:])
+        if layer_shape.covered:
+            heads = layer_shape
             cache = PagedCache(heads, layer_keys, layer_values, block_tokens)
             layer.set_submodule(attention_path, CompiledAttention(qkv, o, cache, operators))
     model.model.norm = CompiledNorm(model.model.norm, operators)
@@ -102,7 +104,7 @@ def compile_layers(
 
 
 def layer_heads(layer: Any, attention: Any, config: Any, kv_heads: int, head_dim: int) -> Heads:
-    """What attention of a layer is like. All parts but norms of heads are read from the config and the module."""
+    """Returns the shape and scaling of a layer's attention, read from the config, the module and the heads' norms."""
     family = FAMILIES[config.model_type]
     window = getattr({"config": config, "layer": attention}.get(family.window), "sliding_window", None)
     norms, eps = None, 0.0
@@ -113,7 +115,7 @@ def layer_heads(layer: Any, attention: Any, config: Any, kv_heads: int, head_dim
 
 
 def compiled_pass(batch: StepBatch, rotary: tuple[torch.Tensor, torch.Tensor], heads: Heads) -> AttentionPass:
-    """`rotary` is the model's own cos and sin [1, T, head dim]."""
+    """Returns the pass's arguments of compiled attention. `rotary`: the model's cos and sin [1, T, head dim]."""
     cos, sin = rotary
     slots = batch.slot_mapping[: batch.n_tokens]
     return AttentionPass(

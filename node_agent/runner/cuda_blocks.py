@@ -1,6 +1,6 @@
-"""One block of bytes for all that a pass needs of the host, and one for all that it gives back: a copy each way.
+"""Blocks of bytes that hold a pass's inputs, or its outputs, so that each crosses the link in one copy.
 
-A block is described by its fields, and seen through tensors of the fields' types, on the host and on the device alike.
+A block has fields with dtypes and shapes, and tensors for them that share its memory, on the host and on the device.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from node_agent.device import Event
 from node_agent.runner.cuda_stream import Stream
 from node_agent.types import LoraBatch, StepBatch
 
 ALIGN = 16
-"""Bytes: where a field may begin."""
-MOST_LOGPROBS = 64
-"""Likeliest tokens of a row that are brought back: the most that a node lets a request ask for."""
+"""Alignment of fields in bytes."""
+MAX_LOGPROBS = 64
+"""Most likely tokens of a row that are copied back: a node's limit for a request's `logprobs`."""
 
 Spec = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Fields in their order: dtype and shape."""
+"""Dtype and shape of the fields, in their order."""
 
 
 @dataclass(frozen=True)
 class StepFields:
-    """A StepBatch and its LoraBatch. T tokens, R rows, S scored prompt tokens; tokens and rows that are not used are
-    padding."""
+    """A StepBatch and its LoraBatch: T tokens, R rows, S scored prompt tokens. Unused tokens and rows are padding."""
 
     token_ids: torch.Tensor
     """i64[T]"""
@@ -35,7 +35,7 @@ class StepFields:
     slots: torch.Tensor
     """i64[T]; -1 is padding"""
     fed: torch.Tensor
-    """i64[T]: the row of the step before whose chosen token this one is; -1: it is in `token_ids`"""
+    """i64[T]: row of the previous step whose chosen token is this one; -1: it is in `token_ids`"""
     logit_rows: torch.Tensor
     """i64[R]"""
     score_rows: torch.Tensor
@@ -43,7 +43,7 @@ class StepFields:
     score_targets: torch.Tensor
     """i64[S]"""
     top_k: torch.Tensor
-    """i64[R]; this and the next four are of the rows whose logits are wanted"""
+    """i64[R]; this and the next four are for the rows of `logit_rows`"""
     uniform: torch.Tensor
     """f64[R]"""
     top_p: torch.Tensor
@@ -57,15 +57,15 @@ class StepFields:
     context_len: torch.Tensor
     """i32[R]; 0 is padding"""
     block_start: torch.Tensor
-    """i32[R]: where the row's blocks begin in `blocks`"""
+    """i32[R]: index in `blocks` of the row's first block"""
     seg_start: torch.Tensor
     """i32[R + 1]"""
     seg_slot: torch.Tensor
-    """i32[R]; -1 is the base, or padding"""
+    """i32[R]; -1 is the base or padding"""
     token_slot: torch.Tensor
     """i32[T]"""
     blocks: torch.Tensor
-    """i32[N]: KV blocks, row by row. Last, so that of a long field only what is used is copied."""
+    """i32[N]: KV blocks, row by row. The last field, so that its unused end need not be copied."""
 
 
 def step_spec(tokens: int, rows: int, blocks: int, scored: int = 0) -> Spec:
@@ -83,23 +83,23 @@ def step_spec(tokens: int, rows: int, blocks: int, scored: int = 0) -> Spec:
 
 @dataclass(frozen=True)
 class OutFields:
-    """What sampling gives for Q rows; k is at most MOST_LOGPROBS."""
+    """Results of sampling for Q rows; k is at most MAX_LOGPROBS."""
 
     ids: torch.Tensor
     """i64[Q]"""
     finite: torch.Tensor
-    """i32[Q]: 0 where the row's logits were not finite"""
+    """i32[Q]: 0 if the row's logits were not finite"""
     chosen: torch.Tensor
-    """f32[Q]: the chosen token's log probability. This and the next two only where some row asks."""
+    """f32[Q]: log probability of the chosen token; written, as the next two, if a row requests it"""
     top_ids: torch.Tensor
-    """i32[Q, k]: the likeliest tokens"""
+    """i32[Q, k]: the most likely tokens"""
     top_values: torch.Tensor
     """f32[Q, k]: their log probabilities"""
 
 
 def out_spec(rows: int, vocab: int) -> Spec:
-    """The fields of OutFields."""
-    top = (rows, min(MOST_LOGPROBS, vocab))
+    """Returns the dtype and shape of each field of OutFields."""
+    top = (rows, min(MAX_LOGPROBS, vocab))
     return {
         "ids": (torch.int64, (rows,)),
         "finite": (torch.int32, (rows,)),
@@ -110,7 +110,7 @@ def out_spec(rows: int, vocab: int) -> Spec:
 
 
 def size_of(spec: Spec, upto: str | None = None) -> int:
-    """Returns the bytes of a block; with `upto`, those before that field."""
+    """Returns the bytes of a block; with `upto`, of the fields before that one."""
     at = 0
     for name, (dtype, shape) in spec.items():
         at = -(-at // ALIGN) * ALIGN
@@ -121,18 +121,18 @@ def size_of(spec: Spec, upto: str | None = None) -> int:
 
 
 def views(spec: Spec, block: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The fields of a block u8[size_of(spec)] as tensors that share its memory."""
-    found, at = {}, 0
+    """Returns the fields of a block u8[size_of(spec)] as tensors that share its memory."""
+    fields, at = {}, 0
     for name, (dtype, shape) in spec.items():
         at = -(-at // ALIGN) * ALIGN
         size = int(np.prod(shape)) * dtype.itemsize
-        found[name] = block[at : at + size].view(dtype).view(shape)
+        fields[name] = block[at : at + size].view(dtype).view(shape)
         at += size
-    return found
+    return fields
 
 
 def send(stream: Stream, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Enqueues the copy of tensors of the host to the device, as one block. Returns them as they are there."""
+    """Enqueues the copy of host tensors to the device, as one block. Returns the tensors on the device."""
     spec = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     size = size_of(spec)
     host, device = stream.host(size), stream.empty(size)
@@ -142,9 +142,20 @@ def send(stream: Stream, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
     return views(spec, device)
 
 
+def download(stream: Stream, spec: Spec, host: torch.Tensor, device: torch.Tensor, everything: bool) -> Event:
+    """Enqueues the copy of an OutFields block to the host, and returns the event after it.
+
+    Fields of log probabilities are left out unless `everything` is set.
+    """
+    stream.download(host, device, size_of(spec, None if everything else "chosen"))
+    return stream.event()
+
+
 def fill(fields: StepFields, batch: StepBatch, lora: LoraBatch | None, block_tokens: int) -> int:
-    """Writes a batch into a block on the host, and padding behind it. Returns how many KV blocks it has: more of
-    `blocks` need not be copied."""
+    """Writes a batch, and padding after it, to a block on the host.
+
+    Returns the number of its KV blocks: the rest of `blocks` need not be copied.
+    """
     for field, values, padding in (
         (fields.token_ids, batch.token_ids, 0),
         (fields.positions, batch.positions, 0),
@@ -171,7 +182,7 @@ def fill(fields: StepFields, batch: StepBatch, lora: LoraBatch | None, block_tok
 
 
 def expand_blocks(fields: StepFields, width: int) -> torch.Tensor:
-    """Returns the rows' block table i32[R, width] on the fields' device; behind a row's own blocks stand others'."""
+    """Returns the rows' block table i32[R, width] on the fields' device; entries after a row's blocks are arbitrary."""
     at = fields.block_start[:, None] + torch.arange(width, dtype=torch.int32, device=fields.blocks.device)
     return fields.blocks[at.clamp_(max=fields.blocks.shape[0] - 1)]
 
@@ -180,20 +191,20 @@ LORA_FIELDS = ("seg_start", "seg_slot", "token_slot")
 
 
 def lora_spec(tokens: int, segments: int) -> Spec:
-    """The tensors of a LoraBatch alone."""
+    """Returns the dtype and shape of the tensors of a LoraBatch."""
     i32 = torch.int32
     return {"seg_start": (i32, (segments + 1,)), "seg_slot": (i32, (segments,)), "token_slot": (i32, (tokens,))}
 
 
 def fill_lora(fields: Mapping[str, torch.Tensor], lora: LoraBatch | None) -> None:
-    """Writes a LoraBatch, or none, into its fields on the host, and padding behind it: empty segments at the end."""
+    """Writes a LoraBatch (None: the base) to its fields on the host, and empty segments after it."""
     for name, padding in zip(LORA_FIELDS, (int(lora.seg_start[-1]) if lora else 0, -1, -1), strict=True):
         values = fields[name][:0] if lora is None else getattr(lora, name)
         _put(fields[name], values, padding)
 
 
 def lora_batch(fields: StepFields, max_rank: int) -> LoraBatch:
-    """The LoraBatch of a block on the device. Who reads it needs neither leases nor bounds."""
+    """Returns the LoraBatch of a block on the device, without leases and bounds."""
     return LoraBatch(fields.seg_start, fields.seg_slot, fields.token_slot, [], [], max_rank, empty=False)
 
 

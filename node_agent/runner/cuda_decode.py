@@ -1,7 +1,7 @@
 """Decode steps of a bucket of rows: one copy to the device, captured work, and one copy back.
 
-A bucket owns its blocks of memory and is captured once per kind of step, with adapters and without, greedy and not.
-Rows that a step does not fill are padding: they have no context, and write nothing into the KV cache.
+A bucket owns its blocks of memory. It is captured once per kind of step: with and without adapters, greedy or not.
+Unused rows of a step are padding, which has no context and writes nothing to the KV cache.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from node_agent.runner.cuda_blocks import (
     OutFields,
     Spec,
     StepFields,
+    download,
     expand_blocks,
     fill,
     lora_batch,
@@ -25,9 +26,8 @@ from node_agent.runner.cuda_blocks import (
     step_spec,
     views,
 )
-from node_agent.runner.cuda_layers import Attended, Decoder
+from node_agent.runner.cuda_layers import AttentionInputs, Decoder
 from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
-from node_agent.runner.cuda_output import download
 from node_agent.runner.cuda_sampler import sample
 from node_agent.runner.cuda_stream import Stream, Work
 from node_agent.runner.lora import GroupLora
@@ -36,7 +36,7 @@ from node_agent.runner.score_rules import ScoreEdits
 from node_agent.types import LoraBatch, StepBatch
 
 STEPS_UNDER_WAY = 2
-"""One runs while the next one is enqueued."""
+"""Steps of a bucket that may be enqueued at once: one runs while the host enqueues the next."""
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
 """Rows between larger buckets."""
@@ -44,7 +44,7 @@ BUCKET_STEP = 8
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What all buckets of a runner have in common."""
+    """Limits and sizes that all buckets of a runner share."""
 
     max_rows: int
     max_context: int
@@ -53,38 +53,41 @@ class DecodeShape:
 
     @property
     def table_width(self) -> int:
-        """Blocks of the longest context."""
+        """KV blocks of the longest context."""
         return -(-self.max_context // self.block_tokens)
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, 8, then every 8, up to `max_rows`, which is one itself."""
+    """Returns the rows of each bucket: 1, 2, 4, 8, multiples of 8 below `max_rows`, and `max_rows`."""
     sizes = [*SMALL_BUCKETS, *range(SMALL_BUCKETS[-1] + BUCKET_STEP, max_rows, BUCKET_STEP), max_rows]
     return sorted({min(size, max_rows) for size in sizes})
 
 
 class HostBlocks:
-    """A step's memory on the host: what is sent, and what comes back."""
+    """Memory of one step on the host, for inputs and outputs."""
 
     def __init__(self, stream: Stream, spec: Spec, out_spec: Spec) -> None:
         self.block, self.out_block = stream.host(size_of(spec)), stream.host(size_of(out_spec))
         self.fields, self.out = StepFields(**views(spec, self.block)), OutFields(**views(out_spec, self.out_block))
         self.sent: Event = ENDED
-        """behind the last copy out of `block`"""
+        """event after the last copy out of `block`"""
 
 
 class LastStep:
-    """What the last step of any bucket left on the device."""
+    """Logits and chosen tokens of the last step of any bucket, on the device."""
 
     def __init__(self, max_rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
         self.logits = torch.zeros(max_rows, vocab, dtype=dtype, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        """that were chosen: the next step's, where the host does not know them yet"""
+        """chosen tokens, which the next step takes if the host does not have them yet"""
 
 
 class Bucket:
-    """Steps of at most `rows` decode rows. Two may be under way: the second one's memory on the host is its own, and on
-    the device all that it writes to is read before."""
+    """Decode steps of at most `rows` rows, of which two may be enqueued.
+
+    The two have separate memory on the host. On the device they share it: each step has read its memory before the next
+    one writes there.
+    """
 
     def __init__(
         self, rows: int, shape: DecodeShape, decoder: Decoder, current: Current, stream: Stream, last: LastStep
@@ -98,14 +101,14 @@ class Bucket:
         self.fields = StepFields(**views(self._spec, self._device))
         self._out = OutFields(**views(self._out_spec, self._out_device))
         self._hosts = [HostBlocks(stream, self._spec, self._out_spec) for _ in range(STEPS_UNDER_WAY)]
-        self._turn = 0
-        self._scratch = decoder.attended_scratch(rows, shape.max_context)
+        self._slot = 0
+        self._scratch = decoder.attention_scratch(rows, shape.max_context)
         self._bodies: dict[bool, Work] = {}
         self._samplers: dict[bool, Work] = {}
 
     @torch.inference_mode()
     def capture(self, open_add: OpenAdd) -> None:
-        """Captures the bucket's work, on a step of padding alone."""
+        """Captures the bucket's work on a step of padding."""
         host = self._hosts[0]
         host.block.zero_()
         for name in ("slots", "fed", "seg_slot", "token_slot"):
@@ -119,10 +122,10 @@ class Bucket:
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, lora: LoraBatch | None) -> None:
-        """Enqueues a step up to its logits."""
-        self._turn = (self._turn + 1) % STEPS_UNDER_WAY
-        host = self._hosts[self._turn]
-        host.sent.synchronize()  # has ended: of the steps since then all but one were awaited
+        """Enqueues a step up to its logits. `lora`: its tensors are in host memory."""
+        self._slot = (self._slot + 1) % STEPS_UNDER_WAY
+        host = self._hosts[self._slot]
+        host.sent.synchronize()  # does not block: all steps since then but one were awaited
         blocks = fill(host.fields, batch, lora, self.shape.block_tokens)
         size = size_of(self._spec, "blocks") + blocks * self.fields.blocks.itemsize
         self.stream.upload(self._device, host.block, size)
@@ -131,24 +134,27 @@ class Bucket:
 
     @torch.inference_mode()
     def choose(self, everything: bool, edits: ScoreEdits | None) -> tuple[OutFields, Event]:
-        """Enqueues the choice of the step's tokens. Returns where they are in host memory at the event."""
+        """Enqueues the choice of the step's tokens. Returns their place in host memory, and the event after the copy.
+
+        With `everything` rows may sample and have log probabilities; without it all are greedy.
+        """
         if edits is None:
             self._samplers[everything]()
-        else:  # as many as the requests' rules have, so it can't be captured
+        else:  # its sizes depend on the requests' rules, so it can't be captured
             self.stream.enqueue(partial(self._sample, everything, edits))
-        host = self._hosts[self._turn]
+        host = self._hosts[self._slot]
         return host.out, download(self.stream, self._out_spec, host.out_block, self._out_device, everything)
 
     def _compute_logits(self, lora: GroupLora | None) -> None:
         fields, decoder = self.fields, self._decoder
         rows = Rows(fields.context_len, expand_blocks(fields, self.shape.table_width))
-        attended = Attended(fields.positions, fields.slots, rows, None, self._scratch)
-        before = self._last.tokens.index_select(0, fields.fed.clamp(min=0))
-        walk = decoder.begin(torch.where(fields.fed >= 0, before, fields.token_ids))
+        inputs = AttentionInputs(fields.positions, fields.slots, rows, None, self._scratch)
+        fed_tokens = self._last.tokens.index_select(0, fields.fed.clamp(min=0))
+        hidden = decoder.begin(torch.where(fields.fed >= 0, fed_tokens, fields.token_ids))
         self._current.lora = lora
-        decoder.advance(walk, decoder.layers, attended)
+        decoder.advance(hidden, decoder.layers, inputs)
         self._current.lora = None
-        self._last.logits[: self.rows].copy_(decoder.logits(walk, None))
+        self._last.logits[: self.rows].copy_(decoder.logits(hidden, None))
 
     def _sample(self, everything: bool, edits: ScoreEdits | None) -> None:
         sample(self._last.logits[: self.rows], self.fields, edits, self._out, everything)

@@ -1,7 +1,7 @@
-"""A layer of a prompt's pass as captured pieces: CPU workers are handed their work between two of them.
+"""Layers of a prompt's pass captured in pieces, between which CPU workers are handed their work.
 
-Nothing waits inside a CUDA graph. So a layer is cut before and behind the base product of each projection group that
-may be handed over. A handoff's copy, signal and wait are enqueued there one by one, at addresses that stay the same.
+A CUDA graph can't wait for a worker. So a layer is cut before and after the base product of each projection group that
+may be handed over. A handoff's copy, signal and wait are enqueued there one by one, at constant addresses.
 """
 
 from __future__ import annotations
@@ -13,71 +13,76 @@ from typing import Protocol
 
 import torch
 
-from node_agent.runner.cuda_layers import Attended, Decoder, Walk
+from node_agent.runner.cuda_layers import AttentionInputs, Decoder, HiddenState
 from node_agent.runner.cuda_stream import Stream, Work
 from node_agent.types import GROUPS, ArrivingLora
 
-HANDED_OVER = (("qkv",), tuple(GROUPS))
-"""Groups at which a layer is cut. A pass takes the first of these in which all groups are that its adapter adapts."""
-GRAPHS_PER_LAYER = sum(2 * len(groups) + 1 for groups in HANDED_OVER)
-MOST_GRAPHS = 2560
-"""Graphs of all buckets together, at most: a graph takes memory and some milliseconds of the start. A 7B model's six
-buckets of up to 256 tokens have 2,304; a deeper model's larger buckets have none."""
+HANDOFF_GROUPS = (("qkv",), tuple(GROUPS))
+"""Sets of groups at which a layer is cut. A pass uses the first one that has all groups of its adapter."""
+GRAPHS_PER_LAYER = sum(2 * len(groups) + 1 for groups in HANDOFF_GROUPS)
+MAX_GRAPHS = 2560
+"""Limit on the graphs of all buckets, since each takes memory, and some milliseconds at the start.
+
+Six buckets of up to 256 tokens have 2,304 for a 7B model. The larger buckets of a deeper model get none.
+"""
 
 
-class WalkedBucket(Protocol):
-    """Interface of a bucket (cuda_prompts.PromptBucket) to its HandedLayers."""
+class BucketMemory(Protocol):
+    """Parts of a bucket (cuda_prompts.PromptBucket) that its HandoffLayers use."""
 
-    attended: Attended
-    walk: Walk
+    inputs: AttentionInputs
+    hidden: HiddenState
 
-    def begin(self, layer: int) -> Walk: ...
+    def begin(self, layer: int) -> HiddenState: ...
 
-    def end(self, walk: Walk) -> None: ...
+    def end(self, hidden: HiddenState) -> None: ...
 
 
 @dataclass(frozen=True)
-class Borders:
-    """Memory where a layer's pieces meet. It serves every layer of every bucket: the pieces of one layer follow each
-    other on one stream, with nothing of another pass between them."""
+class PieceBuffers:
+    """Tensors that pass values between the pieces of a layer.
+
+    All layers of all buckets share them: the pieces of a layer run in order on one stream, and no other pass runs
+    between them.
+    """
 
     x: Mapping[str, torch.Tensor]
-    """[T, d_in] of each group"""
+    """input [T, d_in] of each group"""
     y: Mapping[str, torch.Tensor]
-    """[T, sum of widths] of each group: the base product, to which the adapter's part is added"""
+    """base product [T, sum of widths] of each group, to which LoRA is added"""
 
-    def of(self, tokens: int) -> Borders:
-        """Returns the first rows, as many as a bucket has tokens."""
-        return Borders(*({group: one[:tokens] for group, one in kind.items()} for kind in (self.x, self.y)))
+    def of(self, tokens: int) -> PieceBuffers:
+        """Returns the first rows of the tensors, for a bucket of `tokens`."""
+        return PieceBuffers(*({group: one[:tokens] for group, one in kind.items()} for kind in (self.x, self.y)))
 
 
-def open_borders(decoder: Decoder, tokens: int) -> Borders:
-    """Allocates them for passes of at most so many tokens."""
+def allocate_buffers(decoder: Decoder, tokens: int) -> PieceBuffers:
+    """Allocates the PieceBuffers for passes of at most `tokens`."""
     new, layer = decoder.embed_tokens.weight.new_zeros, decoder.layers[0]
     parts = {group: layer.projection(group) for group in GROUPS}
-    return Borders(
+    return PieceBuffers(
         {group: new(tokens, part.d_in) for group, part in parts.items()},
         {group: new(tokens, sum(part.widths)) for group, part in parts.items()},
     )
 
 
-class HandedLayer:
-    """One layer of a bucket, cut at `groups`, which are in the order of GROUPS."""
+class HandoffLayer:
+    """Layer of a bucket that is cut at `groups`, which are in the order of GROUPS."""
 
     def __init__(
         self,
         decoder: Decoder,
-        bucket: WalkedBucket,
+        bucket: BucketMemory,
         index: int,
         groups: tuple[str, ...],
-        borders: Borders,
+        buffers: PieceBuffers,
         stream: Stream,
     ) -> None:
-        """Captures the pieces: the bucket must hold a batch of padding alone."""
+        """Captures the pieces. The bucket must have a batch of padding."""
         self.index, self.groups = index, groups
-        self._layer, self._decoder, self._bucket, self._borders = decoder.layers[index], decoder, bucket, borders
+        self._layer, self._decoder, self._bucket, self._buffers = decoder.layers[index], decoder, bucket, buffers
         self._pieces: list[tuple[str, Work, Work]] = []
-        """each group with what leads to its input, and its base product"""
+        """for each group, the work up to its input, and its base product"""
         before = None
         for group in groups:
             lead = stream.capture(partial(self._between, before, group))
@@ -86,48 +91,51 @@ class HandedLayer:
         self._rest = stream.capture(partial(self._between, before, None))
 
     def covers(self, lora: ArrivingLora) -> bool:
-        """Returns True if the layer is cut wherever the adapter has a part in it."""
+        """Returns True if the layer is cut at all groups that the adapter adapts."""
         return all(group in self.groups or not lora.adapts(self.index, group) for group in GROUPS)
 
     def enqueue(self, lora: ArrivingLora, tokens: int) -> None:
-        """Enqueues the layer with the adapter's part for a pass of so many tokens."""
+        """Enqueues the layer, with its adapter, for a pass of `tokens`."""
         for group, lead, product in self._pieces:
             lead()
-            adds = lora.begin(self.index, group, self._borders.x[group][:tokens])
+            adds = lora.begin(self.index, group, self._buffers.x[group][:tokens])
             product()
             if adds:
-                y = self._borders.y[group][:tokens]
+                y = self._buffers.y[group][:tokens]
                 lora.finish(self.index, group, self._layer.projection(group).parts_of(y))
         self._rest()
 
     def _between(self, done: str | None, upto: str | None) -> None:
-        """Computes from behind group `done` (None: from the layer's begin) to the input of group `upto` (None: to the
-        layer's end)."""
+        """Computes from the output of group `done` (None: the layer's input) to the input of group `upto` (None: the
+        layer's output)."""
         order = list(GROUPS)
         first = 0 if done is None else order.index(done) + 1
         last = len(order) if upto is None else order.index(upto)
-        y = None if done is None else self._borders.y[done]
-        walk = self._walk(done)
+        y = None if done is None else self._buffers.y[done]
+        hidden = self._hidden_after(done)
         for group in order[first:last]:
-            y = self._layer.projection(group).product(self._input(group, walk, y))
-            walk.take(group, y)
+            y = self._layer.projection(group).product(self._input(group, hidden, y))
+            hidden.take(group, y)
         if upto is None:
-            self._bucket.end(walk)
+            self._bucket.end(hidden)
         else:
-            self._borders.x[upto].copy_(self._input(upto, walk, y))
+            self._buffers.x[upto].copy_(self._input(upto, hidden, y))
 
-    def _walk(self, done: str | None) -> Walk:
-        """Returns how far the pass has come behind group `done`. Nothing from before that group is left to be added to
-        the residual stream: each group's input is made of the whole sum, or follows one that is."""
+    def _hidden_after(self, done: str | None) -> HiddenState:
+        """Returns the pass's hidden state after group `done`.
+
+        Earlier groups have nothing more to add to the residual stream: the input of each group is computed from the
+        full sum, or from a group whose input was.
+        """
         if done is None:
             return self._bucket.begin(self.index)
-        walk = Walk(self._bucket.walk.residual)
-        walk.take(done, self._borders.y[done])
-        return walk
+        hidden = HiddenState(self._bucket.hidden.residual)
+        hidden.take(done, self._buffers.y[done])
+        return hidden
 
-    def _input(self, group: str, walk: Walk, y: torch.Tensor | None) -> torch.Tensor:
-        return self._decoder.input_of(group, self._layer, walk, y, self._bucket.attended)
+    def _input(self, group: str, hidden: HiddenState, y: torch.Tensor | None) -> torch.Tensor:
+        return self._decoder.input_of(group, self._layer, hidden, y, self._bucket.inputs)
 
     def _product(self, group: str) -> None:
-        x, y = self._borders.x[group], self._borders.y[group]
+        x, y = self._buffers.x[group], self._buffers.y[group]
         y.copy_(self._layer.projection(group).linear.forward(x))

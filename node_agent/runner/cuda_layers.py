@@ -1,12 +1,12 @@
-"""A decoder's layers as `node.runner: cuda` walks them: the model's fused products, and `kernels.gpu_ops` between them.
+"""Decoder layers of `node.runner: cuda`: the model's fused products, with `kernels.gpu_ops` between them.
 
-The residual stream is summed where the next norm reads it, so a layer is three products of the base, two norms, a
-rotation, attention, and a gate, each with as few launches as its operation says.
+The residual stream is added to in the next norm, so a layer has four base products, two norms, a rotation, attention
+and a gate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,10 @@ import torch
 
 from adapters.model_families import FAMILIES
 from kernels.decoder import PagedCache
-from kernels.gpu_ops import LayerOperations, Rotary, Rows, decode_scratch, layer_operations
+from kernels.gpu_ops import LayerOperations, Rotary, Rows, decode_scratch
+from kernels.gpu_reference import TorchOperations
 from node_agent.runner.compiled import layer_heads
+from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.projections import FusedProjection
 from node_agent.runner.transformers_runner import TransformersRunner
 from node_agent.types import GROUPS
@@ -23,7 +25,7 @@ from node_agent.types import GROUPS
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMS norm."""
+    """Weight [width] and epsilon of an RMS norm."""
 
     weight: torch.Tensor
     eps: float
@@ -31,7 +33,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer with its part of the KV cache."""
+    """Decoder layer with its part of the KV cache."""
 
     attention_norm: Norm
     qkv: FusedProjection
@@ -42,46 +44,55 @@ class Layer:
     down: FusedProjection
 
     def projection(self, group: str) -> FusedProjection:
-        """Returns the projection group of that name, one of GROUPS."""
-        found: FusedProjection = getattr(self, group)
-        return found
+        """Returns the projection of a group of GROUPS."""
+        projection: FusedProjection = getattr(self, group)
+        return projection
 
 
 @dataclass(frozen=True)
-class Attended:
-    """Which tokens of a pass attend to what. Decode rows come first, one token each, then prompt chunks."""
+class AttentionInputs:
+    """Arguments of a pass's attention. Decode rows come first, one token each, then prompt chunks."""
 
     positions: torch.Tensor
     """i64[T]"""
     slots: torch.Tensor
-    """i64[T]: where keys and values go; -1 is padding"""
+    """i64[T]: cache slots of the tokens; -1 is padding"""
     decode: Rows | None
-    """None: no row decodes"""
+    """decode rows, if there are any"""
     chunks: Rows | None
-    """None: every row decodes"""
+    """prompt chunks, if there are any"""
     scratch: torch.Tensor | None
-    """of the decode rows' attention"""
+    """scratch of decode attention"""
 
 
 @dataclass
-class Walk:
-    """How far a pass has come. The hidden state is `residual + added`; `added` is None before the first layer."""
+class HiddenState:
+    """Hidden state of a pass between two layers: `residual + added`. `added` is None before the first layer."""
 
     residual: torch.Tensor
     """[T, width]"""
     added: torch.Tensor | None = None
 
     def take(self, group: str, y: torch.Tensor) -> None:
-        """Takes in the output of a projection group: those of `o` and `down` go to the residual stream."""
+        """Takes the output of a projection group; those of `o` and `down` are added to the residual stream later."""
         if group in ("o", "down"):
             self.added = y
 
 
+def layer_operations(device: torch.device) -> LayerOperations:
+    """Returns Triton's operations on a CUDA device, plain torch's elsewhere."""
+    if device.type == "cuda":
+        from kernels.gpu_triton import TritonOperations  # a host without a GPU need not load Triton
+
+        return TritonOperations()
+    return TorchOperations()
+
+
 class Decoder:
-    """All layers, over keys and values of their own. Raises ValueError for a model whose parts no operation covers."""
+    """The layers of a model, with a separate KV cache. Raises ValueError for parts that no operation computes."""
 
     def __init__(self, model: TransformersRunner, block_tokens: int, num_blocks: int) -> None:
-        """`model`: a runner whose projections are fused and not compiled; its weights are shared."""
+        """Shares the weights of `model`, a runner whose projections are fused and not compiled."""
         self.operations: LayerOperations = layer_operations(model.device)
         inner, family = model.model.model, FAMILIES[model.model.config.model_type]
         self.embed_tokens, self.head = inner.embed_tokens, model.head
@@ -91,73 +102,91 @@ class Decoder:
             raise ValueError(f"node.runner: cuda computes silu, not the model's {activation}; use transformers")
         shape = (num_blocks * block_tokens, *model.keys[0].shape[1:])
         self.layers = [_layer(model, layer, shape, block_tokens) for layer in model.layers]
-        self.decode_attention: Callable[..., None] | None = None
-        """a library's, in the place of the operations' own"""
         self.rotary = rotary_table(model.model)
 
-    def attended_scratch(self, rows: int, max_context: int) -> torch.Tensor:
-        """Returns the scratch for attention of so many decode rows."""
+    def attention_scratch(self, rows: int, max_context: int) -> torch.Tensor:
+        """Allocates the scratch for attention of this many decode rows."""
         return decode_scratch(rows, self.layers[0].cache.heads, max_context, self.norm.weight.device)
 
-    def begin(self, token_ids: torch.Tensor) -> Walk:
-        """token_ids i64[T]"""
-        return Walk(self.embed_tokens(token_ids))
+    def begin(self, token_ids: torch.Tensor) -> HiddenState:
+        """Returns the hidden state before the first layer, of token_ids i64[T]."""
+        return HiddenState(self.embed_tokens(token_ids))
 
-    def advance(self, walk: Walk, layers: Sequence[Layer], attended: Attended) -> None:
-        """Computes some layers, which must be the next ones."""
+    def advance(self, hidden: HiddenState, layers: Sequence[Layer], inputs: AttentionInputs) -> None:
+        """Computes the next layers of a pass."""
         for layer in layers:
             y = None
             for group in GROUPS:
-                y = layer.projection(group).product(self.input_of(group, layer, walk, y, attended))
-                walk.take(group, y)
+                y = layer.projection(group).product(self.input_of(group, layer, hidden, y, inputs))
+                hidden.take(group, y)
 
     def input_of(
-        self, group: str, layer: Layer, walk: Walk, y: torch.Tensor | None, attended: Attended
+        self, group: str, layer: Layer, hidden: HiddenState, y: torch.Tensor | None, inputs: AttentionInputs
     ) -> torch.Tensor:
-        """Returns the input [T, d_in] of a projection group. `y` is the output of the group before it in the layer;
-        None for the first one."""
+        """Returns the input [T, d_in] of a projection group. `y`: output of the layer's group before it, or None."""
         if group == "qkv":
-            return self._normed(walk, layer.attention_norm)
+            return self._normed(hidden, layer.attention_norm)
         assert y is not None
         if group == "o":
-            return self._attention(layer, y, attended)
+            return self._attention(layer, y, inputs)
         if group == "gate_up":
-            return self._normed(walk, layer.mlp_norm)
+            return self._normed(hidden, layer.mlp_norm)
         gated = y.new_empty(y.shape[0], y.shape[1] // 2)
         self.operations.silu_mul(y, out=gated)
         return gated
 
-    def logits(self, walk: Walk, rows: torch.Tensor | None) -> torch.Tensor:
-        """[n, V] in the model's dtype, of the tokens `rows` i64[n]; None: of all, and the walk is used up. All layers
-        must have been advanced."""
-        assert walk.added is not None
+    def logits(self, hidden: HiddenState, rows: torch.Tensor | None) -> torch.Tensor:
+        """Returns logits [n, V], in the model's dtype, of the tokens rows i64[n], after the last layer.
+
+        `rows` None: of all tokens; this consumes `hidden`.
+        """
+        assert hidden.added is not None
         if rows is not None:
-            walk = Walk(walk.residual.index_select(0, rows), walk.added.index_select(0, rows))
-        found: torch.Tensor = self.head(self._normed(walk, self.norm))
-        return found
+            hidden = HiddenState(hidden.residual.index_select(0, rows), hidden.added.index_select(0, rows))
+        logits: torch.Tensor = self.head(self._normed(hidden, self.norm))
+        return logits
 
-    def _normed(self, walk: Walk, norm: Norm) -> torch.Tensor:
-        """Adds what is to be added to the residual stream, and returns the norm of the sum."""
-        out = torch.empty_like(walk.residual)
-        if walk.added is None:
-            self.operations.add_rms_norm(walk.residual, norm.weight, norm.eps, out=out, residual=None)
+    def _normed(self, hidden: HiddenState, norm: Norm) -> torch.Tensor:
+        """Adds `added` to the residual stream, and returns the norm of the sum."""
+        out = torch.empty_like(hidden.residual)
+        if hidden.added is None:
+            self.operations.add_rms_norm(hidden.residual, norm.weight, norm.eps, out=out, residual=None)
         else:
-            self.operations.add_rms_norm(walk.added, norm.weight, norm.eps, out=out, residual=walk.residual)
-            walk.added = None
+            self.operations.add_rms_norm(hidden.added, norm.weight, norm.eps, out=out, residual=hidden.residual)
+            hidden.added = None
         return out
 
-    def _attention(self, layer: Layer, qkv: torch.Tensor, attended: Attended) -> torch.Tensor:
+    def _attention(self, layer: Layer, qkv: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         cache, operations = layer.cache, self.operations
-        operations.rotate_and_store(qkv, self.rotary, cache, positions=attended.positions, slots=attended.slots)
+        operations.rotate_and_store(qkv, self.rotary, cache, positions=inputs.positions, slots=inputs.slots)
         out = qkv.new_empty(qkv.shape[0], cache.heads.heads * cache.heads.head_dim)
-        if attended.decode is not None:
-            assert attended.scratch is not None
-            rows = attended.decode.context_len.shape[0]
-            attend = self.decode_attention or operations.decode_attention
-            attend(qkv[:rows], cache, attended.decode, out=out[:rows], scratch=attended.scratch)
-        if attended.chunks is not None:
-            operations.prefill_attention(qkv, cache, attended.chunks, out=out)
+        if inputs.decode is not None:
+            assert inputs.scratch is not None
+            rows = inputs.decode.context_len.shape[0]
+            operations.decode_attention(qkv[:rows], cache, inputs.decode, out=out[:rows], scratch=inputs.scratch)
+        if inputs.chunks is not None:
+            operations.prefill_attention(qkv, cache, inputs.chunks, out=out)
         return out
+
+
+class CudaModel:
+    """Model, device and KV cache that the passes of a runner share.
+
+    `num_blocks` KV blocks of `block_tokens` are allocated at once.
+    """
+
+    def __init__(self, model: TransformersRunner, stream: Stream, block_tokens: int, num_blocks: int) -> None:
+        """Shares the weights of `model`, which is not compiled, but not its KV cache."""
+        self.device, self.dtype, self.products = model.device, model.dtype, model.products
+        self.num_layers, self.block_tokens, self.num_blocks = model.num_layers, block_tokens, num_blocks
+        self.vocab: int = model.model.config.vocab_size
+        self.current, self.stream = model.current, stream
+        self.decoder = Decoder(model, block_tokens, num_blocks)
+
+    def check_complete(self, layer: int) -> None:
+        """Raises RuntimeError for a pass that has not computed all layers."""
+        if layer != self.num_layers:
+            raise RuntimeError(f"logits wanted after {layer} of {self.num_layers} layers")
 
 
 def _layer(model: TransformersRunner, layer: Any, shape: tuple[int, ...], block_tokens: int) -> Layer:
@@ -170,8 +199,8 @@ def _layer(model: TransformersRunner, layer: Any, shape: tuple[int, ...], block_
         shape_text = f"{heads.heads} heads of {heads.head_dim} over {heads.kv_heads}"
         raise ValueError(f"node.runner: cuda can't compute {shape_text}; use transformers")
     keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
-    before, after = (_norm(layer.get_submodule(path)) for path in family.layer_norms)
-    return Layer(before, qkv, PagedCache(heads, keys, values, block_tokens), o, after, gate_up, down)
+    attention_norm, mlp_norm = (_norm(layer.get_submodule(path)) for path in family.layer_norms)
+    return Layer(attention_norm, qkv, PagedCache(heads, keys, values, block_tokens), o, mlp_norm, gate_up, down)
 
 
 def _norm(module: Any) -> Norm:
@@ -180,7 +209,7 @@ def _norm(module: Any) -> Norm:
 
 @torch.inference_mode()
 def rotary_table(model: Any) -> Rotary:
-    """The model's own cos and sin of every position that it was made for."""
+    """Returns the model's cos and sin for all positions of its context."""
     positions = torch.arange(model.config.max_position_embeddings, device=model.device)[None]
     like = torch.empty(1, dtype=model.dtype, device=model.device)
     cos, sin = model.model.rotary_emb(like, position_ids=positions)

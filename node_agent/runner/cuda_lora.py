@@ -1,7 +1,7 @@
-"""A pass's LoRA when the runner sends the batch: segments lie at addresses that the runner chooses, on the device.
+"""LoRA of a pass whose batch the runner copies to the device, to addresses that the runner chooses.
 
-A captured pass calls the operations for every projection group, whatever its adapters adapt: padded segments and ranks
-of 0 end their programs at once.
+A captured pass calls the operations for all projection groups, adapted or not: programs of empty segments and of rank 0
+return at once.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.types import LoraBatch
 
 CAPTURED_RANK = MAX_RANK
-"""The bound on ranks in a captured pass, which serves any adapters: scratch has room for it, and nothing is padded to
-it."""
+"""Bound on ranks in a captured pass, which serves any adapters. Scratch has room for it; nothing is padded to it."""
 
 OpenAdd = Callable[[LoraBatch, bool], Add]
-"""(a LoraBatch on the device, whether every row has one token) -> Add; the batch's tensors are read at each call"""
+"""(LoraBatch on the device, True if all rows have one token) -> Add, which reads the batch's tensors at each call"""
 
 
 class SentLora(GroupLora):
-    """The PassLora of a batch that was made in host memory.
+    """PassLora of a LoraBatch in host memory.
 
-    The runner sends it with the pass's batch and says so by `place`. Where it is a part of another PassLora (some rows'
-    adapters are on their way), it sends itself at its first `begin`.
+    The runner copies it with the pass's batch, and calls `place`. As a part of another PassLora, if some rows' adapters
+    are still loading, it copies itself at the first `finish`.
     """
 
     def __init__(self, lora: CudaLora, batch: LoraBatch, decodes: bool) -> None:
@@ -39,7 +38,7 @@ class SentLora(GroupLora):
         self.batch, self._lora, self._decodes = batch, lora, decodes
 
     def place(self, fields: StepFields) -> None:
-        """The batch lies there on the device when the pass runs."""
+        """Takes the device's fields that will hold the batch when the pass runs."""
         self._add = self._lora.open_add(lora_batch(fields, self.batch.max_rank), self._decodes)
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
@@ -49,13 +48,13 @@ class SentLora(GroupLora):
 
 
 class CudaLora:
-    """The adapters of a store, as the runner's passes use them."""
+    """LoRA of a store's adapters for the runner's passes."""
 
     def __init__(self, store: AdapterStore, stream: Stream, open_add: OpenAdd) -> None:
         self.weights, self._stream, self.open_add = store.weights, stream, open_add
 
     def start(self, batch: LoraBatch, decodes: bool) -> SentLora:
-        """A StartLora; the batch's tensors are in host memory."""
+        """Starts a pass's LoRA, as a StartLora. The batch's tensors are in host memory."""
         return SentLora(self, batch, decodes)
 
     def send(self, batch: LoraBatch, decodes: bool) -> Add:
@@ -66,8 +65,7 @@ class CudaLora:
 
 
 def open_add(store: AdapterStore, kernel: str, max_rows: int, max_tokens: int) -> OpenAdd:
-    """Returns what opens the adapters' additions: by Triton's kernels, or for CPU_KERNEL by the compiled operator, or
-    plain torch where it can't be had."""
+    """Returns LoRA by Triton's kernels; for CPU_KERNEL by the compiled operator, or in torch where that is missing."""
     table, pool, base = store.table, store.pool.data, store.base
     if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton

@@ -1,8 +1,8 @@
-"""Passes of a bucket of tokens with prompts among their rows, captured in stretches of a few layers.
+"""Passes with prompts in a bucket of tokens, captured in stretches of a few layers.
 
-Launching a pass kernel by kernel takes longer than a GPU takes to compute some hundred tokens. It is cut into
-stretches because a cold pass stops where its adapter's next layers have not arrived; between two of them other passes
-may run, so a bucket's memory belongs to one pass at a time.
+To launch a pass kernel by kernel takes longer than a GPU computes some hundred tokens. A pass is cut into stretches
+because a cold one stops at layers of its adapter that have not arrived. Other passes may run between two stretches, so
+a bucket's memory belongs to one pass at a time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from kernels.gpu_ops import Rows
 from node_agent.runner.cuda_blocks import StepFields, expand_blocks, fill, lora_batch, size_of, step_spec, views
 from node_agent.runner.cuda_decode import DecodeShape
-from node_agent.runner.cuda_handoffs import GRAPHS_PER_LAYER, HANDED_OVER, MOST_GRAPHS, Borders, HandedLayer
-from node_agent.runner.cuda_layers import Attended, Decoder, Walk
+from node_agent.runner.cuda_handoffs import GRAPHS_PER_LAYER, HANDOFF_GROUPS, MAX_GRAPHS, HandoffLayer, PieceBuffers
+from node_agent.runner.cuda_layers import AttentionInputs, Decoder, HiddenState
 from node_agent.runner.cuda_lora import CAPTURED_RANK, OpenAdd
 from node_agent.runner.cuda_stream import Stream, Work
 from node_agent.runner.lora import GroupLora
@@ -25,15 +25,15 @@ from node_agent.types import ArrivingLora, LoraBatch, StepBatch
 
 STRETCH_LAYERS = 4
 SIZES = (16, 32, 64, *range(128, 513, 64), *range(640, 1025, 128))
-"""Tokens. A longer pass keeps a GPU busy while its next kernels are launched."""
+"""Tokens of the buckets. A longer pass keeps a GPU busy while its next kernels are launched."""
 LIGHT_TOKENS = 256
-"""So many are computed in hardly more time than one: what a pass of fewer takes is the reading of the weights."""
+"""Tokens that a pass computes in hardly more time than one, since it takes the time to read the weights."""
 FEW_ROWS = 8
-"""Of each size. A captured pass starts programs for as many rows as its bucket has, whether they are there or not."""
+"""Rows of a bucket of each size. A captured pass starts programs for all rows of its bucket, used or not."""
 BUSY_SIZES = (64, 128, 256, 512, 1024)
-"""Tokens of those that have as many rows as there may be: prompts beside decode rows."""
+"""Tokens of the buckets with the maximum of rows, for prompts together with decode rows."""
 LONGEST_DECODED = 4096
-"""Context of a decode row in such a pass, where one program reads all of it."""
+"""Maximum context of a decode row in such a pass, where one program reads all of it."""
 
 
 def prompt_shapes(chunk_tokens: int, max_rows: int) -> list[tuple[int, int]]:
@@ -44,7 +44,7 @@ def prompt_shapes(chunk_tokens: int, max_rows: int) -> list[tuple[int, int]]:
 
 
 class PromptBucket:
-    """Passes of at most `tokens` tokens in `rows` rows. Decode rows are computed as chunks of one token."""
+    """Memory and captured work for passes of at most `tokens` in `rows`. Decode rows are chunks of one token."""
 
     stretch = STRETCH_LAYERS
 
@@ -52,32 +52,32 @@ class PromptBucket:
         self, tokens: int, rows: int, shape: DecodeShape, decoder: Decoder, current: Current, stream: Stream
     ) -> None:
         self.tokens, self.rows = tokens, rows
-        self.taken = False
-        """by a pass that has not ended"""
+        self.in_use = False
+        """True while a pass holds the bucket"""
         self._shape, self._decoder, self._current, self._stream = shape, decoder, current, stream
         self._spec = step_spec(tokens, self.rows, self.rows * shape.table_width)
         self._device = stream.empty(size_of(self._spec))
         self.fields = StepFields(**views(self._spec, self._device))
         weight = decoder.embed_tokens.weight
         residual, added = (weight.new_zeros(tokens, weight.shape[1]) for _ in range(2))
-        self.walk = Walk(residual, added)
-        """behind a pass's last stretch"""
+        self.hidden = HiddenState(residual, added)
+        """hidden state after the pass's last stretch"""
         self._table = torch.zeros(self.rows, shape.table_width, dtype=torch.int32, device=weight.device)
         chunks = Rows(self.fields.context_len, self._table, self.fields.query_start)
-        self.attended = Attended(self.fields.positions, self.fields.slots, None, chunks, None)
+        self.inputs = AttentionInputs(self.fields.positions, self.fields.slots, None, chunks, None)
         self._stretches: dict[bool, list[Work]] = {}
-        self.handed: list[list[HandedLayer]] = []
-        """captured pieces by layer, one for each of HANDED_OVER; empty before `capture_handed`"""
+        self.handoff_layers: list[list[HandoffLayer]] = []
+        """captured layers, each cut in all ways of HANDOFF_GROUPS; empty before `capture_handoff_layers`"""
 
     def fits(self, batch: StepBatch) -> bool:
-        """Whether the batch is one for this bucket, which is free and does not compute a multiple of its tokens."""
+        """Returns True if the bucket is free, and not so large for the batch that padding costs much."""
         decoded = max(batch.context_lens[: batch.n_decode], default=0)
         fits = batch.n_tokens <= self.tokens <= max(LIGHT_TOKENS, 2 * batch.n_tokens) and batch.n_rows <= self.rows
-        return fits and not self.taken and decoded <= LONGEST_DECODED
+        return fits and not self.in_use and decoded <= LONGEST_DECODED
 
     @torch.inference_mode()
     def capture(self, open_add: OpenAdd) -> None:
-        """Captures the stretches, with adapters and without, on a pass of padding alone."""
+        """Captures the stretches, with adapters and without, on a pass of padding."""
         self._pad()
         adds = GroupLora(open_add(lora_batch(self.fields, CAPTURED_RANK), False))
         for adapted in (False, True):
@@ -88,11 +88,11 @@ class PromptBucket:
             ]
 
     @torch.inference_mode()
-    def capture_handed(self, borders: Borders) -> None:
-        """Captures each layer in the pieces between its handoffs, on a pass of padding alone."""
+    def capture_handoff_layers(self, buffers: PieceBuffers) -> None:
+        """Captures each layer in the pieces between its handoffs, on a pass of padding."""
         self._pad()
-        self.handed = [
-            [self._handed_layer(borders, index, groups) for groups in HANDED_OVER]
+        self.handoff_layers = [
+            [self._handoff_layer(buffers, index, groups) for groups in HANDOFF_GROUPS]
             for index in range(len(self._decoder.layers))
         ]
 
@@ -109,35 +109,35 @@ class PromptBucket:
         self._stretches[adapted][layer // self.stretch]()
 
     @torch.inference_mode()
-    def enqueue_handed(self, layer: int, lora: ArrivingLora, tokens: int) -> None:
-        """Enqueues one layer of a pass of so many tokens, wherever its adapter's part is computed."""
-        pieces = next(each for each in self.handed[layer] if each.covers(lora))
+    def enqueue_handoff_layer(self, layer: int, lora: ArrivingLora, tokens: int) -> None:
+        """Enqueues one layer of a pass of `tokens`, with LoRA from the device or from CPU workers."""
+        pieces = next(each for each in self.handoff_layers[layer] if each.covers(lora))
         pieces.enqueue(lora, tokens)
 
-    def begin(self, layer: int) -> Walk:
-        """Returns how far the pass has come before this layer; captured with the layer."""
+    def begin(self, layer: int) -> HiddenState:
+        """Returns the hidden state before this layer. Captured with the layer."""
         if layer == 0:
             self._table.copy_(expand_blocks(self.fields, self._shape.table_width))
-            self.walk.residual.copy_(self._decoder.begin(self.fields.token_ids).residual)
-        return Walk(self.walk.residual, self.walk.added if layer else None)
+            self.hidden.residual.copy_(self._decoder.begin(self.fields.token_ids).residual)
+        return HiddenState(self.hidden.residual, self.hidden.added if layer else None)
 
-    def end(self, walk: Walk) -> None:
-        """Keeps what the layers from `begin` on have made of its walk; captured with the last of them."""
-        assert walk.added is not None and self.walk.added is not None
-        self.walk.added.copy_(walk.added)
+    def end(self, hidden: HiddenState) -> None:
+        """Stores the hidden state that layers have computed since `begin`. Captured with the last of them."""
+        assert hidden.added is not None and self.hidden.added is not None
+        self.hidden.added.copy_(hidden.added)
 
     def _compute(self, lora: GroupLora | None, begin: int) -> None:
-        walk = self.begin(begin)
+        hidden = self.begin(begin)
         self._current.lora = lora
-        self._decoder.advance(walk, self._decoder.layers[begin : begin + self.stretch], self.attended)
+        self._decoder.advance(hidden, self._decoder.layers[begin : begin + self.stretch], self.inputs)
         self._current.lora = None
-        self.end(walk)
+        self.end(hidden)
 
-    def _handed_layer(self, borders: Borders, index: int, groups: tuple[str, ...]) -> HandedLayer:
-        return HandedLayer(self._decoder, self, index, groups, borders.of(self.tokens), self._stream)
+    def _handoff_layer(self, buffers: PieceBuffers, index: int, groups: tuple[str, ...]) -> HandoffLayer:
+        return HandoffLayer(self._decoder, self, index, groups, buffers.of(self.tokens), self._stream)
 
     def _pad(self) -> None:
-        """Enqueues the copy of a batch of padding alone."""
+        """Enqueues the copy of a batch of padding."""
         host = self._stream.host(size_of(self._spec)).zero_()
         fields = StepFields(**views(self._spec, host))
         for name in ("slots", "fed", "seg_slot", "token_slot"):
@@ -145,8 +145,10 @@ class PromptBucket:
         self._stream.upload(self._device, host, host.shape[0])
 
 
-def handed_buckets(buckets: Sequence[PromptBucket], layers: int) -> list[PromptBucket]:
-    """Returns the buckets, ascending like the given ones, in which prompts with handoffs are captured: those of a few
-    rows, no longer than CPU workers can help with, and no more than MOST_GRAPHS allows."""
+def handoff_buckets(buckets: Sequence[PromptBucket], layers: int) -> list[PromptBucket]:
+    """Returns the buckets, in ascending order, in which prompts with handoffs are captured.
+
+    They have few rows, and no more tokens than CPU workers can help with; MAX_GRAPHS limits their number.
+    """
     few = [bucket for bucket in buckets if bucket.rows <= FEW_ROWS and bucket.tokens <= LIGHT_TOKENS]
-    return few[: MOST_GRAPHS // (layers * GRAPHS_PER_LAYER)]
+    return few[: MAX_GRAPHS // (layers * GRAPHS_PER_LAYER)]

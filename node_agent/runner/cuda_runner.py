@@ -1,6 +1,6 @@
-"""`node.runner: cuda`: captured decode steps, one copy each way per pass, and nothing that waits for the device.
+"""`node.runner: cuda`: captured decode steps, one copy each way per pass, and no wait for the device within a pass.
 
-Without a GPU the same path runs on a CPU, with plain torch in the place of kernels and calls in the place of graphs.
+Without a GPU the same code runs on a CPU, with plain torch for the kernels and function calls for the graphs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from node_agent.device import is_out_of_memory
 from node_agent.runner import transformers_runner
 from node_agent.runner.cuda_check import CHECK_BLOCKS, check_captured, check_handoffs, check_prompts, check_runner
 from node_agent.runner.cuda_decode import Bucket, DecodeShape, LastStep, bucket_sizes
-from node_agent.runner.cuda_handoffs import open_borders
-from node_agent.runner.cuda_layers import Decoder
+from node_agent.runner.cuda_handoffs import allocate_buffers
+from node_agent.runner.cuda_layers import CudaModel
 from node_agent.runner.cuda_lora import CudaLora, OpenAdd, SentLora, open_add
-from node_agent.runner.cuda_pass import CapturedPass, HandedPass, LayeredPass, PromptPass
-from node_agent.runner.cuda_prompts import PromptBucket, handed_buckets, prompt_shapes
+from node_agent.runner.cuda_pass import CapturedPass, HandoffPass, LayeredPass, PromptPass
+from node_agent.runner.cuda_prompts import PromptBucket, handoff_buckets, prompt_shapes
 from node_agent.runner.cuda_stream import Stream, open_stream
-from node_agent.runner.decode_library import choose_decode_attention
 from node_agent.runner.lora_choice import StartLora
 from node_agent.runner.transformers_runner import LoadModel, TransformersRunner, load_model
 from node_agent.types import ArrivingLora, ModelRunner, PassLora, RunnerSettings, StepBatch
@@ -28,8 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> ModelRunner:
-    """An OpenRunner. A model for which this runner computes other numbers than the transformers runner is served by
-    that one, and the log says so. Raises ValueError for a model that it can't compute."""
+    """Opens the runner, as an OpenRunner. Raises ValueError for a model that it can't compute.
+
+    If the transformers runner computes other logits for the model, an error is logged and that runner is opened.
+    """
     reference = TransformersRunner(
         load(settings.model_dir, settings.device, settings.dtype), settings.block_tokens, CHECK_BLOCKS, compiled=False
     )
@@ -39,29 +40,22 @@ def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> Model
     if problem is None:
         return runner
     log.error("node.runner: cuda is not used, and transformers serves", extra={"reason": problem})
-    del reference, runner  # their memory is the other's, which measures what is free
+    del reference, runner  # frees their memory, since the next runner measures what is free
     gc.collect()
     return transformers_runner.open_runner(settings, load)
 
 
-class CudaRunner:
-    """A SendingRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
+class CudaRunner(CudaModel):
+    """SendingRunner that chooses the kind of each pass: captured, or by single kernels."""
 
     name = "cuda"
 
     def __init__(self, model: TransformersRunner, stream: Stream, block_tokens: int, num_blocks: int) -> None:
-        """`model` is not compiled; its weights are shared, its KV cache is not."""
-        self.device, self.dtype, self.products = model.device, model.dtype, model.products
-        self.num_layers, self.block_tokens, self.num_blocks = model.num_layers, block_tokens, num_blocks
-        self.vocab: int = model.model.config.vocab_size
-        self.current, self.stream = model.current, stream
-        self.decoder = Decoder(model, block_tokens, num_blocks)
-        caches = [layer.cache for layer in self.decoder.layers]
-        self.decoder.decode_attention = choose_decode_attention(self.decoder.operations, caches, stream)
+        super().__init__(model, stream, block_tokens, num_blocks)
         self.buckets: list[Bucket] = []
-        """by size; none before `serve`"""
+        """decode buckets by size; empty before `serve`"""
         self.prompts: list[PromptBucket] = []
-        """likewise"""
+        """prompt buckets by size; empty before `serve`"""
 
     @property
     def feeds(self) -> bool:
@@ -78,7 +72,7 @@ class CudaRunner:
         return lora.start
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> CapturedPass | LayeredPass:
-        """The batch's tensors, and the LoRA's, are in host memory."""
+        """Starts a pass. Tensors of the batch and of the LoRA are in host memory."""
         arriving = lora if isinstance(lora, ArrivingLora) else None
         sent = lora if arriving is None else arriving.on_device
         if batch.scoring is None and (sent is None or isinstance(sent, SentLora)):
@@ -87,57 +81,63 @@ class CudaRunner:
             if bucket is not None and arriving is None:
                 return CapturedPass(self, bucket, batch, sent)
             if prompts is not None and arriving is not None and hands_over:
-                return HandedPass(self, prompts, batch, sent, arriving)
+                return HandoffPass(self, prompts, batch, sent, arriving)
             if prompts is not None:
                 return PromptPass(self, prompts, batch, sent, arriving)
         return LayeredPass(self, batch, lora)
 
     def capture_handoffs(self) -> None:
-        """Captures prompts in the pieces between their handoffs. Where that fails, or they compute other numbers, such
-        prompts are launched kernel by kernel, and the log says so."""
-        buckets = handed_buckets(self.prompts, self.num_layers)
+        """Captures prompts in the pieces between their handoffs.
+
+        If that fails, or they compute other logits, an error is logged and such prompts run kernel by kernel.
+        """
+        buckets = handoff_buckets(self.prompts, self.num_layers)
         if not buckets:
             return
         try:
-            borders = open_borders(self.decoder, buckets[-1].tokens)
+            buffers = allocate_buffers(self.decoder, buckets[-1].tokens)
             for bucket in reversed(buckets):
-                bucket.capture_handed(borders)
+                bucket.capture_handoff_layers(buffers)
             problem = check_handoffs(self, buckets)
         except RuntimeError as error:
             problem = str(error)
         if problem is not None:
             for bucket in buckets:
-                bucket.handed = []
+                bucket.handoff_layers = []
             log.error("prompts with handoffs are not captured, and take longer", extra={"reason": problem})
 
     def _capture_steps(self, shape: DecodeShape, open_add: OpenAdd) -> list[Bucket]:
-        """Returns no bucket where there is no memory for all of them, or they compute other numbers; the log says so.
-        Raises RuntimeError where they can't be captured."""
-        made, last = list[Bucket](), LastStep(shape.max_rows, self.vocab, self.dtype, self.device)
+        """Captures decode steps. Returns no bucket, and logs it, if memory is short or they compute other logits.
+
+        Raises RuntimeError if they can't be captured for another reason.
+        """
+        buckets, last = list[Bucket](), LastStep(shape.max_rows, self.vocab, self.dtype, self.device)
         try:
-            for rows in reversed(bucket_sizes(shape.max_rows)):  # the largest first: the others' memory fits into its
-                made.insert(0, Bucket(rows, shape, self.decoder, self.current, self.stream, last))
-                made[0].capture(open_add)
-            problem = check_captured(self, made[0], last.logits)
+            for rows in reversed(bucket_sizes(shape.max_rows)):  # largest first: smaller graphs reuse its memory
+                buckets.insert(0, Bucket(rows, shape, self.decoder, self.current, self.stream, last))
+                buckets[0].capture(open_add)
+            problem = check_captured(self, buckets[0], last.logits)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 what = f"node.runner: cuda can't capture decode steps of {rows} rows"
                 raise RuntimeError(f"{what}: {error}; set node.runner: transformers") from error
             problem = f"{error}; fewer node.max_rows, or less node.kv_memory, leave more"
         if problem is None:
-            return made
+            return buckets
         log.error("decode steps are not captured, and take longer", extra={"reason": problem})
         return []
 
     def _capture_prompts(self, shape: DecodeShape, open_add: OpenAdd, chunk_tokens: int) -> list[PromptBucket]:
-        """Returns no bucket where there is no memory for them, or they compute other numbers; the log says so. Raises
-        RuntimeError where they can't be captured."""
-        problem, made = None, list[PromptBucket]()
+        """Captures prompts. Returns no bucket, and logs it, if memory is short or they compute other logits.
+
+        Raises RuntimeError if they can't be captured for another reason.
+        """
+        problem, buckets = None, list[PromptBucket]()
         try:
             for tokens, rows in reversed(prompt_shapes(chunk_tokens, shape.max_rows)):  # as with decode steps
-                made.insert(0, PromptBucket(tokens, rows, shape, self.decoder, self.current, self.stream))
-                made[0].capture(open_add)
-            problem = check_prompts(self, made)
+                buckets.insert(0, PromptBucket(tokens, rows, shape, self.decoder, self.current, self.stream))
+                buckets[0].capture(open_add)
+            problem = check_prompts(self, buckets)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise RuntimeError(
@@ -145,23 +145,20 @@ class CudaRunner:
                 ) from error
             problem = str(error)
         if problem is None:
-            return made
+            return buckets
         log.error("prompts are not captured, and take longer", extra={"reason": problem})
         return []
 
-    def check_complete(self, layer: int) -> None:
-        """Raises RuntimeError for a pass that stands before the last layer's end."""
-        if layer != self.num_layers:
-            raise RuntimeError(f"logits wanted after {layer} of {self.num_layers} layers")
-
     def _bucket(self, batch: StepBatch) -> Bucket | None:
-        """Returns the smallest bucket of decode steps for the batch; None where it is not of decode rows alone."""
+        """Returns the smallest decode bucket for the batch; None unless all rows are decode rows, or without one."""
         if batch.n_decode < batch.n_rows:
             return None
         return next((bucket for bucket in self.buckets if bucket.rows >= batch.n_rows), None)
 
     def _prompts(self, batch: StepBatch, hands_over: bool) -> PromptBucket | None:
-        """Returns the smallest free bucket of passes with prompts for the batch; with `hands_over`, of those that are
-        captured between handoffs."""
-        buckets = [bucket for bucket in self.prompts if bucket.handed or not hands_over]
+        """Returns the smallest free prompt bucket for the batch, or None.
+
+        `hands_over`: only buckets captured between handoffs count.
+        """
+        buckets = [bucket for bucket in self.prompts if bucket.handoff_layers or not hands_over]
         return next((bucket for bucket in buckets if batch.fed is None and bucket.fits(batch)), None)

@@ -1,7 +1,7 @@
-"""Chooses tokens for all rows at once, on the device: nothing is asked of the host, and shapes alone say what is done.
+"""Chooses the tokens of all rows together, on the device. The operations depend on shapes alone, not on values.
 
-Each row is treated as by `node_agent.runner.sampler`: rules change the scores, then temperature, top-k, top-p and min-p
-do, then comes the inverse transform of the row's uniform number.
+Each row is sampled as in `node_agent.runner.sampler`: rules change its scores, then temperature, top-k, top-p and min-p
+apply, then the inverse transform of the row's uniform number.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from node_agent.runner.score_rules import ScoreEdits, apply_edits
 from node_agent.types import ScoredToken
 
 ROWS_DRAWN_AT_ONCE = 32
-"""Of a vocabulary of 128,256 in fp64 that is 33 MB for each of the four tensors that a draw holds."""
+"""Rows of one draw, which has four fp64 tensors; each takes 33 MB for a vocabulary of 128,256."""
 
 
 def sample(
     logits: torch.Tensor, fields: StepFields, edits: ScoreEdits | None, out: OutFields, everything: bool
 ) -> None:
-    """Writes into `out` what the rows of logits [Q, V] give. `edits` are of scores laid out as the logits are;
-    without `everything` rows are taken to be greedy, and nobody to ask for log probabilities."""
+    """Chooses the tokens of logits [Q, V], and writes them to `out`.
+
+    `edits` are indexed into the flattened logits. Without `everything` all rows are greedy and have no log
+    probabilities.
+    """
     rows = logits.shape[0]
     raw = logits.float()
-    out.finite[:rows].copy_(raw.amax(dim=-1).isfinite())  # amax hands on NaN and +inf
+    out.finite[:rows].copy_(raw.amax(dim=-1).isfinite())  # amax propagates NaN and +inf
     scores = raw
     if edits is not None:
         scores = raw.clone()
@@ -43,9 +46,9 @@ def sample(
 
 
 def _draw(scores: torch.Tensor, fields: StepFields, part: slice) -> torch.Tensor:
-    """i64[n]: by inverse transform over the tokens that the filters leave."""
-    ways = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.uniform)
-    temperature, top_k, top_p, min_p, uniform = (way[part, None] for way in ways)
+    """Draws tokens i64[n] by inverse transform over those that pass the filters."""
+    settings = (fields.temperature, fields.top_k, fields.top_p, fields.min_p, fields.uniform)
+    temperature, top_k, top_p, min_p, uniform = (setting[part, None] for setting in settings)
     vocab = scores.shape[1]
     ranked, ids = (scores / temperature.clamp(min=GREEDY_BELOW)).sort(dim=-1, descending=True, stable=True)
     place = torch.arange(vocab, device=scores.device)
@@ -58,7 +61,7 @@ def _draw(scores: torch.Tensor, fields: StepFields, part: slice) -> torch.Tensor
     probs = probs * keep
     cumulative = probs.cumsum(dim=-1)
     at = torch.searchsorted(cumulative, cumulative[:, -1:] * uniform, right=True)
-    last = (keep.sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # of scores that are not finite nothing may be left
+    last = (keep.sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # no token may pass if scores are not finite
     return ids.gather(1, torch.minimum(at, last))[:, 0]
 
 
@@ -74,7 +77,7 @@ def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, out: OutFields, part: sli
 
 
 def join_edits(edits: dict[int, ScoreEdits], vocab: int) -> dict[str, torch.Tensor]:
-    """Returns the fields of one ScoreEdits for all these rows, whose scores lie one row behind the other."""
+    """Joins the edits of rows, by row, into the fields of one ScoreEdits for flattened scores."""
     places = {
         name: torch.cat([getattr(edit, name) + row * vocab for row, edit in edits.items()])
         for name in ("never", "biased", "penalised")
@@ -88,33 +91,35 @@ def join_edits(edits: dict[int, ScoreEdits], vocab: int) -> dict[str, torch.Tens
 # --- log probabilities of prompts
 
 SCORE_COLUMNS = 2
-"""Of a scored token in a packed row: its log probability and its rank; then come k log probabilities and k ids."""
+"""First columns of a packed row: a token's log probability and rank. Then come k log probabilities and k ids."""
 
 
-def score_spec(rows: int, most: int, vocab: int) -> Spec:
-    """The packed scores of prompt tokens, of which the `most` likeliest tokens are wanted."""
-    return {"packed": (torch.float32, (rows, SCORE_COLUMNS + 2 * min(most, vocab)))}
+def score_spec(rows: int, top: int, vocab: int) -> Spec:
+    """Returns the field of packed scores of `rows` prompt tokens, with the `top` most likely tokens of each."""
+    return {"packed": (torch.float32, (rows, SCORE_COLUMNS + 2 * min(top, vocab)))}
 
 
 def pack_scores(head: Callable[[torch.Tensor], torch.Tensor], fields: StepFields, packed: torch.Tensor) -> None:
-    """Fills f32[S, SCORE_COLUMNS + 2k] on the device; ranks and ids keep their bits as i32. `head` gives the logits
-    [n, V] of some tokens i64[n]."""
+    """Computes packed scores, f32[S, SCORE_COLUMNS + 2k] on the device. Ranks and ids are stored as bits of i32.
+
+    `head` returns the logits [n, V] of tokens i64[n].
+    """
     k, as_ints = (packed.shape[1] - SCORE_COLUMNS) // 2, packed.view(torch.int32)
     for begin in range(0, packed.shape[0], ROWS_AT_ONCE):
         part = slice(begin, min(begin + ROWS_AT_ONCE, packed.shape[0]))
         values = head(fields.score_rows[part]).float().log_softmax(dim=-1)
-        given = values.gather(1, fields.score_targets[part, None])
-        packed[part, 0].copy_(given[:, 0])
-        as_ints[part, 1].copy_((values >= given).sum(dim=-1))
+        target_values = values.gather(1, fields.score_targets[part, None])
+        packed[part, 0].copy_(target_values[:, 0])
+        as_ints[part, 1].copy_((values >= target_values).sum(dim=-1))
         best, ids = values.topk(k, dim=-1)
         packed[part, SCORE_COLUMNS : SCORE_COLUMNS + k].copy_(best)
         as_ints[part, SCORE_COLUMNS + k :].copy_(ids)
 
 
 def unpack_scores(packed: torch.Tensor, top: list[int]) -> list[ScoredToken]:
-    """`packed` on the host, once it is there; of each row its own number of likeliest tokens is returned."""
+    """Unpacks scores in host memory. `top`: number of most likely tokens to return, by row."""
     k, as_ints = (packed.shape[1] - SCORE_COLUMNS) // 2, packed.view(torch.int32)
     return [
-        ScoredToken(row[0], ints[1], list(zip(ints[SCORE_COLUMNS + k :], row[SCORE_COLUMNS:], strict=False))[:wanted])
-        for row, ints, wanted in zip(packed.tolist(), as_ints.tolist(), top, strict=True)
+        ScoredToken(row[0], ints[1], list(zip(ints[SCORE_COLUMNS + k :], row[SCORE_COLUMNS:], strict=False))[:count])
+        for row, ints, count in zip(packed.tolist(), as_ints.tolist(), top, strict=True)
     ]

@@ -1,6 +1,6 @@
-"""The device's queue of work as `node.runner: cuda` uses it: copies each way, captured work, events, and no waiting.
+"""Queue of work on the device for `node.runner: cuda`: copies each way, captured work and events, without waits.
 
-Everything that a pass does passes through here, so that a test can put a queue in its place that runs late.
+All work of a pass goes through it, so that tests can substitute a queue that runs late.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from node_agent.device import Event, record_event
 Work = Callable[[], None]
 
 WARM_UP_RUNS = 2
-"""Before a capture: kernels are compiled, and libraries take their workspaces, outside it."""
+"""Runs before a capture, in which kernels are compiled and libraries allocate workspaces."""
 
 
 class Stream:
-    """In order: what is enqueued later runs later. No method waits for the device.
+    """Ordered queue of work. No method waits for the device.
 
-    This one is a CPU's: work has run when the call returns, and captured work is the work itself.
+    This class is for a CPU: work has run when the call returns, and captured work is the function itself.
     """
 
     device = torch.device("cpu")
 
     def host(self, size: int) -> torch.Tensor:
-        """Returns u8[size] in host memory that the device can copy from and to while the host goes on."""
+        """Allocates u8[size] in host memory for asynchronous copies."""
         return torch.empty(size, dtype=torch.uint8)
 
     def empty(self, size: int) -> torch.Tensor:
-        """Returns u8[size] on the device."""
+        """Allocates u8[size] on the device."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def upload(self, device: torch.Tensor, host: torch.Tensor, size: int) -> None:
-        """Enqueues a copy of the first `size` bytes, which must stay as they are until it has run."""
+        """Enqueues a copy of the first `size` bytes, which must not change until it has run."""
         device[:size].copy_(host[:size], non_blocking=True)
 
     def download(self, host: torch.Tensor, device: torch.Tensor, size: int) -> None:
@@ -46,11 +46,11 @@ class Stream:
         work()
 
     def capture(self, work: Work) -> Work:
-        """Returns what enqueues `work` again, on the same addresses."""
+        """Returns a function that enqueues `work` again, on the same addresses."""
         return work
 
     def event(self) -> Event:
-        """Returns an event behind all that is enqueued."""
+        """Returns an event after all enqueued work."""
         return record_event(self.device)
 
 
@@ -73,8 +73,8 @@ class CudaStream(Stream):
                 work()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # other threads may use the device meanwhile: only this one's calls are captured. A capture that fails leaves
-        # its own stream behind as the current one; the outer block has the right one back
+        # thread_local, since other threads may use the device meanwhile. A capture that fails leaves its stream as the
+        # current one; the outer context restores the right one
         with (
             torch.cuda.stream(current),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),

@@ -1,7 +1,7 @@
-"""LightLLM's Llama layers (lightllm 0.0.1) with a pass's LoRA around their products.
+"""LightLLM's Llama layers (lightllm 0.0.1) with LoRA around their products.
 
-LightLLM's server, its scheduling and its memory managers are not used: a pass brings its own state, and the KV cache
-belongs to the runner.
+LightLLM's server, scheduler and memory managers are not used: a pass has its own state, and the runner owns the KV
+cache.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from transformers import AutoConfig
 from node_agent.types import PassLora
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-"""What LightLLM's attention kernels take."""
+"""Head dimensions of LightLLM's attention kernels."""
 
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Stands for LightLLM's ReqManager, of which layers read one attribute."""
+    """Substitute for LightLLM's ReqManager, of which layers read one attribute."""
 
     req_to_token_indexs: torch.Tensor
-    """i64[R, context]: the cache slot of every position; i64, since kernels multiply it by a slot's width"""
+    """i64[R, context]: cache slot of each position; not i32, since kernels multiply it by a slot's width"""
 
 
 @dataclass(frozen=True)
 class KvMemory:
-    """Stands for LightLLM's MemoryManager, of which layers read one attribute."""
+    """Substitute for LightLLM's MemoryManager, of which layers read one attribute."""
 
     kv_buffer: list[torch.Tensor]
-    """per layer [slots, 2 * kv heads, head dim], keys before values"""
+    """[slots, 2 * kv heads, head dim] by layer, keys before values"""
 
 
 class PassState(LlamaInferStateInfo):  # type: ignore[misc]  # LightLLM has no types
-    """What LightLLM's layers read of a pass, and the pass's LoRA."""
+    """State of a pass for LightLLM's layers, with the pass's LoRA."""
 
     lora: PassLora | None = None
 
     def lora_of(self, layer: int, group: str, x: torch.Tensor) -> PassLora | None:
-        """The pass's LoRA, begun, if it adds anything there."""
+        """Begins the pass's LoRA for a group, and returns it; None if it adds nothing there."""
         return self.lora if self.lora is not None and self.lora.begin(layer, group, x) else None
 
 
 class LoraLayerInfer(LlamaTransformerLayerInfer):  # type: ignore[misc]  # LightLLM has no types
-    """One decoder layer. Both kinds of pass go through `token_forward`.
+    """Decoder layer whose `token_forward` computes passes with and without prompts.
 
-    LightLLM's `context_forward` is the same but for the attention kernel and for a wait on the device before and after
-    each half of a layer, which `Pass.advance` must not do.
+    LightLLM's `context_forward` differs in the attention kernel, and waits for the device before and after each half of
+    a layer, which `Pass.advance` must not do.
     """
 
     def _bind_attention(self) -> None:
@@ -74,7 +74,7 @@ class LoraLayerInfer(LlamaTransformerLayerInfer):  # type: ignore[misc]  # Light
     def _get_qkv(
         self, x: torch.Tensor, cache_kv: torch.Tensor, state: PassState, weight: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, hidden] -> q [T, heads * head dim] and cache_kv [T, 2 * kv heads, head dim], rotated."""
+        """Returns rotated q [T, heads * head dim] and cache_kv [T, 2 * kv heads, head dim] for x [T, hidden]."""
         kv = cache_kv.view(x.shape[0], -1)
         lora = state.lora_of(self.layer_num_, "qkv", x)
         q = torch.mm(x, weight.q_weight_)
@@ -94,7 +94,7 @@ class LoraLayerInfer(LlamaTransformerLayerInfer):  # type: ignore[misc]  # Light
         return self._product(state, "down", silu_and_mul_fwd(gate_up), weight.down_proj, 1)
 
     def _product(self, state: PassState, group: str, x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
-        """x [T, d_in] @ weight [d_in, parts * d_out], and the LoRA of its parts."""
+        """Returns x [T, d_in] @ weight [d_in, parts * d_out] plus the LoRA of its parts."""
         lora = state.lora_of(self.layer_num_, group, x)
         y = torch.mm(x, weight)
         if lora is not None:
@@ -103,7 +103,7 @@ class LoraLayerInfer(LlamaTransformerLayerInfer):  # type: ignore[misc]  # Light
 
 
 class LightllmModel(LlamaTpPartModel):  # type: ignore[misc]  # LightLLM has no types
-    """Weights, rotary table and layers on the device; no cache and no requests."""
+    """Weights, rotary table and layers on the device, without a cache and requests."""
 
     transformer_layer_infer_class = LoraLayerInfer
     infer_state_class = PassState
@@ -116,7 +116,7 @@ class LightllmModel(LlamaTpPartModel):  # type: ignore[misc]  # LightLLM has no 
         self.weight_dict = None  # the copy in host memory
 
     def _init_config(self) -> None:
-        """It is there already: LightLLM would read config.json in the way of older transformers."""
+        """Keeps the given config: LightLLM would read config.json as older versions of transformers."""
 
     def _init_mem_manager(self) -> None:
         self.mem_manager = None
@@ -126,8 +126,10 @@ class LightllmModel(LlamaTpPartModel):  # type: ignore[misc]  # LightLLM has no 
 
 
 def load_lightllm_model(model_dir: Path, dtype: torch.dtype | None) -> LightllmModel:
-    """The base model on the first GPU, in its own dtype if that is None. Raises ValueError for what LightLLM would
-    compute wrongly or not at all."""
+    """Loads the base model to the first GPU. `dtype` None: the model's.
+
+    Raises ValueError for a model that LightLLM would compute wrongly, or not at all.
+    """
     weights: dict[str, torch.Tensor] = {}
     config = AutoConfig.from_pretrained(model_dir)
     dtype = checked_dtype(model_dir, config, dtype)
@@ -139,7 +141,7 @@ def load_lightllm_model(model_dir: Path, dtype: torch.dtype | None) -> LightllmM
 
 
 def checked_dtype(model_dir: Path, config: Any, dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype to compute in. Raises ValueError that names what LightLLM does not know of the base model."""
+    """Returns the dtype to compute in. Raises ValueError with the features of the base model that LightLLM lacks."""
     dtype = dtype or config.dtype or torch.float32
     problems = _problems(config, dtype)
     if problems:
@@ -150,24 +152,24 @@ def checked_dtype(model_dir: Path, config: Any, dtype: torch.dtype | None) -> to
 def _problems(config: Any, dtype: torch.dtype) -> Sequence[str]:
     if config.model_type != "llama":
         return [f"model_type {config.model_type!r} is not llama"]
-    found = []
+    problems = []
     if dtype not in DTYPES:
-        found.append(f"dtype {dtype} is neither float16 nor bfloat16 (node.dtype sets it)")
+        problems.append(f"dtype {dtype} is neither float16 nor bfloat16 (node.dtype sets it)")
     head_dim = config.hidden_size // config.num_attention_heads
     if config.head_dim != head_dim or head_dim not in HEAD_DIMS:
-        found.append(f"head_dim {config.head_dim} must be hidden_size / heads = {head_dim}, and one of {HEAD_DIMS}")
+        problems.append(f"head_dim {config.head_dim} must be hidden_size / heads = {head_dim}, and one of {HEAD_DIMS}")
     if config.attention_bias or config.mlp_bias:
-        found.append("projections have biases")
+        problems.append("projections have biases")
     if config.hidden_act != "silu":
-        found.append(f"hidden_act {config.hidden_act!r} is not silu")
+        problems.append(f"hidden_act {config.hidden_act!r} is not silu")
     rope = config.rope_parameters["rope_type"]
     if rope != "default":
-        found.append(f"rope_type {rope!r} is not default")
-    return found
+        problems.append(f"rope_type {rope!r} is not default")
+    return problems
 
 
 def lightllm_config(config: Any) -> dict[str, Any]:
-    """The keys that LightLLM's classes read, under both of its names where it has two."""
+    """Returns the config that LightLLM's classes read; some keys are in it under two names."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     same = {name: getattr(config, name) for name in (*names, "rms_norm_eps", "max_position_embeddings")}
     return {

@@ -1,16 +1,15 @@
-"""Opens LightLLM's runner, or says what is missing; where Triton interprets, on a CPU too."""
+"""Opens LightLLM's runner on a GPU, or on a CPU if Triton interprets. It can be imported without LightLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from node_agent.runner.lightllm_device import imported
 from node_agent.runner.lora_choice import interprets_triton
 from node_agent.types import RunnerSettings
 
@@ -19,12 +18,14 @@ if TYPE_CHECKING:
     from node_agent.runner.lightllm_runner import LightllmRunner
 
 LoadLightllm = Callable[[Path, torch.dtype | None], "LightllmModel"]
-"""Puts the model that lies in a directory on the device, in its own or another dtype."""
+"""Loads the model of a directory to the device; dtype None: the model's."""
 
 
 def open_runner(settings: RunnerSettings, load: LoadLightllm | None = None) -> LightllmRunner:
-    """An OpenRunner. `load`: instead of reading the weights of the directory. Raises ValueError when LightLLM is not
-    installed, needs a GPU, or can't serve this base model."""
+    """Opens the runner, as an OpenRunner. `load`: replaces `load_lightllm_model`.
+
+    Raises ValueError if LightLLM is not installed, needs a GPU, or can't serve this base model.
+    """
     if find_spec("lightllm") is None:
         raise ValueError("runner: LightLLM is not installed on this node; pip install 'garnish[lightllm]'")
     if settings.device.type != "cuda" and not interprets_triton():
@@ -41,32 +42,3 @@ def open_runner(settings: RunnerSettings, load: LoadLightllm | None = None) -> L
                 "runner: in bfloat16 Triton's interpreter computes lightllm's kernels wrongly; set dtype: float16"
             )
         return LightllmRunner(model, settings.block_tokens, settings.num_blocks(model.data_type))
-
-
-class OnCpu(TorchFunctionMode):
-    """Answers what LightLLM asks of "cuda" with the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """In which LightLLM computes on the device, although it names a GPU."""
-    return nullcontext() if device.type == "cuda" else OnCpu()
-
-
-@contextmanager
-def imported(device: torch.device) -> Iterator[None]:
-    """In which LightLLM can be imported and computes: without a GPU its import asks for the name of one."""
-    with ExitStack() as stack:
-        if device.type != "cuda":
-            ask: Any = torch.cuda.get_device_name
-            stack.callback(setattr, torch.cuda, "get_device_name", ask)
-            torch.cuda.get_device_name = lambda *_: "none"
-        stack.enter_context(on_device(device))
-        yield

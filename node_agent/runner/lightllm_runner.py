@@ -1,4 +1,4 @@
-"""A ModelRunner over LightLLM's layers and Triton attention, for NVIDIA GPUs: the engine of the papers.
+"""ModelRunner with LightLLM's layers and Triton attention, for NVIDIA GPUs: the engine of the papers.
 
 It has not run on a GPU; it is tested in Triton's interpreter (docs/design/seams.md).
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 
 from node_agent.device import ENDED, Event, record_event
+from node_agent.runner.lightllm_device import on_device
 from node_agent.runner.lightllm_layers import KvMemory, LightllmModel, PassState, TokenTable
-from node_agent.runner.lightllm_open import on_device
 from node_agent.runner.sampler import step_output
 from node_agent.types import PassLora, StepBatch, StepOutput
 
 
 class LightllmRunner:
-    """A ModelRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
+    """ModelRunner whose `num_blocks` KV blocks of `block_tokens` are allocated at once."""
 
     name = "lightllm"
 
@@ -37,9 +37,9 @@ class LightllmRunner:
 
 
 class LightllmPass:
-    """One forward of a StepBatch: decode rows alone, or any rows as prompt chunks.
+    """Pass of a StepBatch of decode rows alone, or of any rows as prompt chunks.
 
-    A decode row beside a chunk is computed as a chunk of one token, for LightLLM's decode kernel takes no others.
+    A decode row of a batch with chunks is computed as a chunk of one token: LightLLM's decode kernel takes no chunks.
     """
 
     stretch = 1
@@ -69,20 +69,20 @@ class LightllmPass:
 
     @torch.inference_mode()
     def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """f32[n, V] of the tokens with the indices `rows` i64[n]. All layers must have been advanced."""
+        """Returns logits f32[n, V] of the tokens rows i64[n], after the last layer."""
         if self.hidden is None or self.layer != self.runner.num_layers:
             raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
         model = self.runner.model
         if not rows.shape[0]:
             return self.hidden.new_empty(0, model.vocab_size, dtype=torch.float32)
-        every = PassState()  # as in a decode pass: a row of hidden states per row of logits
-        every.is_prefill, every.batch_size = False, rows.shape[0]
+        head_state = PassState()  # as in a decode pass: a row of hidden states per row of logits
+        head_state.is_prefill, head_state.batch_size = False, rows.shape[0]
         hidden = self.hidden.index_select(0, rows)
         with on_device(self.runner.device):
-            found: torch.Tensor = model.post_infer.token_forward(
-                hidden, every, model.pre_post_weight, return_logics=True
+            logits: torch.Tensor = model.post_infer.token_forward(
+                hidden, head_state, model.pre_post_weight, return_logics=True
             )
-        return found
+        return logits
 
     def abort(self) -> Event:
         self.hidden = self.state = None
@@ -90,13 +90,13 @@ class LightllmPass:
 
 
 def pass_state(runner: LightllmRunner, batch: StepBatch, lora: PassLora | None) -> PassState:
-    """LightLLM's view of a StepBatch, without the copies to the host by which its own model makes it."""
+    """Returns LightLLM's state for a StepBatch, without the copies to the host that LightLLM's model makes."""
     state, model = PassState(), runner.model
     state.lora = lora
     state.mem_manager, state.req_manager = runner.memory, TokenTable(_slots(batch, runner.block_tokens))
     state.mem_is_contiguous, state.mem_index = False, batch.slot_mapping[: batch.n_tokens]
     state.kv_buffer = torch.empty(batch.n_tokens, *runner.kv_shape, dtype=runner.dtype, device=runner.device)
-    state.other_kv_index = 0  # what masked positions read: block 0 is never handed out and stays zero
+    state.other_kv_index = 0  # slot that masked positions read: block 0 is never allocated and stays zero
     positions = batch.positions[: batch.n_tokens]
     state.position_cos = model._cos_cached.index_select(0, positions)
     state.position_sin = model._sin_cached.index_select(0, positions)
@@ -105,7 +105,7 @@ def pass_state(runner: LightllmRunner, batch: StepBatch, lora: PassLora | None) 
     state.b_seq_len = batch.context_len
     state.is_prefill = batch.n_decode < batch.n_rows
     if state.is_prefill:
-        state.use_dynamic_prompt_cache = True  # chunks see what earlier passes wrote
+        state.use_dynamic_prompt_cache = True  # chunks attend to tokens of earlier passes
         state.b_start_loc = batch.query_start[:-1]
         state.b_ready_cache_len = batch.context_len - batch.query_start.diff()
         state.max_len_in_batch = batch.max_query
@@ -117,6 +117,6 @@ def pass_state(runner: LightllmRunner, batch: StepBatch, lora: PassLora | None) 
 
 
 def _slots(batch: StepBatch, block_tokens: int) -> torch.Tensor:
-    """i64[R, max_blocks * block_tokens]: the cache slot of every position."""
+    """Returns the cache slot of each position, i64[R, max_blocks * block_tokens]."""
     offsets = torch.arange(block_tokens, device=batch.block_table.device)
     return (batch.block_table.long()[:, :, None] * block_tokens + offsets).flatten(1)

@@ -1,4 +1,4 @@
-"""A pass's LoRA: which segments use which adapter, and the call into the arithmetic at every projection group."""
+"""LoRA of a pass: the adapters of its segments, and the arithmetic that is called at each projection group."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ log = logging.getLogger(__name__)
 
 Weights = Callable[[Lease], AdapterWeights]
 Add = Callable[[int, str, Sequence[torch.Tensor], torch.Tensor], None]
-"""(layer, group, ys, x): adds the adapters' part to ys[p] [T, d_out] in place, x [T, d_in]"""
+"""(layer, group, ys, x): adds LoRA of x [T, d_in] to each ys[p] [T, d_out] in place"""
 
 LONG_SEGMENT = {torch.bfloat16: 32, torch.float32: 12, torch.float16: 1 << 20}
-"""Tokens from which on torch's matrix products are faster than the compiled operator (segments in benchmarks/kernels:
-for ranks of 64; at rank 8 the operator stays ahead for twice as long). Few processors multiply fp16: never there."""
+"""Segment length (tokens) from which torch's products are faster than the compiled operator, by benchmarks/kernels.
+
+Measured at rank 64; at rank 8 the operator stays faster up to twice this length. fp16 never uses torch, because few
+processors multiply it.
+"""
 
 
 def table_views(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> list[dict[str, GroupView]]:
-    """Returns the views of the table that the operations read, per layer and projection group."""
+    """Returns the table's views for the operations, by layer and projection group."""
     tensors = (pool, table.rank, table.scale, table.first, table.row_offset)
     return [
         {group: group_view(*tensors, layer, members) for group, members in GROUPS.items()}
@@ -38,20 +41,20 @@ def table_views(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> lis
 
 
 class AdaptedGroups:
-    """Which projection groups the adapters of a pass adapt; nothing is to be added in the others.
+    """Projection groups that the adapters of a pass adapt.
 
-    `weights` is asked once per segment, at the first layer that is computed, and then by layer: a cold pass is made
-    before its adapter has arrived.
+    `weights` is called once per segment, at the first computed layer, since a cold pass is created before its adapter
+    has arrived.
     """
 
     def __init__(self, weights: Weights, batch: LoraBatch) -> None:
         self._weights, self._leases = weights, batch.leases
         self._groups: dict[int, set[str]] = {}
-        """by layer, the groups that some segment's adapter adapts"""
+        """groups that any segment's adapter adapts, by layer"""
 
     @cached_property
     def by_segment(self) -> list[AdapterWeights | None]:
-        """None: the base alone."""
+        """Weights of each segment; None for the base."""
         return [None if lease is None else self._weights(lease) for lease in self._leases]
 
     def has(self, layer: int, group: str) -> bool:
@@ -63,10 +66,10 @@ class AdaptedGroups:
 
 
 class GroupLora:
-    """A PassLora that keeps a group's input until its base product is there, and then calls `add`."""
+    """PassLora that keeps a group's input until its base product is computed, and then calls `add`."""
 
     def __init__(self, add: Add | None, adapted: AdaptedGroups | None = None) -> None:
-        """`adapted`: None where it adds in every group, as a captured pass must."""
+        """`adapted`: None to add in all groups, as a captured pass must."""
         self._add, self._adapted = add, adapted
         self._x: torch.Tensor | None = None
 
@@ -83,8 +86,10 @@ class GroupLora:
 
 
 class NoHandoffs:
-    """An ArrivingLora that adds nothing: a pass with it is computed as one of an adapter of these groups whose layers
-    CPU workers add, but for the handoffs."""
+    """ArrivingLora that adds nothing, for the measurement and check of passes with handoffs.
+
+    The pass is computed as if CPU workers added LoRA in `groups`, without handoffs.
+    """
 
     on_device: PassLora | None = None
     hands_over = True
@@ -106,7 +111,7 @@ class NoHandoffs:
 
 
 class CompiledLora:
-    """The compiled operator for every projection group of a table. Raises CompileError."""
+    """Compiled operators for all projection groups of a table. Raises CompileError."""
 
     def __init__(self, table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> None:
         operators = load_operators()
@@ -122,7 +127,7 @@ class CompiledLora:
         ]
 
     def segments(self, batch: LoraBatch, without: Sequence[int] = ()) -> Segments:
-        """Those of a pass, but for the segments of these indices."""
+        """Returns the segments of a pass; those with the indices `without` count as the base."""
         slots = batch.seg_slot
         if without:
             slots = slots.clone()
@@ -132,7 +137,7 @@ class CompiledLora:
 
 
 def compiled_lora(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> CompiledLora | None:
-    """Returns the compiled operator; None where it can't be used, and the log says why."""
+    """Returns the compiled operators; None if they can't be used. A compiler's failure is logged."""
     if pool.device.type != "cpu" or pool.dtype not in DTYPES:
         return None
     warning = "LoRA runs without the compiled operator, more slowly"
@@ -140,9 +145,9 @@ def compiled_lora(table: AdapterTable, pool: torch.Tensor, base: BaseModel) -> C
 
 
 class SegmentedLora(GroupLora):
-    """For adapters that are wholly on the device when their first layer runs.
+    """PassLora for adapters that are completely on the device when the first layer runs.
 
-    Where the compiled operator is, it computes all short segments of a group in one call.
+    The compiled operator, if there is one, computes all short segments of a group in one call.
     """
 
     def __init__(self, batch: LoraBatch, weights: Weights, compiled: CompiledLora | None = None) -> None:
@@ -150,14 +155,14 @@ class SegmentedLora(GroupLora):
         super().__init__(None, self._adapters)
         self._batch, self._compiled = batch, compiled
         self._long: list[tuple[int, int, AdapterWeights]] | None = None
-        """first token, end and weights of the segments that torch computes; None before the first of them"""
+        """first token, end and weights of the segments that torch computes; None before the first group"""
         self._segments: Segments | None = None
-        """those of the operator"""
+        """segments that the operator computes"""
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
         assert self._x is not None
         if self._long is None:
-            self._long = self._choose_ways()
+            self._long = self._split_segments()
         if self._compiled is not None and self._segments is not None:
             self._compiled.groups[layer][group].add(ys, self._x, self._segments)
         for start, end, weights in self._long:
@@ -165,13 +170,16 @@ class SegmentedLora(GroupLora):
             add_pieces(ys, self._x, start, end, pieces)
         self._x = None
 
-    def _choose_ways(self) -> list[tuple[int, int, AdapterWeights]]:
-        """Gives the operator its segments, and returns the others."""
-        by_segment, least = self._adapters.by_segment, self._compiled.long_segment if self._compiled is not None else 0
+    def _split_segments(self) -> list[tuple[int, int, AdapterWeights]]:
+        """Sets the segments of the operator, and returns those for torch."""
+        by_segment, shortest = (
+            self._adapters.by_segment,
+            self._compiled.long_segment if self._compiled is not None else 0,
+        )
         long = {
             index: (start, end, weights)
             for index, ((start, end), weights) in enumerate(zip(self._batch.bounds, by_segment, strict=True))
-            if weights is not None and end - start >= least
+            if weights is not None and end - start >= shortest
         }
         if self._compiled is not None and len(long) < len(by_segment) - by_segment.count(None):
             self._segments = self._compiled.segments(self._batch, list(long))

@@ -1,4 +1,4 @@
-"""Which code adds a pass's LoRA: Triton on a GPU; on a CPU the compiled operator, or torch where it can't be had."""
+"""Chooses the code of a pass's LoRA: Triton on a GPU; on a CPU the compiled operator, or torch without a compiler."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from node_agent.runner.lora import SegmentedLora, compiled_lora
 from node_agent.types import LoraBatch, ModelRunner, PassLora, SendingRunner
 
 StartLora = Callable[[LoraBatch, bool], PassLora]
-"""(batch, whether every row has one token) -> the pass's LoRA"""
+"""(batch, True if all rows have one token) -> the pass's LoRA"""
 
 TRITON_KERNELS = ("mbgmv", "bgmv")
-"""Of decode rows. The first one is what `auto` means on a GPU."""
+"""Kernels of decode rows; `auto` means the first one on a GPU."""
 CPU_KERNEL = "cpu"
 
 
 @dataclass(frozen=True)
 class LoraCode:
     kernel: str
-    """of decode rows, as performance models name it: mbgmv, bgmv or cpu"""
+    """kernel of decode rows, by its name in performance models: mbgmv, bgmv or cpu"""
     start: StartLora
 
 
 def kernel_of(name: str, device: torch.device) -> str:
-    """Returns the kernel of decode rows that `node.lora_kernel` means on a device. Raises ValueError for an unknown
-    one, and for a Triton kernel on a CPU, where only Triton's interpreter runs it."""
+    """Returns the kernel of decode rows for a `node.lora_kernel` on a device.
+
+    Raises ValueError for an unknown name, and for a Triton kernel on a CPU, unless Triton interprets.
+    """
     if name == "auto":
         return TRITON_KERNELS[0] if device.type == "cuda" else CPU_KERNEL
     if name not in TRITON_KERNELS:
@@ -41,13 +43,15 @@ def kernel_of(name: str, device: torch.device) -> str:
 
 
 def interprets_triton() -> bool:
-    """Whether Triton's kernels run in its interpreter, on a CPU: for tests, a thousand times slower than on a GPU."""
+    """True if Triton runs kernels in its interpreter, on a CPU, for tests; it is about a thousand times slower."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def choose_lora(limits: Limits, runner: ModelRunner, store: AdapterStore, kernel: str) -> LoraCode:
-    """Returns the code that adds LoRA to passes within the limits: the runner's own, where it sends batches to the
-    device itself. Called once, before the first adapter is loaded. `kernel`: what `kernel_of` returned."""
+    """Returns the code of LoRA for passes within the limits. Call it once, before the first adapter is loaded.
+
+    A SendingRunner, which copies batches to the device itself, has its own code. `kernel`: a result of `kernel_of`.
+    """
     max_rows, chunk_tokens = limits.max_rows, limits.chunk_tokens
     if isinstance(runner, SendingRunner):
         start = runner.serve(

@@ -1,7 +1,7 @@
-"""Chooses how a node on a CPU computes its bf16 products: measured on this host at the node's first start, and kept.
+"""Chooses the code of a CPU node's bf16 products, by a measurement at the first start on this host, which is stored.
 
-A processor's name says little: without AVX512 torch multiplies bf16 by a reference path, with AVX512 alone oneDNN
-emulates it, and only with bf16 units is it faster than fp32.
+The fastest code differs between processors: without AVX512 torch multiplies bf16 by a reference path, with AVX512 alone
+oneDNN emulates it, and only with bf16 units bf16 is faster than fp32.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from node_agent.runner.products import Products, can_pack, few_rows, pack, packe
 log = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 24 << 20
-"""Of weights that are multiplied in turn: too many for a core's own caches."""
+"""Bytes of the weights that are multiplied in turn: too many for a core's caches."""
 LIMIT_S = 1.5
-"""For all rounds but the first."""
+"""Time limit for all rounds after the first."""
 ROUNDS = 5
 FEW_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Rows at which the compiled product is compared with the widened one."""
 COMPARED_ROWS = (1, 8, 128)
-"""Rows at which packed weights are compared with plain ones: a decode step, a batch's, a prompt."""
+"""Rows at which packed weights are compared with plain ones: one decode row, a batch of them, a prompt."""
 MARGIN = 1.1
-"""Plain weights may be so much slower than packed ones at any of these."""
+"""Ratio of times above which packed weights are chosen even if they only win at some of COMPARED_ROWS."""
 ATTENTION_TOKENS = 128
 MAX_STORED_BYTES = 1 << 16
 
 Product = Callable[[torch.Tensor, torch.Tensor, None], torch.Tensor]
-"""(x, weight, no bias) -> y"""
+"""(x, weight, None for no bias) -> y"""
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,13 +52,13 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     few: int
     wide_attention: bool
     milliseconds: dict[str, float]
-    """by "kind rows": the shortest time of the sample's products"""
+    """shortest times of the sample's products, by kind and rows"""
 
 
 def choose_products(weights: Iterable[torch.Tensor], folder: Path | None = None) -> Products | None:
-    """Returns the choice for a model with these weights [d_out, d_in]; None: leave products to torch.
+    """Returns the choice for a model with these weights [d_out, d_in]; None to use torch's products.
 
-    `folder` keeps measurements (None: where the compiled operators are). Measuring takes some 3 s at most.
+    Measurements, which take about 3 s at most, are stored in `folder` (None: that of the compiled operators).
     """
     sample = _sample(weights)
     if not sample or sample[0].dtype is not torch.bfloat16 or sample[0].device.type != "cpu":
@@ -66,35 +66,35 @@ def choose_products(weights: Iterable[torch.Tensor], folder: Path | None = None)
     warning = "bf16 products run without the compiled operator, more slowly"
     operator = unless_uncompiled(ProductOperator, log, warning)
     file = _file(sample, operator, folder)
-    found = None if file is None else _stored(file)
-    if found is None:
+    choice = None if file is None else _stored(file)
+    if choice is None:
         begin = time.perf_counter()
-        found = measure(sample, operator)
-        log.info("products measured", extra={"seconds": round(time.perf_counter() - begin, 2), **_extra(found)})
+        choice = measure(sample, operator)
+        log.info("products measured", extra={"seconds": round(time.perf_counter() - begin, 2), **_extra(choice)})
         if file is not None:
-            _store(found, file)
-    if not found.packed:
-        return Products(False, found.few, found.wide_attention, operator)
-    return Products(True, 0, found.wide_attention, None)
+            _store(choice, file)
+    if not choice.packed:
+        return Products(False, choice.few, choice.wide_attention, operator)
+    return Products(True, 0, choice.wide_attention, None)
 
 
 def measure(sample: list[torch.Tensor], operator: ProductOperator | None) -> Measured:
-    """Times all ways that this host has, in turn, and chooses.
+    """Times all kinds of products of this host in turn, and chooses.
 
-    On one thread, by its own processor time: neither depends on what else runs on the host.
+    One thread computes, and its processor time counts, so that the result does not depend on the host's load.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
-            times = _time_all(_ways(sample, operator))
+            times = _time_all(_candidates(sample, operator))
     finally:
         torch.set_num_threads(threads)
     return decide(times)
 
 
 def decide(times: dict[str, float]) -> Measured:
-    """Returns the choice for these seconds by "kind rows" (kinds `few`, `widened`, `packed` where it can be had)."""
+    """Returns the choice for these seconds by "kind rows"; kinds are `few`, `widened` and, if possible, `packed`."""
     few = 1
     for rows in FEW_ROWS:
         if times[f"few {rows}"] > times[f"widened {rows}"]:
@@ -109,24 +109,29 @@ def decide(times: dict[str, float]) -> Measured:
     return Measured(packed, few, wide_attention, {name: round(t * 1e3, 3) for name, t in times.items()})
 
 
-def _ways(sample: list[torch.Tensor], operator: ProductOperator | None) -> dict[str, Callable[[], object]]:
-    """Returns what is timed, by "kind rows": one pass of each kind of product over the sample; and by "attention TYPE"
-    attention over one prompt, in bf16 and fp32."""
+def _candidates(sample: list[torch.Tensor], operator: ProductOperator | None) -> dict[str, Callable[[], object]]:
+    """Returns the functions to time: by "kind rows" products of the whole sample, by "attention TYPE" one prompt's.
+
+    Attention is timed in bf16 and fp32.
+    """
     generator = torch.Generator().manual_seed(0)
     widths = sorted({weight.shape[1] for weight in sample})
-    ways: dict[str, Callable[[], object]] = {}
+    candidates: dict[str, Callable[[], object]] = {}
     packed = [pack(weight) for weight in sample] if can_pack() else []
     for rows in sorted({*FEW_ROWS, *COMPARED_ROWS}):
         by_width = {width: torch.randn(rows, width, generator=generator).bfloat16() for width in widths}
         xs = [by_width[weight.shape[1]] for weight in sample]
         if rows <= FEW_ROWS[-1]:
-            ways[f"few {rows}"] = partial(_multiply, partial(few_rows, operator=operator), xs, sample)
+            candidates[f"few {rows}"] = partial(_multiply, partial(few_rows, operator=operator), xs, sample)
         if rows >= FEW_ROWS[0]:
-            ways[f"widened {rows}"] = partial(_multiply, widened, xs, sample)
+            candidates[f"widened {rows}"] = partial(_multiply, widened, xs, sample)
         if rows in COMPARED_ROWS and packed:
-            ways[f"packed {rows}"] = partial(_multiply, packed_product, xs, packed)
+            candidates[f"packed {rows}"] = partial(_multiply, packed_product, xs, packed)
     q = torch.randn(1, 8, ATTENTION_TOKENS, 64, generator=generator).bfloat16()
-    return ways | {"attention bf16": partial(_attend, q, q.dtype), "attention fp32": partial(_attend, q, torch.float32)}
+    return candidates | {
+        "attention bf16": partial(_attend, q, q.dtype),
+        "attention fp32": partial(_attend, q, torch.float32),
+    }
 
 
 def _multiply(product: Product, xs: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
@@ -138,17 +143,19 @@ def _attend(q: torch.Tensor, dtype: torch.dtype) -> None:
     scaled_dot_product_attention(q.to(dtype), q.to(dtype), q.to(dtype), is_causal=True).to(q.dtype)
 
 
-def _time_all(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The shortest of up to ROUNDS times of each, in seconds. Of the first round, which prepares, they are counted only
-    where there is no time for another."""
-    times = dict.fromkeys(ways, math.inf)
+def _time_all(candidates: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Returns the shortest of up to ROUNDS times of each function, in seconds.
+
+    The first round is a warm-up; its times count only if there is no time for another.
+    """
+    times = dict.fromkeys(candidates, math.inf)
     deadline = math.inf
     for index in range(ROUNDS + 1):
-        for name, way in ways.items():
+        for name, compute in candidates.items():
             begin = time.thread_time()
-            way()
-            spent = time.thread_time() - begin
-            times[name] = spent if index <= 1 else min(times[name], spent)
+            compute()
+            elapsed_s = time.thread_time() - begin
+            times[name] = elapsed_s if index <= 1 else min(times[name], elapsed_s)
             if time.perf_counter() > deadline:
                 return times
         deadline = min(deadline, time.perf_counter() + LIMIT_S)
@@ -166,11 +173,13 @@ def _sample(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _file(sample: list[torch.Tensor], operator: ProductOperator | None, folder: Path | None) -> Path | None:
-    """Named by all that the choice depends on: processor and level, the ways there are, versions, threads, shapes.
-    None for a user without a home directory."""
+    """Returns the file of a measurement, whose name depends on processor, level, kinds, versions, threads and shapes.
+
+    Returns None for a user without a home directory.
+    """
     shapes = sorted({tuple(weight.shape) for weight in sample})
-    ways = (operator is not None, can_pack(), ROUNDS)
-    parts = (processor_key(), version("garnish"), torch.__version__, torch.get_num_threads(), shapes, ways)
+    kinds = (operator is not None, can_pack(), ROUNDS)
+    parts = (processor_key(), version("garnish"), torch.__version__, torch.get_num_threads(), shapes, kinds)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     try:
         return (folder or cache_folder()) / f"products-{key}.json"
@@ -180,7 +189,7 @@ def _file(sample: list[torch.Tensor], operator: ProductOperator | None, folder: 
 
 
 def _stored(file: Path) -> Measured | None:
-    """Returns what was measured; None without a file that can be read: it is measured anew."""
+    """Returns a stored measurement; None if the file is missing or can't be read."""
     try:
         with file.open("rb") as stream:
             return msgspec.json.decode(stream.read(MAX_STORED_BYTES), type=Measured)
@@ -198,5 +207,5 @@ def _store(measured: Measured, file: Path) -> None:
         log.warning("products are measured at every start", extra={"file": str(file), "reason": str(error)})
 
 
-def _extra(found: Measured) -> dict[str, object]:
-    return {"packed": found.packed, "few": found.few, "wide_attention": found.wide_attention}
+def _extra(choice: Measured) -> dict[str, object]:
+    return {"packed": choice.packed, "few": choice.few, "wide_attention": choice.wide_attention}

@@ -1,7 +1,7 @@
 """Replaces a decoder layer's linear modules by fused ones that call the pass's LoRA around the base product.
 
-q, k and v become one product (so do gate and up): the first module computes all, its siblings hand over their part.
-The model's own forward code stays as it is.
+q, k and v become one product, and so do gate and up: the first module computes all, the others return their part. The
+model's forward code is not changed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import torch
 from torch import nn
 
 from adapters.model_families import ModelFamily
-from node_agent.runner.linear import Linear
-from node_agent.runner.products import Products
+from node_agent.runner.products import Linear, Products
 from node_agent.types import GROUPS, PassLora
 
 
 @dataclass
 class Current:
-    """What the projections of a model need to know of the pass that is being advanced. One per runner."""
+    """State of the current pass for a model's projections. One per runner."""
 
     lora: PassLora | None = None
 
 
 class FusedProjection(nn.Module):
-    """The product of a projection group with its shared input; returns the first part and keeps the others."""
+    """Product of a projection group with its shared input. `forward` returns the first part and keeps the others."""
 
     def __init__(
         self, current: Current, layer: int, group: str, linears: list[nn.Linear], products: Products | None
@@ -42,7 +41,7 @@ class FusedProjection(nn.Module):
         self.parts: dict[int, torch.Tensor] = {}
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, d_in] -> [T, sum of widths], the adapters' part included"""
+        """Returns [T, sum of widths], LoRA included, for x [T, d_in]."""
         lora = self.current.lora
         if lora is None or not lora.begin(self.layer, self.group, x):
             return self.linear.forward(x)
@@ -51,18 +50,18 @@ class FusedProjection(nn.Module):
         return y
 
     def parts_of(self, y: torch.Tensor) -> Sequence[torch.Tensor]:
-        """y [T, sum of widths] -> [T, width] of each projection, over the same memory"""
+        """Returns views [T, width] of y [T, sum of widths], one of each projection."""
         return [y] if len(self.widths) == 1 else y.split_with_sizes(self.widths, dim=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [1, T, d_in] -> [1, T, widths[0]]"""
+        """Returns [1, T, widths[0]] for x [1, T, d_in]."""
         parts = self.product(x[0]).unsqueeze(0).split_with_sizes(self.widths, dim=-1)
         self.parts = dict(enumerate(parts[1:], start=1))
         return parts[0]
 
 
 class FusedPart(nn.Module):
-    """A projection that its group's FusedProjection has computed already."""
+    """Projection whose output its group's FusedProjection has computed already."""
 
     def __init__(self, fused: FusedProjection, index: int) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ class FusedPart(nn.Module):
         self.index = index
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
-        return self._fused[0].parts.pop(self.index)  # kept no longer: a pass would hold every layer's activations
+        return self._fused[0].parts.pop(self.index)  # else a pass would hold the activations of all layers
 
 
 def _bias(module: nn.Linear) -> torch.Tensor:
@@ -80,7 +79,7 @@ def _bias(module: nn.Linear) -> torch.Tensor:
 def fuse_projections(
     layer: Any, index: int, current: Current, family: ModelFamily, products: Products | None = None
 ) -> None:
-    """Replace the seven linears of one decoder layer in place, one group at a time (memory grows by one group)."""
+    """Replaces a decoder layer's seven linears in place, group by group, so that memory grows by one group only."""
     for group, members in GROUPS.items():
         paths = [family.projections[member] for member in members]
         linears = [layer.get_submodule(path) for path in paths]
@@ -94,5 +93,5 @@ def fuse_projections(
 
 
 def layer_weights(layer: Any, family: ModelFamily) -> list[torch.Tensor]:
-    """Returns the weights [d_out, d_in] of one decoder layer's seven linears, not fused yet."""
+    """Returns the weights [d_out, d_in] of a decoder layer's seven linears, before they are fused."""
     return [layer.get_submodule(path).weight.data for path in family.projections]

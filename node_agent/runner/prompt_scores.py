@@ -10,14 +10,14 @@ import torch
 from node_agent.types import PromptScoring, ScoredToken
 
 ROWS_AT_ONCE = 64
-"""Rows whose logits are held at once: of a vocabulary of 128,256 in fp32 that is 33 MB."""
+"""Rows whose logits are in memory together: 33 MB for a vocabulary of 128,256 in fp32."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 @torch.inference_mode()
 def score_prompts(head: Head, scoring: PromptScoring | None) -> list[ScoredToken]:
-    """`head` gives the logits [n, V] of some rows i64[n] of the pass. One entry per row of `scoring`."""
+    """Returns one entry per row of `scoring`. `head` returns the logits [n, V] of rows i64[n] of the pass."""
     if scoring is None:
         return []
     scored: list[ScoredToken] = []
@@ -29,17 +29,17 @@ def score_prompts(head: Head, scoring: PromptScoring | None) -> list[ScoredToken
 
 def _score(logits: torch.Tensor, targets: torch.Tensor, top: list[int]) -> list[ScoredToken]:
     values = logits.float().log_softmax(dim=-1)
-    given = values.gather(1, targets[:, None])
-    ranks = (values >= given).sum(dim=-1).tolist()
+    target_values = values.gather(1, targets[:, None])
+    ranks = (values >= target_values).sum(dim=-1).tolist()
     best, ids = values.topk(min(max(top), values.shape[1]))
     return [
         ScoredToken(logprob, rank, list(zip(row_ids[:k], row_best[:k], strict=True)))
         for logprob, rank, row_ids, row_best, k in zip(
-            given[:, 0].tolist(), ranks, ids.tolist(), best.tolist(), top, strict=True
+            target_values[:, 0].tolist(), ranks, ids.tolist(), best.tolist(), top, strict=True
         )
     ]
 
 
 def all_finite(scored: list[ScoredToken]) -> bool:
-    """Returns whether the model's output was finite: other scores are not to be told."""
+    """Returns True if the model's output was finite; else the scores must not be reported."""
     return all(math.isfinite(entry.logprob) for entry in scored)

@@ -1,4 +1,4 @@
-"""Chooses tokens from logits, on the device. The same logits and (seed, choice, position) give the same token."""
+"""Chooses tokens from logits on the device. A token depends on its logits and (seed, choice, position) alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from node_agent.types import HostOutput, SamplingBatch, StepBatch, StepOutput
 _MASK = (1 << 64) - 1
 
 GREEDY_BELOW = 1e-5
-"""Colder than this only the best token has a chance, and dividing by the temperature would overflow."""
+"""Temperature below which decoding is greedy: only the best token has a chance, and the division would overflow."""
 
 Logprobs = tuple[float, list[tuple[int, float]]]
-"""The chosen token's log probability, and (token id, log probability) of the k most likely ones."""
+"""Log probability of the chosen token, and (token id, log probability) of the k most likely ones."""
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) that depends on its arguments alone (SplitMix64 finaliser over their mix)."""
+    """Returns a number in [0, 1) that depends on the arguments alone (SplitMix64 finaliser of their mix)."""
     x = seed * 0x9E3779B97F4A7C15 + choice * 0xD1B54A32D192ED03 + position * 0x8CB92BA72F3D8DD7 + 0x632BE59BD9B4E019
     x &= _MASK
     for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
@@ -29,7 +29,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, list[Logprobs | None]]:
-    """logits [Q, V] -> token ids i64[Q] on the device, and log probabilities of the raw logits for rows that ask."""
+    """Returns token ids i64[Q] on the device for logits [Q, V], and requested log probabilities of the raw logits."""
     raw = logits.float()
     changed = {row: _changed(raw[row], rules) for row, rules in batch.rules.items()}
     tokens = raw.argmax(dim=-1)
@@ -49,14 +49,16 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, li
 
 @torch.inference_mode()
 def step_output(head: Head, batch: StepBatch) -> StepOutput:
-    """Returns the result of a pass: its tokens, log probabilities and prompt scores. `head` gives the logits [n, V] of
-    some of its tokens, by indices i64[n]; n may be 0."""
+    """Returns the result of a pass: its tokens, log probabilities and prompt scores.
+
+    `head` returns the logits [n, V] of tokens i64[n] of the pass; n may be 0.
+    """
     scores = score_prompts(head, batch.scoring)
     logits = head(batch.logit_rows)
     if not logits.shape[0]:
         return HostOutput(torch.empty(0, dtype=torch.int64), [], frozenset(), record_event(logits.device), scores)
     tokens, logprobs = sample(logits, batch.sampling)
-    # amax hands on NaN and +inf, and costs one read of the logits
+    # amax propagates NaN and +inf, and costs one read of the logits
     non_finite = frozenset((~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist())
     return HostOutput(tokens.cpu(), logprobs, non_finite, record_event(logits.device), scores)
 
@@ -68,7 +70,7 @@ def _changed(row: torch.Tensor, rules: ScoreRules) -> torch.Tensor:
 
 
 def _draw(scores: torch.Tensor, top_k: int, top_p: float, min_p: float, u: float) -> torch.Tensor:
-    """Inverse transform over the tokens that the filters leave (top-k, then top-p, then min-p of what is left)."""
+    """Draws a token by inverse transform over those that pass top-k, then top-p, then min-p."""
     if top_k:
         scores, ids = scores.topk(min(top_k, scores.shape[0]))
     else:

@@ -1,4 +1,4 @@
-"""How one request's parameters change its scores before a token is chosen, in vLLM's order."""
+"""Changes of a request's scores by its parameters before a token is chosen, in vLLM's order."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cluster.messages import Sampling
 
 NEVER = float("-inf")
 LARGEST = 1e30
-"""Of a penalised score: a repetition penalty near 0 must not make it infinite, also once a temperature divides it."""
+"""Limit of a penalised score, so that a repetition penalty near 0, or then a temperature, does not make it infinite."""
 
 
 def changes_scores(sampling: Sampling) -> bool:
-    """Whether a request with these parameters needs ScoreRules. Most do not, and pay nothing."""
+    """Returns True if a request with these parameters needs ScoreRules, which most do not."""
     return bool(
         sampling.presence_penalty
         or sampling.frequency_penalty
@@ -28,26 +28,26 @@ def changes_scores(sampling: Sampling) -> bool:
 
 @dataclass(frozen=True)
 class ScoreEdits:
-    """What rules make of scores that lie in one tensor, as indices into it."""
+    """Changes of the scores in one tensor, by indices into it."""
 
     never: torch.Tensor
-    """i64[n]: may not be chosen"""
+    """i64[n]: tokens that must not be chosen"""
     biased: torch.Tensor
-    """i64[m], each once"""
+    """i64[m], each token once"""
     bias: torch.Tensor
     """f32[m]"""
     penalised: torch.Tensor
-    """i64[p], each once"""
+    """i64[p], each token once"""
     repetition: torch.Tensor
-    """f32[p]: divides what is above 0, multiplies the rest"""
+    """f32[p]: divisor of scores above 0, factor of other scores"""
     frequency: torch.Tensor
-    """f32[p]: is subtracted, and so is `presence`"""
+    """f32[p]: subtracted, as is `presence`"""
     presence: torch.Tensor
     """f32[p]"""
 
 
 def apply_edits(scores: torch.Tensor, edits: ScoreEdits) -> None:
-    """Changes scores f32[n] in place."""
+    """Applies the edits to scores f32[n] in place."""
     if len(edits.never):
         scores.index_fill_(0, edits.never, NEVER)
     if len(edits.biased):
@@ -60,7 +60,7 @@ def apply_edits(scores: torch.Tensor, edits: ScoreEdits) -> None:
 
 
 class ScoreRules:
-    """Kept while its request lives, and told of each token that is generated: nothing is rebuilt per step."""
+    """Rules of one request, updated with each generated token, so that nothing is rebuilt per step."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ScoreRules:
         eos_ids: Collection[int],
         device: torch.device,
     ) -> None:
-        """Checked before: all token ids are below the vocabulary's size."""
+        """Token ids must be below the vocabulary's size, which is not checked here."""
         self._min_tokens = sampling.min_tokens
         self._generated: list[int] = []
         self._forbidden = _Forbidden(sampling.bad_words, device)
@@ -80,16 +80,16 @@ class ScoreRules:
         self._penalties = _Penalties(sampling, prompt, max_tokens, device)
 
     def append_token(self, token: int) -> None:
-        """The request has generated this token."""
+        """Records a generated token."""
         self._generated.append(token)
         self._penalties.count(token)
 
     def apply(self, scores: torch.Tensor) -> None:
-        """Changes the row's scores f32[V] in place."""
+        """Applies the rules to the row's scores f32[V] in place."""
         apply_edits(scores, self.edits())
 
     def edits(self) -> ScoreEdits:
-        """Returns what the next token's scores are changed by, before they are."""
+        """Returns the edits of the next token's scores."""
         never = self._forbidden.tokens(self._generated)
         if len(self._generated) < self._min_tokens:
             never = torch.cat((never, self._ends))
@@ -97,7 +97,7 @@ class ScoreRules:
 
 
 class _Forbidden:
-    """Token sequences that the output must not have: the last token of each is masked where the rest stands before."""
+    """Forbidden token sequences: the last token of each is masked if the output ends in its other tokens."""
 
     def __init__(self, words: Sequence[Sequence[int]], device: torch.device) -> None:
         alone = sorted({word[0] for word in words if len(word) == 1})
@@ -105,7 +105,7 @@ class _Forbidden:
         self._longer = [(list(word[:-1]), word[-1]) for word in words if len(word) > 1]
 
     def tokens(self, generated: list[int]) -> torch.Tensor:
-        """i64[n]: what must not come next."""
+        """Returns the tokens i64[n] that must not come next."""
         last = [token for prefix, token in self._longer if generated[-len(prefix) :] == prefix]
         if not last:
             return self._alone
@@ -113,21 +113,21 @@ class _Forbidden:
 
 
 class _Penalties:
-    """Repetition (of prompt and output), frequency and presence (of the output).
+    """Penalties for repetition (of prompt and output), frequency and presence (of the output).
 
-    `ids` i64[n] are the distinct tokens that count, `counts` f32[n] how often each was generated; their room is taken
-    at once, so that a step writes one number.
+    `_ids` i64[n] are the distinct tokens that count, `_counts` f32[n] the times that each was generated. Both are
+    allocated for the longest output, so that a step writes one number.
     """
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], max_tokens: int, device: torch.device) -> None:
         self._repetition, self._frequency = sampling.repetition_penalty, sampling.frequency_penalty
         self._presence = sampling.presence_penalty
         self._on = bool(self._presence or self._frequency or self._repetition != 1.0)
-        known = list(dict.fromkeys(prompt)) if self._repetition != 1.0 else []
-        self._places = {token: place for place, token in enumerate(known)}
-        room = len(known) + max_tokens if self._on else 0
+        prompt_tokens = list(dict.fromkeys(prompt)) if self._repetition != 1.0 else []
+        self._places = {token: place for place, token in enumerate(prompt_tokens)}
+        room = len(prompt_tokens) + max_tokens if self._on else 0
         self._ids = torch.zeros(room, dtype=torch.int64, device=device)
-        self._ids[: len(known)] = torch.tensor(known, dtype=torch.int64, device=device)
+        self._ids[: len(prompt_tokens)] = torch.tensor(prompt_tokens, dtype=torch.int64, device=device)
         self._counts = torch.zeros(room, dtype=torch.float32, device=device)
 
     def count(self, token: int) -> None:
@@ -140,7 +140,7 @@ class _Penalties:
         self._counts[place] += 1
 
     def edits(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The last four of ScoreEdits."""
+        """Returns the last four fields of ScoreEdits."""
         count = len(self._places)
         counts = self._counts[:count]
         repetition = torch.full_like(counts, self._repetition)

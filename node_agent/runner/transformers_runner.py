@@ -1,6 +1,6 @@
-"""Runs a Hugging Face Llama-like model over a paged KV cache, on a CPU or a GPU.
+"""Runs a Llama-like model of Hugging Face over a paged KV cache, on a CPU or a GPU.
 
-The model's own decoder layers are called one by one, so that a pass can stop between them.
+The model's decoder layers are called one by one, so that a pass can stop between them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from adapters.model_families import FAMILIES
 from node_agent.device import ENDED, Event, record_event
 from node_agent.runner.attention import paged_attention, plan_attention
 from node_agent.runner.compiled import compile_layers, compiled_pass, decoder_operators
-from node_agent.runner.linear import Linear
 from node_agent.runner.product_choice import choose_products
+from node_agent.runner.products import Linear
 from node_agent.runner.projections import Current, fuse_projections, layer_weights
 from node_agent.runner.sampler import step_output
 from node_agent.types import PassLora, RunnerSettings, StepBatch, StepOutput
@@ -29,17 +29,17 @@ ATTENTION = "garnish_paged"
 LoadModel = Callable[[Path, torch.device, torch.dtype | None], PreTrainedModel]
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose frequencies do not depend on how long a sequence, or its neighbour in the batch, is."""
+"""Rotary embeddings whose frequencies do not depend on the lengths of sequences in the batch."""
 
 
 def register_attention() -> None:
-    """So that a model can be made with ATTENTION."""
+    """Registers `paged_attention` with transformers, under the name ATTENTION."""
     AttentionInterface.register(ATTENTION, paged_attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 
 def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The base model in its own or another dtype, ready for a TransformersRunner. Raises ValueError."""
+    """Loads the base model for a TransformersRunner. `dtype` None: the model's. Raises ValueError."""
     register_attention()
     config = AutoConfig.from_pretrained(model_dir)
     if config.model_type not in FAMILIES:
@@ -54,18 +54,18 @@ def load_model(model_dir: Path, device: torch.device, dtype: torch.dtype | None)
 
 
 def open_runner(settings: RunnerSettings, load: LoadModel = load_model) -> TransformersRunner:
-    """An OpenRunner. `load` puts the model on the device."""
+    """Opens the runner, as an OpenRunner. `load` loads the model to the device."""
     model = load(settings.model_dir, settings.device, settings.dtype)
     return TransformersRunner(model, settings.block_tokens, settings.num_blocks(model.dtype))
 
 
 class TransformersRunner:
-    """A ModelRunner. `num_blocks` of `block_tokens` tokens are allocated at once and kept."""
+    """ModelRunner whose `num_blocks` KV blocks of `block_tokens` are allocated at once."""
 
     name = "transformers"
 
     def __init__(self, model: PreTrainedModel, block_tokens: int, num_blocks: int, compiled: bool = True) -> None:
-        """`compiled`: parts are exchanged by compiled ones where they can be. Otherwise only the projections are."""
+        """`compiled`: replace parts of the model by compiled ones if possible, not only the projections."""
         self.model: Any = model
         device = model.device
         self.device, self.dtype = device, model.dtype
@@ -85,7 +85,7 @@ class TransformersRunner:
         self.values = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self.layers]
         operators = decoder_operators(device, self.dtype) if compiled else None
         self.heads = None
-        """set where decode attention is compiled"""
+        """heads of a layer, if decode attention is compiled"""
         if operators is not None:
             self.heads = compile_layers(self.model, operators, self.keys, self.values, block_tokens)
 
@@ -94,7 +94,7 @@ class TransformersRunner:
 
 
 class TransformersPass:
-    """One forward of a StepBatch."""
+    """Pass of a StepBatch."""
 
     stretch = 1
 
@@ -127,21 +127,21 @@ class TransformersPass:
         return step_output(self.logits_of, self.batch)
 
     def logits(self) -> torch.Tensor:
-        """[Q, V] of `logit_rows`, in the model's dtype. All layers must have been advanced."""
+        """Returns logits [Q, V] of `logit_rows`, in the model's dtype, after the last layer."""
         return self.logits_of(self.batch.logit_rows)
 
     @torch.inference_mode()
     def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, V] of the tokens with the indices `rows` i64[n], in the model's dtype."""
+        """Returns logits [n, V] of the tokens rows i64[n], in the model's dtype."""
         if self.layer != self.runner.num_layers:
             raise RuntimeError(f"logits wanted after {self.layer} of {self.runner.num_layers} layers")
         model = self.runner.model
-        found: torch.Tensor
+        logits: torch.Tensor
         if rows.shape[0]:
-            found = self.runner.head(model.model.norm(self.hidden[0].index_select(0, rows)))
+            logits = self.runner.head(model.model.norm(self.hidden[0].index_select(0, rows)))
         else:
-            found = self.hidden.new_empty(0, model.config.vocab_size)
-        return found
+            logits = self.hidden.new_empty(0, model.config.vocab_size)
+        return logits
 
     def abort(self) -> Event:
         self.hidden = self.hidden[:, :0]
@@ -149,5 +149,5 @@ class TransformersPass:
 
 
 def _no_mask(*_: object, **__: object) -> None:
-    """Masks are made by the attention function, from the paged layout."""
+    """Returns None: the attention function builds masks from the paged layout."""
     return None

@@ -1,4 +1,4 @@
-"""A pass's LoRA by the Triton kernels: the AdapterTable is read on the device, nothing is allocated per call."""
+"""LoRA of a pass by the Triton kernels, which read the AdapterTable on the device and allocate nothing per call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 
 from adapters.base_model import BaseModel
 from adapters.peft_config import MAX_RANK
-from kernels.bgmv import bgmv
+from kernels.decode import bgmv, mbgmv
 from kernels.launch import Launch, launch_for
-from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from kernels.view import MAX_PROJECTIONS, GroupView, LoraCall
 from node_agent.adapter_memory.store import AdapterStore
@@ -18,17 +17,16 @@ from node_agent.runner.lora import AdaptedGroups, Add, GroupLora, table_views
 from node_agent.types import GROUPS, LoraBatch
 
 DECODE_KERNELS: dict[str, Callable[..., None]] = {"mbgmv": mbgmv, "bgmv": bgmv}
-"""Values of `node.lora_kernel` but `auto`. The scratch has room for MAX_RANK, to which a padded batch comes at most."""
+"""Values of `node.lora_kernel` other than `auto`. Scratch has room for MAX_RANK, the most that a batch is padded to."""
 
 
 class TritonLora:
-    """Runs the LoRA kernels for every projection group of a store's adapters, with scratch allocated once for the
-    largest pass.
+    """LoRA kernels for all projection groups of a store's adapters, with scratch allocated once for the largest pass.
 
     A decode pass has at most `max_rows` tokens, any other at most `max_tokens`; a larger one raises
     KernelArgumentError. All passes share the scratch, because their kernels run one after another on one stream.
-    `decode` and `prefill` override the kernels' launch settings, for tests; None: those that were tuned for the device.
-    `kernel` is the one of decode passes, of DECODE_KERNELS.
+    `decode` and `prefill` override the kernels' launch settings in tests; None: those tuned for the device. `kernel`
+    is that of decode passes, one of DECODE_KERNELS.
     """
 
     def __init__(
@@ -51,23 +49,23 @@ class TritonLora:
         self._warm(store.base, pool)
 
     def start(self, batch: LoraBatch, decode: bool) -> GroupLora:
-        """A StartLora. Groups that no adapter of the batch adapts are not launched."""
+        """Starts a pass's LoRA, as a StartLora. Groups that no adapter of the batch adapts launch nothing."""
         return GroupLora(self.open_add(batch, decode), AdaptedGroups(self.weights, batch))
 
     def open_add(self, batch: LoraBatch, decode: bool) -> Add:
-        """`decode`: every row of the pass has one token."""
+        """Returns the Add of a batch. `decode`: all rows of the pass have one token."""
         return lambda layer, group, ys, x: self.add(self.groups[layer][group], ys, x, batch, decode)
 
     def add(self, view: GroupView, ys: Sequence[torch.Tensor], x: torch.Tensor, batch: LoraBatch, decode: bool) -> None:
-        """Two launches. ys P tensors [T, d_out] in place, x [T, d_in]. Raises KernelArgumentError before them."""
+        """Adds LoRA of x [T, d_in] to P tensors ys [T, d_out] by two launches. Raises KernelArgumentError."""
         if decode:
-            operation, scratch, how = self.decode_kernel, self.decode_scratch, self.decode
+            operation, scratch, sizes = self.decode_kernel, self.decode_scratch, self.decode
         else:
-            operation, scratch, how = sgmv, self.prefill_scratch, self.prefill
-        operation(LoraCall(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank), how)
+            operation, scratch, sizes = sgmv, self.prefill_scratch, self.prefill
+        operation(LoraCall(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank), sizes)
 
     def _warm(self, base: BaseModel, pool: torch.Tensor) -> None:
-        """Triton compiles at a kernel's first launch: here, on a base token, and not while a request waits."""
+        """Launches all kernels on a base token, so that no request waits while Triton compiles them."""
         starts = torch.tensor([0, 1], dtype=torch.int32, device=pool.device)
         slots = torch.tensor([-1], dtype=torch.int32, device=pool.device)
         batch = LoraBatch(starts, slots, slots, [None], [(0, 1)], max_rank=0, empty=True)
@@ -80,5 +78,5 @@ class TritonLora:
                 self.add(self.groups[0][group], ys, x, batch, decode)
 
 
-def _scratch(how: Launch, tokens: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(how.splits, MAX_PROJECTIONS, tokens, MAX_RANK, device=device)
+def _scratch(sizes: Launch, tokens: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(sizes.splits, MAX_PROJECTIONS, tokens, MAX_RANK, device=device)

@@ -15,7 +15,7 @@ from benchmarks.gpu.check import WrongResult
 from benchmarks.gpu.engine import adapter_bytes
 from benchmarks.gpu.parts import Skipped, failures, run_parts
 from benchmarks.gpu.suite import QUICK_S, SECONDS, figures_of, study
-from kernels.gpu_ops import LEAST_PIECE, Rows
+from kernels.gpu_ops import MIN_PIECE, Rows
 from kernels.gpu_reference import TorchOperations
 from tests.benchmarks.studies import run_study
 from tests.support.random_model import SHAPES
@@ -71,7 +71,7 @@ def test_a_layer_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_kernel_that_forgets_pieces_of_a_context_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(TorchOperations):
         def decode_attention(self, q: Any, cache: Any, rows: Rows, **named: Any) -> None:
-            first = Rows(rows.context_len.clamp(max=LEAST_PIECE), rows.block_table)
+            first = Rows(rows.context_len.clamp(max=MIN_PIECE), rows.block_table)
             super().decode_attention(q, cache, first, **named)
 
     monkeypatch.setattr(layer_check, "layer_operations", lambda _: Wrong())

@@ -13,8 +13,8 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.gpu import check
 from benchmarks.gpu.check import WrongResult, check_operations, draw_cases
 from benchmarks.kernels.tune import tune, with_device
+from kernels.decode import mbgmv
 from kernels.launch import OPERATIONS, TABLE, Launch, default_launch, read_table
-from kernels.mbgmv import mbgmv
 from kernels.view import LoraCall
 from tests.benchmarks.studies import run_study
 from tests.kernels.drawn import DEVICE
@@ -32,15 +32,15 @@ def test_every_operation_is_checked() -> None:
     assert any(row["worst_error"] > 0 for row in rows)
 
 
-def half_a_scale(call: LoraCall, how: Launch) -> None:
+def half_a_scale(call: LoraCall, sizes: Launch) -> None:
     before = [y.clone() for y in call.ys]
-    mbgmv(call, how)
+    mbgmv(call, sizes)
     for y, old in zip(call.ys, before, strict=True):
         y.sub_((y - old) / 2)
 
 
-def write_elsewhere(call: LoraCall, how: Launch) -> None:
-    mbgmv(call, how)
+def write_elsewhere(call: LoraCall, sizes: Launch) -> None:
+    mbgmv(call, sizes)
     call.ys[0].nan_to_num_(0.0)
 
 
@@ -59,9 +59,9 @@ def test_tuning_keeps_the_fastest_that_runs() -> None:
     def measure(call: Callable[[], object]) -> float:
         assert isinstance(call, partial)
         call()
-        if call.keywords["how"].splits == 8:
+        if call.keywords["sizes"].splits == 8:
             raise OutOfResources(2, 1, "shared memory")
-        return 1.0 / float(call.keywords["how"].splits)
+        return 1.0 / float(call.keywords["sizes"].splits)
 
     case = draw_case([5, 3], [(0, 1), (1, 1)], 20, [12], torch.float32, device=DEVICE)
     best, ratio = tune("mbgmv", [case], {"splits": (2, 6, 8), "stages": (1,)}, measure, seconds=60)

@@ -22,7 +22,7 @@ from benchmarks.many.cells import Limits, Load, Oracle, bring_all, measure_limit
 from benchmarks.many.many import figures_of
 from benchmarks.many.tables import many_table
 from benchmarks.many.trace_window import Arrival, Window, draw_window
-from garnish.simulation.traces.laws import chat_prompts
+from garnish.simulation.traces.requests import chat_prompts
 from tests.benchmarks.scripted_service import scripted_service
 from tests.benchmarks.studies import run_study
 

@@ -12,13 +12,10 @@ from functools import partial
 
 import torch
 
-from kernels.bgmv import bgmv
+from kernels.decode import bgmv, mbgmv
 from kernels.decoder import Heads, PagedCache
 from kernels.gpu_ops import Rotary, Rows, decode_scratch
 from kernels.gpu_triton import TritonOperations
-from kernels.handoff_device import Signal
-from kernels.handoff_triton import TritonKernels
-from kernels.mbgmv import mbgmv
 from kernels.sgmv import sgmv
 from tests.support.decode_step import ADAPTED, SHAPES, step_row
 from tests.support.kernel_cases import draw_case
@@ -70,16 +67,6 @@ def layer_calls(rng: random.Random, tokens: int, rows: int) -> Iterator[Callable
     yield lambda: operations.prefill_attention(qkv[rows:], cache, Rows(context, table, starts), out=out[rows:])
 
 
-def handoff_calls(rng: random.Random, tokens: int) -> Iterator[Callable[[], None]]:
-    """By any of the passes that may be open, whose words lie side by side."""
-    kernels, workers, slot, at = TritonKernels(), 3, rng.randrange(8), rng.randrange(5)
-    x, word = torch.zeros(tokens, WIDTH, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
-    lines, poisoned = torch.zeros(5, workers, 8, dtype=torch.int64)[at], torch.zeros(8, dtype=torch.int32)
-    mine = poisoned[slot : slot + 1]
-    yield lambda: kernels.copy_and_signal(x, torch.empty_like(x), word, Signal(lines, lines, mine))
-    yield lambda: kernels.wait(Signal(lines, lines, mine), 1 << 40, word)
-
-
 def keys_of(calls: Iterator[Callable[[], None]]) -> set[tuple[str, str]]:
     with recorded(90) as launches:
         for call in calls:
@@ -90,12 +77,11 @@ def keys_of(calls: Iterator[Callable[[], None]]) -> set[tuple[str, str]]:
 def main() -> None:
     rng = random.Random(int(sys.argv[1]))
     # one token; and two rows that split, so that what adds the splits up is launched
-    known = keys_of(lora_calls(rng, 1, 1)) | keys_of(layer_calls(rng, 1, 1)) | keys_of(handoff_calls(rng, 1))
+    known = keys_of(lora_calls(rng, 1, 1)) | keys_of(layer_calls(rng, 1, 1))
     new: set[tuple[str, str]] = set()
     for _ in range(STEPS):
         tokens, rows = rng.randint(1, MOST_TOKENS), rng.randint(1, 70)
         new |= keys_of(lora_calls(rng, tokens, rng.randint(1, 90))) | keys_of(layer_calls(rng, tokens, rows))
-        new |= keys_of(handoff_calls(rng, tokens))
     odd = torch.zeros(2, WIDTH + 1, dtype=torch.bfloat16)[:, :WIDTH]
     other = keys_of(
         iter([lambda: TritonOperations().add_rms_norm(odd, odd[0], 1e-5, out=odd.contiguous(), residual=None)])

@@ -6,8 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernels.bgmv import bgmv
-from kernels.mbgmv import mbgmv
+from kernels.decode import bgmv, mbgmv
 from kernels.view import KernelArgumentError
 from tests.kernels.drawn import DEVICE, POPULAR, SMALL, cases, check, popular_case
 from tests.kernels.paged import counted_loads

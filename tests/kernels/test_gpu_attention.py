@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.decoder import Heads
-from kernels.gpu_ops import LEAST_PIECE, LayerOperations, Rows, decode_scratch, decode_splits
+from kernels.gpu_ops import MIN_PIECE, LayerOperations, Rows, decode_scratch, decode_splits
 from kernels.gpu_reference import TorchOperations
 from kernels.gpu_triton import TritonOperations
 from kernels.view import KernelArgumentError
@@ -75,11 +75,11 @@ def add_padding(drawn: Sequences, padding: int) -> Sequences:
 
 
 @pytest.mark.parametrize("operations", BOTH)
-@pytest.mark.parametrize("window", [None, 2 * LEAST_PIECE + 5])
+@pytest.mark.parametrize("window", [None, 2 * MIN_PIECE + 5])
 def test_decode_in_several_pieces(operations: LayerOperations, window: int | None) -> None:
     """Contexts just below and above a piece, two, and all pieces full."""
     heads = Heads(4, 2, 16, 0.3, window)
-    drawn = decode_rows([LEAST_PIECE - 1, LEAST_PIECE + 1, 2 * LEAST_PIECE, 4 * LEAST_PIECE + 9], heads, torch.bfloat16)
+    drawn = decode_rows([MIN_PIECE - 1, MIN_PIECE + 1, 2 * MIN_PIECE, 4 * MIN_PIECE + 9], heads, torch.bfloat16)
     check(decode(operations, drawn, 3), drawn)
 
 
@@ -90,7 +90,7 @@ def test_decode_in_several_pieces(operations: LayerOperations, window: int | Non
 def test_heads_of_real_models(width: int, dtype: torch.dtype, window: int | None) -> None:
     """Eight query heads for a key head; contexts of one token, up to a block's edge and behind it, beside padding."""
     heads = Heads(8, 1, width, width**-0.5, window)
-    decoded = add_padding(decode_rows([1, 16, 17, LEAST_PIECE + 1], heads, dtype), 1)
+    decoded = add_padding(decode_rows([1, 16, 17, MIN_PIECE + 1], heads, dtype), 1)
     check(decode(TritonOperations(), decoded, 2), decoded)
     chunks = make_sequences([1, 16, 80], [1, 16, 40], heads, dtype, device=DEVICE)
     out = chunks.out
@@ -165,7 +165,7 @@ def test_prefill_of_more_rows_than_are_looked_at_at_a_time(operations: LayerOper
 def test_splits_fill_a_gpu_and_no_more() -> None:
     heads = Heads(32, 8, 128, 0.1)
     assert decode_splits(1, 8, 8192) == 32
-    assert decode_splits(1, 8, 8 * LEAST_PIECE) == 8
+    assert decode_splits(1, 8, 8 * MIN_PIECE) == 8
     assert decode_splits(256, 8, 8192) == 1
     assert decode_scratch(16, heads, 8192, torch.device("cpu")).shape == (4, 16, 32, 130)
 

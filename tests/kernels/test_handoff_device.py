@@ -1,4 +1,4 @@
-"""The device's side of a handoff: Triton's kernels in its interpreter with real workers, and both forms compiled."""
+"""The device's side of a handoff: handoff.cu with its threads as a CPU's, with real workers, and compiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store and atomic_poll came with Triton 3.9")
-
 from kernels.handoff import flag_value
-from kernels.handoff_cuda import CudaKernels
-from kernels.handoff_device import Signal, StreamKernels, stream_kernels
-from kernels.handoff_triton import TritonKernels
+from kernels.handoff_device import CudaKernels, Signal, StreamKernels, compile_cubin
 from node_agent.coldstart.shared import PAGE, Command, HandoffMemory, Layout, make_memory
 from node_agent.coldstart.workers import WorkerPool
 from tests.node_agent.coldstart.pools import CORES, WIDTHS, draw_x, drawn_case, poison, started
 from tests.support.host_case import HostCase
+from tests.support.host_kernels import HostKernels
 
 UNSPLIT = (0, 0, 0, 1, 0)
 """Fields of a command without a simulated link, of a worker that has all weights."""
@@ -68,10 +64,10 @@ class EmulatedKernels(CudaKernels):
         self._library.launch(int(name == b"wait_for_workers"), blocks, threads, addresses)
 
 
-@pytest.fixture(params=["triton", "cuda"])
+@pytest.fixture(params=["cuda", "host"])
 def kernels(request: pytest.FixtureRequest) -> StreamKernels:
-    """Triton's in the interpreter, and the CUDA source with its threads as a CPU's."""
-    return TritonKernels() if request.param == "triton" else EmulatedKernels(request.getfixturevalue("emulated_cuda"))
+    """The CUDA source with its threads as a CPU's, and what other tests have in its place."""
+    return HostKernels() if request.param == "host" else EmulatedKernels(request.getfixturevalue("emulated_cuda"))
 
 
 def word() -> torch.Tensor:
@@ -127,8 +123,7 @@ def pages_of(fd: int) -> set[int]:
 
 @pytest.mark.parametrize("dtype", [0, 1])
 def test_they_touch_nothing_that_is_not_theirs(kernels: StreamKernels, dtype: int) -> None:
-    """A worker writes its answer while they run. (Triton's interpreter once copied all of the memory onto itself
-    after each kernel, and so took back what a worker wrote just then.)"""
+    """A worker writes its answer while they run."""
     layout = Layout(3, 2, 96, WIDTHS, dtype, steps=2)
     fd = make_memory(layout)
     try:
@@ -151,10 +146,6 @@ def test_they_touch_nothing_that_is_not_theirs(kernels: StreamKernels, dtype: in
         assert {area[0]} < pages_of(fd) <= {*lines, *area}
     finally:
         os.close(fd)
-
-
-def test_triton_is_taken_where_it_has_the_operations() -> None:
-    assert isinstance(stream_kernels(torch.device("cpu")), TritonKernels)
 
 
 @pytest.fixture(scope="module")
@@ -202,22 +193,6 @@ def test_with_real_workers(kernels: StreamKernels, workers: tuple[HostCase, Work
         assert float((y.double() - want).abs().max()) <= 1e-4
 
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from kernels.handoff_triton import copy_and_signal, wait_for_workers
-flags = {"command_flags": "*i64", "done_flags": "*i64", "values": "*i64", "timeout_ns": "i64", "poisoned": "*i32"}
-for kernel, types, fixed in (
-    (copy_and_signal, {**flags, "x": "*bf16", "target": "*bf16", "ticket": "*i32", "size": "i32", "workers": "i32"},
-     {"BLOCK": 1024, "LANES": 16}),
-    (wait_for_workers, {**flags, "failed": "*i32"}, {}),
-):
-    signature = {name: "constexpr" if name in fixed else types[name] for name in kernel.arg_names}
-    constants = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
-    source = ASTSource(kernel, signature, constexprs=constants)
-    print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
-"""
 ORDER = (
     r"st\S*\.release\.sys|fence\.release\.sys",
     r"ld\S*\.acquire\.sys|fence\.acquire\.sys",
@@ -228,21 +203,9 @@ ORDER = (
 """The instructions, or fences before and after plain ones."""
 
 
-def test_triton_compiles_to_the_promised_memory_order(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    assert all(re.search(pattern, done.stdout) for pattern in ORDER), done.stdout
-
-
 def test_cuda_source_compiles_by_nvrtc() -> None:
     """Which is what an engine on a GPU does."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="NOT RUN: no NVRTC is here")
-    from kernels.handoff_cuda import compile_cubin
-
     assert compile_cubin((9, 0)).startswith(b"\x7fELF")
 
 

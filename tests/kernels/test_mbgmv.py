@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernels.mbgmv import mbgmv
+from kernels.decode import mbgmv
 from kernels.sgmv import sgmv
 from kernels.view import KernelArgumentError
 from tests.kernels.drawn import DEVICE, POPULAR, SMALL, TOLERANCE, cases, check, popular_case

@@ -14,7 +14,6 @@ SERVING = {
     *("add_rms_norm", "silu_mul", "rotate_and_store", "decode_attention", "combine_splits", "prefill_attention"),
     *("decode_shrink", "decode_expand", "sgmv_shrink", "sgmv_expand"),
 }
-HANDOFF = {"copy_and_signal", "wait_for_workers"}
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_compile_matrix(compiled: Path) -> None:
     lines = compiling(compiled, "-m", "benchmarks.kernels.resources").splitlines()
     kernels = [json.loads(line) for line in lines]
     found = {(kernel["sm"], kernel["kernel"].rpartition(": ")[2].partition(",")[0]) for kernel in kernels}
-    assert found == {(sm, kernel) for sm in (80, 90, 100) for kernel in SERVING | HANDOFF}
+    assert found == {(sm, kernel) for sm in (80, 90, 100) for kernel in SERVING}
     for kernel in kernels:
         assert kernel["shared_bytes"] <= 100 << 10, kernel
         assert kernel["spills"] <= 0, kernel
@@ -53,7 +52,7 @@ def test_compile_matrix(compiled: Path) -> None:
 
 def test_nothing_is_compiled_while_serving(tmp_path: Path) -> None:
     found = json.loads(compiling(tmp_path, "-m", "tests.kernels.compilations", "7"))
-    assert set(found["known"]) == SERVING | HANDOFF
+    assert set(found["known"]) == SERVING
     assert found["while serving"] == []
     assert found["a stride that was not there"] == ["add_rms_norm"]
     base = {"1 rows": 10, "256 rows": 9}  # one more where contexts are split

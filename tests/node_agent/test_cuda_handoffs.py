@@ -17,9 +17,9 @@ from node_agent.engine.batch import Row, build_step
 from node_agent.engine.setup import find_runner
 from node_agent.runner import cuda_handoffs, cuda_prompts, cuda_runner
 from node_agent.runner.cuda_decode import DecodeShape
-from node_agent.runner.cuda_handoffs import HANDED_OVER, HandedLayer, open_borders
-from node_agent.runner.cuda_pass import HandedPass, LayeredPass
-from node_agent.runner.cuda_prompts import PromptBucket, handed_buckets
+from node_agent.runner.cuda_handoffs import HANDOFF_GROUPS, HandoffLayer, allocate_buffers
+from node_agent.runner.cuda_pass import HandoffPass, LayeredPass
+from node_agent.runner.cuda_prompts import PromptBucket, handoff_buckets
 from node_agent.runner.cuda_runner import CudaRunner
 from node_agent.runner.cuda_stream import Stream
 from node_agent.runner.lora import NoHandoffs
@@ -108,11 +108,11 @@ def runner(model_dir: Path) -> CudaRunner:
         patch.setattr(PromptBucket, "stretch", STRETCH)
         made = find_runner("cuda")(settings_of(model_dir))
         assert isinstance(made, CudaRunner)
-        shape, borders = DecodeShape(4, 80, made.block_tokens, VOCAB), open_borders(made.decoder, 40)
+        shape, buffers = DecodeShape(4, 80, made.block_tokens, VOCAB), allocate_buffers(made.decoder, 40)
         for tokens in (12, 40):
             bucket = PromptBucket(tokens, 4, shape, made.decoder, made.current, made.stream)
             bucket.capture(lambda *_: lambda *_: None)
-            bucket.capture_handed(borders)
+            bucket.capture_handoff_layers(buffers)
             made.prompts.append(bucket)
     return made
 
@@ -133,7 +133,7 @@ def test_logits_are_those_of_merged_weights(data: st.DataObject, runner: CudaRun
     lora = Handing(stream, groups, runner, data.draw(st.integers(0, 99)))
     model = lora.merged(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval())
     run = runner.start(batch_of(runner, prompt), lora)
-    assert isinstance(run, HandedPass) and run.stretch == 1
+    assert isinstance(run, HandoffPass) and run.stretch == 1
     stream.late = True
     try:
         for layer in (stop, runner.num_layers):
@@ -144,7 +144,7 @@ def test_logits_are_those_of_merged_weights(data: st.DataObject, runner: CudaRun
         stream.late = False
     found = run.logits()
     run.abort()
-    assert not any(bucket.taken for bucket in runner.prompts)
+    assert not any(bucket.in_use for bucket in runner.prompts)
     with torch.inference_mode():
         wanted = model(torch.tensor([prompt])).logits[0, -1]
         base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()(torch.tensor([prompt]))
@@ -207,27 +207,27 @@ def test_stretches_that_have_arrived_are_enqueued_whole(runner: CudaRunner) -> N
 def test_what_is_not_captured_between_handoffs(runner: CudaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt for which no such bucket is free is launched kernel by kernel, also where one without handoffs is."""
     lora = NoHandoffs(("qkv",))
-    kinds = [(9, HandedPass), (9, HandedPass), (9, LayeredPass)]
+    kinds = [(9, HandoffPass), (9, HandoffPass), (9, LayeredPass)]
     runs = [runner.start(batch_of(runner, [3] * tokens), lora) for tokens, _ in kinds]
     assert [type(run) for run in runs] == [kind for _, kind in kinds]
     for run in runs:
         run.abort()
-    monkeypatch.setattr(runner.prompts[0], "handed", [])
+    monkeypatch.setattr(runner.prompts[0], "handoff_layers", [])
     run = runner.start(batch_of(runner, [3] * 9), lora)
-    assert isinstance(run, HandedPass) and run._bucket is runner.prompts[1]
+    assert isinstance(run, HandoffPass) and run._bucket is runner.prompts[1]
     run.abort()
 
 
 def test_no_more_graphs_than_there_may_be(runner: CudaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_handoffs.GRAPHS_PER_LAYER == 12
     both = runner.prompts
-    assert handed_buckets(both, 32) == both
-    monkeypatch.setattr(cuda_prompts, "MOST_GRAPHS", 12 * 3)
-    assert handed_buckets(both, 3) == both[:1]
-    assert handed_buckets(both, 4) == []
-    monkeypatch.setattr(cuda_prompts, "MOST_GRAPHS", 1000)
+    assert handoff_buckets(both, 32) == both
+    monkeypatch.setattr(cuda_prompts, "MAX_GRAPHS", 12 * 3)
+    assert handoff_buckets(both, 3) == both[:1]
+    assert handoff_buckets(both, 4) == []
+    monkeypatch.setattr(cuda_prompts, "MAX_GRAPHS", 1000)
     monkeypatch.setattr(cuda_prompts, "LIGHT_TOKENS", 39)
-    assert handed_buckets(both, 3) == both[:1]
+    assert handoff_buckets(both, 3) == both[:1]
 
 
 # --- at the start
@@ -236,13 +236,13 @@ def test_no_more_graphs_than_there_may_be(runner: CudaRunner, monkeypatch: pytes
 def test_buckets_of_an_engine(make_engine: MakeEngine) -> None:
     """Those of few rows and tokens, in every layer; the pieces compute what the model does."""
     runner = make_engine(runner="cuda", max_rows=8, chunk_tokens=320).engine.runner
-    assert isinstance(runner, CudaRunner) and not any(bucket.handed for bucket in runner.prompts)
+    assert isinstance(runner, CudaRunner) and not any(bucket.handoff_layers for bucket in runner.prompts)
     runner.capture_handoffs()
-    found = [(bucket.tokens, bucket.rows) for bucket in runner.prompts if bucket.handed]
+    found = [(bucket.tokens, bucket.rows) for bucket in runner.prompts if bucket.handoff_layers]
     assert found == [(16, 8), (32, 8), (64, 8), (128, 8), (192, 8), (256, 8)]
     for bucket in runner.prompts:
-        assert {len(layer) for layer in bucket.handed} <= {len(HANDED_OVER)}
-        assert len(bucket.handed) in (0, runner.num_layers)
+        assert {len(layer) for layer in bucket.handoff_layers} <= {len(HANDOFF_GROUPS)}
+        assert len(bucket.handoff_layers) in (0, runner.num_layers)
 
 
 @pytest.mark.parametrize(
@@ -263,21 +263,21 @@ def test_pieces_that_fail_are_not_used(
             return super().capture(work)
 
     if fault == "other numbers":
-        real = HandedLayer.enqueue
+        real = HandoffLayer.enqueue
 
-        def wrong(self: HandedLayer, *given: Any) -> None:
+        def wrong(self: HandoffLayer, *given: Any) -> None:
             real(self, *given)
             if self.groups == tuple(GROUPS) and self.index == 3:
-                self._bucket.walk.residual += 0.5
+                self._bucket.hidden.residual += 0.5
 
-        monkeypatch.setattr(HandedLayer, "enqueue", wrong)
+        monkeypatch.setattr(HandoffLayer, "enqueue", wrong)
     else:
         for bucket in runner.prompts:
             monkeypatch.setattr(bucket, "_stream", Failing())
     runner.capture_handoffs()
     (record,) = [r for r in caplog.records if "prompts with handoffs are not captured" in r.message]
     assert ("cut at qkv, o, gate_up, down: logits" if fault == "other numbers" else fault) in record.reason
-    assert runner.prompts and not any(bucket.handed for bucket in runner.prompts)
+    assert runner.prompts and not any(bucket.handoff_layers for bucket in runner.prompts)
     run = runner.start(batch_of(runner, [3, 4]), NoHandoffs(("qkv",)))
     assert type(run) is LayeredPass
     run.abort()

@@ -108,7 +108,7 @@ def test_passes_between_the_stretches_of_another(data: st.DataObject, pair: tupl
     found = end(runner, begin(runner, mixed, 1), mixed)
     expect(model, found, [other, late][: len(found)])  # of a prompt that goes on nobody wants logits
     expect(model, end(runner, *runs[0]), [stands])
-    assert not any(bucket.taken for bucket in runner.prompts)
+    assert not any(bucket.in_use for bucket in runner.prompts)
 
 
 def test_what_fits_in_no_bucket(pair: tuple[CudaRunner, torch.nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_cold_prompt_goes_as_far_as_its_layers_have_come(
     finished = engine.outcomes[requests[0]].finished
     assert finished is not None and finished.cold_start.layers_device == engine.base.num_layers
     engine.assert_clean()
-    assert not any(bucket.taken for bucket in engine.engine.runner.prompts)  # type: ignore[attr-defined]
+    assert not any(bucket.in_use for bucket in engine.engine.runner.prompts)  # type: ignore[attr-defined]
 
 
 def test_a_load_that_fails_and_a_caller_who_leaves(engine: LocalEngine, drawn_adapters: list[Path]) -> None:
@@ -229,7 +229,7 @@ def test_a_load_that_fails_and_a_caller_who_leaves(engine: LocalEngine, drawn_ad
     again = engine.submit([1, 60, 61], 4, ignore_eos=True)
     engine.run()
     assert engine.results([again]) == engine.results([wanted])
-    assert not any(bucket.taken for bucket in engine.engine.runner.prompts)  # type: ignore[attr-defined]
+    assert not any(bucket.in_use for bucket in engine.engine.runner.prompts)  # type: ignore[attr-defined]
 
 
 def test_prompts_that_differ_are_not_captured(
@@ -240,7 +240,7 @@ def test_prompts_that_differ_are_not_captured(
     def wrong(self: PromptBucket, layer: int, adapted: bool) -> None:
         real(self, layer, adapted)
         if self.tokens == 64:
-            self.walk.residual += 0.5
+            self.hidden.residual += 0.5
 
     monkeypatch.setattr(PromptBucket, "enqueue", wrong)
     engine = make_engine(runner="cuda", max_rows=4, chunk_tokens=64)

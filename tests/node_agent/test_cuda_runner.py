@@ -144,9 +144,9 @@ def test_a_runner_that_computes_other_numbers_is_not_used(
 ) -> None:
     real = Decoder.advance
 
-    def wrong(self: Decoder, walk, layers, attended) -> None:
-        real(self, walk, layers, attended)
-        walk.added += 0.5
+    def wrong(self: Decoder, hidden, layers, inputs) -> None:
+        real(self, hidden, layers, inputs)
+        hidden.added += 0.5
 
     monkeypatch.setattr(Decoder, "advance", wrong)
     first: list[weakref.ref[object]] = []
@@ -177,8 +177,8 @@ def test_rounding_through_many_layers_is_allowed(tmp_path: Path) -> None:
 def test_one_wrong_layer_of_many_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
     real = Decoder._attention
 
-    def wrong(self: Decoder, at: Any, qkv: torch.Tensor, attended: Any) -> torch.Tensor:
-        found = real(self, at, qkv, attended)
+    def wrong(self: Decoder, at: Any, qkv: torch.Tensor, inputs: Any) -> torch.Tensor:
+        found = real(self, at, qkv, inputs)
         return found.roll(16, -1) if at is self.layers[layer] else found  # each head in the next one's place
 
     monkeypatch.setattr(Decoder, "_attention", wrong)

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from cluster.messages import Sampling
 from node_agent.api.request import LOGPROBS_LIMIT
-from node_agent.runner.cuda_blocks import MOST_LOGPROBS, OutFields, StepFields, out_spec, size_of, step_spec, views
-from node_agent.runner.cuda_output import CudaOutput
-from node_agent.runner.cuda_pass import send_edits, wants_everything
+from node_agent.runner.cuda_blocks import MAX_LOGPROBS, OutFields, StepFields, out_spec, size_of, step_spec, views
+from node_agent.runner.cuda_pass import CudaOutput, send_edits, wants_everything
 from node_agent.runner.cuda_sampler import (
     ROWS_DRAWN_AT_ONCE,
     pack_scores,
@@ -115,7 +114,7 @@ def test_a_greedy_batch_brings_back_tokens_alone() -> None:
 
 
 def test_as_many_log_probabilities_as_a_node_takes() -> None:
-    assert MOST_LOGPROBS == LOGPROBS_LIMIT
+    assert MAX_LOGPROBS == LOGPROBS_LIMIT
 
 
 @settings(max_examples=draws(10))

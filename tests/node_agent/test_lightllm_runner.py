@@ -29,7 +29,8 @@ from node_agent.config import EngineConfig
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.request import Request
 from node_agent.engine.setup import build_engine
-from node_agent.runner.lightllm_open import imported, open_runner
+from node_agent.runner.lightllm_device import imported
+from node_agent.runner.lightllm_open import open_runner
 from node_agent.runner.lora import SegmentedLora
 from node_agent.types import GROUPS, PassLora, RunnerSettings
 from tests.node_agent.adapter_world import loaded_lease

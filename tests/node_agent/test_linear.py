@@ -7,8 +7,7 @@ import torch
 from torch.nn.functional import linear
 
 from kernels.product import ProductOperator
-from node_agent.runner.linear import Linear
-from node_agent.runner.products import Products, can_pack
+from node_agent.runner.products import Linear, Products, can_pack
 
 WAYS = {
     "torch": None,

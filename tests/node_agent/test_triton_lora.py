@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kernels.bgmv import bgmv
+from kernels.decode import bgmv
 from kernels.launch import Launch
 from kernels.view import GroupView, KernelArgumentError
 from node_agent.runner.lora import SegmentedLora

@@ -17,11 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kernels.decode import mbgmv
 from kernels.decoder import Heads, PagedCache
 from kernels.gpu_ops import Rotary, Rows, decode_scratch
 from kernels.gpu_triton import TritonOperations
-from kernels.mbgmv import mbgmv
-from node_agent.runner.cuda_layers import Attended, Decoder
+from node_agent.runner.cuda_layers import AttentionInputs, Decoder
 from node_agent.runner.transformers_runner import ATTENTION, TransformersRunner, register_attention
 from tests.support.kernel_cases import draw_case
 from tests.support.kernel_recorder import recorded
@@ -184,10 +184,10 @@ def runner_launches(shape: Shape, rows: int) -> int:
     decoder.operations = TritonOperations()  # as on a GPU; elsewhere they are torch's
     table = without_memory(rows, CONTEXT // BLOCK_TOKENS, dtype=torch.int32)
     sequences, at = Rows(without_memory(rows, dtype=torch.int32), table), without_memory(rows, dtype=torch.int64)
-    attended = Attended(at, at, sequences, None, decoder.attended_scratch(rows, CONTEXT))
-    walk = decoder.begin(at)
+    inputs = AttentionInputs(at, at, sequences, None, decoder.attention_scratch(rows, CONTEXT))
+    hidden = decoder.begin(at)
     with recorded(CAPABILITY) as launches, ProductCount() as products:
-        decoder.advance(walk, decoder.layers, attended)
+        decoder.advance(hidden, decoder.layers, inputs)
     found: int = len(launches) + products.count
     return found
 

@@ -1,4 +1,4 @@
-"""Handoffs enqueued on a device's stream, with real workers: Triton's interpreter runs the kernels, events are held."""
+"""Handoffs enqueued on a device's stream, with real workers: a CPU does what the kernels do, events are held."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store and atomic_poll came with Triton 3.9")
-
 from kernels.handoff_device import Signal
-from kernels.handoff_triton import TritonKernels
 from node_agent.coldstart import stream
 from node_agent.coldstart.handoffs import Part
 from node_agent.coldstart.measure import measure_handoff
@@ -38,10 +35,10 @@ from tests.node_agent.coldstart.pools import (
 )
 from tests.support.crowded import CrowdedPool
 from tests.support.host_case import HostCase
+from tests.support.host_kernels import HostKernels
 from tests.support.worker_counters import counters_of
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
 
 @pytest.fixture
@@ -77,7 +74,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[HostCase]:
 def kept(case: HostCase, soon_again: None) -> Iterator[StreamPool]:
     """With a worker that sleeps between two tests: to start one takes longer than most of them."""
     layout = Layout(SLOTS, 1, MAX_TOKENS, case.widths, DTYPES.index(case.host.torch_dtype), STEPS)
-    pool = StreamPool(case.host, layout, CORES[:1], CPU, TritonKernels(), LONG, LONG)
+    pool = StreamPool(case.host, layout, CORES[:1], CPU, HostKernels(), LONG, LONG)
     try:
         pool.start()
         assert pool.wait_ready(LONG) == 1
@@ -161,7 +158,7 @@ class CrowdedStreamPool(CrowdedPool, StreamPool):
 def test_workers_split_weights(case: HostCase) -> None:
     """Step after step of a pass, over the same areas."""
     layout = Layout(1, 2, MAX_TOKENS, case.widths, DTYPES.index(case.host.torch_dtype), steps=4)
-    pool = CrowdedStreamPool(case.host, layout, range(2), CPU, TritonKernels(), LONG, LONG)
+    pool = CrowdedStreamPool(case.host, layout, range(2), CPU, HostKernels(), LONG, LONG)
     try:
         pool.start()
         assert pool.wait_ready(LONG) == 2
@@ -317,7 +314,7 @@ def test_rows_are_held_until_the_device_is_through(case: HostCase, pool: StreamP
 
 @by_one_dtype
 def test_the_check_before_use(pool: StreamPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(TritonKernels):
+    class Wrong(HostKernels):
         def copy_and_signal(self, x: torch.Tensor, target: torch.Tensor, ticket: torch.Tensor, given: Signal) -> None:
             super().copy_and_signal(x + x, target, ticket, given)
 

@@ -16,10 +16,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-pytest.importorskip("triton", minversion="3.9", reason="NOT RUN: atomic_store and atomic_poll came with Triton 3.9")
-
 from adapters.base_model import BaseModel
-from kernels.handoff_triton import TritonKernels
 from node_agent.adapter_memory import device_copy
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart import setup, worker_manager
@@ -31,7 +28,7 @@ from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import EngineConfig
 from node_agent.cores import spare_cores
 from node_agent.runner import cuda_runner
-from node_agent.runner.cuda_pass import CapturedPass, HandedPass, LayeredPass, PromptPass
+from node_agent.runner.cuda_pass import CapturedPass, HandoffPass, LayeredPass, PromptPass
 from node_agent.runner.cuda_runner import CudaRunner
 from node_agent.runner.lora import NoHandoffs
 from node_agent.types import PassLora, Plan, StepBatch
@@ -42,12 +39,12 @@ from tests.node_agent.coldstart.pools import LONG, eventually
 from tests.support.drawn_batches import run_batch
 from tests.support.exact import Case, Tally, check
 from tests.support.forced import force
+from tests.support.host_kernels import HostKernels
 from tests.support.local_engine import LocalEngine, MakeEngine
 from tests.support.peft_reference import ALL_TARGETS, PeftReference, make_adapter
 from tests.support.worker_counters import counters_of
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("quick_interpreter")
 needs_core = pytest.mark.skipif(not spare_cores(1), reason="a CPU worker needs a core beside the engine's")
 
 
@@ -57,7 +54,7 @@ def stream_pools(soon_again: None) -> Iterator[None]:
 
     def make(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: list[int], _: int) -> WorkerPool:
         layout = setup.stream_layout(config, base, len(cores), DTYPES.index(store.pool.data.dtype))
-        return StreamPool(store.host_map, layout, cores, CPU, TritonKernels(), wait_limit=2.0)
+        return StreamPool(store.host_map, layout, cores, CPU, HostKernels(), wait_limit=2.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_manager, "make_pool", make)
@@ -180,8 +177,8 @@ def test_answers_are_exact(
     eventually(lambda: not counters_of(pool).in_quarantine)
     assert pool.wait_ready(LONG) == 1
     if isinstance(engine.engine.runner, Noting):
-        assert (HandedPass, ColdLora) in Noting.started
-        assert not any(bucket.taken for bucket in engine.engine.runner.prompts)
+        assert (HandoffPass, ColdLora) in Noting.started
+        assert not any(bucket.in_use for bucket in engine.engine.runner.prompts)
     engine.assert_clean()
     assert not any(host.holds for hosts in engine.engine.store.hosts.owned().values() for host in hosts)
 
@@ -214,7 +211,7 @@ def test_layers_that_arrive_meanwhile(
     assert finished is not None
     found = finished.cold_start
     assert (found.layers_device, found.layers_cpu, found.replays) == (arrived, layers - arrived, 0)
-    assert (HandedPass, ColdLora) in Noting.started
+    assert (HandoffPass, ColdLora) in Noting.started
 
 
 @needs_core
@@ -225,7 +222,7 @@ def test_a_profile_is_of_passes_as_they_will_run(kept: Kept, make_engine: MakeEn
     Noting.started.clear()
     without = make_engine(cpu_workers=0, runner="cuda", max_rows=4, chunk_tokens=64)
     for (made, started), kind in (
-        (kept, (HandedPass, NoHandoffs)), ((without, Noting.started), (PromptPass, type(None)))
+        (kept, (HandoffPass, NoHandoffs)), ((without, Noting.started), (PromptPass, type(None)))
     ):  # fmt: skip
         profile = made.engine.cold_start.profile
         assert profile is not None and len(profile.layer) == 3

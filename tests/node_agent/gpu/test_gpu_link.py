@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from node_agent.gpu.link import link_bandwidth, slow_link
+from node_agent.gpu.reading import link_bandwidth
+from node_agent.gpu.watch import slow_link
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def values(fake: FakeNvml) -> FakeNvml:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts samplers, which hardly pause and end with the test."""
-    monkeypatch.setattr(sampler_module, "LEAST_PAUSE_S", 0.002)
+    monkeypatch.setattr(sampler_module, "MIN_PAUSE_S", 0.002)
     started: list[Sampler] = []
 
     def begin(clock: Callable[[], float] = time.monotonic) -> Sampler:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node_agent.gpu.devices import Gpu
-from node_agent.gpu.topology import near_cores, parse_cpulist, share_cores
+from node_agent.gpu.numa import near_cores, parse_cpulist, share_cores
 from tests.node_agent.gpu.fake_sys import gpu, make_sys
 
 

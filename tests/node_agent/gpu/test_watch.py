@@ -75,7 +75,7 @@ def test_each_thing_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     sampler = ToldSampler()
     watch = GpuWatch(sampler)  # type: ignore[arg-type]
-    watch.look(None)
+    watch.poll(None)
     for facts in (
         FACTS,
         msgspec.structs.replace(FACTS, xid=31, xids=1),
@@ -84,7 +84,7 @@ def test_each_thing_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         msgspec.structs.replace(FACTS, xid=31, xids=1, fault="it is lost"),
     ):
         sampler.sample = Sample(facts)
-        watch.look(25e9)
-        watch.look(25e9)
+        watch.poll(25e9)
+        watch.poll(25e9)
     levels = [(record.levelname, record.getMessage().split(" ")[0:2]) for record in caplog.records]
     assert [level for level, _ in levels] == ["WARNING", "WARNING", "WARNING", "ERROR"]
