@@ -13,19 +13,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import joined_spans
 from node_agent.adapter_memory.link import Link
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
+from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.weights import LayerViews
 from node_agent.device import Event, record_event
-from node_agent.types import LayerState
-
-if TYPE_CHECKING:
-    from node_agent.adapter_memory.loader import Loader
+from node_agent.states import DeviceState
+from node_agent.types import LayerState, LoadFailed
 
 AHEAD = 2
 """Portions of a load that may be enqueued behind the one that crosses. A pass that waits for one on its stream waits
@@ -36,10 +37,23 @@ PORTION_S = 150e-6
 """... nor does what crosses a GPU's link in this time, which is those bytes on PCIe 5."""
 
 
+class CopyTools(Protocol):
+    """The parts of a Loader that its copies use."""
+
+    base: BaseModel
+    host: Pool
+    device: Pool
+    device_link: Link
+    copying: LoaderThreads
+    on_change: Callable[[], None]
+    crossed_bytes: int
+    bandwidth: float
+
+
 class DeviceCopy:
     """A Job of the copying threads."""
 
-    def __init__(self, host: HostAdapter, pages: list[int], states: CopyStates, loader: Loader) -> None:
+    def __init__(self, host: HostAdapter, pages: list[int], states: CopyStates, loader: CopyTools) -> None:
         assert host.layout is not None and host.pages is not None  # measured, has room
         self.load = self.host = host
         self.layout, self.host_pages = host.layout, host.pages
@@ -60,7 +74,7 @@ class DeviceCopy:
         if self._running or self.over:
             return None
         states = self.states.layers
-        failed = self.host.failed or self.states.failed
+        failed = self.host.failed or self.states.failure is not None
         left = [] if failed else [layer for layer in self.states.order if states[layer] == LayerState.NO]
         if not left and not self._crossing:
             self._settle()
@@ -90,10 +104,14 @@ class DeviceCopy:
 
     def _settle(self) -> None:
         """Ends the copy: nothing crosses any more."""
-        self.over, self.states.arrived = True, time.monotonic()
-        self.states.bytes_after = self.loader.crossed_bytes
-        self.states.failed = self.states.failed or self.host.failed
-        self.states.ended.set()
+        states = self.states
+        self.over, states.arrived = True, time.monotonic()
+        states.bytes_after = self.loader.crossed_bytes
+        states.failure = states.failure or self.host.failure
+        if states.state is DeviceState.CANCELLED:
+            states.change_state(DeviceState.COPY_STOPPED)
+        else:
+            states.change_state(DeviceState.COPIED if states.failure is None else DeviceState.COPY_FAILED)
 
     # --- in a loader thread
 
@@ -108,7 +126,7 @@ class DeviceCopy:
                 self._crossing[0][1].synchronize()
             crossed_bytes = self._take_arrivals()
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
-            states.failed = str(error) or type(error).__name__
+            states.failure = LoadFailed(str(error) or type(error).__name__)
             if states.stream is not None:
                 with suppress(RuntimeError):  # of a copy that failed, and has said so already
                     states.stream.synchronize()
@@ -117,7 +135,7 @@ class DeviceCopy:
             self._running = False
             self.loader.crossed_bytes += crossed_bytes
             whole = all(state == LayerState.DEVICE for state in states.layers)
-            if not self._crossing and (states.failed or whole):
+            if not self._crossing and (states.failure is not None or whole):
                 self._settle()
         self.on_change()
 

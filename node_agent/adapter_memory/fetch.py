@@ -10,23 +10,25 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from adapters.artifact import check_layer
+from adapters.base_model import BaseModel
 from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable
-from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter
+from adapters.store import ObjectStore
+from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
-from node_agent.adapter_memory.link import Flow, Transfer
-from node_agent.adapter_memory.loader_threads import Priority
+from node_agent.adapter_memory.link import Flow, Link, Transfer
+from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
 from node_agent.adapter_memory.loads import HostAdapter
-from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, plan_ranges
+from node_agent.adapter_memory.pool import Pool
+from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, Staging, plan_ranges
 from node_agent.device import DTYPES
-
-if TYPE_CHECKING:
-    from node_agent.adapter_memory.loader import Loader
+from node_agent.states import HostState
+from node_agent.types import LoadFailed
 
 RANGES_IN_FLIGHT = 3
 """Of one load."""
@@ -36,7 +38,7 @@ BACK_OFF = 0.05
 RETRIED = (StoreUnavailable, CorruptArtifact, OSError)
 DAMAGE = (CorruptArtifact, NotFound)
 """Errors that say that the store's artifact is to be made again."""
-
+UNWANTED = LoadFailed("nobody waits for it any more")
 
 Land = Callable[[memoryview, int], None]
 """Takes a range's memory, and how many bytes of it are here."""
@@ -46,12 +48,25 @@ class _GivenUp(Exception):
     """The load has failed elsewhere, or nobody wants it any more."""
 
 
-class Fetch:
-    """A Job of the fetching threads. Sets `complete` or `failed` of `host` when none touches its pages any more."""
+class FetchTools(Protocol):
+    """The parts of a Loader that its fetches use."""
 
-    def __init__(self, host: HostAdapter, loader: Loader) -> None:
-        """The loader's `on_layer` is called when a layer has arrived, and when the load has ended (then under the
-        threads' lock)."""
+    store: ObjectStore
+    base: BaseModel
+    host: Pool
+    fetching: LoaderThreads
+    store_link: Link
+    staging: Staging
+    cache: DiskCache | None
+
+    def on_layer(self) -> None:
+        """Reports that a layer has arrived, or that the load has ended (then under the threads' lock)."""
+
+
+class Fetch:
+    """A Job of the fetching threads. Sets the last `state` of `host` when none touches its pages any more."""
+
+    def __init__(self, host: HostAdapter, loader: FetchTools) -> None:
         assert host.header is not None and host.layout is not None and host.pages is not None  # measured, has room
         self.load = self.host = host
         self.header, self.layout = host.header, host.layout
@@ -64,19 +79,18 @@ class Fetch:
         self._first, host.first = host.first, None
         self._ranges = plan_ranges(host.header.layers, self._first.size if self._first else 0)
         self._running = 0
-        self._error = ""
+        self._error: LoadFailed | None = None
         self._writer: CacheWriter | None = None
         self._writer_lock = threading.Lock()
         host.here = bytearray(not block.size for block in host.header.layers)
-        self._settle()
 
     # --- a Job: under the threads' lock
 
     def take(self, now: float, held: bool) -> Callable[[], None] | None:
         if self.over:
             return None
-        if self._error or self.host.given_up:
-            self._settle()
+        if self._error is not None or self.host.given_up:
+            self.settle()
             return None
         ready = next((r for r in self._ranges if r.not_before <= now), None)
         if held or ready is None or self._running >= self._most_in_flight:
@@ -98,23 +112,30 @@ class Fetch:
         comes now."""
         return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
 
-    def _settle(self) -> None:
-        """Says how the load ended, once it has and nothing runs. Whoever wants the adapter again until then finds it
-        going on."""
+    def settle(self) -> None:
+        """Sets the load's last state, once it has ended and nothing runs. Whoever wants the adapter again until then
+        finds it going on."""
         if self._running or self.over:
             return
-        self.host.complete = all(self.host.here)
-        abandoned = self.host.given_up and not self._error
-        if not (self.host.complete or self._error or abandoned):
+        complete = all(self.host.here)
+        abandoned = self._error is None and self.host.given_up
+        if not (complete or self._error is not None or abandoned):
             return
         self.over = True
         self.link.leave(self.flow)
         if self._writer is not None:
             self._writer.end()
-        if not self.host.complete:
-            self.host.abandoned = abandoned
-            self.host.failed = self._error or "nobody waits for it any more"
+        if complete:
+            self._complete()
+        elif self._error is not None:
+            self.host.end_badly(self._error)
+        else:
+            self.host.end_badly(UNWANTED, HostState.ABANDONED)
         self.on_change()
+
+    def _complete(self) -> None:
+        if not self.host.complete:  # the last layer may have said so
+            self.host.change_state(HostState.COMPLETE)
 
     # --- in a loader thread; layers land as soon as their last byte is here, while those behind them come
 
@@ -131,7 +152,7 @@ class Fetch:
                     return
                 if source is None:
                     self.link.wait(transfers[at - wanted.first])
-                if self._error or self.host.given_up:
+                if self._error is not None or self.host.given_up:
                     raise _GivenUp
                 if block.size:
                     self._land(at, data[end - block.size : end], keep=source is None)
@@ -146,7 +167,7 @@ class Fetch:
                 self._note(error, wanted, at, source)
         with self.threads.changed:
             self._running -= 1
-            self._settle()
+            self.settle()
 
     def _read(self, wanted: Range, source: CachedFile | None, land: Land) -> None:
         if self._first is not None and wanted.start + wanted.size <= self._first.size:  # one range is
@@ -177,7 +198,8 @@ class Fetch:
         with self.threads.changed:
             self.host.here[layer] = 1
             self.host.arrived = time.monotonic()
-            self.host.complete = all(self.host.here)
+            if all(self.host.here):
+                self._complete()
         self.on_change()
         writer = self._open_writer() if keep else None
         if writer is not None:
@@ -205,9 +227,9 @@ class Fetch:
                 self.host.cached = None
                 again.tries = wanted.tries
             elif not isinstance(error, RETRIED) or again.tries >= TRIES:
-                if not self._error:
-                    self._error = f"{type(error).__name__}: {error}"
-                    self.host.damaged = source is None and isinstance(error, DAMAGE)
+                if self._error is None:
+                    damaged = source is None and isinstance(error, DAMAGE)
+                    self._error = LoadFailed(f"{type(error).__name__}: {error}", damaged)
                 return
             else:
                 again.not_before = time.monotonic() + BACK_OFF * 4 ** (again.tries - 1)

@@ -23,6 +23,7 @@ from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.table import AdapterTable
+from node_agent.states import HostState
 
 FAILURE_MEMORY = 1.0
 """Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
@@ -100,7 +101,7 @@ class HostTier:
     def load(self, adapter: Adapter) -> HostAdapter:
         """Returns the adapter, whose load starts unless it runs, is done, or has just failed."""
         host = self._all.get(adapter.digest)
-        if host is None or host.abandoned:
+        if host is None or host.state is HostState.ABANDONED:
             host = self._begin(adapter.digest, adapter.artifact)
         self._all.move_to_end(adapter.digest)
         return host
@@ -108,9 +109,9 @@ class HostTier:
     def poll(self) -> None:
         """Takes note of what loader threads have done, and starts fetches that now have room, the most urgent first,
         and of those the oldest."""
-        self._measuring = [host for host in self._measuring if not self._measured(host)]
+        self._measuring = [host for host in self._measuring if not self._book_header(host)]
         self._start_fetches()
-        self._fetching = [host for host in self._fetching if not self._fetched(host)]
+        self._fetching = [host for host in self._fetching if not self._book_fetch(host)]
         leaving, self._leaving = self._leaving, []
         for host in leaving:
             self._free(host)
@@ -119,7 +120,7 @@ class HostTier:
             self.forget(self._failed.popleft()[1])
 
     def complete(self) -> Iterable[HostAdapter]:
-        return (host for host in self._all.values() if host.complete and not host.failed)
+        return (host for host in self._all.values() if host.complete)
 
     def forget(self, host: HostAdapter) -> None:
         """Drops the adapter, and its bytes once nobody reads or writes them."""
@@ -153,7 +154,8 @@ class HostTier:
         elements = self.pool.page_size // self.pool.data.element_size()
         for page in pages:
             self.pool.data[page * elements : (page + 1) * elements].zero_()
-        host = HostAdapter(digest, "", layout=layout, complete=True, here=bytearray(b"\1" * len(layout.layers)))
+        here = bytearray(b"\1" * len(layout.layers))
+        host = HostAdapter(digest, "", HostState.COMPLETE, layout=layout, here=here)
         host.pages, host.slot, host.run, host.arrived = pages, self._free_slots.pop(), run, time.monotonic()
         host.holds = 1
         self.table.set(host.slot, run, layout, layout.positions(pages))
@@ -180,7 +182,7 @@ class HostTier:
     def reload_seconds(self, digest: str, size: int) -> float:
         """Returns how long an adapter that left the device would take to come back."""
         host = self._all.get(digest)
-        here = host is not None and host.complete and not host.failed
+        here = host is not None and host.complete
         return self.rates.seconds("host", size) + (0.0 if here else self.rates.seconds(self._below(digest), size))
 
     @property
@@ -234,11 +236,12 @@ class HostTier:
         """Returns the tier from which an adapter would be read that is not in host memory."""
         return "disk" if self.loader.cache is not None and self.loader.cache.has(digest) else "absent"
 
-    def _measured(self, host: HostAdapter) -> bool:
+    def _book_header(self, host: HostAdapter) -> bool:
+        """Takes note of a header that was read, or could not be. Returns False while it is being read."""
+        if host.state is HostState.READING_HEADER:
+            return False
         if host.failed:
             self._note_failure(host)
-        elif host.layout is None:
-            return False
         else:
             self._unfetched.append(host)
         return True
@@ -263,8 +266,8 @@ class HostTier:
     def _reclaim(self, priority: Priority) -> None:
         """Ends loads that are less urgent than `priority`."""
         for host in self._fetching:
-            if host.priority > priority and not host.reclaimed:
-                host.reclaimed = True
+            if host.priority > priority and host.state is not HostState.RECLAIMED:
+                self.loader.reclaim(host)
                 self.forget(host)
                 self.loader.wake()
 
@@ -299,7 +302,8 @@ class HostTier:
             reload_s *= REPEATED_SHARE
         return Candidate(host.digest, len(host.pages), reload_s, host.arrived)
 
-    def _fetched(self, host: HostAdapter) -> bool:
+    def _book_fetch(self, host: HostAdapter) -> bool:
+        """Takes note of a fetch that has ended, one way or the other. Returns False while it goes on."""
         if host.failed:
             self._note_failure(host)
             return True
@@ -322,7 +326,7 @@ class HostTier:
 
     def _note_failure(self, host: HostAdapter) -> None:
         self._free(host)  # its thread has ended
-        if not host.abandoned:
+        if host.state is HostState.FAILED:
             self._failed.append((time.monotonic() + self.failure_memory, host))
         elif host.waiters and self._all.get(host.digest) is host:
             self._begin(host.digest, host.artifact)  # wanted again meanwhile

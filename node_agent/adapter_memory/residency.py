@@ -40,7 +40,7 @@ def tier_of(store: AdapterStore, digest: str) -> HeldTier:
     if store.ready(digest):
         return "device"
     host = store.hosts.get(digest)
-    if host is not None and host.complete and not host.failed:
+    if host is not None and host.complete:
         return "host"
     return "disk" if store.cache is not None and store.cache.has(digest) else "absent"
 
@@ -72,12 +72,12 @@ def _on_device(store: AdapterStore, entry: DeviceAdapter) -> AdapterState:
         in_use=entry.leases,
         waiting=store.hosts.waiting(host.digest),
         ranks=list(entry.layout.ranks),
-        layers=_layer_names(copy.layers, host.here, copy.failed) if entry.weights is None else [],
+        layers=_layer_names(copy.layers, host.here, copy.failure is not None) if entry.weights is None else [],
     )
 
 
 def _in_host(host: HostAdapter) -> AdapterState:
-    there, here = host.complete and not host.failed, host.here
+    there, here = host.complete, host.here
     return AdapterState(
         digest=host.digest,
         tier="host" if there else host.origin,
@@ -88,7 +88,7 @@ def _in_host(host: HostAdapter) -> AdapterState:
     )
 
 
-def _layer_names(states: Sequence[int], in_host: Sequence[int], failed: str) -> list[LayerName]:
+def _layer_names(states: Sequence[int], in_host: Sequence[int], failed: bool) -> list[LayerName]:
     both = zip(states, in_host, strict=True)
     found = (LayerState.HOST if state == LayerState.NO and here else state for state, here in both)
     return [STATE_NAMES[LayerState.FAILED if failed else state] for state in found]

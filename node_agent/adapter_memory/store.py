@@ -35,6 +35,7 @@ from node_agent.adapter_memory.table import AdapterTable, rows_for
 from node_agent.adapter_memory.weights import AdapterWeights, ArrivingWeights, LayerWeights, view_weights
 from node_agent.config import EngineConfig
 from node_agent.device import Event
+from node_agent.states import DeviceState, HostState
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 
 MOST_ON_DISK = 256
@@ -87,7 +88,7 @@ class AdapterStore:
         if self.ready(adapter.digest):
             return "none"
         host = self.hosts.load(adapter)
-        return "host" if host.complete and not host.failed else host.origin
+        return "host" if host.complete else host.origin
 
     def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
         """Counts one request (or prefetch) less that waits for the adapter."""
@@ -114,8 +115,8 @@ class AdapterStore:
             entry = found
         elif entry.copy.abandoned:
             return Pending()  # it is about to go; the next load begins then
-        elif entry.copy.failed:
-            return LoadFailed(entry.copy.failed, entry.host.damaged)
+        elif entry.copy.failure is not None:
+            return entry.copy.failure
         if entry.prefetched and not (entry.leases or entry.settled):
             entry.began = time.monotonic()  # the seconds before are none of the request's own
         entry.leases += 1
@@ -139,9 +140,9 @@ class AdapterStore:
 
     def fits_without(self, adapter: Adapter, others: Collection[str]) -> bool:
         """Returns whether the adapter would fit on the device if the adapters with digests `others` were evicted, as
-        well as the idle ones. False also while its layout is not known: its load begins then."""
-        layout = self.hosts.load(adapter).layout
-        return layout is not None and self.room.fits_without(layout, others)
+        well as the idle ones. False while its layout is not known."""
+        host = self.hosts.get(adapter.digest)
+        return host is not None and host.layout is not None and self.room.fits_without(host.layout, others)
 
     def choose_spared(self, adapter: Adapter, digests: Iterable[str]) -> Container[str]:
         """Returns those of `digests` that need not be evicted for the adapter, as in DeviceRoom.choose_spared; none
@@ -157,7 +158,7 @@ class AdapterStore:
     def state(self, lease: Lease, layer: int) -> int:
         """Returns the layer's LayerState."""
         entry = self.device[lease.digest]
-        if entry.copy.failed:
+        if entry.copy.failure is not None:
             return LayerState.FAILED
         found = entry.copy.layers[layer]
         if found != LayerState.NO:
@@ -208,8 +209,7 @@ class AdapterStore:
 
     def failure(self, lease: Lease) -> LoadFailed | None:
         """Returns why the adapter's load failed; None unless it did."""
-        entry = self.device[lease.digest]
-        return LoadFailed(entry.copy.failed, entry.host.damaged) if entry.copy.failed else None
+        return self.device[lease.digest].copy.failure
 
     def set_order(self, lease: Lease, layers: Sequence[int]) -> None:
         """Sets the order in which the adapter's layers go to the device, as far as they are in host memory; it is
@@ -309,10 +309,9 @@ class AdapterStore:
         place = self.room.take(digest, layout, evicts)
         if place is None:
             return None
-        host = HostAdapter(digest, "", layout=layout, complete=True)
-        copy = CopyStates.of(len(layout.layers))
-        copy.layers = [LayerState.DEVICE] * len(layout.layers)
-        entry = DeviceAdapter(host, layout, *place, time.monotonic(), copy, leases=1, settled=True)
+        host = HostAdapter(digest, "", HostState.COMPLETE, layout=layout)
+        copy = CopyStates.of(len(layout.layers), LayerState.DEVICE, DeviceState.READY)
+        entry = DeviceAdapter(host, layout, *place, time.monotonic(), copy, leases=1)
         entry.weights = view_weights(self.pool, layout.positions(entry.pages), layout, self.base)
         self.room.move_in(entry)
         return Lease(digest, entry.slot, layout.ranks)
@@ -370,8 +369,10 @@ class AdapterStore:
         """Gives the adapter, which has none, room on the device; each layer is copied once it is in host memory.
         Returns why where it can't."""
         host = self.hosts.load(adapter)  # it may have been evicted since it was announced
-        if host.failed:  # a load that was given up just now is begun anew by the next call
-            return Pending() if host.abandoned else LoadFailed(host.failed, host.damaged)
+        if host.state is HostState.ABANDONED:  # just now: the next call begins it anew
+            return Pending()
+        if host.failed and host.failure is not None:
+            return host.failure
         if host.layout is None:
             return Pending()
         if host.size > self.largest:
@@ -390,7 +391,7 @@ class AdapterStore:
             raise RuntimeError(f"a lease on {digest} was released twice")
         entry.leases -= 1
         self.hosts.note_lease(entry.host, entry.leases > 0)
-        if entry.copy.failed and entry.idle:
+        if entry.copy.failure is not None and entry.idle:
             self.room.evict(digest)
         else:
             self.loads.end_unwanted(entry)

@@ -173,6 +173,6 @@ class Calibration:
             if self.engine.assist is not None:
                 self.engine.assist.poll()
             entry, host = store.device.get(digest), store.hosts.get(digest)
-            if (entry is None or entry.idle) and (host is None or not (host.placed or host.holds > 1)):
+            if (entry is None or entry.idle) and (host is None or not (host.copying or host.holds > 1)):
                 return
             time.sleep(IDLE_S)

@@ -9,6 +9,7 @@ from cluster.residency import HeldTier
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import DeviceAdapter
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.states import HostState
 from node_agent.types import LoadFailed, NoRoom, TooLarge
 
 
@@ -66,14 +67,15 @@ class PrefetchLoad:
             return "device"
         entry = store.device.get(digest)
         self._copying = entry or self._copying
-        if self._copying is not None and self._copying.copy.failed and not self._copying.copy.abandoned:
-            return LoadFailed(self._copying.copy.failed, self._copying.host.damaged)
+        if self._copying is not None and self._copying.copy.failure is not None and not self._copying.copy.abandoned:
+            return self._copying.copy.failure
         if entry is not None:
             return None
         if not self._is_staged():
+            self._wait()
             host = store.hosts.load(self.adapter)
             if host.failed:  # one that was given up just now is begun anew by the next call
-                return None if host.abandoned else LoadFailed(host.failed, host.damaged)
+                return None if host.state is HostState.ABANDONED else host.failure
             if host.size > store.largest:
                 store.hosts.forget(host)
                 return TooLarge(host.size, store.largest)
@@ -86,12 +88,9 @@ class PrefetchLoad:
         return self._place()
 
     def _is_staged(self) -> bool:
-        """Whether all of it lies in host memory; waits for it otherwise."""
+        """Whether all of it lies in host memory."""
         host = self._store.hosts.get(self.adapter.digest)
-        if host is not None and host.complete and not host.failed:
-            return True
-        self._wait()
-        return False
+        return host is not None and host.complete
 
     def _place(self) -> HeldTier | TooLarge | LoadFailed | None:
         self._wait()

@@ -260,14 +260,14 @@ def _check_candidates(store: AdapterStore) -> None:
     def on_device(candidates: Sequence[Candidate], now: float) -> list[str]:
         for each in candidates:
             entry = room.adapters[each.digest]
-            assert entry.leases == 0 and entry.settled and entry.copy.ended.is_set()
+            assert entry.leases == 0 and entry.settled and entry.copy.ended
             assert each.digest not in room.pinned and each.pages == len(entry.pages)
         return order_device(candidates, now)
 
     def on_host(candidates: Sequence[Candidate], now: float) -> list[str]:
         for each in candidates:
             host = hosts.get(each.digest)
-            assert host is not None and host.complete and not (host.placed or host.holds or hosts.waiting(each.digest))
+            assert host is not None and host.complete and not (host.copying or host.holds or hosts.waiting(each.digest))
             assert each.pages == len(host.pages or ())
         return order_host(candidates, now)
 
