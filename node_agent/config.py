@@ -47,7 +47,7 @@ class DiskCacheConfig(msgspec.Struct, frozen=True):
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine process needs. Memory sizes are in bytes. 0 for a size, where it says so: by the device
-    (node_agent/engine/sizes.py)."""
+    (node_agent/engine/setup.py)."""
 
     model_dir: str
     base_id: str

@@ -223,7 +223,7 @@ class Loop:
             self._active_at = time.monotonic()
         if time.monotonic() < self._active_at + QUIET_S:
             return False
-        wanted = partial(self._is_wanted, channel, selector)
+        wanted = partial(self._keep_alive, channel, selector)
         if self.idle is not None and measures:
             return self.idle.work(wanted)
         if manager is None or not manager.work(wanted):
@@ -238,10 +238,10 @@ class Loop:
             self.ready = now
             channel.send([now])
 
-    def _is_wanted(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
-        """Returns whether anything has come amid a slice. The last picture is sent again when one is due: a pass of a
-        large base takes long, and an engine that says nothing is taken for dead. One taken now would show what is
-        lent."""
+    def _keep_alive(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
+        """Beats amid a slice of a measurement, and returns whether anything has come. The last snapshot is sent again
+        when one is due: a pass of a large base takes long, and a silent engine is taken for dead. One made now would
+        show what is lent."""
         self.engine.pulse.beat()
         if time.monotonic() >= self._stats_at:
             channel.send([self._picture])

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from node_agent.device import Event
 from node_agent.runner.products import Products
 from node_agent.runner.score_rules import ScoreRules
-
-if TYPE_CHECKING:
-    from node_agent.adapter_memory.store import AdapterStore
 
 GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}
 """Projection groups that share their input, as indices into adapters.base_model.PROJECTIONS."""
@@ -262,30 +259,6 @@ class ModelRunner(Protocol):
         """Starts a pass over the batch. `lora` is None when no token uses an adapter."""
 
 
-@runtime_checkable
-class SendingRunner(Protocol):
-    """A ModelRunner that takes batches in host memory, and sends them to its device itself."""
-
-    @property
-    def feeds(self) -> bool:
-        """Whether a decode step may be started before the one in front of it has ended (StepBatch.fed)."""
-
-    def serve(
-        self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
-    ) -> Callable[[LoraBatch, bool], PassLora]:
-        """Prepares passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens, with the `kernel` for
-        adapters (lora_choice). Returns their StartLora. Called once, before the first adapter is loaded."""
-
-    def capture_handoffs(self) -> None:
-        """Prepares passes whose ArrivingLora `hands_over`. Called at the start, where there are CPU workers whose
-        handoffs the device's stream orders; without it such passes are computed all the same."""
-
-
-def batch_device(runner: ModelRunner) -> torch.device:
-    """Returns where the tensors of the runner's batches are made."""
-    return torch.device("cpu") if isinstance(runner, SendingRunner) else runner.device
-
-
 @dataclass(frozen=True)
 class RunnerSettings:
     """What a runner is opened with."""
@@ -326,3 +299,12 @@ class Plan:
     """requests beside it, which wait wherever the engine waits for workers"""
     by_profile: float = 0.0
     """forecast of the chunk's end by the profile alone; 0: the chunk does not have engine and link for itself"""
+
+
+class IdleWork(Protocol):
+    """Work of the engine's thread that an idle engine does, such as measuring calls with CPU workers."""
+
+    def work(self, gives_way: Callable[[], bool]) -> bool:
+        """Works until `gives_way`. Returns False when there is nothing to do now."""
+
+    def close(self) -> None: ...

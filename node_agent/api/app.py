@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,7 +29,6 @@ from cluster.text import BaseText
 from node_agent.api.adapters import adapter_routes
 from node_agent.api.detokenize import TokenText
 from node_agent.api.engine_link import EngineLink
-from node_agent.api.engine_watch import watch_engine
 from node_agent.api.generate import Generate
 from node_agent.api.publisher import Publisher
 from node_agent.api.request import read_limits
@@ -37,13 +37,15 @@ from node_agent.child import die_with_parent, read_config
 from node_agent.config import ApiProcessConfig, NodeConfig
 from node_agent.gpu.sampler import Sampler
 from node_agent.gpu.watch import GpuWatch
-from node_agent.heartbeat import NAME
+from node_agent.heartbeat import NAME, Watch
 
 NOTICE_SECONDS = 0.3
 """Between being told to stop and not listening any more: the gateway hears of it first, and sends nothing then."""
 KEEP_ALIVE = 90
 """Seconds that an idle connection stays open: longer than gateways keep theirs, so that they never use one that is
 just being closed here."""
+LOOK_S = 0.2
+"""Between two looks at the engine's heartbeat."""
 
 
 def create_app(
@@ -93,6 +95,15 @@ def create_app(
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={ServiceError: _answer_error})
     return RequireSecret(app, secret)
+
+
+async def watch_engine(registry: RequestRegistry, path: Path) -> None:
+    """Reports a stalled engine to the registry, by the heartbeat in the file `path`, until it is cancelled. A hung or
+    stopped engine keeps its connection."""
+    watch = Watch(path, LOOK_S)
+    while True:
+        registry.engine_silent(watch.overdue(time.monotonic()))
+        await asyncio.sleep(LOOK_S)
 
 
 class RequireSecret:

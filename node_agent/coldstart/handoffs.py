@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.slices import Segment
-
-if TYPE_CHECKING:
-    from node_agent.coldstart.workers import WorkerPool
 
 WAIT_LIMIT_S = 1.0
 """For a worker's answer; a slice takes a hundredth of it."""
@@ -32,6 +29,24 @@ class Part:
     begin: int
     """its slice of the tokens, which it shares with the workers that have other shares of the weights"""
     end: int
+
+
+class HandoffPool(Protocol):
+    """The parts of a WorkerPool that handoffs use."""
+
+    takeover_ns: int
+
+    def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None: ...
+
+    def await_part(self, part: Part, end_ns: int) -> bool: ...
+
+    def take_over(self, parts: Sequence[Part]) -> Handoff | None: ...
+
+    def reads(self, parts: Iterable[Part]) -> bool: ...
+
+    def release(self, slot: int, parts: list[Part], arrived: bool) -> None: ...
+
+    def note_timeout(self) -> None: ...
 
 
 class PassHandoffs(Protocol):
@@ -57,7 +72,7 @@ class HostPass:
 
     failed = False
 
-    def __init__(self, pool: WorkerPool) -> None:
+    def __init__(self, pool: HandoffPool) -> None:
         self._pool = pool
         self._opened: list[Handoff] = []
         self._ended = False
@@ -80,7 +95,7 @@ class Handoff:
     """One projection group's adapter part, being computed. The slice of a worker that ends or stalls is computed by
     another one; where none can be had, the handoff fails."""
 
-    def __init__(self, pool: WorkerPool, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
+    def __init__(self, pool: HandoffPool, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
         """`outputs`: views of the slot's y area."""
         self._pool, self._slot, self._parts, self._views = pool, slot, parts, outputs
         self._outputs = outputs

@@ -19,7 +19,7 @@ from typing import IO
 
 import msgspec
 
-from node_agent.coldstart.worker_process import WorkerConfig, WorkerReady
+from node_agent.coldstart.shared import WorkerConfig, WorkerReady
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 30.0
 STEADY = 30.0

@@ -29,7 +29,8 @@ from node_agent.engine.batch import Row, build_step
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
 from node_agent.runner.lora import NoHandoffs
-from node_agent.types import GROUPS, ModelRunner, PassLora, batch_device
+from node_agent.sending_runner import batch_device
+from node_agent.types import GROUPS, ModelRunner, PassLora
 
 GROUP = "qkv"
 """Projection group whose slices are measured."""

@@ -25,6 +25,7 @@ import torch
 
 from kernels.handoff import LINE
 from kernels.view import MAX_PROJECTIONS
+from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.slices import MOST_SPLIT_TOKENS
 from node_agent.types import GROUPS
 
@@ -188,6 +189,28 @@ class Layout(msgspec.Struct, frozen=True):
 
 def _pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    parent: int
+    """process id of the engine"""
+    index: int
+    cores: tuple[int, ...]
+    """on which it may run: one of its own; a spare worker has those of all"""
+    epoch: int
+    """of the flag values that are meant for this process, and not for one that had its place before"""
+    handoff_fd: int
+    armed_fd: int
+    """eventfd: counts up when the worker is armed"""
+    layout: Layout
+    host: HostMap
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    compiled: bool
+    """whether the compiled operator is in use for short slices"""
+    cuda: bool
+    """whether CUDA was initialised: never"""
 
 
 class HandoffMemory:

@@ -26,9 +26,8 @@ from kernels.handoff import (
 )
 from node_agent.adapter_memory.host_map import attach
 from node_agent.coldstart.product import LONG_SLICE, Product
-from node_agent.coldstart.shared import DTYPES, ECHO, MAX_RANK, Command, HandoffMemory, Layout
+from node_agent.coldstart.shared import DTYPES, ECHO, MAX_RANK, Command, HandoffMemory, Layout, WorkerConfig
 from node_agent.coldstart.slices import cut_columns, cut_rows, within
-from node_agent.coldstart.worker_process import WorkerConfig
 
 LATE_WAKE_US = 200
 """Microseconds by which a sleep may end late."""

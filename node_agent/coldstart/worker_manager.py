@@ -5,7 +5,6 @@ the node is idle where the link has changed or calls came of a kind that was nev
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,17 +29,21 @@ from node_agent.coldstart.auto_workers import (
 )
 from node_agent.coldstart.calibration import Calibration, Interrupted, never
 from node_agent.coldstart.cold_starts import WorkersDecision
-from node_agent.coldstart.measure import SHORT, crosses_link, measure, measure_cpu, measure_handoff, measure_layers
+from node_agent.coldstart.measure import SHORT, measure
 from node_agent.coldstart.pass_times import ROUNDS, CallKind
-from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, check, read_profile
-from node_agent.coldstart.setup import check_handoff, make_pool, profile_key
+from node_agent.coldstart.profile import Profile, ProfileError, check, read_profile
+from node_agent.coldstart.setup import check_handoff, profile_key
 from node_agent.coldstart.stream import StreamPool
+from node_agent.coldstart.worker_start import (
+    make_workers,
+    measure_workers,
+    prepare_handoffs,
+    start_warm,
+    worker_cores,
+)
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import EngineConfig
-from node_agent.cores import spare_cores, usable_cores
 from node_agent.engine.loop import Engine
-from node_agent.gpu.numa import home_node, memory_near, nearest_first
-from node_agent.types import SendingRunner
 
 log = logging.getLogger("garnish.engine")
 
@@ -128,7 +131,7 @@ class WorkerManager:
         if why_not:
             return WorkersDecision(0, why_not)
         link = judge_link(config, starts.store, self.base, profile)
-        cores = len(self._cores(MAX_WORKERS))
+        cores = len(worker_cores(config, MAX_WORKERS, self.threads))
         if link.count and not cores:
             return WorkersDecision(0, f"this host has one core, which the engine needs; {link.reason}", link.figures)
         if link.count and profile.key.workers and is_judged(starts.times):
@@ -140,7 +143,7 @@ class WorkerManager:
             return
         if why_not:
             raise ValueError(f"cpu_workers: {why_not}; set 0 or auto")
-        cores = len(self._cores(count))
+        cores = len(worker_cores(self.config, count, self.threads))
         if count > cores:
             raise ValueError(
                 f"cpu_workers: {count} need a core each, and the engine's own leaves {cores}; set cpu_workers lower"
@@ -298,27 +301,13 @@ class WorkerManager:
 
     # --- workers that start and end
 
-    def _cores(self, count: int) -> list[int]:
-        """Returns the cores of up to `count` workers: those near the GPU, but for one that is the engine's."""
-        if self.config.host_nodes > 1:
-            return []
-        allowed = os.sched_getaffinity(0)
-        order = nearest_first(allowed, home_node(self.config.gpu, allowed))
-        own = max(1, min(self.threads, usable_cores() - count))
-        return spare_cores(own, order=order)[:count]
-
     def _make(self, count: int) -> WorkerPool:
-        allowed = os.sched_getaffinity(0)
-        with memory_near(home_node(self.config.gpu, allowed), allowed):
-            return make_pool(self.config, self.starts.store, self.base, self._cores(count), self.threads)
+        return make_workers(self.config, self.starts.store, self.base, count, self.threads)
 
     def _launch(self, count: int) -> None:
         """Starts `count` workers and waits until they are warm. Raises ValueError when the handoff does not work."""
         pool = self._make(count)
-        pool.start()
-        ready = pool.wait_ready(START_LIMIT_S)
-        if ready < pool.layout.workers:
-            log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": pool.layout.workers})
+        start_warm(pool, START_LIMIT_S)
         self._take(pool)
 
     def _take(self, pool: WorkerPool) -> bool:
@@ -331,10 +320,10 @@ class WorkerManager:
         profile = starts.profile
         if profile.cpu is None or profile.key.workers != count:
             starts.times.forget("assist")  # as many workers as there were then took other times
-            cpu, handoff = self._measure_workers(pool)
+            cpu, handoff = measure_workers(starts.store, pool)
             profile = replace(profile, key=replace(profile.key, workers=count), cpu=cpu, handoff=handoff)
         if profile.cpu is not None and isinstance(pool, StreamPool):
-            profile = self._with_handoffs(profile)
+            profile = prepare_handoffs(self.engine.runner, self.engine.blocks, profile)
         if profile.cpu is None:
             log.warning("cold starts go without CPU workers: none answered while they were measured")
             starts.decision = WorkersDecision(0, "none answered while they were measured")
@@ -342,27 +331,6 @@ class WorkerManager:
             return False
         starts.use(replace(profile, passes=starts.times.samples), pool)
         return True
-
-    def _measure_workers(self, pool: WorkerPool) -> tuple[CpuLora | None, LinkCost | None]:
-        """Returns what a worker's slice and a handoff cost; None for the first where no worker answered, or their
-        answers take too long to cross the link."""
-        store = self.starts.store
-        cpu = measure_cpu(store, pool, SHORT)
-        if cpu is None or not crosses_link(pool):
-            return cpu, None
-        try:
-            return cpu, measure_handoff(pool, store.pool.data.device, SHORT.rounds)
-        except ProfileError as error:
-            log.warning("handoffs could not be measured", extra={"reason": str(error)})
-            return None, None
-
-    def _with_handoffs(self, profile: Profile) -> Profile:
-        """Has a GPU's runner prepare passes whose layers are handed over to workers. Returns the profile with what a
-        layer of such a pass takes."""
-        runner = self.engine.runner
-        if isinstance(runner, SendingRunner):
-            runner.capture_handoffs()
-        return replace(profile, layer=measure_layers(runner, self.engine.blocks, SHORT, assisted=True))
 
     def _end_workers(self) -> None:
         starts = self.starts

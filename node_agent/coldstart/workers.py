@@ -15,10 +15,17 @@ from node_agent.coldstart.engine_cores import EngineCores
 from node_agent.coldstart.handoff_link import HandoffLink
 from node_agent.coldstart.handoffs import Handoff, HostPass, Part, PassHandoffs
 from node_agent.coldstart.keeper import Keeper, WorkerState
-from node_agent.coldstart.shared import ECHO, GROUP_NAMES, MAX_SEGMENTS, HandoffMemory, Layout, make_memory
+from node_agent.coldstart.shared import (
+    ECHO,
+    GROUP_NAMES,
+    MAX_SEGMENTS,
+    HandoffMemory,
+    Layout,
+    WorkerConfig,
+    make_memory,
+)
 from node_agent.coldstart.slices import Segment, cut, slices_wanted, weight_shares, within
 from node_agent.coldstart.worker import load_flags
-from node_agent.coldstart.worker_process import WorkerConfig
 
 TAKEOVER_S = 0.25
 """A slice that is not answered within this time is computed by another worker, too, where there is one."""

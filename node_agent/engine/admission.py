@@ -159,8 +159,8 @@ class Admission:
         if not claims or need > share.blocks:
             return False
         short = Room(kept.rows + 1 - self.free_rows, kept.blocks + new - self.blocks.free)
-        gives = OverShare(self._running, share, request.slo_class)
-        victims = choose_victims(self._running, short, self.blocks, set(found), gives)
+        over_share = OverShare(self._running, share, request.slo_class)
+        victims = choose_victims(self._running, short, self.blocks, set(found), over_share)
         return victims is not None and self._enter(request, need, queue, victims)
 
     def _need(self, request: Request) -> int:

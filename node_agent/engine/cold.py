@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -17,6 +17,7 @@ from node_agent.device import ENDED, Event, EventWatch, record_event, unless_out
 from node_agent.engine.batch import Row, share_out
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
+from node_agent.states import RequestState
 from node_agent.types import Lease, ModelRunner, Pass, Plan, StepOutput
 
 log = logging.getLogger("garnish.engine")
@@ -113,7 +114,7 @@ class ColdPasses:
         for request in sorted(running, key=lambda request: request.slo_class == "best_effort"):
             if self.full:
                 return
-            if request.decoding or request.in_cold_pass or request.wants_whole or is_loaded(request):
+            if request.decoding or request.in_cold_pass or request.awaits_adapter or is_loaded(request):
                 continue
             others = [other for other in running if other is not request]
             self._begin(request, min(request.uncomputed, chunk_tokens), len(others), sum(map(is_loaded, others)))
@@ -133,12 +134,14 @@ class ColdPasses:
         plan = self.cold_start.plan(request.lease, length, Contention(ahead, others, ready, decodes))
         started = unless_out_of_memory(lambda: self._start(row, plan)) if plan.name != "wait" else None
         if started is None:
-            request.wants_whole = True  # in a hot pass, with others' rows, and of fewer tokens where memory is short
+            # then in a hot pass, with others' rows, and of fewer tokens where memory is short
+            request.change_state(RequestState.AWAITING_ADAPTER)
             return
         run, lora, plan = started
         if phases.plan == "wait":
             phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed + plan.rest
-        request.in_cold_pass, phases.opened = True, True
+        request.change_state(RequestState.COLD_PREFILLING)
+        phases.opened = True
         self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, begun))
 
     def advance(self, tokens: int) -> int:
@@ -179,6 +182,32 @@ class ColdPasses:
         """Returns the last place, at most `layer`, where the pass can stop."""
         return layer if layer == self.num_layers else layer // run.stretch * run.stretch
 
+    def book_loads(self, requests: Iterable[Request]) -> None:
+        """Books what the loads of the requests' adapters cost them, of those loads that have ended."""
+        store = self.cold_start.store
+        for request in requests:
+            cold, lease = request.cold, request.lease
+            if lease is None or cold is None or not store.loaded(lease):
+                continue
+            if request.awaits_adapter:
+                request.change_state(RequestState.RUNNING)
+            if cold.load:
+                continue
+            cold.load, cold.fetch = store.load_seconds(lease), store.fetch_seconds(lease)
+            if not cold.fetch:
+                self.cold_start.learn_load(*store.crossing(lease))
+            cold.end_wait(time.monotonic())
+
+    def begin_waits(self, requests: Iterable[Request]) -> None:
+        """Books since when those wait whose next step no cold pass can compute before their adapter is there."""
+        now = time.monotonic()
+        for request in requests:
+            cold, lease = request.cold, request.lease
+            if lease is None or cold is None or cold.load or self.cold_start.store.loaded(lease):
+                continue
+            if request.decoding or request.awaits_adapter:
+                cold.waits_since = cold.waits_since or now
+
     def drop(self, request: Request) -> list[Event]:
         """Abort the request's pass, if it has one; what it held is free at the events."""
         found = [cold for cold in self.open if cold.row.request is request]
@@ -209,16 +238,16 @@ class ColdPasses:
         request = cold.row.request
         self.open.remove(cold)
         cold.lora.close()
-        request.in_cold_pass = False
         cold.phases.layers_cpu += cold.lora.layers_on_cpu
         cold.phases.layers_device += cold.lora.layers_on_device
         if isinstance(output, bool | None) or cold.lora.poisoned:
             cold.run.abort().synchronize()
-            request.wants_whole = True
+            request.change_state(RequestState.AWAITING_ADAPTER)
             if cold.lora.poisoned:
                 log.warning("request %s: a CPU worker failed it; the chunk is computed again", request.id)
                 cold.phases.replays += 1
                 self.replays += 1
         else:
+            request.change_state(RequestState.RUNNING)
             self.cold_start.observe(cold.lease, cold.outcome(time.monotonic()))
             self._book([cold.row], output)

@@ -9,9 +9,13 @@ from dataclasses import dataclass, replace
 from node_agent.device import unless_out_of_memory
 from node_agent.engine.batch import Row, share_out
 from node_agent.engine.joining import Joined
-from node_agent.engine.pass_size import PassSize
 from node_agent.engine.pulse import Pulse
 from node_agent.types import ModelRunner, PassLora, StepBatch, StepOutput
+
+GROWS_AFTER = 16
+"""Passes that succeeded, before the next ones may have twice as many tokens."""
+LARGEST = 1 << 20
+"""Tokens; no pass has more, so that the bound is lifted there."""
 
 Tensors = Callable[[list[Row], int, Joined | None], tuple[StepBatch, PassLora | None]]
 
@@ -37,6 +41,40 @@ class OutOfMemory:
     def is_hopeless(self) -> bool:
         """A single token was too much."""
         return sum(row.length for row in self.rows) == 1
+
+
+class PassSize:
+    """Tokens that a hot pass may have: fewer than it could after there was too little memory for one."""
+
+    def __init__(self) -> None:
+        self._most = LARGEST
+        self._succeeded = 0
+        self._turn = 0
+        """rows take turns where not all fit"""
+
+    def cut(self, rows: list[Row], n_decode: int) -> tuple[list[Row], int]:
+        """Returns the rows that fit, in their order, and how many of them decode (the first `n_decode` of `rows` do);
+        the last one may be a shorter chunk."""
+        if sum(row.length for row in rows) <= self._most:
+            return rows, n_decode
+        begin, left = self._turn % len(rows), self._most
+        lengths = [0] * len(rows)
+        for index in [*range(begin, len(rows)), *range(begin)]:
+            lengths[index] = min(rows[index].length, left)
+            left -= lengths[index]
+        self._turn += sum(map(bool, lengths))
+        fit = [Row(row.request, length) for row, length in zip(rows, lengths, strict=True) if length]
+        return fit, sum(map(bool, lengths[:n_decode]))
+
+    def shrink(self, tokens: int) -> None:
+        """There was no memory for a pass of so many tokens."""
+        self._most, self._succeeded = max(1, min(tokens, self._most) // 2), 0
+
+    def grow(self) -> None:
+        """A pass succeeded."""
+        self._succeeded += 1
+        if self._succeeded >= GROWS_AFTER and self._most < LARGEST:
+            self._most, self._succeeded = 2 * self._most, 0
 
 
 class HotPasses:

@@ -10,21 +10,59 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+
+import torch
 
 from node_agent.coldstart.assist import Assist, AssistedPass
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.messages import PassMessages
-from node_agent.coldstart.mixed_lora import LoadingPart, MixedLora
 from node_agent.engine.batch import Row, build_lora
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.request import Request
 from node_agent.runner.lora_choice import StartLora
-from node_agent.types import Lease, ModelRunner, PassLora, batch_device
+from node_agent.sending_runner import batch_device
+from node_agent.states import RequestState
+from node_agent.types import Lease, ModelRunner, PassLora
 
 log = logging.getLogger("garnish.engine")
 
 IsLoaded = Callable[[Request], bool]
+
+
+@dataclass(frozen=True)
+class LoadingPart:
+    """Tokens begin..end-1 of a pass, all of one adapter that is on its way."""
+
+    begin: int
+    end: int
+    lora: ColdLora
+
+
+class MixedLora:
+    """A PassLora. A failure poisons the rows of loading parts alone: rows of a pass share no numbers."""
+
+    def __init__(self, on_device: PassLora | None, parts: Sequence[LoadingPart], send: Callable[[], object]) -> None:
+        """`on_device` adds the other tokens' adapters; None where these have none. `send` hands over, as one message,
+        what the parts have for the workers."""
+        self._on_device, self._parts, self._send = on_device, parts, send
+        self._adds = False
+        self._adding: list[LoadingPart] = []
+
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
+        # workers first: they compute while the device does all the rest
+        self._adding = [part for part in self._parts if part.lora.begin(layer, group, x[part.begin : part.end])]
+        self._send()
+        self._adds = self._on_device is not None and self._on_device.begin(layer, group, x)
+        return self._adds or bool(self._adding)
+
+    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
+        if self._adds:
+            assert self._on_device is not None
+            self._on_device.finish(layer, group, ys)
+        for part in self._adding:
+            part.lora.finish(layer, group, [y[part.begin : part.end] for y in ys])
 
 
 class Joining:
@@ -35,7 +73,7 @@ class Joining:
 
     def choose(self, running: Collection[Request], is_loaded: IsLoaded) -> Collection[str]:
         """Returns the ids of requests whose next token can be computed now, though their adapter is not loaded."""
-        waiting = [r for r in running if r.decoding and not r.wants_whole and not is_loaded(r)]
+        waiting = [r for r in running if r.decoding and not r.awaits_adapter and not is_loaded(r)]
         if not waiting:
             return ()
         rows = Counter(request.lease.digest for request in waiting if request.lease is not None)
@@ -139,6 +177,6 @@ class Joined:
         request.cold.layers_device += lora.layers_on_device
         if lora.poisoned:
             log.warning("request %s: a CPU worker failed it; the step is computed again", request.id)
-            request.wants_whole = True
+            request.change_state(RequestState.AWAITING_ADAPTER)
             request.cold.replays += 1
             self._cold.replays += 1

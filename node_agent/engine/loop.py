@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
 
 from cluster.messages import GenerateRequest
 from node_agent.adapter_memory.store import AdapterStore
@@ -15,7 +14,7 @@ from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.device import Event, EventWatch
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
-from node_agent.engine.endings import end_of, expired, finished
+from node_agent.engine.events import end_of, expired, finished, score_events, split_scores
 from node_agent.engine.hot import Computed, HotPasses, OutOfMemory
 from node_agent.engine.intake import problem_of, request_of, rules_of
 from node_agent.engine.joining import Joined, Joining
@@ -25,7 +24,6 @@ from node_agent.engine.orders import Orders
 from node_agent.engine.overlap import Overlap
 from node_agent.engine.prefetcher import Prefetcher
 from node_agent.engine.prefixes import Prefixes
-from node_agent.engine.prompt_events import score_events, split_scores
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import HotRows, Scheduler
@@ -33,10 +31,9 @@ from node_agent.ipc import Admitted, EngineEvent, Generated, Top
 from node_agent.performance.drift import Drift
 from node_agent.runner.lora_choice import LoraCode
 from node_agent.runner.prompt_scores import all_finite
-from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput, batch_device
-
-if TYPE_CHECKING:
-    from node_agent.coldstart.worker_manager import WorkerManager
+from node_agent.sending_runner import batch_device
+from node_agent.states import RequestState
+from node_agent.types import IdleWork, LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
 
@@ -72,7 +69,7 @@ class Engine:
         self.overlap = Overlap(self.hot, runner, self.running)
         self.prefetcher = Prefetcher(store, limits.prefetch_waste)
         self.orders = Orders(store, self.prefetcher)
-        self.worker_manager: WorkerManager | None = None
+        self.worker_manager: IdleWork | None = None
         """Starts and judges the CPU LoRA workers; None before the engine is set up."""
         self.drift: Drift | None = None
         """The performance model that the node publishes; None: it has none."""
@@ -148,6 +145,7 @@ class Engine:
         """The cold passes, before the hot one: the first token of an adapter that is on its way need not wait for the
         others' next ones, if its events are sent now. Returns how many prompt tokens' work this was."""
         self._fail_loads()
+        self.cold.book_loads(self.running.values())
         if self._blocked():
             return 0
         self.cold.plan(self.running.values(), self._is_loaded, self.limits.chunk_tokens)
@@ -156,10 +154,12 @@ class Engine:
     def compute_hot(self, used: int) -> Iterator[None]:
         """The hot passes, after cold ones that have `used` so many of the iteration's prompt tokens. Yields after each:
         its events can be sent before the next one."""
+        self.overlap.end_dropped()
         if self.overlap.under_way:
             self._book_computed(*self.overlap.compute())
             yield
         elif not self._blocked():
+            self.cold.begin_waits(self.running.values())
             joining = self.joining.choose(self.running.values(), self._is_loaded)
             for rows in self.scheduler.compose(self.limits, used, self._is_loaded, self.drift, joining):
                 if not joining and self.overlap.begin(rows.rows, rows.n_decode):
@@ -251,6 +251,7 @@ class Engine:
             if not request.admitted and request.found == "none":
                 request.found = self.store.source(request.lease)
         self.running[request.id] = request
+        request.change_state(RequestState.RUNNING)
         request.rules = request.rules or rules_of(request, self.eos_ids, batch_device(self.runner))
         if not request.admitted:
             request.admitted = now
@@ -280,22 +281,8 @@ class Engine:
             self.store.retract(request.adapter.digest)
 
     def _is_loaded(self, request: Request) -> bool:
-        """Whether the whole adapter is on the device; notes what its load cost the request."""
-        if request.lease is None:
-            return True
-        cold, loaded = request.cold, self.store.loaded(request.lease)
-        if cold is None or cold.load:
-            return loaded
-        now = time.monotonic()
-        if not loaded:
-            if request.decoding or request.wants_whole:  # no cold pass can be opened for its next step
-                cold.waits_since = cold.waits_since or now
-            return False
-        cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
-        if not cold.fetch:
-            self.cold_start.learn_load(*self.store.crossing(request.lease))
-        cold.end_wait(now)
-        return True
+        """Returns whether the whole adapter is on the device. True without an adapter."""
+        return request.lease is None or self.store.loaded(request.lease)
 
     def _fail_loads(self) -> None:
         for request in list(self.running.values()):
@@ -389,13 +376,14 @@ class Engine:
         self, request: Request, reason: str, error_type: str = "", error: str = "", *, damaged: bool = False
     ) -> None:
         """Free all that the request holds, then say how it ended."""
-        self._is_loaded(request)  # what came since the last look belongs to what is said
+        self.cold.book_loads([request])  # what came since the last look belongs to what is said
         self._free(request, [*self.cold.drop(request), *self.overlap.drop(request)])
         if self.running.get(request.id) is request:
             del self.running[request.id]
         elif self.queue.get(request.id) is request:
             self.queue.remove(request)
             self._retract(request)
+        request.change_state(RequestState.FINISHED)
         if not self.busy:
             self.queue.shares.reset()
         self._events.append(finished(request, reason, error_type, error, damaged=damaged))

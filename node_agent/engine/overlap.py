@@ -14,7 +14,8 @@ from node_agent.device import Event
 from node_agent.engine.batch import Row, share_out
 from node_agent.engine.hot import Computed, HotPasses
 from node_agent.engine.request import Request
-from node_agent.types import ModelRunner, SendingRunner, StepOutput
+from node_agent.sending_runner import SendingRunner
+from node_agent.types import ModelRunner, StepOutput
 
 
 @dataclass(eq=False)
@@ -41,10 +42,13 @@ class Overlap:
     @property
     def under_way(self) -> bool:
         """Whether a step is to be awaited before another pass is chosen."""
+        return self._step is not None
+
+    def end_dropped(self) -> None:
+        """Awaits the step that is under way if no row of it counts any more."""
         if self._step is not None and len(self._step.dropped) == len(self._step.rows):
             self._step.output.done.synchronize()  # what its rows held is awaited by those who took their places
             self._step = None
-        return self._step is not None
 
     def begin(self, rows: list[Row], n_decode: int) -> bool:
         """Enqueues a step of these rows. Returns False, doing nothing, if another could not be enqueued behind it."""

@@ -22,29 +22,31 @@ def choose_victims(
     short: Room,
     pool: BlockPool,
     found: Collection[int],
-    gives: Callable[[Request], bool] | None = None,
+    over_share: OverShare | None = None,
 ) -> list[Request] | None:
     """Those that free the rows and KV blocks of which the batch is short, not counting blocks that are `found`, for the
     request that wants the room begins with them: of the least often preempted the latest admitted first, for they have
-    the least to compute again. `gives` (None: best effort does) is asked of each in this order. None: all together
-    would not free enough."""
+    the least to compute again. `over_share` (None: best effort gives) is asked of each in this order. None: all
+    together would not free enough."""
     victims: list[Request] = []
     rows, blocks = short.rows, short.blocks
     gone = Counter[int]()
     for request in sorted(running, key=lambda request: (request.preemptions, -request.admitted)):
         if rows <= 0 and blocks <= 0:
             break
-        if (gives or _may_go)(request) and (rows > 0 or request.blocks):
+        may_go = _may_go(request) if over_share is None else over_share.may_go(request)
+        if may_go and (rows > 0 or request.blocks):
             victims.append(request)
+            if over_share is not None:
+                over_share.remove(request)
             rows -= 1
             blocks -= pool.let_go(gone, [block for block in request.blocks if block not in found])
     return victims if rows <= 0 and blocks <= 0 else None
 
 
 class OverShare:
-    """Whether a request may go, as one of a tenant that has more than its share: asked of each, it keeps count of those
-    that go, so that nobody is left with less than the share, or with no row. No strict one goes, and for best effort
-    only such."""
+    """Rows and KV blocks of each tenant, less those of victims: nobody is left with less than the share, or with no
+    row. No strict request goes, and for best effort only such."""
 
     def __init__(self, running: Collection[Request], share: Room, slo_class: SloClass) -> None:
         self._share, self._slo_class = share, slo_class
@@ -53,15 +55,17 @@ class OverShare:
         for request in running:
             self._blocks[request.tenant] += len(request.blocks)
 
-    def __call__(self, request: Request) -> bool:
+    def may_go(self, request: Request) -> bool:
+        """Returns whether the request is one of a tenant that has more than its share."""
         tenant, needed = request.tenant, ("strict", "standard") if self._slo_class == "best_effort" else ("strict",)
         rows, blocks = self._rows[tenant], self._blocks[tenant]
         over = rows > self._share.rows or (rows > 1 and blocks - len(request.blocks) >= self._share.blocks)
-        if not over or request.slo_class in needed or not _is_movable(request):
-            return False
-        self._rows[tenant] -= 1
-        self._blocks[tenant] -= len(request.blocks)
-        return True
+        return over and request.slo_class not in needed and _is_movable(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes what the request holds from its tenant's count: it goes."""
+        self._rows[request.tenant] -= 1
+        self._blocks[request.tenant] -= len(request.blocks)
 
 
 def strict_room(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.messages import Adapter, Sampling, SloClass
 from node_agent.runner.score_rules import ScoreRules
+from node_agent.states import REQUEST_TRANSITIONS, RequestState, check_transition
 from node_agent.types import Lease
 
 
@@ -90,9 +91,7 @@ class Request:
     first_token: float = 0.0
     cold: ColdPhases | None = None
     """set if its adapter was not on the device when it was admitted"""
-    in_cold_pass: bool = False
-    wants_whole: bool = False
-    """its chunk waits for the whole adapter: so it was planned, a worker failed it, or memory was short"""
+    state: RequestState = RequestState.WAITING
     rules: ScoreRules | None = None
     """what its parameters change of its scores; made at its admission where they change any"""
     scored: int = 0
@@ -107,6 +106,21 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
+
+    def change_state(self, state: RequestState) -> None:
+        """Sets the state. Raises IllegalTransition unless REQUEST_TRANSITIONS has the change."""
+        check_transition(self.state, state, REQUEST_TRANSITIONS)
+        self.state = state
+
+    @property
+    def in_cold_pass(self) -> bool:
+        return self.state is RequestState.COLD_PREFILLING
+
+    @property
+    def awaits_adapter(self) -> bool:
+        """Whether its next step waits for the whole adapter: it was planned so, a worker failed it, or memory was
+        short."""
+        return self.state is RequestState.AWAITING_ADAPTER
 
     @property
     def due(self) -> float:
@@ -135,7 +149,8 @@ class Request:
 
     def begin_again(self) -> None:
         """It has given its place away, and all that it computed."""
-        self.computed, self.known_blocks, self.wants_whole, self.pauses = 0, 0, False, 0
+        self.change_state(RequestState.PREEMPTED)
+        self.computed, self.known_blocks, self.pauses = 0, 0, 0
         self.preemptions += 1
 
     @property

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from garnish.service_file import Node
 from node_agent.config import EngineConfig
 from node_agent.engine import sizes
-from node_agent.engine.sizes import BY_DEVICE, kv_blocks, with_sizes
+from node_agent.engine.setup import BY_DEVICE, kv_blocks, with_sizes
 from node_agent.runner.lora_choice import kernel_of
 
 GIB = 1 << 30

@@ -13,6 +13,7 @@ import pytest
 from cluster.frames import Frames
 from cluster.messages import GenerateRequest, Sampling
 from node_agent.coldstart.auto_workers import TYPICAL
+from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.engine.batch import Row
@@ -148,7 +149,7 @@ def test_layers_that_arrive_do_not_end_a_measurement_of_cold_calls(
         assert not starts.times.is_measured(TYPICAL) and TYPICAL in starts.unmeasured
         channel.receive()
         manager = engine.engine.worker_manager
-        assert manager is not None
+        assert isinstance(manager, WorkerManager)
         manager._retry_at = 0.0
         assert loop._measure(channel, selector)
         assert starts.times.is_measured(TYPICAL) and TYPICAL not in starts.unmeasured

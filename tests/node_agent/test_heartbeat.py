@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.messages import Done, Failed, Started, Token
-from node_agent.api import engine_watch, requests
+from node_agent.api import app, requests
 from node_agent.engine.pulse import FIRST_S, LONGEST_S, Pulse
 from node_agent.heartbeat import NAME, Heartbeat, Watch
 from node_agent.supervisor import LONGEST_SILENCE_S, LOOK_S, Child
@@ -29,7 +29,7 @@ LOOK, SILENT, FAILED = 0.02, 0.2, 0.5
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The API process looks at the heartbeat, and draws its conclusions, ten times as soon. It counts silence in its
     own looks, on the loop on which the test beats: a busy host delays both."""
-    monkeypatch.setattr(engine_watch, "LOOK_S", LOOK)
+    monkeypatch.setattr(app, "LOOK_S", LOOK)
     monkeypatch.setattr(requests, "SILENT_S", SILENT)
     monkeypatch.setattr(requests, "FAILED_S", FAILED)
 

@@ -248,7 +248,7 @@ def test_waits_for_an_adapter_are_told_of_one_that_was_preempted_meanwhile(
     gate = Gate(engine)
     begun = time.monotonic()
     cheap = engine.submit(STORY, 5, adapter, ignore_eos=True, tenant="cheap", slo_class="best_effort")
-    engine.run(until=lambda: cheap in engine.engine.running and engine.engine.running[cheap].wants_whole)
+    engine.run(until=lambda: cheap in engine.engine.running and engine.engine.running[cheap].awaits_adapter)
     time.sleep(0.05)
     call = strict(engine, 100)
     engine.step()

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.performance_model import DecodeModel
 from node_agent.performance import speed
-from node_agent.performance.speed import CONTEXT, tokens_per_second
+from node_agent.performance.capacity import CONTEXT, tokens_per_second
 from tests.support.local_engine import MakeEngine
 
 

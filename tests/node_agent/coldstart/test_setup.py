@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node_agent.coldstart import measure, worker_manager
+from node_agent.coldstart import measure, worker_start
 from node_agent.coldstart.cold_starts import WAYS, ColdStarts
 from node_agent.coldstart.pass_times import PassSample, kind_of
 from node_agent.coldstart.planner import PLANS, Contention
@@ -120,9 +120,9 @@ def test_workers_are_on_the_cores_behind_those_nearest_the_gpu(
         found.append(list(given[3]))  # type: ignore[call-overload]
         raise ValueError("seen enough")
 
-    monkeypatch.setattr(worker_manager, "home_node", lambda gpu, allowed: 5)
-    monkeypatch.setattr(worker_manager, "nearest_first", lambda allowed, node: sorted(allowed, reverse=node == 5))
-    monkeypatch.setattr(worker_manager, "make_pool", make_pool)
+    monkeypatch.setattr(worker_start, "home_node", lambda gpu, allowed: 5)
+    monkeypatch.setattr(worker_start, "nearest_first", lambda allowed, node: sorted(allowed, reverse=node == 5))
+    monkeypatch.setattr(worker_start, "make_pool", make_pool)
     with pytest.raises(ValueError, match="seen enough"):
         make_engine(cpu_workers=1)
     assert found == [[sorted(os.sched_getaffinity(0))[-2]]]

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.compiled import COLUMNS
-from node_agent.coldstart import slices, worker_manager
+from node_agent.coldstart import slices, worker_start
 from node_agent.coldstart.handoffs import Handoff, Part
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.product import Product
@@ -290,7 +290,7 @@ def test_an_engine_with_drawn_plans_and_faults(
 ) -> None:
     """Tokens are PEFT's alone."""
     monkeypatch.setattr(slices, "LEAST_SHARE", 1)
-    monkeypatch.setattr(worker_manager, "make_pool", make_crowded_pool)
+    monkeypatch.setattr(worker_start, "make_pool", make_crowded_pool)
     engine = make_engine(cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4)
     assert engine.engine.assist is not None
     written, counts = engine.engine.assist.workers.write, Counter[bool]()

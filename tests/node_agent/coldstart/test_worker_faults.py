@@ -20,8 +20,7 @@ import torch
 
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.assist import Assist
-from node_agent.coldstart.shared import Layout
-from node_agent.coldstart.worker_process import WorkerConfig
+from node_agent.coldstart.shared import Layout, WorkerConfig
 from node_agent.coldstart.workers import WorkerPool
 from tests.node_agent.coldstart.pools import (
     CORES,

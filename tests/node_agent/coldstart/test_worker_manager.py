@@ -27,7 +27,7 @@ needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worke
 
 def manager_of(engine: LocalEngine) -> WorkerManager:
     manager = engine.engine.worker_manager
-    assert manager is not None
+    assert isinstance(manager, WorkerManager)
     return manager
 
 

@@ -1,12 +1,17 @@
-"""The last message about a request: how it ended, and what of its time went where."""
+"""Events of a request: log probabilities of its prompt, and how it ended with what of its time went where."""
 
 from __future__ import annotations
 
 import time
 
 from cluster.messages import ColdStart
+from node_agent.engine.batch import Row
 from node_agent.engine.request import Request
-from node_agent.ipc import Finished
+from node_agent.ipc import Finished, PromptScored, Top
+from node_agent.types import ScoredToken
+
+SCORES_PER_EVENT = 256
+"""With 64 alternatives each an event stays below a megabyte."""
 
 
 def expired(request: Request) -> tuple[str, str, str]:
@@ -62,3 +67,24 @@ def end_of(request: Request, eos_ids: frozenset[int]) -> str | None:
     if token in request.sampling.stop_token_ids or (token in eos_ids and not request.ignore_eos):
         return "stop"
     return "length" if request.generated >= request.max_tokens else None
+
+
+def split_scores(rows: list[Row], scores: list[ScoredToken]) -> list[tuple[Request, range, list[ScoredToken]]]:
+    """Returns, for each row that has prompt scores, the request, the places of the prompt's tokens, and their scores.
+    Must be called before `computed` moves on, for rows tell their places by it."""
+    found: list[tuple[Request, range, list[ScoredToken]]] = []
+    begin = 0
+    for row in rows if scores else ():
+        places = row.scored
+        if places:
+            found.append((row.request, places, scores[begin : begin + len(places)]))
+            begin += len(places)
+    return found
+
+
+def score_events(request: Request, places: range, scores: list[ScoredToken]) -> list[PromptScored]:
+    tops = [Top(score.logprob, score.top, score.rank) for score in scores]
+    return [
+        PromptScored(request.id, places.start + at, tops[at : at + SCORES_PER_EVENT])
+        for at in range(0, len(tops), SCORES_PER_EVENT)
+    ]
