@@ -139,7 +139,6 @@ class Loop:
         self._active_at = time.monotonic()
         self._stats_at = 0.0
         self._picture = stats_of(engine)
-        """the last one that was sent"""
         self._check_at = time.monotonic() + CHECK_INTERVAL
 
     def serve(self, channel: Channel) -> None:
@@ -168,14 +167,14 @@ class Loop:
         self.engine.pulse.beat()
         self._receive(channel)
         self.engine.prepare()
-        told = self._tell(channel)  # who was admitted is told before the passes, which may take long
+        is_active = self._tell(channel)  # who was admitted is told before the passes, which may take long
         used = self.engine.compute_cold()
-        told |= self._tell(channel)
+        is_active |= self._tell(channel)
         worked = used > 0
         for _ in self.engine.compute_hot(used):
             worked = True
-            told |= self._tell(channel)
-        if worked or told:
+            is_active |= self._tell(channel)
+        if worked or is_active:
             self._active_at = time.monotonic()
         elif not self._measure(channel, selector):
             self._wait(channel, selector)
@@ -223,10 +222,10 @@ class Loop:
             self._active_at = time.monotonic()
         if time.monotonic() < self._active_at + QUIET_S:
             return False
-        wanted = partial(self._keep_alive, channel, selector)
+        keep_alive = partial(self._keep_alive, channel, selector)
         if self.idle is not None and measures:
-            return self.idle.work(wanted)
-        if manager is None or not manager.work(wanted):
+            return self.idle.work(keep_alive)
+        if manager is None or not manager.work(keep_alive):
             return False
         self._send_decision(channel)
         return True

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 NAME = "engine.beat"
-"""Beside the engine's socket."""
+"""File name, in the folder of the engine's socket."""
 _BEAT = struct.Struct("<Qqd")
 
 
 class Beat(NamedTuple):
     number: int
     pid: int
-    """of the process that beats"""
+    """id of the process that beats"""
     quiet: float
     """seconds for which it may be silent from then on"""
 

@@ -17,7 +17,7 @@ class SendingRunner(Protocol):
 
     @property
     def feeds(self) -> bool:
-        """Whether a decode step may be started before the one in front of it has ended (StepBatch.fed)."""
+        """Returns whether a decode step may be started before the one in front of it has ended (StepBatch.fed)."""
 
     def serve(
         self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int

@@ -18,7 +18,7 @@ class Thread(Flag):
 
 
 class HostState(Enum):
-    """How far a load from the store or the disk to host memory is."""
+    """Progress of a load from the store or the disk to host memory."""
 
     READING_HEADER = "reading header"
     WAITING_FOR_ROOM = "waiting for room"
@@ -34,7 +34,7 @@ class HostState(Enum):
 
 
 class DeviceState(Enum):
-    """How far a copy from host memory to the device is."""
+    """Progress of a copy from host memory to the device."""
 
     COPYING = "copying"
     CANCELLED = "cancelled"
@@ -52,17 +52,17 @@ class DeviceState(Enum):
 
 
 class RequestState(Enum):
-    """Where a request in the engine is. `Request.decoding` says which half of its work a running one is in."""
+    """Place of a request in the engine. `Request.decoding` says whether a running one prefills or decodes."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    """in the batch: hot passes compute its prompt and then its tokens"""
+    """batch member: hot passes compute its prompt and then its tokens"""
     COLD_PREFILLING = "cold prefilling"
-    """in the batch, and an open cold pass computes a chunk of its prompt"""
+    """batch member whose prompt's chunk an open cold pass computes"""
     AWAITING_ADAPTER = "awaiting adapter"
-    """in the batch, and its next step waits for the whole adapter"""
+    """batch member whose next step waits for the whole adapter"""
     PREEMPTED = "preempted"
-    """back in the queue, without its place and what was computed"""
+    """request back in the queue, without its place and what was computed"""
     FINISHED = "finished"
 
 

@@ -31,11 +31,11 @@ LONGEST_BACKOFF = 10.0
 STEADY = 30.0
 """Seconds after which a process counts as healthy, so that its next restart is quick again."""
 LONGEST_SILENCE_S = 60.0
-"""An engine whose heartbeat has stopped for so long is killed, whatever it announced."""
+"""Seconds after which an engine whose heartbeat has stopped is killed, whatever it announced."""
 LOOK_S = 2.0
-"""Between two looks at a heartbeat."""
+"""Seconds between two looks at a heartbeat."""
 STOP_SLACK = 3.0
-"""Seconds that both processes have to end by themselves, beside the time for open streams."""
+"""Seconds that both processes have to end by themselves, in addition to the time for open streams."""
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _run_processes(config: NodeConfig) -> None:
 
 
 class Child:
-    """One process, and when to start it again. States: waiting for its start, running, ended."""
+    """Process, and when to start it again. States: waiting for its start, running, ended."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class Child:
     ) -> None:
         """`config` is written, as JSON, on the process's standard input; its output is appended to `output`, if given.
 
-        `on_end` is told the exit code (as subprocess gives it) of each process that ended by itself. One whose
+        `on_end` receives the exit code (as subprocess gives it) of each process that ended by itself. One whose
         heartbeat stops (`watch`) is killed.
         """
         self.name = name
         self._on_end, self._watch = on_end, watch
         self.failures = 0
-        """How often it ended by itself."""
+        """Times that it ended by itself."""
         self._module = module
         self._output = output
         self._config = msgspec.json.encode(config)
@@ -200,7 +200,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop_requested = 0
-        """How often TERM or INT came."""
+        """Number of TERM and INT signals."""
 
     def __enter__(self) -> Signals:
         self._wake, self._woken = socket.socketpair()
@@ -237,11 +237,11 @@ def stop(children: list[Child], signals: Signals, grace: float) -> None:
     """Stops the children in order, the API process first, for its streams need the engine. A second TERM or INT, or
     `grace` seconds in all, cuts that short: what still runs is killed."""
     deadline = time.monotonic() + grace
-    asked = signals.stop_requested
+    signals_before = signals.stop_requested
     for child in children:
         child.ask_to_stop()
         for now in _ticks(deadline):
-            if child.reap(now) or signals.stop_requested > asked:
+            if child.reap(now) or signals.stop_requested > signals_before:
                 break
             signals.wait(deadline - now)
     for child in children:

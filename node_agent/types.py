@@ -23,7 +23,7 @@ GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How to choose the next token of each of the Q rows.
+    """Parameters by which the next token of each of the Q rows is chosen.
 
     `uniform` f64[Q] in [0, 1) depends on (seed, choice, position) alone.
     """
@@ -36,7 +36,7 @@ class SamplingBatch:
     logprobs: list[int]
     """-1: none; k: the chosen token's and the k largest"""
     rules: dict[int, ScoreRules] = field(default_factory=dict)
-    """by row, for those whose scores are changed before a token is chosen"""
+    """rules by row, for those whose scores are changed before a token is chosen"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One iteration's tokens; decode rows (one token each) come first, then prompt chunks."""
+    """Tokens of one iteration; decode rows (one token each) come first, then prompt chunks."""
 
     token_ids: torch.Tensor
     """i64[T]"""
@@ -88,10 +88,10 @@ class StepBatch:
     query_lens: list[int]
     context_lens: list[int]
     scoring: PromptScoring | None = None
-    """None: no row asks for log probabilities of its prompt"""
+    """Prompt tokens to be scored; None where no row asks for log probabilities of its prompt."""
     fed: list[int] | None = None
-    """Of a decode step whose runner `feeds`: per row, the row of the step before whose chosen token is its token; None:
-    `token_ids` has them all."""
+    """Rows of the step before whose chosen tokens are the tokens of this one's rows, for a runner that `feeds`. None:
+    `token_ids` has all tokens."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ class LoadFailed:
 
     reason: str
     damaged: bool = False
-    """The registry's artifact is not what it must be, or is missing."""
+    """artifact of the registry is not what it must be, or is missing"""
 
 
 @dataclass(frozen=True)
 class LoraBatch:
-    """Which adapter each token of a pass uses."""
+    """Adapter of each token of a pass."""
 
     seg_start: torch.Tensor
     """i32[S + 1]"""
@@ -227,9 +227,9 @@ class Pass(Protocol):
     """A forward that can stop between layers."""
 
     layer: int
-    """Layers advanced so far."""
     stretch: int
-    """It stops only before layers whose index is a multiple of this, and at the end."""
+    """Number of layers between the places where the pass can stop: before layers whose index is a multiple, and at the
+    end."""
 
     def advance(self, to_layer: int) -> None:
         """Enqueues layers up to `to_layer`, or the last place before it where it can stop. Never waits on a device; on
@@ -246,14 +246,14 @@ class ModelRunner(Protocol):
     """A base model on a device, with its KV cache."""
 
     name: str
-    """as `node.runner` has it: what was measured with one says nothing of another"""
+    """name of the runner in `node.runner`: what was measured with one says nothing of another"""
     device: torch.device
     dtype: torch.dtype
     num_layers: int
     block_tokens: int
     num_blocks: int
     products: Products | None
-    """how bf16 products are computed on a CPU; None: by torch alone"""
+    """products of bf16 matrices on a CPU; None: torch alone computes them"""
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> Pass:
         """Starts a pass over the batch. `lora` is None when no token uses an adapter."""
@@ -261,16 +261,16 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """What a runner is opened with."""
+    """Settings with which a runner is opened."""
 
     model_dir: Path
     device: torch.device
     dtype: torch.dtype | None
-    """None: the model's own"""
+    """dtype of the weights; None: the model's own"""
     block_tokens: int
     num_blocks: Callable[[torch.dtype], int]
-    """How many KV blocks of this dtype fit. To be asked once the weights are on the device: it measures what is free.
-    Raises ValueError when there is no room for any."""
+    """Number of KV blocks of this dtype that fit. To be called once the weights are on the device: it measures what is
+    free. Raises ValueError when there is no room for any."""
 
 
 OpenRunner = Callable[[RunnerSettings], ModelRunner]
@@ -279,7 +279,7 @@ OpenRunner = Callable[[RunnerSettings], ModelRunner]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a cold chunk gets its weights."""
+    """Strategy by which a cold chunk gets its weights."""
 
     name: str
     """wait, pipeline or assist"""
@@ -296,7 +296,7 @@ class Plan:
     rest: float = 0.0
     """forecast of the seconds from then until the request may decode; 0 where no token follows the chunk"""
     others: int = 0
-    """requests beside it, which wait wherever the engine waits for workers"""
+    """number of other requests, which wait wherever the engine waits for workers"""
     by_profile: float = 0.0
     """forecast of the chunk's end by the profile alone; 0: the chunk does not have engine and link for itself"""
 

@@ -1,8 +1,8 @@
-"""One load from host memory to the device: each layer goes on as soon as it is there.
+"""Copies one adapter from host memory to the device, each layer as soon as it is there.
 
 A thread takes only layers that lie in host memory: no slow store holds up a copy. It takes several at once, as a layer
 of a small adapter crosses in less time than the thread needs for it. With a stream a few such portions are enqueued
-ahead of the one that it waits for, so that the link does not stand still in between.
+ahead of the one that it waits for, so that the link does not stall in between.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class DeviceCopy:
             return None
         states = self.states.layers
         failed = self.host.failed or self.states.failure is not None
-        left = [] if failed else [layer for layer in self.states.order if states[layer] == LayerState.NO]
-        if not left and not self._crossing:
+        uncopied = [] if failed else [layer for layer in self.states.order if states[layer] == LayerState.NO]
+        if not uncopied and not self._crossing:
             self._settle()
             return None
-        portion = self._portion([layer for layer in left if self.host.here[layer]]) if not held else []
+        portion = self._portion([layer for layer in uncopied if self.host.here[layer]]) if not held else []
         if not portion and not self._crossing:
             return None
         self._running = True
@@ -99,8 +99,8 @@ class DeviceCopy:
 
     def _portion(self, layers: list[int]) -> list[int]:
         """Returns the first of these layers, as many as may be enqueued together."""
-        sizes, most = accumulate(self.layout.moved[layer] for layer in layers), self.portion_bytes
-        return layers[: max(1, sum(size <= most for size in sizes))]
+        sizes, max_bytes = accumulate(self.layout.moved[layer] for layer in layers), self.portion_bytes
+        return layers[: max(1, sum(size <= max_bytes for size in sizes))]
 
     def _settle(self) -> None:
         """Ends the copy: nothing crosses any more."""
@@ -134,8 +134,8 @@ class DeviceCopy:
         with self.threads.changed:
             self._running = False
             self.loader.crossed_bytes += crossed_bytes
-            whole = all(state == LayerState.DEVICE for state in states.layers)
-            if not self._crossing and (states.failure is not None or whole):
+            is_complete = all(state == LayerState.DEVICE for state in states.layers)
+            if not self._crossing and (states.failure is not None or is_complete):
                 self._settle()
         self.on_change()
 

@@ -1,4 +1,4 @@
-"""Loads to the device that go on: their beginning, their end, and which of them give way.
+"""Loads to the device that are under way: their beginning, their end, and which of them yield their room.
 
 Called by the engine's thread alone.
 """
@@ -16,7 +16,7 @@ from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapt
 from node_agent.states import DeviceState
 
 LEAST_LOAD_S = 1e-6
-"""Of one that had ended, and was not looked at yet, when a request took it over from a prefetch."""
+"""Duration of a load that had ended, unnoticed yet, when a request took it over from a prefetch."""
 SETTLED = {
     DeviceState.COPIED: DeviceState.READY,
     DeviceState.COPY_FAILED: DeviceState.FAILED,
@@ -66,8 +66,8 @@ class DeviceLoads:
     def end_unwanted(self, entry: DeviceAdapter) -> None:
         """Ends the load if nobody wants the adapter and much of it has still to come from the store."""
         digest = entry.host.digest
-        wanted = entry.leases or entry.served or digest in self._room.pinned or self._hosts.waiting(digest)
-        if not (wanted or entry.settled or entry.host.nearly_done):
+        is_wanted = entry.leases or entry.served or digest in self._room.pinned or self._hosts.waiting(digest)
+        if not (is_wanted or entry.settled or entry.host.nearly_done):
             self._loader.abandon(entry.copy)
 
     @property
@@ -76,7 +76,7 @@ class DeviceLoads:
         return [entry for entry in self._entries if entry.host.priority < Priority.PREDICTED]
 
     def _advance(self, entry: DeviceAdapter) -> bool:
-        """Takes note of a copy that has ended, one way or the other. Returns False while it goes on."""
+        """Takes note of a copy that has ended, well or not. Returns False while it runs."""
         host, copy = entry.host, entry.copy
         if not copy.ended:
             return False

@@ -91,7 +91,8 @@ class DeviceRoom:
 
     def choose_spared(self, layout: AdapterLayout, digests: Iterable[str]) -> set[str]:
         """Returns those of `digests` that need not be evicted for an adapter of this layout, the first ones before
-        others: together they have at most half of the pages, and it fits beside them and the pinned adapters."""
+        others. Together they have at most half of the pages, and the adapter fits next to them and the pinned
+        adapters."""
         all_pages, spared = self.pool.pages.count, set[str]()
         pinned = [entry for digest, entry in self.adapters.items() if digest in self.pinned]
         pages = min(all_pages // 2, all_pages - layout.pages - sum(len(entry.pages) for entry in pinned))

@@ -1,4 +1,4 @@
-"""In which order adapters leave a memory tier that needs room. Both tiers use the same policies.
+"""Eviction policies: the order in which adapters leave a memory tier that needs room. Both tiers use the same policies.
 
 The score of `cost` is what a page would save: expected calls per second (demand.py) x seconds to bring the adapter back
 / its pages. Tiers name as candidates only adapters that nobody leases, pins or writes.
@@ -16,7 +16,7 @@ from node_agent.adapter_memory.demand import MOST_REMEMBERED, Demand
 HYSTERESIS = 0.25
 """An adapter that has just been brought in leaves only for others whose score is higher by this share."""
 SETTLES_S = 30.0
-"""For so long after its arrival."""
+"""Seconds after its arrival in which HYSTERESIS protects an adapter."""
 
 
 class Candidate(NamedTuple):
@@ -25,11 +25,10 @@ class Candidate(NamedTuple):
     digest: str
     pages: int
     reload_s: float
-    """what bringing it back would take, as loads went lately"""
+    """expected seconds to bring it back, as loads went lately"""
     arrived: float
-    """in this tier; monotonic seconds"""
+    """monotonic seconds of its arrival in this tier"""
     awaited: bool = False
-    """Queued requests want it."""
 
 
 class LeastRecentlyUsed:
@@ -39,7 +38,7 @@ class LeastRecentlyUsed:
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
         self.evictions = 0
-        """that made room for other adapters"""
+        """number of evictions that made room for other adapters"""
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[str]:
         """Returns the digests, the first to leave first. `candidates`: least recently used first, which decides
@@ -82,9 +81,9 @@ class GreedyDualSizeFrequency(LeastRecentlyUsed):
         super().__init__(demand)
         self._clock = 0.0
         self._uses: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """By digest: calls, and the clock at the last one. Only as many as Demand remembers."""
+        """Calls by digest, and the clock at the last one. Only as many as Demand remembers."""
         self._scores: dict[str, float] = {}
-        """of the last order"""
+        """scores of the last order"""
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[str]:
         self._scores = {each.digest: self.score(each, now) for each in candidates}

@@ -1,4 +1,5 @@
-"""One load from the store, or from the disk cache, to host memory: ranges of layers, each layer verified by itself.
+"""Loads one adapter from the store, or from the disk cache, to host memory: ranges of layers, each layer verified
+alone.
 
 Several ranges are in flight at once. A layer that can't be read, or is not what was written, is tried again after a
 pause, from that layer on; what has arrived before it stays.
@@ -31,7 +32,6 @@ from node_agent.states import HostState
 from node_agent.types import LoadFailed
 
 RANGES_IN_FLIGHT = 3
-"""Of one load."""
 TRIES = 3
 BACK_OFF = 0.05
 """Seconds before the second try; four times as long before the third."""
@@ -73,7 +73,7 @@ class Fetch:
         self.store, self.base, self.pool, self.threads = loader.store, loader.base, loader.host, loader.fetching
         self.link, self.flow, self.staging, self.on_change = loader.store_link, Flow(), loader.staging, loader.on_layer
         self.cache = loader.cache if host.cached is None else None
-        """where to keep what was verified, until that has been asked for a writer"""
+        """cache for what was verified, until it has been asked for a writer"""
         self.positions = host.layout.positions(host.pages)
         self.over = False
         self._first, host.first = host.first, None
@@ -108,13 +108,13 @@ class Fetch:
 
     @property
     def _most_in_flight(self) -> int:
-        """How many ranges may be under way: of a prefetch one, so that few bytes are before those of a request that
+        """Ranges that may be under way. A prefetch has one, so that few bytes are ahead of those of a request that
         comes now."""
         return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
 
     def settle(self) -> None:
-        """Sets the load's last state, once it has ended and nothing runs. Whoever wants the adapter again until then
-        finds it going on."""
+        """Sets the load's last state, once it has ended and nothing runs. A caller that wants the adapter again until
+        then finds it still running."""
         if self._running or self.over:
             return
         complete = all(self.host.here)
@@ -139,19 +139,19 @@ class Fetch:
 
     # --- in a loader thread; layers land as soon as their last byte is here, while those behind them come
 
-    def _bring(self, wanted: Range, source: CachedFile | None, transfers: list[Transfer]) -> None:
-        at = wanted.first
+    def _bring(self, part: Range, source: CachedFile | None, transfers: list[Transfer]) -> None:
+        at = part.first
 
         def land(data: memoryview, count: int) -> None:
             """Lands each layer that is whole, the first `count` bytes of the range being in `data`."""
             nonlocal at
-            while at < wanted.end:
+            while at < part.end:
                 block = self.header.layers[at]
-                end = block.offset + block.size - wanted.start if block.size else 0
+                end = block.offset + block.size - part.start if block.size else 0
                 if end > count:
                     return
                 if source is None:
-                    self.link.wait(transfers[at - wanted.first])
+                    self.link.wait(transfers[at - part.first])
                 if self._error is not None or self.host.given_up:
                     raise _GivenUp
                 if block.size:
@@ -159,34 +159,34 @@ class Fetch:
                 at += 1
 
         try:
-            self._read(wanted, source, land)
+            self._read(part, source, land)
         except _GivenUp:
-            self._put_back(wanted, at)
+            self._put_back(part, at)
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
-            if at < wanted.end:  # else what failed was behind the range, in the artifact's first bytes
-                self._note(error, wanted, at, source)
+            if at < part.end:  # else what failed was behind the range, in the artifact's first bytes
+                self._note(error, part, at, source)
         with self.threads.changed:
             self._running -= 1
             self.settle()
 
-    def _read(self, wanted: Range, source: CachedFile | None, land: Land) -> None:
-        if self._first is not None and wanted.start + wanted.size <= self._first.size:  # one range is
+    def _read(self, part: Range, source: CachedFile | None, land: Land) -> None:
+        if self._first is not None and part.start + part.size <= self._first.size:  # one range is
             first, self._first = self._first, None  # tried again, it is read
-            data = first.data[wanted.start : wanted.start + wanted.size]
-            if first.read(lambda count: land(data, count - wanted.start)) - wanted.start >= wanted.size:
+            data = first.data[part.start : part.start + part.size]
+            if first.read(lambda count: land(data, count - part.start)) - part.start >= part.size:
                 return
-        data = self.staging.take(wanted.size)
-        for low in range(0, wanted.size, LARGEST_RANGE):
+        data = self.staging.take(part.size)
+        for low in range(0, part.size, LARGEST_RANGE):
             piece = data[low : low + LARGEST_RANGE]
-            start = wanted.start + low
+            start = part.start + low
             if source is None:
                 landing = partial(_land_behind, land, data, low)
-                found = self.store.get_range_into(self.host.artifact, start, piece, landing)
+                size = self.store.get_range_into(self.host.artifact, start, piece, landing)
             else:
-                found = source.read_into(start, piece)
-            if found != len(piece):
-                raise CorruptArtifact(f"{self.header.digest} ends at byte {start + found}")
-            land(data, low + found)
+                size = source.read_into(start, piece)
+            if size != len(piece):
+                raise CorruptArtifact(f"{self.header.digest} ends at byte {start + size}")
+            land(data, low + size)
 
     def _land(self, layer: int, block: memoryview, keep: bool) -> None:
         """Verifies a layer, places its rows, and says that it is there."""
@@ -218,14 +218,14 @@ class Fetch:
         for low, end in contiguous_runs(positions, row_units(width, self.pool.data.element_size())):
             self.pool.matrix(int(positions[low]), end - low, width).copy_(rows[low:end])
 
-    def _note(self, error: Exception, wanted: Range, at: int, source: CachedFile | None) -> None:
+    def _note(self, error: Exception, part: Range, at: int, source: CachedFile | None) -> None:
         """Takes note of a failed read: tries again from layer `at`, or ends the load."""
-        again = self._rest(wanted, at)
+        again = self._rest(part, at)
         with self.threads.changed:
             if source is not None and isinstance(error, RETRIED):
                 source.drop(str(error))  # the cache is no authority: the store has it
                 self.host.cached = None
-                again.tries = wanted.tries
+                again.tries = part.tries
             elif not isinstance(error, RETRIED) or again.tries >= TRIES:
                 if self._error is None:
                     damaged = source is None and isinstance(error, DAMAGE)
@@ -235,16 +235,16 @@ class Fetch:
                 again.not_before = time.monotonic() + BACK_OFF * 4 ** (again.tries - 1)
             self._ranges.insert(0, again)
 
-    def _put_back(self, wanted: Range, at: int) -> None:
-        rest = self._rest(wanted, at)
-        rest.tries = wanted.tries
+    def _put_back(self, part: Range, at: int) -> None:
+        rest = self._rest(part, at)
+        rest.tries = part.tries
         with self.threads.changed:
             self._ranges.insert(0, rest)
 
-    def _rest(self, wanted: Range, at: int) -> Range:
+    def _rest(self, part: Range, at: int) -> Range:
         start = self.header.layers[at].offset
-        tries = wanted.tries + 1 if at == wanted.first else 1
-        return Range(at, wanted.end, start, wanted.start + wanted.size - start, tries)
+        tries = part.tries + 1 if at == part.first else 1
+        return Range(at, part.end, start, part.start + part.size - start, tries)
 
 
 def _land_behind(land: Land, data: memoryview, before: int, count: int) -> None:

@@ -1,9 +1,9 @@
 """The host tier: adapters that are being read from the object store, or lie in host memory.
 
-Called by the engine's thread alone; loader threads fill `pages` and say which layers are `here`. A load goes on while
+Called by the engine's thread alone; loader threads fill `pages` and say which layers are `here`. A load runs while
 somebody waits for it (`announce` counts one in, `retract` out), the device is to copy from it, or CPU workers may read
-it. While one of the latter two is so its pages and its entry in the host table stay, whatever becomes of the load. It
-is as urgent as the most urgent of those who want it; one that finds no room takes it from less urgent ones.
+it. A copy or a reading worker keeps its pages and its entry in the host table, whatever becomes of the load. A load is
+as urgent as the most urgent of those who want it; one that finds no room takes it from less urgent ones.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FAILURE_MEMORY = 1.0
 """Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
 
 REPEATED_SHARE = 0.2
-"""Of its score that an adapter keeps in host memory while it is on the device too: it is read there only if it leaves
-the device before its next call. Tuned on one half of the traces of benchmarks/eviction.py."""
+"""Share of its score that an adapter keeps in host memory while it is on the device too. It is read there only if it
+leaves the device before its next call. Tuned on one half of the traces of benchmarks/eviction.py."""
 
 
 class HostTier:
@@ -50,7 +50,7 @@ class HostTier:
         self.on_device: Container[str] = ()
         """digests of adapters that have a place on the device"""
         self.short: Priority | None = None
-        """of the most urgent load that found no room at the last `poll`; None: all found some"""
+        """priority of the most urgent load that found no room at the last `poll`; None: all found some"""
         self._waiters: dict[str, Counter[Priority]] = {}
         self._spared: dict[str, Container[str]] = {}
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
@@ -59,7 +59,7 @@ class HostTier:
         self._fetching: list[HostAdapter] = []
         self._failed: deque[tuple[float, HostAdapter]] = deque()
         self._leaving: list[HostAdapter] = []
-        """Forgotten, and still in use."""
+        """hosts that were forgotten and are still in use"""
 
     def get(self, digest: str) -> HostAdapter | None:
         return self._all.get(digest)
@@ -191,14 +191,14 @@ class HostTier:
         return (self.pool.pages.count - self.pool.pages.free) * self.pool.page_size
 
     def owned(self) -> dict[str, list[HostAdapter]]:
-        """Returns every adapter that has pages, by digest; a load that nobody wants any more may be ending beside a new
-        one."""
-        found: dict[str, list[HostAdapter]] = {}
-        others = {id(host): host for host in [*self._all.values(), *self._fetching, *self._leaving]}
-        for host in others.values():
+        """Returns every adapter that has pages, by digest. A load that nobody wants any more may be ending while a new
+        one runs."""
+        by_digest: dict[str, list[HostAdapter]] = {}
+        hosts = {id(host): host for host in [*self._all.values(), *self._fetching, *self._leaving]}
+        for host in hosts.values():
             if host.pages is not None:
-                found.setdefault(host.digest, []).append(host)
-        return found
+                by_digest.setdefault(host.digest, []).append(host)
+        return by_digest
 
     # --- inside
 
@@ -303,7 +303,7 @@ class HostTier:
         return Candidate(host.digest, len(host.pages), reload_s, host.arrived)
 
     def _book_fetch(self, host: HostAdapter) -> bool:
-        """Takes note of a fetch that has ended, one way or the other. Returns False while it goes on."""
+        """Takes note of a fetch that has ended, well or not. Returns False while it runs."""
         if host.failed:
             self._note_failure(host)
             return True
@@ -334,7 +334,7 @@ class HostTier:
             self.forget(host)
 
     def _make_room(self, size: int, rows: int, spared: Container[str] = ()) -> int | None:
-        """Returns a run of so many rows of the table once there is room for `size` bytes, too; None when there is not.
+        """Returns a run of `rows` rows of the table once there is room for `size` bytes, too; None when there is not.
         Evicts only if that makes enough room, and where the table's free entries lie too scattered."""
         idle = self._idle(spared)
         if self.used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):

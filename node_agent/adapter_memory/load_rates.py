@@ -1,4 +1,4 @@
-"""How fast loads have lately been, by the tier that they read from. A loaded link shows as a slow one."""
+"""Rates of the latest loads, by the tier that they read from. A loaded link shows as a slow one."""
 
 from __future__ import annotations
 

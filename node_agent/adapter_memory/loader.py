@@ -26,12 +26,12 @@ from node_agent.types import LoadFailed
 MEASURE_THREADS = 8
 """Headers, and the first layers with them (two reads an adapter), must not wait behind the bytes of large adapters."""
 MEASURE_AHEAD = 2
-"""For prefetches a header is read while so few of these threads at most read for others; with what comes behind each
-header they take half of the threads."""
+"""Threads that read for others while a prefetch's header may still be read. With the layers behind each header,
+prefetches take half of the threads."""
 STORE_THREADS = 8
 COPY_THREADS = {"cpu": 4, "cuda": 1}
-"""By device. One fills a GPU's link, as copies are enqueued; more only take the interpreter from the engine's thread:
-four cold calls at once had their first tokens after 76 ms, not 50 (docs/results/gpu.md)."""
+"""Copying threads by device. One fills a GPU's link, as copies are enqueued; more only take the interpreter from the
+engine's thread: four cold calls at once had their first tokens after 76 ms, not 50 (docs/results/gpu.md)."""
 
 
 class _Awaited:

@@ -1,4 +1,4 @@
-"""How far an adapter has come: in host memory, and on its way to the device."""
+"""Records of how far an adapter has come: in host memory, and on its way to the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEARLY_DONE = 0.25
 
 @dataclass(eq=False)
 class HostAdapter:
-    """One adapter in host memory, in the pool's dtype and row order.
+    """Adapter in host memory, in the pool's dtype and row order.
 
     The engine's thread writes `waiters`, `leased`, `holds`, `copy`, what follows from them (`priority`) and what it
     took (`pages`, which loader threads fill, `slot` and `run`). HOST_TRANSITIONS says who writes `state`. Loader
@@ -40,32 +40,32 @@ class HostAdapter:
     waiters: int = 0
     """queued requests, and prefetches, that want it"""
     priority: Priority = Priority.REQUEST
-    """of the most urgent of them and of the requests that lease it on the device; once nobody does, as it was"""
+    """priority of the most urgent of those who want it and of the requests that lease it on the device; the last one
+    stays"""
     prefetched: bool = False
     """no request wanted it when its load began: how long that took says nothing of the store"""
     copy: CopyStates | None = None
     """latest copy to the device that was claimed"""
     leased: bool = False
-    """a request has a lease on it on the device"""
     holds: int = 0
-    """CPU workers may read it"""
+    """number of CPU workers' holds on it"""
     origin: HeldTier = "absent"
-    """where its bytes come from: disk or absent (the store)"""
+    """tier that its bytes come from: disk, or absent (the store)"""
     began: float = field(default_factory=time.monotonic)
     header: ArtifactHeader | None = None
     layout: AdapterLayout | None = None
     cached: CachedFile | None = None
-    """its file in the disk cache, once the header was read from there"""
+    """file in the disk cache, once the header was read from there"""
     pages: list[int] | None = None
     slot: int = -1
     run: int = -1
-    """its place in the host table, while it has pages"""
+    """slot and first row in the host table, while it has pages"""
     first: FirstBytes | None = None
     """the artifact's beginning, read with the header, until its layers are placed"""
     here: bytearray = field(default_factory=bytearray)
     """1 for each layer that has arrived and was verified"""
     arrived: float = 0.0
-    """when the last one did; monotonic seconds"""
+    """arrival of the last layer; monotonic seconds"""
 
     def change_state(self, state: HostState) -> None:
         """Sets the state. Raises IllegalTransition unless HOST_TRANSITIONS has the change. While a fetch runs, the
@@ -80,17 +80,17 @@ class HostAdapter:
 
     @property
     def complete(self) -> bool:
-        """Whether all layers have arrived and were verified."""
+        """Returns whether all layers have arrived and were verified."""
         return self.state is HostState.COMPLETE
 
     @property
     def failed(self) -> bool:
-        """Whether the load ended without all layers: it failed, or was abandoned."""
+        """Returns whether the load ended without all layers: it failed, or was abandoned."""
         return self.state is HostState.FAILED or self.state is HostState.ABANDONED
 
     @property
     def copying(self) -> bool:
-        """Whether a copy to the device reads the adapter's pages, or is to."""
+        """Returns whether a copy to the device reads the adapter's pages, or is to."""
         return self.copy is not None and not self.copy.settled
 
     def bytes_left(self, upto: int) -> int:
@@ -115,7 +115,7 @@ class HostAdapter:
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody wants the adapter, and what is here is not worth the rest."""
+        """Returns whether nobody wants the adapter, and what is here is not worth the rest."""
         return self.unwanted and (self.state is HostState.RECLAIMED or not self.nearly_done)
 
     @property
@@ -126,7 +126,7 @@ class HostAdapter:
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody may still read the adapter's pages, or a thread write them."""
+        """Returns whether somebody may still read the adapter's pages, or a thread write them."""
         return self.copying or self.holds > 0 or not (self.complete or self.failed)
 
     @property
@@ -136,27 +136,26 @@ class HostAdapter:
 
 @dataclass(eq=False)
 class CopyStates:
-    """How far one copy to the device is. Written by loader threads, read by the engine; DEVICE_TRANSITIONS says who
+    """Progress of one copy to the device. Written by loader threads, read by the engine; DEVICE_TRANSITIONS says who
     writes `state`."""
 
     layers: list[int]
     """a LayerState each: NO until the layer is enqueued"""
     views: list[LayerWeights | None]
     events: list[Event | None]
-    """behind the layer's copy; it and the views are set before the layer's state says ENQUEUED or DEVICE"""
+    """events behind the layers' copies; they and the views are set before a layer's state says ENQUEUED or DEVICE"""
     order: Sequence[int]
-    """in which layers are copied, as far as they are in host memory"""
+    """order of the copies, as far as layers are in host memory"""
     state: DeviceState = DeviceState.COPYING
     failure: LoadFailed | None = None
     """set before `state` says that the copy failed or was cancelled"""
     arrived: float = 0.0
-    """when no layer was left; monotonic seconds"""
+    """end of the copy; monotonic seconds"""
     began: float = 0.0
-    """when its first layer began to cross; monotonic seconds"""
+    """start of the first layer's crossing; monotonic seconds"""
     bytes_before: int = 0
-    """bytes that had crossed to the device when it began, for any adapter"""
+    """bytes for any adapter that had crossed to the device when it began"""
     bytes_after: int = 0
-    """bytes that had crossed to the device when it arrived, for any adapter"""
     stream: torch.cuda.Stream | None = None
 
     @classmethod
@@ -171,23 +170,23 @@ class CopyStates:
 
     @property
     def abandoned(self) -> bool:
-        """Whether it ends, or ended, because nobody wanted the adapter any more."""
+        """Returns whether it ends, or ended, because nobody wanted the adapter any more."""
         return self.state in (DeviceState.CANCELLED, DeviceState.COPY_STOPPED, DeviceState.ABANDONED)
 
     @property
     def ended(self) -> bool:
-        """Whether no thread touches the target any more."""
+        """Returns whether no thread touches the target any more."""
         return self.state is not DeviceState.COPYING and self.state is not DeviceState.CANCELLED
 
     @property
     def settled(self) -> bool:
-        """Whether the engine has taken note of the end."""
+        """Returns whether the engine has taken note of the end."""
         return self.state in (DeviceState.READY, DeviceState.FAILED, DeviceState.ABANDONED)
 
 
 @dataclass
 class DeviceAdapter:
-    """One adapter that has room on the device."""
+    """Adapter that has room on the device."""
 
     host: HostAdapter
     layout: AdapterLayout
@@ -195,13 +194,13 @@ class DeviceAdapter:
     pages: list[int]
     run: int
     began: float
-    """when the load that brings it here began; monotonic seconds"""
+    """start of the load that brings it here; monotonic seconds"""
     copy: CopyStates
     leases: int = 0
     prefetched: bool = False
     """no request wanted it when this load began: how long it took says nothing of the link"""
     served: bool = False
-    """A request got its answer from it: the load goes on to its end, for more are to be expected."""
+    """A request got its answer from it: the load runs to its end, for more requests are to be expected."""
     load_seconds: float = 0.0
     weights: AdapterWeights | None = None
     """Set when the adapter is wholly there. The table names it from the start."""
@@ -223,10 +222,10 @@ class DeviceAdapter:
 
     @property
     def settled(self) -> bool:
-        """Whether its load is over, one way or the other."""
+        """Returns whether its load is over, well or not."""
         return self.copy.settled
 
     @property
     def idle(self) -> bool:
-        """Whether nobody reads or writes the adapter on the device."""
+        """Returns whether nobody reads or writes the adapter on the device."""
         return self.leases == 0 and self.settled

@@ -1,4 +1,5 @@
-"""Which ranged reads bring an adapter's layers from the store, and the memory that they are read into."""
+"""Plans the ranged reads that bring an adapter's layers from the store, and provides the memory that they are read
+into."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from adapters.store import Arrived, ObjectStore
 LARGEST_RANGE = 8 << 20
 """Bytes. Each read has its fixed cost, so few large ones are fastest; a layer that is larger is read in pieces."""
 FIRST_RANGE = 1 << 20
-"""Bytes of the first range, so that layer 0 does not wait for many others; each one after may be twice as large. The
-artifact's first so many are read before its header is known."""
+"""Bytes of the first range, so that layer 0 does not wait for many others; each one after may be twice as large. As
+many bytes of the artifact's beginning are read before its header is known."""
 LONGEST_SILENCE_S = 10.0
-"""For which whoever places the artifact's first bytes waits for one more of them; then it asks the store itself."""
+"""Seconds for which placing the artifact's first bytes waits for one more of them; then the store is asked again."""
 
 
 @dataclass
@@ -60,15 +61,15 @@ class FirstBytes:
         for."""
         if start:
             return self._store.get_range(key, start, length)
-        behind = self._submit(self._read_behind, key, length) if length < FIRST_RANGE else None
+        rest = self._submit(self._read_behind, key, length) if length < FIRST_RANGE else None
         head = self._store.get_range(key, 0, length)
         with self._changed:
             self._head = min(len(head), FIRST_RANGE)
             self.data[: self._head] = head[: self._head]
             self._count = max(self._count, self._head)
-        if behind is not None and len(head) == length:  # else it ends there
-            self._behind = behind
-            behind.add_done_callback(self._wake)
+        if rest is not None and len(head) == length:  # else it ends there
+            self._behind = rest
+            rest.add_done_callback(self._wake)
         return head
 
     def read(self, arrived: Arrived) -> int:
@@ -92,10 +93,10 @@ class FirstBytes:
 
     def _read_behind(self, key: str, start: int) -> int:
         """Reads the bytes from `start` to FIRST_RANGE. They are copied to `data` once they are there: the read may
-        begin anew while they are looked at."""
+        begin again while they are looked at."""
         buffer = memoryview(bytearray(FIRST_RANGE - start))
 
-        def note(count: int) -> None:
+        def record_arrival(count: int) -> None:
             with self._changed:
                 if count and start + count > self._count:
                     low = max(0, self._count - start)
@@ -103,7 +104,7 @@ class FirstBytes:
                     self._count = start + count
                     self._changed.notify_all()
 
-        return self._store.get_range_into(key, start, buffer, note)
+        return self._store.get_range_into(key, start, buffer, record_arrival)
 
     def _wake(self, _: Future[int]) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""Which adapters are where, in full, and taking one away: what operators see and do. Called by the engine's thread."""
+"""Operators' view of adapters: where each one is, in full, and taking one away. Called by the engine's thread."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class InUse(Exception):
 def adapter_states(store: AdapterStore) -> AdapterStates:
     """Returns the adapters on the device first, then in host memory or on the way there, then on the disk; none
     twice."""
-    found = [_on_device(store, entry) for entry in store.device.values()]
-    found += [_in_host(host) for host in store.hosts.all() if host.digest not in store.device]
-    named = {state.digest for state in found}
-    kept = store.cache.contents() if store.cache is not None else ()
-    on_disk = [AdapterState(digest, "disk", size) for digest, size in kept if digest not in named]
-    return AdapterStates(found + on_disk[:MOST_ON_DISK], max(0, len(on_disk) - MOST_ON_DISK))
+    in_memory = [_on_device(store, entry) for entry in store.device.values()]
+    in_memory += [_in_host(host) for host in store.hosts.all() if host.digest not in store.device]
+    digests = {state.digest for state in in_memory}
+    cached = store.cache.contents() if store.cache is not None else ()
+    on_disk = [AdapterState(digest, "disk", size) for digest, size in cached if digest not in digests]
+    return AdapterStates(in_memory + on_disk[:MOST_ON_DISK], max(0, len(on_disk) - MOST_ON_DISK))
 
 
 def tier_of(store: AdapterStore, digest: str) -> HeldTier:
@@ -48,7 +48,7 @@ def tier_of(store: AdapterStore, digest: str) -> HeldTier:
 def evict(store: AdapterStore, digest: str) -> bool:
     """Takes the adapter from device, host memory and disk. Returns False when it is in none of them.
 
-    Raises InUse while a request holds or awaits it, CPU workers read it, or its load goes on.
+    Raises InUse while a request holds or awaits it, CPU workers read it, or its load runs.
     """
     entry, host = store.device.get(digest), store.hosts.get(digest)
     if entry is not None and not entry.idle:
@@ -90,5 +90,5 @@ def _in_host(host: HostAdapter) -> AdapterState:
 
 def _layer_names(states: Sequence[int], in_host: Sequence[int], failed: bool) -> list[LayerName]:
     both = zip(states, in_host, strict=True)
-    found = (LayerState.HOST if state == LayerState.NO and here else state for state, here in both)
-    return [STATE_NAMES[LayerState.FAILED if failed else state] for state in found]
+    tiers = (LayerState.HOST if state == LayerState.NO and here else state for state, here in both)
+    return [STATE_NAMES[LayerState.FAILED if failed else state] for state in tiers]

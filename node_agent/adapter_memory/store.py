@@ -73,7 +73,7 @@ class AdapterStore:
         self.room = DeviceRoom(self.pool, self.table, self.hosts, policy(self.demand))
         self.device = self.hosts.on_device = self.room.adapters
         self.loads = DeviceLoads(self.loader, self.hosts, self.room)
-        """Of those of `device` that are not switched in yet."""
+        """loads of those adapters of `device` that are not switched in yet"""
         self._releasing: list[tuple[str, Sequence[Event]]] = []
 
     # --- what the engine calls for a request
@@ -100,19 +100,19 @@ class AdapterStore:
     def acquire(
         self, adapter: Adapter, order: Sequence[int] | None = None, spared: Container[str] = ()
     ) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
-        """Returns a lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever).
+        """Returns a lease on the adapter's slot, also while its load runs; or the reason why not (now, or ever).
 
         `order`: as in `set_order`, for a copy that this call begins; `spared`: digests of adapters that are not evicted
         for it.
         """
         entry = self.device.get(adapter.digest)
         if entry is None:
-            found = self._place(adapter, order, spared)
-            if isinstance(found, NoRoom) and self.loads.reclaim(Priority.REQUEST):
+            placed = self._place(adapter, order, spared)
+            if isinstance(placed, NoRoom) and self.loads.reclaim(Priority.REQUEST):
                 return Pending()
-            if not isinstance(found, DeviceAdapter):
-                return found
-            entry = found
+            if not isinstance(placed, DeviceAdapter):
+                return placed
+            entry = placed
         elif entry.copy.abandoned:
             return Pending()  # it is about to go; the next load begins then
         elif entry.copy.failure is not None:
@@ -145,8 +145,8 @@ class AdapterStore:
         return host is not None and host.layout is not None and self.room.fits_without(host.layout, others)
 
     def choose_spared(self, adapter: Adapter, digests: Iterable[str]) -> Container[str]:
-        """Returns those of `digests` that need not be evicted for the adapter, as in DeviceRoom.choose_spared; none
-        while its layout is not known, when it takes no room yet."""
+        """Returns those of `digests` that need not be evicted for the adapter, as in DeviceRoom.choose_spared. None of
+        them while its layout is not known: it takes no room yet."""
         host = self.hosts.get(adapter.digest)
         return self.room.choose_spared(host.layout, digests) if host is not None and host.layout is not None else ()
 
@@ -160,9 +160,9 @@ class AdapterStore:
         entry = self.device[lease.digest]
         if entry.copy.failure is not None:
             return LayerState.FAILED
-        found = entry.copy.layers[layer]
-        if found != LayerState.NO:
-            return found
+        state = entry.copy.layers[layer]
+        if state != LayerState.NO:
+            return state
         return LayerState.HOST if entry.host.here[layer] else LayerState.NO
 
     def loaded(self, lease: Lease) -> bool:
@@ -175,7 +175,7 @@ class AdapterStore:
         return "host" if entry.host.complete and entry.began > entry.host.began else entry.host.origin
 
     def load_seconds(self, lease: Lease) -> float:
-        """Returns how long the adapter's load took; 0 while it goes on."""
+        """Returns how long the adapter's load took (seconds); 0 while it runs."""
         return self.device[lease.digest].load_seconds
 
     def crossing(self, lease: Lease) -> tuple[int, float]:
@@ -204,7 +204,7 @@ class AdapterStore:
 
     @property
     def loads_in_flight(self) -> int:
-        """How many loads share the link to the device."""
+        """Returns the number of loads that share the link to the device."""
         return len(self.loads.awaited)
 
     def failure(self, lease: Lease) -> LoadFailed | None:
@@ -271,8 +271,8 @@ class AdapterStore:
     def place(self, adapter: Adapter, spared: Container[str] = ()) -> NoRoom | Pending | TooLarge | LoadFailed | None:
         """Begins to copy an adapter that lies in host memory to the device, evicting none that is `spared`. Nobody
         leases it: until the copy has ended, requests may take its room. Returns None, or why not."""
-        found = self._place(adapter, None, spared)
-        return None if isinstance(found, DeviceAdapter) else found
+        placed = self._place(adapter, None, spared)
+        return None if isinstance(placed, DeviceAdapter) else placed
 
     @property
     def urgent_loads(self) -> bool:
@@ -319,7 +319,7 @@ class AdapterStore:
     # --- what the engine calls once per iteration
 
     def poll(self) -> None:
-        """Notes what has arrived, ends releases whose events have ended, and lets the host tier go on."""
+        """Takes note of what has arrived, ends releases whose events have ended, and polls the host tier."""
         releasing, self._releasing = self._releasing, []
         for digest, events in releasing:
             self.release(Lease(digest, -1, ()), events)
@@ -337,8 +337,8 @@ class AdapterStore:
         on_device = [Resident(d, "device", e.size, e.leases) for d, e in self.device.items() if e.weights is not None]
         on_host = [Resident(h.digest, "host", h.size, 0) for h in self.hosts.complete() if h.digest not in self.device]
         above = {resident.digest for resident in on_device + on_host}
-        kept = self.cache.contents() if self.cache is not None else ()
-        on_disk = [Resident(digest, "disk", size, 0) for digest, size in kept if digest not in above]
+        cached = self.cache.contents() if self.cache is not None else ()
+        on_disk = [Resident(digest, "disk", size, 0) for digest, size in cached if digest not in above]
         return on_device + on_host + on_disk[:MOST_ON_DISK]
 
     @property
@@ -348,8 +348,8 @@ class AdapterStore:
 
     @property
     def loading_bytes(self) -> int:
-        """The bytes on their way to the device, or awaited there by queued requests; layers that have arrived do not
-        count, nor do predicted prefetches, which a request finds out of its way."""
+        """Returns the bytes on their way to the device, or awaited there by queued requests. Layers that have arrived
+        do not count, nor do predicted prefetches, which yield to any request."""
         return sum(entry.bytes_left for entry in self.loads.awaited) + self.hosts.bytes_awaited(self.device)
 
     @property

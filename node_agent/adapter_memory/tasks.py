@@ -12,8 +12,8 @@ from node_agent.adapter_memory.loader_threads import Load, LoaderThreads, Priori
 
 class Tasks(LoaderThreads):
     def __init__(self, name: str, count: int, most_ahead: int) -> None:
-        """Prepares a pool of `count` threads. Work for a load that is less urgent than requests begins while less than
-        `most_ahead` are busy for such loads, and no more urgent work goes on."""
+        """Prepares a pool of `count` threads. Work for a load that is less urgent than requests begins while fewer than
+        `max_ahead` are busy for such loads, and no more urgent work runs."""
         super().__init__(name, count)
         self.most_ahead = most_ahead
         self.ahead = 0
@@ -59,13 +59,13 @@ class _Task:
 
     def _run(self) -> None:
         try:
-            found = self._work()
+            outcome = self._work()
         except BaseException as error:  # the border of a thread: it belongs to whoever waits for the result
             self._end()
             self.result.set_exception(error)
         else:
             self._end()
-            self.result.set_result(found)
+            self.result.set_result(outcome)
 
     def _end(self) -> None:
         with self._tasks.changed:

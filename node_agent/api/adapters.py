@@ -21,7 +21,8 @@ from node_agent.api.requests import RequestRegistry
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
 
 ANSWER_SECONDS = 10.0
-"""The engine answers between two iterations. A prefetch that takes longer goes on, and its caller is told so."""
+"""Seconds within which the engine answers, between two iterations. A prefetch that takes longer continues, and its
+caller learns that."""
 ORDER_BYTES = 1 << 16
 WANTED_BYTES = 1 << 18
 """MAX_WANTED adapters, with room for ranks and long artifact keys, and MAX_IDLE_TTLS digests."""

@@ -40,12 +40,13 @@ from node_agent.gpu.watch import GpuWatch
 from node_agent.heartbeat import NAME, Watch
 
 NOTICE_SECONDS = 0.3
-"""Between being told to stop and not listening any more: the gateway hears of it first, and sends nothing then."""
+"""Seconds between the order to stop and the end of listening: the gateway learns of it first, and sends nothing
+then."""
 KEEP_ALIVE = 90
 """Seconds that an idle connection stays open: longer than gateways keep theirs, so that they never use one that is
 just being closed here."""
 LOOK_S = 0.2
-"""Between two looks at the engine's heartbeat."""
+"""Seconds between two looks at the engine's heartbeat."""
 
 
 def create_app(
@@ -150,15 +151,15 @@ def url_of(listener: socket.socket, gateway_url: str) -> str:
 def _address_towards(url: str) -> str:
     """Returns this host's own address on the way to `url`; nothing is sent, the kernel only chooses a route."""
     target = urlsplit(url)
-    found = socket.getaddrinfo(target.hostname, target.port or 80, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = found[0]
+    addresses = socket.getaddrinfo(target.hostname, target.port or 80, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
 
 
 class _Server(uvicorn.Server):
-    """Told to stop, it says that it is draining, and then lets open streams end."""
+    """Server that reports the node as draining when it is to stop, and then lets open streams end."""
 
     def __init__(self, config: uvicorn.Config, registry: RequestRegistry) -> None:
         super().__init__(config)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cluster.text import BaseText
 
 REPLACEMENT = "\ufffd"
-"""What tokenizers write for bytes that are not (yet) a character."""
+"""Character that tokenizers write for bytes that are not (yet) a character."""
 
 WINDOW = 12
 """Tokens of a window before it is shortened."""
@@ -17,7 +17,7 @@ synchronises itself, so decoding from there ends in the same state as decoding f
 
 
 class TokenText:
-    """What detokenisation needs to know of a tokenizer; made once per process, and once more for requests that want
+    """Properties of a tokenizer that detokenisation needs. Made once per process, and once more for requests that want
     special tokens in their text (`skip_special` False)."""
 
     def __init__(self, text: BaseText, *, skip_special: bool = True) -> None:

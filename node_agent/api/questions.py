@@ -1,4 +1,4 @@
-"""Questions that the API process asks its engine beside requests: each is answered once, or given up."""
+"""Questions that the API process asks its engine apart from requests: each is answered once, or given up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_OPEN = 64
 
 
 class Questions:
-    """Who waits for which answer."""
+    """Questions that wait for their answers."""
 
     def __init__(self) -> None:
         self._open: dict[str, asyncio.Future[Answer]] = {}

@@ -1,4 +1,4 @@
-"""Numbers what becomes of a node's residents and facts, so that the gateway is told of changes alone."""
+"""Numbers the changes of a node's residents and facts, so that the gateway receives changes alone."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class ResidencyLog:
 
     def __init__(self) -> None:
         self.at = 0
-        """Number of the last change."""
         self._facts: Facts | None = None
         self._facts_at = 0
         self._told: Sequence[Resident] = ()
         self._residents: dict[str, Resident] = {}
         self._changed: dict[str, int] = {}
-        """By digest, in the order of the numbers. Adapters that are gone stay until the gateway knows."""
+        """Number of the last change by digest, in the order of the numbers. Adapters that left stay until the gateway
+        knows."""
 
     def news(self, record: NodeRecord, residents: Sequence[Resident], known: int) -> News:
-        """Returns what the gateway has to be told now. `known`: the number of the last change that it has taken in, or
-        WHOLE."""
+        """Returns the report for a gateway that knows the changes up to number `known`; WHOLE for one that knows
+        nothing."""
         self._note(facts_of(record), residents)
         if known == WHOLE:
             return News(heartbeat_of(record), self._facts, Changes(WHOLE, self.at, list(residents)))

@@ -36,15 +36,15 @@ class StopMatcher:
                 self._held = ""
                 stop = text[position - longest : position]
                 return text[: position if self._include else position - longest], stop
-        held = max(self._states)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], None
+        withheld = max(self._states)
+        self._held = text[len(text) - withheld :]
+        return text[: len(text) - withheld], None
 
     def flush(self) -> str:
         """Returns the text that was held back, once no more will come, and resets the matcher."""
-        held, self._held = self._held, ""
+        withheld, self._held = self._held, ""
         self._states = [0] * len(self._stops)
-        return held
+        return withheld
 
     def _advance(self, character: str) -> int:
         """Moves every automaton by one character; returns the length of the longest stop string that it completes."""

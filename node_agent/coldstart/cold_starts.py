@@ -33,8 +33,8 @@ from node_agent.types import LayerState, Lease, PassLora, Plan
 
 MOST_OUTCOMES = 256
 NO_WAIT = 0.02
-"""Workers count as on time if the chunk waited less than this share of the base's products, beside which they
-compute."""
+"""Share of the base's products, during which workers compute. Workers count as on time if the chunk waited less than
+that."""
 MAX_CROSSING_S = 0.1
 """Seconds of one handoff's bytes on the link above which workers are not asked: a wait for them is bounded."""
 MAX_UNMEASURED = 16
@@ -43,7 +43,7 @@ MAX_UNMEASURED = 16
 
 @dataclass(frozen=True)
 class Way:
-    """Which plans may be chosen. `blocks` and `whole` make the baselines that benchmarks compare with."""
+    """Plans that may be chosen. `blocks` and `whole` make the baselines that benchmarks compare with."""
 
     plans: tuple[str, ...]
     blocks: bool = False
@@ -67,11 +67,10 @@ WAYS = {
 
 @dataclass(frozen=True)
 class WorkersDecision:
-    """How many CPU workers a node has."""
+    """Number of CPU workers that a node has, and why."""
 
     count: int
     reason: str
-    """For operators."""
     figures: tuple[tuple[str, float], ...] = ()
     """(name, milliseconds) of what the decision was made by"""
 
@@ -107,7 +106,6 @@ class ColdStarts:
         self.decision = WorkersDecision(0, "")
         self.outcomes: deque[Outcome] = deque(maxlen=MOST_OUTCOMES)
         self.latest: Plan | None = None
-        """The plan that was made last."""
 
     def use(self, profile: Profile | None, workers: WorkerPool | None) -> None:
         """Plan by the profile from now on, with these workers."""
@@ -176,8 +174,8 @@ class ColdStarts:
             self.unmeasured.setdefault(kind)
 
     def _alone_seconds(self, costs: ChunkCosts, name: str, assisted: int) -> float:
-        """Returns the forecast by the profile alone of a chunk that has engine and link for itself; 0 where it does
-        not, or where its adapter is not in host memory yet."""
+        """Returns the forecast by the profile alone of a chunk that has engine and link for itself. Returns 0 where it
+        has not, or where its adapter is not in host memory yet."""
         if costs.others or costs.ahead or costs.in_host.any() or self.store.loads_in_flight > 1 or not costs.load.any():
             return 0.0
         return wait_seconds(costs) if name == "wait" else float(forecast(costs)[0][assisted])
@@ -206,14 +204,14 @@ class ColdStarts:
         return DecodeCosts(tokens, step, half if half <= longest_step(step, 1, costs.others) else np.inf, results)
 
     def _row_work(self, lease: Lease, rows: int, costs: RowCosts) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the workers' seconds for so many decode rows, as they are lately, and those of crossings."""
+        """Returns the workers' seconds for `rows` decode rows, as they are lately, and those of crossings."""
         layout, row_bytes = self.store.layout(lease), rows * self.store.pool.data.element_size()
         crossings = costs.crossings(layout, row_bytes, self.store.loads_in_flight)
         return self.row_cpu.value * costs.work(layout, rows), crossings
 
     def _result_seconds(self, lease: Lease, rows: int) -> np.ndarray:
-        """Returns f64[N]: seconds by which the workers' results for so many rows delay the load; 0 where workers share
-        the device's memory."""
+        """Returns f64[N]: seconds by which the workers' results for the rows delay the load; 0 where workers share the
+        device's memory."""
         if self.profile is None or self.profile.handoff is None or self.link is None:
             return np.zeros(self.base.num_layers)
         row_bytes = rows * self.store.pool.data.element_size()
@@ -274,8 +272,8 @@ class ColdStarts:
         return all(self.state(lease, layer) in ON_DEVICE for layer in range(self.base.num_layers))
 
     def observe_joined(self, joined: Sequence[tuple[Lease, int, ColdLora]]) -> None:
-        """Learn from the decode rows, so many of each adapter, that joined one step. The workers served all of them
-        beside one product of the base, and whoever was served last waited for those before."""
+        """Learns from the decode rows of each adapter that joined one step. The workers served all of them during one
+        product of the base, and the adapter that was served last waited for those before."""
         if self.profile is None or self.workers is None or not self.assists:
             return
         costs, layers = RowCosts(self.profile, self.base), self.base.num_layers
@@ -318,26 +316,26 @@ class ColdStarts:
 
     def state(self, lease: Lease, layer: int) -> int:
         """A LayerState, as far as this node's way makes use of it."""
-        found = self.store.state(lease, layer)
-        if found in ON_DEVICE and self.way.whole and not self.store.loaded(lease):
+        state = self.store.state(lease, layer)
+        if state in ON_DEVICE and self.way.whole and not self.store.loaded(lease):
             return LayerState.HOST
-        return found
+        return state
 
     def _computable(self, lease: Lease, plan: Plan, layer: int) -> bool:
         state = self.state(lease, layer)
         return state in ON_DEVICE or (state == LayerState.HOST and self.on_cpu(lease, plan, layer))
 
     def on_cpu(self, lease: Lease, plan: Plan, layer: int) -> bool:
-        """Whether a layer that lies in host memory is computed by the workers rather than waited for."""
+        """Returns whether a layer that lies in host memory is computed by the workers rather than waited for."""
         if plan.name != "assist" or not self.assists:
             return False
         if layer < plan.assisted or self.way.whole:
             return True
         # it should have been on the device by now: what comes before it in the load has to arrive first
-        left = sum(
+        load_s = sum(
             plan.load[i] for i in range(plan.assisted, layer + 1) if self.store.state(lease, i) != LayerState.DEVICE
         )
-        return bool((1 + plan.others) * plan.cpu_extra[layer] < left)
+        return bool((1 + plan.others) * plan.cpu_extra[layer] < load_s)
 
     def costs(self, lease: Lease, n_tokens: int, profile: Profile) -> ChunkCosts:
         """Returns what each layer of the chunk costs by the profile, with the link as it was observed lately and shared
@@ -364,7 +362,7 @@ class ColdStarts:
     def worker_seconds(
         self, profile: Profile, layout: AdapterLayout, n_tokens: int, workers: int, sharing: int = 1
     ) -> np.ndarray:
-        """Returns f64[N]: the seconds of each layer whose adapter part so many workers compute, while `sharing` loads
+        """Returns f64[N]: the seconds of each layer whose adapter part `workers` workers compute, while `sharing` loads
         use the link. Infinite without workers, and where the results have as many bytes as the weights: then workers
         can only delay what they are to hide."""
         if not workers or profile.cpu is None:
@@ -374,13 +372,13 @@ class ColdStarts:
         on_cpu = self.store.pool.data.device.type == "cpu"
         if on_cpu and self.workers is not None and self.workers.engine_cores is not None:
             slowdown = self.workers.engine_cores.slowdown
-        work, beside = costs.slices(layout, n_tokens, workers), self.device.value * costs.beside(n_tokens)
-        longer = np.where(work > 0, np.maximum(work, slowdown * beside) - beside, 0.0).sum(axis=1)
+        work, base_s = costs.slices(layout, n_tokens, workers), self.device.value * costs.beside(n_tokens)
+        longer = np.where(work > 0, np.maximum(work, slowdown * base_s) - base_s, 0.0).sum(axis=1)
         crossings = costs.crossings(layout, row_bytes, sharing)
         seconds = self.layer_seconds(n_tokens, profile) + longer + crossings.sum(axis=1)
         seconds[(crossings > MAX_CROSSING_S).any(axis=1)] = np.inf
         if profile.handoff is not None:
             moved = np.array(layout.moved)
             seconds[(moved > 0) & (result_bytes(layout, self.base, row_bytes) >= moved)] = np.inf
-        found: np.ndarray = seconds
-        return found
+        by_layer: np.ndarray = seconds
+        return by_layer

@@ -13,12 +13,12 @@ from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.slices import Segment
 
 WAIT_LIMIT_S = 1.0
-"""For a worker's answer; a slice takes a hundredth of it."""
+"""Seconds to wait for a worker's answer; a slice takes a hundredth of it."""
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One worker's slice of a handoff."""
+    """Slice of a handoff that one worker computes."""
 
     worker: WorkerState
     flag: int
@@ -27,7 +27,7 @@ class Part:
     at: int
     """command, among the worker's"""
     begin: int
-    """its slice of the tokens, which it shares with the workers that have other shares of the weights"""
+    """first token of its slice; workers that have other shares of the weights have the same"""
     end: int
 
 
@@ -50,7 +50,7 @@ class HandoffPool(Protocol):
 
 
 class PassHandoffs(Protocol):
-    """One cold pass's handoffs: the part that differs between a CPU and a device with a stream (stream.py)."""
+    """Handoffs of one cold pass: the part that differs between a CPU and a device with a stream (stream.py)."""
 
     @property
     def failed(self) -> bool:
@@ -64,7 +64,8 @@ class PassHandoffs(Protocol):
 
     @property
     def quiet(self) -> bool:
-        """Whether the pass has ended, and no worker reads anything for it any more, as far as the last `poll` knows."""
+        """Returns whether the pass has ended, and no worker reads anything for it any more, as far as the last `poll`
+        knows."""
 
 
 class HostPass:
@@ -92,7 +93,7 @@ class HostPass:
 
 
 class Handoff:
-    """One projection group's adapter part, being computed. The slice of a worker that ends or stalls is computed by
+    """Adapter part of one projection group, being computed. The slice of a worker that ends or stalls is computed by
     another one; where none can be had, the handoff fails."""
 
     def __init__(self, pool: HandoffPool, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
@@ -103,12 +104,12 @@ class Handoff:
         self._open = True
         self._stand_ins: list[Handoff] = []
         self.answered = False
-        """by every worker that it was handed to"""
+        """every worker that it was handed to has answered"""
 
     @property
     def parts(self) -> list[Part]:
-        """Those of the stand-ins among them."""
-        return [*self._parts, *(part for other in self._stand_ins for part in other.parts)]
+        """Returns its parts, those of the stand-ins included."""
+        return [*self._parts, *(part for stand_in in self._stand_ins for part in stand_in.parts)]
 
     def wait(self, timeout: float = WAIT_LIMIT_S) -> bool:
         """Waits until all slices have arrived, `timeout` seconds at most. Returns False when they have not; at once
@@ -136,7 +137,7 @@ class Handoff:
             self._pool.release(self._slot, self._parts, self.answered)
 
     def _await_own(self, end_ns: int) -> bool:
-        """Waits without stand-ins: whoever is left may be the very worker that is stood in for."""
+        """Waits without stand-ins: the worker that remains may be the very one that is stood in for."""
         self.answered = self._arrived = all(self._pool.await_part(part, end_ns) for part in self._parts)
         return self.answered
 
@@ -154,18 +155,18 @@ class Handoff:
     def _complete_slice(self, parts: Sequence[Part], end_ns: int) -> bool:
         """`parts`: the shares of one slice that are missing. Who takes over computes the whole slice."""
         begin, end = parts[0].begin, parts[0].end
-        other = self._pool.take_over(parts) if time.monotonic_ns() < end_ns else None
+        stand_in = self._pool.take_over(parts) if time.monotonic_ns() < end_ns else None
         rows: Sequence[torch.Tensor]
-        if other is None:
+        if stand_in is None:
             arrived = all(self._pool.await_part(part, end_ns) for part in parts)
             rows = [y[begin:end] for y in self._views]
         else:
-            self._stand_ins.append(other)
-            arrived = other._await_own(end_ns)
-            rows = other.outputs if arrived else ()
+            self._stand_ins.append(stand_in)
+            arrived = stand_in._await_own(end_ns)
+            rows = stand_in.outputs if arrived else ()
         if arrived:
-            for y, found in zip(self._outputs, rows, strict=True):
-                y[begin:end] = found
-        if other is not None:
-            other.close()
+            for y, computed in zip(self._outputs, rows, strict=True):
+                y[begin:end] = computed
+        if stand_in is not None:
+            stand_in.close()
         return arrived

@@ -1,4 +1,4 @@
-"""Starts the CPU LoRA workers, notices their ends at once, and starts them again, in a thread of its own.
+"""Starts the CPU LoRA workers, notices their ends at once, and starts them again, in a separate thread.
 
 The thread spawns all of them, for the kernel ends a worker with the very thread that started it.
 """
@@ -25,7 +25,7 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 30.0
 STEADY = 30.0
 """Seconds after which a worker counts as good again: its next restart waits for FIRST_BACKOFF only."""
 START_LIMIT_S = 120.0
-"""From the start of a process until it is warm; the first one of a machine compiles the operator."""
+"""Seconds from the start of a process until it is warm; the first one of a machine compiles the operator."""
 JOIN_LIMIT_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class WorkerState:
-    """One process. `ready` and `ended` are set by the keeper, all else but `began` by the engine's thread."""
+    """Process of a worker. `ready` and `ended` are set by the keeper, all else but `began` by the engine's thread."""
 
     index: int
     epoch: int
@@ -44,9 +44,9 @@ class WorkerState:
     ended: bool = False
     """reaped: it writes nothing any more"""
     commands: int = 0
-    """that it has not been seen to answer"""
+    """number of commands without an answer"""
     late: tuple[Callable[[], bool], ...] = ()
-    """whether it has answered by now, for each command that timed out; it gets no new ones before"""
+    """checks for an answer, one for each command that timed out; the worker gets no new ones before"""
     late_since: float = 0.0
 
 
@@ -71,12 +71,12 @@ class Keeper:
         stall_limit: float,
         on_end: Callable[[WorkerState], None],
     ) -> None:
-        """`on_end` is told of each worker that was warm and has ended, once it is reaped, by the keeper's thread."""
+        """`on_end` receives each worker that was warm and has ended, once it is reaped, in the keeper's thread."""
         self._config, self._fds, self._stall_limit, self._on_end = config, tuple(fds), stall_limit, on_end
         self._places = [_Place() for _ in range(count)]
         self._epochs = 0
         self.workers: tuple[WorkerState, ...] = ()
-        """Those that are warm and alive, as far as is known, by index; replaced whole by the keeper's thread."""
+        """Workers that are warm and alive, as far as is known, by index; replaced whole by the keeper's thread."""
         self._closing = False
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -203,8 +203,8 @@ class Keeper:
             log.info("worker ready", extra={"worker": worker.index, "pid": worker.process.pid})
 
     def _list_workers(self) -> None:
-        found = (place.worker for place in self._places)
-        self.workers = tuple(worker for worker in found if worker is not None and worker.ready and not worker.ended)
+        workers = (place.worker for place in self._places)
+        self.workers = tuple(worker for worker in workers if worker is not None and worker.ready and not worker.ended)
         self._changed.notify_all()
 
     def _end(self, worker: WorkerState, why: str) -> None:

@@ -58,7 +58,7 @@ def _rounded(value: int) -> int:
 
 
 class PassSample(msgspec.Struct, frozen=True, array_like=True):
-    """One measured pass. Seconds."""
+    """Times of one measured pass. Seconds."""
 
     kind: CallKind
     plan: str
@@ -71,7 +71,7 @@ class PassSample(msgspec.Struct, frozen=True, array_like=True):
     answer: float = 0.0
     """time to the end of the answer, from the call; 0 for a served call, whose answer has another length"""
     calls: int = 1
-    """calls that came at once, each with an adapter of its own; `first` and `answer` are their means then"""
+    """calls that came at once, each with a separate adapter; `first` and `answer` are their means then"""
 
 
 class PassTimes:

@@ -1,4 +1,4 @@
-"""What decode rows whose adapters are on their way cost a step that they join, and which of them join it.
+"""Costs of decode rows whose adapters are on their way for a step that they join, and the choice of those that join.
 
 Arrays are f64[N, groups]: seconds of one worker, by layer and projection group.
 """
@@ -24,27 +24,27 @@ MOST_JOINED = 4
 
 
 class RowCosts:
-    """What a node's profile says of decode rows, and of the workers' part of chunks."""
+    """Costs of decode rows, and of the workers' part of chunks, by a node's profile."""
 
     def __init__(self, profile: Profile, base: BaseModel) -> None:
         self.profile, self.base = profile, base
 
     def step(self, rows: int) -> float:
-        """Returns the seconds of a step of so many rows, all of whose adapters are on the device."""
+        """Returns the seconds of a step of `rows` rows, all of whose adapters are on the device."""
         return self.base.num_layers * self.profile.layer_seconds(rows)
 
     def beside(self, rows: int) -> np.ndarray:
-        """Returns f64[groups]: seconds of the base's products in each layer of a step, or a chunk, of so many rows."""
+        """Returns f64[groups]: seconds of the base's products in each layer of a step, or a chunk, of `rows` rows."""
         shares = group_shares(self.base)
         return self.profile.layer_seconds(rows) * np.array([shares[name] for name in NAMES])
 
     def work(self, layout: AdapterLayout, rows: int) -> np.ndarray:
-        """Returns the workers' seconds for the adapter's part of so many rows."""
+        """Returns the workers' seconds for the adapter's part of `rows` rows."""
         return self._by_group(layout, lambda _, elements: self.profile.cpu_seconds(rows, elements))
 
     def slices(self, layout: AdapterLayout, tokens: int, workers: int) -> np.ndarray:
-        """Returns the seconds that a worker takes for its slice of a chunk of so many tokens, or its share of the
-        weights, of `workers` workers."""
+        """Returns the seconds that one of `workers` workers takes for its slice of a chunk of `tokens` tokens. Where
+        they split the weights, it is the time for its share of them."""
         budgets = dict(zip(NAMES, self.beside(tokens).tolist(), strict=True))
 
         def of_slice(group: str, elements: int) -> float:
@@ -68,27 +68,26 @@ class RowCosts:
         return self._by_group(layout, crossing)
 
     def _by_group(self, layout: AdapterLayout, seconds: Callable[[str, int], float]) -> np.ndarray:
-        """`seconds`: of a group with so many elements."""
-        found = np.zeros((self.base.num_layers, len(NAMES)))
-        known: dict[bytes, np.ndarray] = {}
+        """`seconds` gives those of a group by its number of elements."""
+        by_layer = np.zeros((self.base.num_layers, len(NAMES)))
+        by_ranks: dict[bytes, np.ndarray] = {}
         for layer in range(self.base.num_layers):
             key = layout.rank[layer].tobytes()  # layers of equal ranks cost the same
-            if key not in known:
+            if key not in by_ranks:
                 elements = group_elements(layout, layer, self.base)
-                known[key] = np.array([seconds(name, elements[name]) if name in elements else 0.0 for name in NAMES])
-            found[layer] = known[key]
-        return found
+                by_ranks[key] = np.array([seconds(name, elements[name]) if name in elements else 0.0 for name in NAMES])
+            by_layer[layer] = by_ranks[key]
+        return by_layer
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """What rows of one adapter add to a step."""
+    """Costs that rows of one adapter add to a step."""
 
     rows: int
     work: np.ndarray
-    """of the layers that the workers would compute"""
+    """seconds of the layers that the workers would compute"""
     crossing: float
-    """seconds, of these layers"""
     arriving: float
     """seconds of the load of layers that the step would wait for"""
     left: float
@@ -128,6 +127,6 @@ class JoinedStep:
         return True
 
     def _lengthens(self, work: np.ndarray, parts: int, rows: int) -> float:
-        """Returns by how much the step waits for workers, who compute adapter after adapter beside one base product."""
+        """Returns by how much the step waits for workers, who compute adapter after adapter during one base product."""
         each = work / max(1, min(self._workers, parts))
         return float((each - self._costs.beside(rows)).clip(0.0).sum())

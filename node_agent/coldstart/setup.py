@@ -25,7 +25,6 @@ from node_agent.types import GROUPS
 log = logging.getLogger("garnish.engine")
 
 HANDOFF_SLOTS = 8
-"""Handoffs that may be open or in quarantine at once."""
 SPARE_SLOTS = 2
 """Slots on a GPU for passes that are ending or in quarantine, besides those of open passes."""
 
@@ -75,8 +74,8 @@ def most_tokens(config: EngineConfig) -> int:
 
 
 def spare_workers(workers: int) -> int:
-    """Returns how many redundant workers wait beside so many. Where there is one worker alone, a failure costs the same
-    pass as it does with a spare one, which would double what workers take of the host."""
+    """Returns the number of redundant workers for a node that has `workers` others. Where there is one worker alone, a
+    failure costs the same pass as it does with a spare one, which would double what workers take of the host."""
     return int(workers > 1)
 
 

@@ -30,7 +30,6 @@ from node_agent.coldstart.shared import DTYPES, ECHO, MAX_RANK, Command, Handoff
 from node_agent.coldstart.slices import cut_columns, cut_rows, within
 
 LATE_WAKE_US = 200
-"""Microseconds by which a sleep may end late."""
 SHARES_WAIT_NS = 1_000_000
 """Wait for the other workers' parts of x A^T, in addition to three times the own part's duration."""
 
@@ -102,35 +101,35 @@ class Worker:
         if not (0 <= share < shares <= layout.processes and command.tokens <= layout.split_tokens):
             raise IndexError(f"{command}: {layout.processes} workers share {layout.split_tokens} tokens at most")
         d_in, widths = memory.group_widths[group]
-        found = list(within(segments, 0, command.tokens))
-        ranks = [product.ranks(host_slot, layer, group) for host_slot, _, _ in found]
+        parts = list(within(segments, 0, command.tokens))
+        ranks = [product.ranks(host_slot, layer, group) for host_slot, _, _ in parts]
         xa, begin = memory.xa(slot, command.tokens, len(widths)), time.monotonic_ns()
         for _ in range(memory.repeats):
-            for (host_slot, low, high), each in zip(found, ranks, strict=True):
+            for (host_slot, low, high), each in zip(parts, ranks, strict=True):
                 x = memory.x(slot, high, d_in, low)
                 product.shrink(xa[low:high], x, host_slot, layer, group, cut_rows(each, share, shares))
         self._flags.post(memory.ready_flags[at][share], command.tag)
         now = time.monotonic_ns()
         if not self._all_ready(at, command, now + 3 * (now - begin) + SHARES_WAIT_NS):
             xa = torch.empty(command.tokens, len(widths), MAX_RANK)  # whoever is late may still write to the area
-            for (host_slot, low, high), each in zip(found, ranks, strict=True):
+            for (host_slot, low, high), each in zip(parts, ranks, strict=True):
                 x = memory.x(slot, high, d_in, low)
                 product.shrink(xa[low:high], x, host_slot, layer, group, (0, sum(each)))
         columns = cut_columns(widths, [sum(each) for each in zip(*ranks, strict=True)], share, shares, COLUMNS)
         for _ in range(memory.repeats):
-            for host_slot, low, high in found:
+            for host_slot, low, high in parts:
                 ys = memory.y(slot, command.tokens, widths, low, high)
                 product.expand(ys, xa[low:high], host_slot, layer, group, columns)
 
     def _all_ready(self, at: int, command: Command, end_ns: int) -> bool:
         """Returns True once all shares' parts of x A^T are there; False at `end_ns`, monotonic."""
         flags, wait = self._memory.ready_flags[at], self._flags.wait
-        left = (max(0, end_ns - time.monotonic_ns()) for _ in range(command.shares))
-        return all(wait(flags[i], command.tag, ns) for i, ns in enumerate(left))
+        remaining_ns = (max(0, end_ns - time.monotonic_ns()) for _ in range(command.shares))
+        return all(wait(flags[i], command.tag, ns) for i, ns in enumerate(remaining_ns))
 
 
 def delay(microseconds: int) -> None:
-    """Returns after so many microseconds. Sleeps through all but the last ones, which the system may overrun."""
+    """Returns after `microseconds`. Sleeps through all but the last ones, which the system may overrun."""
     end = time.monotonic_ns() + microseconds * 1000
     if microseconds > LATE_WAKE_US:
         time.sleep((microseconds - LATE_WAKE_US) / 1e6)

@@ -48,7 +48,6 @@ from node_agent.engine.loop import Engine
 log = logging.getLogger("garnish.engine")
 
 START_LIMIT_S = 60.0
-"""Seconds for the workers to be warm."""
 LINK_MOVED = 4 / 3
 """Factor by which the link's learnt rate must move for the workers to be judged again."""
 JUDGE_PAUSE_S = 60.0
@@ -87,8 +86,8 @@ class WorkerManager:
         if starts.way.plans == ("wait",):
             starts.decision = WorkersDecision(0, f"cold_start: {config.cold_start} has no use for them")
             return
-        kept = self._read()
-        profile = kept or measure(self._key, self.engine.runner, self.engine.blocks, starts.store, None, SHORT)
+        stored = self._read()
+        profile = stored or measure(self._key, self.engine.runner, self.engine.blocks, starts.store, None, SHORT)
         starts.use(profile, None)
         why = refusal(config)
         if config.cpu_workers:
@@ -189,8 +188,8 @@ class WorkerManager:
             raise
 
     def _best_count(self, calibration: Calibration, workers: WorkerPool) -> int:
-        times, most, seconds = self.starts.times, workers.layout.workers, dict[int, float]()
-        for count in candidate_counts(most):
+        times, max_count, seconds = self.starts.times, workers.layout.workers, dict[int, float]()
+        for count in candidate_counts(max_count):
             times.forget("assist")
             workers.limit = count
             calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
@@ -229,14 +228,14 @@ class WorkerManager:
         log.info("the link to the device has changed", extra={"bytes_per_second": round(cost.bandwidth)})
         starts.use(replace(starts.profile, link=cost, passes=()), workers)
         self._judge_at = time.monotonic() + JUDGE_PAUSE_S
-        found = self._decide("")
+        decision = self._decide("")
         there = 0 if workers is None else workers.limit
-        starts.decision = WorkersDecision(min(there, found.count), found.reason, found.figures)
-        if not found.count:
+        starts.decision = WorkersDecision(min(there, decision.count), decision.reason, decision.figures)
+        if not decision.count:
             self._end_workers()
             self._report()
         elif workers is None:
-            self._unless_impossible(lambda: self._begin_start(found.count))
+            self._unless_impossible(lambda: self._begin_start(decision.count))
         else:
             self._starting = workers
 

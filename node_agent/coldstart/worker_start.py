@@ -50,7 +50,7 @@ def start_warm(pool: WorkerPool, limit_s: float) -> None:
 
 
 def measure_workers(store: AdapterStore, pool: WorkerPool) -> tuple[CpuLora | None, LinkCost | None]:
-    """Returns what a worker's slice and a handoff cost; None for the first where no worker answered, or their answers
+    """Returns what a worker's slice and a handoff cost. The first is None where no worker answered, or their answers
     take too long to cross the link."""
     cpu = measure_cpu(store, pool, SHORT)
     if cpu is None or not crosses_link(pool):

@@ -31,7 +31,7 @@ Book = Callable[[list[Row], StepOutput], None]
 
 @dataclass(eq=False)
 class ColdPass:
-    """One chunk. It has one row, and so one lease."""
+    """Open pass of one chunk. It has one row, and so one lease."""
 
     row: Row
     lease: Lease
@@ -40,22 +40,22 @@ class ColdPass:
     plan: Plan
     phases: ColdPhases
     begun: float
-    """when it was planned, monotonic"""
+    """start of its planning, monotonic"""
     stalled_at: float = 0.0
-    """since when it waits for adapter bytes, monotonic; 0: it does not"""
+    """start of its wait for adapter bytes, monotonic; 0: it does not wait"""
     exposed: float = 0.0
-    """seconds that it did"""
+    """seconds of waits for adapter bytes"""
     layers_s: float = 0.0
     """seconds in which its layers were computed or enqueued, waits for workers included"""
     enqueued: Event = ENDED
-    """behind the layers that were advanced last"""
+    """event behind the layers that were advanced last"""
     watched: Event = ENDED
-    """of these events, the last one at whose end the engine is woken"""
+    """last of these events at whose end the engine is woken"""
 
     @property
     def plan_now(self) -> Plan:
-        """While the device is behind, layers that the plan meant to load are not given to the CPU: the time that is
-        left for them begins when the device gets there."""
+        """Returns the plan without CPU layers that it meant to load, while the device lags behind. The time that
+        remains for these begins when the device gets there."""
         if self.enqueued.query():
             return self.plan
         return replace(self.plan, cpu_extra=(inf,) * len(self.plan.cpu_extra))
@@ -81,7 +81,7 @@ class ColdPass:
 
 
 class ColdPasses:
-    """At most `limit` passes, in the order in which they began."""
+    """Open passes, `limit` at most, in the order in which they began."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class ColdPasses:
         events: EventWatch,
         limit: int,
     ) -> None:
-        """`start` begins a pass with its LoRA; `book` is told what an ended pass computed; `events` wakes it."""
+        """`start` begins a pass with its LoRA; `book` takes what an ended pass computed; `events` wakes it."""
         self.cold_start, self.device, self.num_layers, self.limit = cold_start, runner.device, runner.num_layers, limit
         self._start, self._book, self._pulse, self._events = start, book, pulse, events
         self.open: list[ColdPass] = []
@@ -120,11 +120,11 @@ class ColdPasses:
             self._begin(request, min(request.uncomputed, chunk_tokens), len(others), sum(map(is_loaded, others)))
 
     def _begin(self, request: Request, length: int, others: int, ready: int) -> None:
-        """Plan the request's next `length` tokens, beside `others` other requests, `ready` of which have their adapters
-        on the device, and open a pass for them unless they are to wait for the whole adapter."""
+        """Plans the request's next `length` tokens, and opens a pass for them unless they are to wait for the whole
+        adapter. `others` other requests run, `ready` of which have their adapters on the device."""
         assert request.lease is not None and request.cold is not None
         phases = request.cold
-        begun = time.monotonic()
+        started_at = time.monotonic()
         ahead = sum(
             self.cold_start.warm_seconds(cold.row.length, self.num_layers - cold.run.layer) + cold.cpu_left
             for cold in self.open
@@ -142,29 +142,29 @@ class ColdPasses:
             phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed + plan.rest
         request.change_state(RequestState.COLD_PREFILLING)
         phases.opened = True
-        self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, begun))
+        self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, started_at))
 
     def advance(self, tokens: int) -> int:
-        """Advance the passes, best effort's last, else those that began first, as far as they can go, and by no more
-        than a warm pass of `tokens` tokens would compute, but for one stretch: so long it would hold up the others,
-        too. Those behind fill what the first leaves free: passes that took turns would all end as late as the last.
-        Returns what was used of `tokens`."""
-        budget = left = max(tokens * self.num_layers, max((cold.row.length for cold in self.open), default=0))
-        while (found := self._next()) is not None and left >= found[0].row.length:
-            cold, ready = found
+        """Advances the passes as far as they can go, those that began first before others, best effort's last. They get
+        no more than a warm pass of `tokens` tokens would compute, but for one stretch: for that time they hold up the
+        others, too. Later ones fill what the first leaves free: passes that took turns would all end as late as the
+        last. Returns the part of `tokens` that was used."""
+        budget = remaining = max(tokens * self.num_layers, max((cold.row.length for cold in self.open), default=0))
+        while (chosen := self._next()) is not None and remaining >= chosen[0].row.length:
+            cold, ready = chosen
             cold.resume(time.monotonic())
             before = cold.run.layer
-            upto = min(ready, self._stop_before(cold.run, before + max(cold.run.stretch, left // cold.row.length)))
-            left -= (upto - before) * cold.row.length
-            begun = time.perf_counter()
+            upto = min(ready, self._stop_before(cold.run, before + max(cold.run.stretch, remaining // cold.row.length)))
+            remaining -= (upto - before) * cold.row.length
+            started_at = time.perf_counter()
             output = unless_out_of_memory(partial(self._compute, cold, upto))
             cold.enqueued = record_event(self.device, sleeps=True)
-            share_out(time.perf_counter() - begun, [cold.row])
+            share_out(time.perf_counter() - started_at, [cold.row])
             self._take_stock(cold, output)
-        return -(-(budget - left) // self.num_layers)
+        return -(-(budget - remaining) // self.num_layers)
 
     def _next(self) -> tuple[ColdPass, int] | None:
-        """The first pass that can go on, and how far; notes which ones can't."""
+        """Returns the first pass that can continue, and how far. Records which ones can't."""
         first: tuple[ColdPass, int] | None = None
         for cold in sorted(self.open, key=lambda cold: cold.row.request.slo_class == "best_effort"):
             ready = self._stop_before(cold.run, self.cold_start.ready_until(cold.lease, cold.plan_now, cold.run.layer))
@@ -210,20 +210,20 @@ class ColdPasses:
 
     def drop(self, request: Request) -> list[Event]:
         """Abort the request's pass, if it has one; what it held is free at the events."""
-        found = [cold for cold in self.open if cold.row.request is request]
-        for cold in found:
+        passes = [cold for cold in self.open if cold.row.request is request]
+        for cold in passes:
             self.open.remove(cold)
             cold.resume(time.monotonic())
             cold.lora.close()
-        return [cold.run.abort() for cold in found]
+        return [cold.run.abort() for cold in passes]
 
     def _compute(self, cold: ColdPass, upto: int) -> StepOutput | bool:
         """Computes the pass up to layer `upto`, and behind the last one its output. Returns that; True where there are
         more layers, False where the pass is poisoned."""
         with self._pulse.computing("cold layers", cold.row.length, upto - cold.run.layer):
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             cold.run.advance(upto)
-            cold.layers_s += time.perf_counter() - begun
+            cold.layers_s += time.perf_counter() - started_at
         if cold.lora.poisoned or upto < self.num_layers:
             return not cold.lora.poisoned
         with self._pulse.computing("cold end", cold.row.length):

@@ -11,7 +11,7 @@ from node_agent.ipc import Finished, PromptScored, Top
 from node_agent.types import ScoredToken
 
 SCORES_PER_EVENT = 256
-"""With 64 alternatives each an event stays below a megabyte."""
+"""Prompt tokens per event: with 64 alternatives each it stays below a megabyte."""
 
 
 def expired(request: Request) -> tuple[str, str, str]:
@@ -25,12 +25,12 @@ def expired(request: Request) -> tuple[str, str, str]:
 
 def finished(request: Request, reason: str, error_type: str, error: str, *, damaged: bool = False) -> Finished:
     now = time.monotonic()
-    held = request.held if request.admitted else 0.0
+    held_s = request.held if request.admitted else 0.0
     return Finished(
         id=request.id,
         reason=reason,
-        queue=(request.admitted or now) - request.arrived - held,
-        prefill=(request.first_token or now) - request.admitted + held if request.admitted else 0.0,
+        queue=(request.admitted or now) - request.arrived - held_s,
+        prefill=(request.first_token or now) - request.admitted + held_s if request.admitted else 0.0,
         cold_start=_cold_start(request, now),
         error_type=error_type,
         error=error,
@@ -62,7 +62,7 @@ def _cold_start(request: Request, now: float) -> ColdStart:
 
 
 def end_of(request: Request, eos_ids: frozenset[int]) -> str | None:
-    """Returns why its last token is its last one, stop or length; None if it goes on."""
+    """Returns why its last token is its last one, stop or length; None if it continues."""
     token = request.tokens[-1]
     if token in request.sampling.stop_token_ids or (token in eos_ids and not request.ignore_eos):
         return "stop"
@@ -71,15 +71,15 @@ def end_of(request: Request, eos_ids: frozenset[int]) -> str | None:
 
 def split_scores(rows: list[Row], scores: list[ScoredToken]) -> list[tuple[Request, range, list[ScoredToken]]]:
     """Returns, for each row that has prompt scores, the request, the places of the prompt's tokens, and their scores.
-    Must be called before `computed` moves on, for rows tell their places by it."""
-    found: list[tuple[Request, range, list[ScoredToken]]] = []
+    Must be called before `computed` moves on, which gives the rows their places."""
+    split: list[tuple[Request, range, list[ScoredToken]]] = []
     begin = 0
     for row in rows if scores else ():
         places = row.scored
         if places:
-            found.append((row.request, places, scores[begin : begin + len(places)]))
+            split.append((row.request, places, scores[begin : begin + len(places)]))
             begin += len(places)
-    return found
+    return split
 
 
 def score_events(request: Request, places: range, scores: list[ScoredToken]) -> list[PromptScored]:

@@ -28,7 +28,7 @@ class Computed:
     n_decode: int
     output: StepOutput
     seconds: float
-    """That it took alone, with all its adapters on the device; 0: not known."""
+    """Duration of the pass alone, with all its adapters on the device; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +50,24 @@ class PassSize:
         self._most = LARGEST
         self._succeeded = 0
         self._turn = 0
-        """rows take turns where not all fit"""
+        """index of the row that is first in turn where not all fit"""
 
     def cut(self, rows: list[Row], n_decode: int) -> tuple[list[Row], int]:
-        """Returns the rows that fit, in their order, and how many of them decode (the first `n_decode` of `rows` do);
-        the last one may be a shorter chunk."""
+        """Returns the rows that fit, in their order, and how many of them decode. The first `n_decode` of `rows` do.
+        The last row may be a shorter chunk."""
         if sum(row.length for row in rows) <= self._most:
             return rows, n_decode
-        begin, left = self._turn % len(rows), self._most
+        begin, remaining = self._turn % len(rows), self._most
         lengths = [0] * len(rows)
         for index in [*range(begin, len(rows)), *range(begin)]:
-            lengths[index] = min(rows[index].length, left)
-            left -= lengths[index]
+            lengths[index] = min(rows[index].length, remaining)
+            remaining -= lengths[index]
         self._turn += sum(map(bool, lengths))
         fit = [Row(row.request, length) for row, length in zip(rows, lengths, strict=True) if length]
         return fit, sum(map(bool, lengths[:n_decode]))
 
     def shrink(self, tokens: int) -> None:
-        """There was no memory for a pass of so many tokens."""
+        """Lowers the bound: there was no memory for a pass of `tokens` tokens."""
         self._most, self._succeeded = max(1, min(tokens, self._most) // 2), 0
 
     def grow(self) -> None:
@@ -88,13 +88,13 @@ class HotPasses:
         what those of adapters that are on their way need. Returns OutOfMemory, and makes the next passes smaller, when
         even these did not fit."""
         rows, n_decode = self._size.cut(rows, n_decode)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         output = unless_out_of_memory(lambda: self.forward(rows, n_decode, joined=joined))
         if output is None:
             self._size.shrink(sum(row.length for row in rows))
             return OutOfMemory(rows)
         self._size.grow()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started_at
         share_out(seconds, rows)
         return Computed(rows, n_decode, output, 0.0 if joined else seconds)
 
@@ -107,7 +107,7 @@ class HotPasses:
             return run.finish()
 
     def await_output(self, output: StepOutput, tokens: int) -> None:
-        """Returns when a pass of so many tokens has ended."""
+        """Returns when a pass of `tokens` tokens has ended."""
         with self._pulse.computing("end", tokens):
             output.done.synchronize()
 

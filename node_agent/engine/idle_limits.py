@@ -15,7 +15,7 @@ from node_agent.adapter_memory.store import AdapterStore
 
 LOOK_INTERVAL_S = 0.5
 LONGEST_ORDER_S = 600.0
-"""For so long at most a message holds."""
+"""Seconds for which a message holds at most."""
 
 
 class IdleLimits:
@@ -26,11 +26,10 @@ class IdleLimits:
     ) -> None:
         self._store, self._wanted, self._clock = store, wanted, clock
         self._ttls: Mapping[str, float] = {}
-        """Seconds, by digest."""
         self._until = 0.0
         self._look_at = 0.0
         self._used: dict[str, float] = {}
-        """When adapters with a limit were last seen in use, or wanted."""
+        """Times at which adapters with a limit were last in use, or wanted. By digest."""
 
     def set(self, residency: WantedResidency) -> None:
         """Replaces the limits that held before."""

@@ -99,13 +99,13 @@ class Joined:
     def __init__(self, cold: ColdPasses, runner: ModelRunner, start_lora: StartLora) -> None:
         self._cold, self._runner, self._start_lora = cold, runner, start_lora
         self._messages: PassMessages | None = None
-        """what goes to the workers, of all adapters together"""
+        """messages to the workers, of all adapters together"""
         self._workers: dict[str, AssistedPass | None] = {}
         self._parts: list[tuple[list[Row], Lease, LoadingPart]] = []
         self.left_out: list[Row] = []
 
     def __bool__(self) -> bool:
-        """Whether any row joined."""
+        """Returns whether any row joined."""
         return bool(self._workers)
 
     def add(self, row: Row, lease: Lease) -> None:

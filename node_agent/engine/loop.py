@@ -51,7 +51,7 @@ class Engine:
         lora: LoraCode,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called, in any thread, when the device comes to where a pass that stands still may go on."""
+        """`on_change` is called, in any thread, when the device comes to where a stalled pass may continue."""
         self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
         self.start_lora, self.lora_kernel = lora.start, lora.kernel
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
@@ -74,7 +74,7 @@ class Engine:
         self.drift: Drift | None = None
         """The performance model that the node publishes; None: it has none."""
         self.measuring: float | None = None
-        """How much of the measurement of one is done (0 to 1); None: none goes on."""
+        """Share of the measurement of one that is done (0 to 1); None: none is under way."""
         self._events: list[EngineEvent] = []
 
     @property
@@ -83,7 +83,7 @@ class Engine:
 
     @property
     def assist(self) -> Assist | None:
-        """What needs the CPU LoRA workers; None where there are none."""
+        """Returns the engine's side of the CPU LoRA workers; None where there are none."""
         return self.cold_start.assist
 
     def close(self) -> None:
@@ -125,7 +125,8 @@ class Engine:
             self._finish(request, "cancelled")
 
     def step(self) -> bool:
-        """One iteration. False when there was nothing to compute: wait for a message, a load or a deadline."""
+        """Runs one iteration. Returns False when there was nothing to compute: wait for a message, a load or a
+        deadline."""
         self.prepare()
         used = self.compute_cold()
         return len(list(self.compute_hot(used))) > 0 or used > 0
@@ -152,8 +153,8 @@ class Engine:
         return self.cold.advance(self.scheduler.cold_tokens(self.limits, self.drift, self.cold.requests))
 
     def compute_hot(self, used: int) -> Iterator[None]:
-        """The hot passes, after cold ones that have `used` so many of the iteration's prompt tokens. Yields after each:
-        its events can be sent before the next one."""
+        """Computes the hot passes, after cold ones that have `used` some of the iteration's prompt tokens. Yields after
+        each: its events can be sent before the next one."""
         self.overlap.end_dropped()
         if self.overlap.under_way:
             self._book_computed(*self.overlap.compute())
@@ -189,7 +190,7 @@ class Engine:
         self._book(computed.rows, computed.output, failed)
 
     def _blocked(self) -> bool:
-        """Returns whether the engine computes nothing now: in the baseline that stands still while a running request's
+        """Returns whether the engine computes nothing now: in the baseline that stalls while a running request's
         adapter loads."""
         return self.cold_start.way.blocks and any(not self._is_loaded(r) for r in self.running.values())
 
@@ -219,10 +220,10 @@ class Engine:
         if problem is not None or not self.queue.full:
             return problem
         full = "overloaded", f"{self.limits.queue_limit} requests are queued on this node"
-        other = self.queue.gives_way(request)
-        if other is None:
+        displaced = self.queue.gives_way(request)
+        if displaced is None:
             return full
-        self._finish(other, "error", *full)
+        self._finish(displaced, "error", *full)
         return None
 
     def _expire(self) -> None:
@@ -269,7 +270,7 @@ class Engine:
         self.queue.add(request)
 
     def _free(self, request: Request, after: list[Event]) -> None:
-        """Its lease and its blocks are free once these events have ended."""
+        """Frees the request's lease and blocks once these events have ended."""
         if request.lease is not None:
             self.store.release(request.lease, after, served=bool(request.first_token))
             request.lease = None
@@ -323,7 +324,7 @@ class Engine:
         `failed`. A request that ended before, or ends by its prompt scores, gets no new token."""
         output.done.synchronize()
         tokens = output.token_ids.tolist()
-        wanted = [row for row in rows if row in failed or row.wants_logits]
+        sampled = [row for row in rows if row in failed or row.wants_logits]
         for request, places, scores in split_scores(rows, output.prompt_scores):
             if self.running.get(request.id) is not request:
                 continue
@@ -335,7 +336,7 @@ class Engine:
         for row in rows:
             if row not in failed:
                 row.request.computed += row.length
-        for i, (row, token) in enumerate(zip(wanted, tokens, strict=True)):
+        for i, (row, token) in enumerate(zip(sampled, tokens, strict=True)):
             if row in failed or self.running.get(row.request.id) is not row.request:
                 continue
             if i in output.non_finite:

@@ -1,4 +1,4 @@
-"""What operators ask of a node's adapter memory: what is where, prefetches, evictions."""
+"""Operators' commands for a node's adapter memory: list adapters, prefetch, evict."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
 from node_agent.types import LoadFailed, TooLarge
 
 MOST_PREFETCHES = 16
-"""At a time."""
 MOST_TENANT_PREFETCHES = 8
-"""Of those, that one tenant has asked for."""
 LONGEST_PREFETCH = 600.0
 """Seconds."""
 
@@ -51,7 +49,7 @@ class Orders:
                 self._answers.append(self._evict(id, digest))
 
     def poll(self, may_place: bool) -> None:
-        """Let prefetches go on; with `may_place` they may take room on the device that nobody uses."""
+        """Advances prefetches; with `may_place` they may take room on the device that nobody uses."""
         self._underway = [each for each in self._underway if not self._advance(each, may_place)]
 
     def answers(self) -> list[Answer]:
@@ -77,7 +75,7 @@ class Orders:
         return None
 
     def _advance(self, each: _Underway, may_place: bool) -> bool:
-        """Whether it has ended."""
+        """Advances one prefetch. Returns whether it has ended."""
         if time.monotonic() >= each.deadline:
             each.load.end()
             return self._end(each, "timeout", f"the prefetch took longer than {LONGEST_PREFETCH:g} s")

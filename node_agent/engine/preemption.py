@@ -1,5 +1,5 @@
-"""Which requests give their places to another: best-effort ones to a strict one, and those of tenants with more than
-their share to the first one of a tenant that was idle. They are computed again later (`Engine` says how)."""
+"""Choice of requests that give their places to another: best-effort ones to a strict one, and those of tenants with
+more than their share to the first one of a tenant that was idle. They are computed again later (`Engine` says how)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from node_agent.engine.reserves import Room
 from node_agent.engine.waiting import WaitingQueue
 
 MOST_PREEMPTIONS = 3
-"""Of one request; after so many it keeps its place."""
+"""Preemptions after which a request keeps its place."""
 
 
 def choose_victims(
@@ -24,13 +24,13 @@ def choose_victims(
     found: Collection[int],
     over_share: OverShare | None = None,
 ) -> list[Request] | None:
-    """Those that free the rows and KV blocks of which the batch is short, not counting blocks that are `found`, for the
-    request that wants the room begins with them: of the least often preempted the latest admitted first, for they have
-    the least to compute again. `over_share` (None: best effort gives) is asked of each in this order. None: all
-    together would not free enough."""
+    """Returns the requests that free the rows and KV blocks of which the batch is `short`. Blocks that are `cached` do
+    not count, for the request that wants the room begins with them. Of the least often preempted the latest admitted go
+    first, for they have the least to compute again. `over_share` (None: best effort gives) is asked of each in this
+    order. Returns None where all together would not free enough."""
     victims: list[Request] = []
     rows, blocks = short.rows, short.blocks
-    gone = Counter[int]()
+    freed = Counter[int]()
     for request in sorted(running, key=lambda request: (request.preemptions, -request.admitted)):
         if rows <= 0 and blocks <= 0:
             break
@@ -40,7 +40,7 @@ def choose_victims(
             if over_share is not None:
                 over_share.remove(request)
             rows -= 1
-            blocks -= pool.let_go(gone, [block for block in request.blocks if block not in found])
+            blocks -= pool.let_go(freed, [block for block in request.blocks if block not in found])
     return victims if rows <= 0 and blocks <= 0 else None
 
 
@@ -71,31 +71,32 @@ class OverShare:
 def strict_room(
     running: Collection[Request], queue: WaitingQueue, kept: Room, free: Room, shared: int, short: bool
 ) -> StrictRoom:
-    """Returns the rows, KV blocks and prompt tokens ahead that a strict request would find that came now; best effort's
-    places count as free. `kept` is reserved for strict ones: while a standard request waits, they get no more than that
-    of what is free (`Admission`). `shared`: as the BlockPool has it; others may keep so many blocks of those that
-    go, but none that nobody knows. `short`: who waits, waits for rows or blocks."""
+    """Returns the rows, KV blocks and prompt tokens ahead that a strict request would find that came now. Best effort's
+    places count as free. `reserved` is for strict ones: while a standard request waits, they get no more than that of
+    what is free (`Admission`). `shared`: as the BlockPool has it; others may keep that number of the blocks of those
+    that go, but none that nobody knows. `short`: a request waits for rows or blocks."""
     if short and queue.standard:
         free = Room(min(free.rows, kept.rows), min(free.blocks, kept.blocks))
     giving = [request for request in running if _may_go(request)]
     strict = [request for request in running if request.slo_class == "strict"]
-    theirs, own = sum(len(r.blocks) for r in giving), sum(len(r.blocks) - r.known_blocks for r in giving)
+    theirs, own_blocks = sum(len(r.blocks) for r in giving), sum(len(r.blocks) - r.known_blocks for r in giving)
     return StrictRoom(
         rows=free.rows + len(giving),
-        blocks=free.blocks + max(theirs - shared, own),
+        blocks=free.blocks + max(theirs - shared, own_blocks),
         prompt_tokens=sum(max(0, request.prompt_len - request.computed) for request in strict),
     )
 
 
 def choose_lenders(running: Iterable[Request], fits: Callable[[Collection[str]], bool]) -> list[Request] | None:
-    """Those that hold adapters whose room on the device would do (`fits` is told their digests): of the least often
-    preempted the latest admitted first. An adapter that others use, too, frees nothing. None: all would not do."""
+    """Returns the requests that hold adapters whose room on the device would do, by `fits` of their digests. Of the
+    least often preempted the latest admitted go first. An adapter that others use, too, frees nothing. Returns None
+    where all would not do."""
     users: dict[str, list[Request]] = {}
     for request in running:
         if request.lease is not None:
             users.setdefault(request.lease.digest, []).append(request)
     idle_then = [(digest, those) for digest, those in users.items() if all(map(_may_go, those))]
-    idle_then.sort(key=lambda found: max((request.preemptions, -request.admitted) for request in found[1]))
+    idle_then.sort(key=lambda group: max((request.preemptions, -request.admitted) for request in group[1]))
     for count in range(1, len(idle_then) + 1):
         if fits([digest for digest, _ in idle_then[:count]]):
             return [request for _, those in idle_then[:count] for request in those]

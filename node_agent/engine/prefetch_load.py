@@ -14,8 +14,9 @@ from node_agent.types import LoadFailed, NoRoom, TooLarge
 
 
 class PrefetchLoad:
-    """It waits for the adapter as a request in the queue does, until all of it lies in host memory, and again while the
-    device copies it. It never leases: a request may take over all that it has brought, or its room, at any time."""
+    """Load of an adapter without a request. It waits for the adapter as a request in the queue does, until all of it
+    lies in host memory, and again while the device copies it. It never leases: a request may take over all that it has
+    loaded, or its room, at any time."""
 
     def __init__(
         self,
@@ -30,7 +31,6 @@ class PrefetchLoad:
         self._store, self.adapter, self._priority = store, adapter, priority
         self._to_device, self._spared = to_device, spared
         self.waits = False
-        """not while it steps back for requests' loads"""
         self._copying: DeviceAdapter | None = None
         host = store.hosts.get(adapter.digest)
         self.was_staged = host is not None and host.complete
@@ -38,8 +38,8 @@ class PrefetchLoad:
         self._wait()
 
     def advance(self, may_place: bool) -> HeldTier | TooLarge | LoadFailed | None:
-        """Goes on as far as it can; with `may_place` it may take room on the device. Returns None while it is under
-        way; else the tier that it has reached, or why it never will, and it has ended."""
+        """Advances as far as it can; with `may_place` it may take room on the device. Returns None while it is under
+        way. Returns the tier that it has reached, or the reason why it never will, once it has ended."""
         outcome = self._advance(may_place)
         if outcome is not None:
             self.end()
@@ -88,16 +88,16 @@ class PrefetchLoad:
         return self._place()
 
     def _is_staged(self) -> bool:
-        """Whether all of it lies in host memory."""
+        """Returns whether all of it lies in host memory."""
         host = self._store.hosts.get(self.adapter.digest)
         return host is not None and host.complete
 
     def _place(self) -> HeldTier | TooLarge | LoadFailed | None:
         self._wait()
-        found = self._store.place(self.adapter, self._spared)
-        if isinstance(found, NoRoom):
+        refusal = self._store.place(self.adapter, self._spared)
+        if isinstance(refusal, NoRoom):
             return "host"
-        return found if isinstance(found, (TooLarge, LoadFailed)) else None
+        return refusal if isinstance(refusal, (TooLarge, LoadFailed)) else None
 
     def _wait(self) -> None:
         if not self.waits:

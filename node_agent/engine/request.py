@@ -1,4 +1,4 @@
-"""One request inside the engine."""
+"""Request inside the engine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from node_agent.types import Lease
 
 @dataclass
 class ColdPhases:
-    """What an adapter that was not on the device cost a request."""
+    """Delays that a request had because its adapter was not on the device."""
 
     begun: float
-    """monotonic seconds: its admission"""
+    """admission; monotonic seconds"""
     plan: str = "wait"
-    """of its first chunk that was computed before the whole adapter was there"""
+    """plan of its first chunk that was computed before the whole adapter was there"""
     forecast: float = 0.0
     """seconds of exposed load, as planned"""
     exposed: float = 0.0
     """seconds in which its computation waited for adapter bytes, before its admission too"""
     load: float = 0.0
-    """seconds that the adapter's load took; 0 while it goes on"""
+    """seconds that the adapter's load took; 0 while it runs"""
     fetch: float = 0.0
     """seconds of `load` until the adapter was in host memory"""
     layers_cpu: int = 0
     layers_device: int = 0
     """layers of cold chunks, by where the adapter's part was computed"""
     waits_since: float = 0.0
-    """when its next step could be computed, but for adapter bytes that no cold pass can do without; monotonic"""
+    """start of a wait of its next step for adapter bytes that no cold pass can do without; monotonic"""
     opened: bool = False
     """a chunk began before the whole adapter was there"""
     replays: int = 0
@@ -69,40 +69,39 @@ class Request:
     ttft: float | None = None
     tpot: float | None = None
     found: str = "none"
-    """where the adapter was when the request arrived"""
+    """tier of the adapter when the request arrived"""
     arrived: float = field(default_factory=time.monotonic)
     prompt_len: int = 0
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
-    """of its first whole blocks, as far as they were asked for"""
+    """keys of its first whole blocks, as far as they were asked for"""
     known_blocks: int = 0
-    """of `blocks`, the first ones that others may use, too"""
+    """number of its first `blocks` that others may use, too"""
     lease: Lease | None = None
     short_since: float = 0.0
-    """when it first found too little adapter memory"""
+    """first time that it found too little adapter memory"""
     held_at: float = 0.0
-    """when it was last kept out of the batch by its adapter's bytes alone; monotonic, 0: by something else"""
+    """last time that its adapter's bytes alone kept it out of the batch; monotonic, 0: something else did"""
     held: float = 0.0
-    """seconds in which it was"""
     device_seconds: float = 0.0
-    """of the passes that computed it, its part"""
+    """seconds of the passes that computed it, its part"""
     admitted: float = 0.0
     first_token: float = 0.0
     cold: ColdPhases | None = None
     """set if its adapter was not on the device when it was admitted"""
     state: RequestState = RequestState.WAITING
     rules: ScoreRules | None = None
-    """what its parameters change of its scores; made at its admission where they change any"""
+    """changes that its parameters make of its scores; made at its admission where they make any"""
     scored: int = 0
-    """prompt tokens that have been told with their log probabilities, where these are asked for; the first has none"""
+    """prompt tokens whose log probabilities were sent, where these are asked for; the first has none"""
     pauses: int = 0
     """passes in succession that it has sat out for strict requests"""
     pauses_in_all: int = 0
     after_idle: bool = False
-    """its tenant had not called lately: it may take a place of those that have more than their share"""
+    """first request of its tenant for a while: it may take a place of those that have more than their share"""
     preemptions: int = 0
-    """how often it gave its place to another request; what it has computed since the last one is in `computed`"""
+    """number of times that it gave its place to another request; `computed` counts from the last one on"""
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
@@ -118,8 +117,8 @@ class Request:
 
     @property
     def awaits_adapter(self) -> bool:
-        """Whether its next step waits for the whole adapter: it was planned so, a worker failed it, or memory was
-        short."""
+        """Returns whether its next step waits for the whole adapter: it was planned so, a worker failed it, or memory
+        was short."""
         return self.state is RequestState.AWAITING_ADAPTER
 
     @property
@@ -143,12 +142,12 @@ class Request:
 
     @property
     def found_tokens(self) -> int:
-        """Of the prompt, those whose keys and values it found, before it computes anything. None of one that goes
-        on: its prompt was computed on a node before."""
+        """Returns the prompt tokens whose keys and values were cached, before it computes anything. Returns 0 for one
+        that continues: its prompt was computed on a node before."""
         return 0 if self.generated else self.computed
 
     def begin_again(self) -> None:
-        """It has given its place away, and all that it computed."""
+        """Resets it: it has given its place away, and all that it computed."""
         self.change_state(RequestState.PREEMPTED)
         self.computed, self.known_blocks, self.pauses = 0, 0, 0
         self.preemptions += 1

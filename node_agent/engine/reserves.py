@@ -15,32 +15,32 @@ from node_agent.engine.request import Request
 from node_agent.engine.waiting import WaitingQueue
 
 STRICT_SECONDS = 600.0
-"""For so long after a strict request places are kept for the next ones."""
+"""Seconds after a strict request for which places are kept for the next ones."""
 TENANT_SECONDS = 10.0
-"""For so long after a tenant's request a row is kept for its next one."""
+"""Seconds after a tenant's request for which a row is kept for its next one."""
 AWAITED_SECONDS = 10.0
-"""For so long after a call that is not best effort passes of best effort stay short for the next one, and its adapter
-is not evicted for best effort."""
+"""Seconds after a call that is not best effort. In this time best effort's passes stay short for the next one, and best
+effort does not evict its adapter."""
 MOST_AHEAD = 2048.0
-"""A tenant may use what is kept until its counter (its virtual time, service / weight) is so far ahead of the floor;
-some ten short calls."""
+"""Lead over the floor up to which a tenant's counter (virtual time, service / weight) may be for it to use what is
+kept. Some ten short calls make it."""
 KEPT_SHARE = 8
-"""One of so many rows, and KV blocks, is kept for either at most."""
+"""Fraction 1/n of rows, and of KV blocks, that is kept for either at most."""
 FEWEST_ROWS = 4
-"""With fewer rows none is kept."""
+"""Rows below which none is kept."""
 
 
 class Callers:
-    """Who called lately."""
+    """Record of the callers of late."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, float] = {}
-        """when each called last but for strict calls, the latest at the end"""
+        """time of each tenant's last call that was not strict, the latest at the end"""
         self._strict_at = float("-inf")
         self._awaited_at = float("-inf")
-        """When the last call came that is not best effort."""
+        """Time of the last call that is not best effort."""
         self._adapters: dict[str, float] = {}
-        """When each adapter was last called so, the latest at the end."""
+        """Time of each adapter's last such call, the latest at the end."""
 
     def note(self, request: Request) -> bool:
         """Records that a request has arrived. Returns True when it is its tenant's first for TENANT_SECONDS, strict
@@ -60,7 +60,7 @@ class Callers:
         return now - self._strict_at < STRICT_SECONDS
 
     def awaited(self, now: float) -> bool:
-        """Whether a call that is not best effort came lately: the next one is likely to."""
+        """Returns whether a call that is not best effort came lately: the next one is likely to."""
         return now - self._awaited_at < AWAITED_SECONDS
 
     def awaited_adapters(self, now: float) -> Iterator[str]:
@@ -88,43 +88,42 @@ class Room:
 
 
 class Reserves:
-    """What each request must leave free, as batch and queue are now."""
+    """Room that each request must leave free, as batch and queue are now."""
 
     def __init__(
         self, callers: Callers, queue: WaitingQueue, running: Iterable[Request], max_rows: int, blocks: int
     ) -> None:
         self._callers, self._queue, self._now = callers, queue, time.monotonic()
         self._most_served = queue.shares.floor + MOST_AHEAD
-        """the counter up to which a tenant is light"""
         self._all = Room(max_rows, blocks)
         self._rows = max_rows // KEPT_SHARE or int(max_rows >= FEWEST_ROWS)
         self.most_blocks = blocks // KEPT_SHARE
-        """that are kept for either"""
+        """number of KV blocks that are kept for strict, and for light tenants"""
         self._tenants: dict[str, int] = {}
-        """rows that they have"""
+        """number of rows by tenant"""
         self._strict_rows = self._strict_blocks = 0
         self._others = 0
         for request in running:
             self.count(request, 1)
 
     def light(self, tenant: str) -> bool:
-        """Whether a waiting tenant may take what is kept for such: it has nothing in the batch, or it has no other
-        request waiting and is not far ahead of its turn."""
+        """Returns whether a waiting tenant may take what is kept for such. It has nothing in the batch, or it has no
+        other request waiting and is not far ahead of its turn."""
         return not self._tenants.get(tenant) or self.modest(tenant)
 
     def may_claim(self, request: Request) -> bool:
-        """Whether a waiting request may take the place of one whose tenant has more than its share: for the first call
-        of a tenant nothing was kept. With a row in the batch it is not the first any more."""
+        """Returns whether a waiting request may take the place of one whose tenant has more than its share: for the
+        first call of a tenant nothing was kept. With a row in the batch it is not the first any more."""
         return request.after_idle and not self._tenants.get(request.tenant)
 
     def modest(self, tenant: str) -> bool:
-        """Whether no more than one request of the tenant waits and it is not far ahead of its turn."""
+        """Returns whether no more than one request of the tenant waits and it is not far ahead of its turn."""
         return self._queue.waiting_of(tenant) <= 1 and self._queue.shares.tenant(tenant) <= self._most_served
 
     @property
     def crowded(self) -> bool:
-        """Whether a tenant waits that has much to do, and others are there: they wait or run, or called lately, or
-        strict ones did. Alone a tenant is in nobody's way."""
+        """Returns whether a tenant waits that has much to do, and others are there: they wait or run, or called lately,
+        or strict ones did. Alone a tenant is in nobody's way."""
         crowd = {tenant for tenant in self._queue.tenants if not self.light(tenant)}
         if len(crowd) != 1 or self._callers.strict(self._now):
             return bool(crowd)
@@ -138,7 +137,7 @@ class Reserves:
         return Room(max(1, self._all.rows // tenants), self._all.blocks // tenants)
 
     def awaited_adapters(self) -> Iterator[str]:
-        """As Callers.awaited_adapters, by the time of this look at the queue."""
+        """Returns Callers.awaited_adapters, by the time of this look at the queue."""
         return self._callers.awaited_adapters(self._now)
 
     def for_strict(self) -> Room:
@@ -161,8 +160,8 @@ class Reserves:
         """Tenants whose next call is to find a row, as far as rows are kept: those who called lately and have nothing
         waiting, and light ones."""
         waiting, lately = self._queue.tenants, self._callers.lately(self._now)
-        found = (tenant for tenant in lately if tenant not in waiting or self.light(tenant))
-        return sum(1 for _ in islice(found, self._rows))
+        expected = (tenant for tenant in lately if tenant not in waiting or self.light(tenant))
+        return sum(1 for _ in islice(expected, self._rows))
 
     def count(self, request: Request, by: int) -> None:
         """The request has got its place and its blocks (1), or gives them up (-1)."""

@@ -30,16 +30,15 @@ from node_agent.runner.lora_choice import choose_lora, kernel_of
 from node_agent.types import OpenRunner, RunnerSettings
 
 SMALL_MODEL = 8 << 20
-"""Bytes of weights."""
 PREPARED_PRODUCTS = 16384
 """Shapes for which torch's CPU library keeps what it has generated. By itself it keeps 1,024: fewer than prompts of
-some lengths have with adapters of some ranks, whose rows are cut at page borders, and each costs a millisecond anew."""
+some lengths have with adapters of some ranks, whose rows are cut at page borders. Each other shape costs a millisecond
+every time."""
 
 
 MAX_CPU_KV = 1 << 30
-"""Bytes."""
 CPU_KV_PART = 4
-"""Keys and values have one part in so many of a host's free memory: others use it, too."""
+"""Fraction 1/n of a host's free memory for keys and values: others use it, too."""
 
 
 BY_DEVICE = {
@@ -137,8 +136,8 @@ def find_runner(name: str) -> OpenRunner:
     module = RUNNERS.get(name)
     if module is None:
         raise ValueError(f"runner: {name!r} is unknown; use {', '.join(RUNNERS)}")
-    found: OpenRunner = importlib.import_module(module).open_runner
-    return found
+    open_runner: OpenRunner = importlib.import_module(module).open_runner
+    return open_runner
 
 
 def default_threads(model_dir: Path, host_nodes: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""What a node is good for, logged at its start: tokens a second, and room for adapters and for running requests."""
+"""Capacity of a node, logged at its start: tokens a second, and room for adapters and for running requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALLERS = (1, 8)
 CONTEXT = 64
 """Tokens of each caller, for which the model is asked."""
 SECONDS = 0.3
-"""That a run of dummy requests decodes, for each of CALLERS; one step at least."""
+"""Seconds that a run of dummy requests decodes, for each of CALLERS; one step at least."""
 STEPS = 24
 SLOW_STEP_S = 0.1
 """Steps that take longer are not measured with more callers: the start would wait for it."""
@@ -29,10 +29,10 @@ class Capacity(msgspec.Struct, frozen=True):
     kv_tokens: int
     """Prompt and output tokens of all running requests together."""
     device_adapters: dict[str, int]
-    """By rank: how many adapters of all seven projections fit at once, if no others are there."""
+    """Number of adapters of all seven projections that fit at once, if no others are there. By rank."""
     host_adapters: dict[str, int]
     tokens_per_second: dict[str, float] = {}
-    """By number of callers: what all of them get together, without adapters. Empty: not known."""
+    """Tokens a second of all callers together, without adapters. By number of callers; empty: not known."""
     device: str = ""
     dtype: str = ""
 
@@ -73,7 +73,7 @@ def tokens_per_second(engine: Engine) -> dict[str, float]:
 
 
 def _step_seconds(engine: Engine, rows: int) -> float | None:
-    """Returns the median time of decode steps of so many dummy requests; None if they ended before one was timed."""
+    """Returns the median time of decode steps of `rows` dummy requests; None if they ended before one was timed."""
     names = [f"speed-{row}" for row in range(rows)]
     for name in names:
         engine.submit(GenerateRequest(name, "", "", [1], STEPS, Sampling(temperature=0), timeout=30.0, ignore_eos=True))

@@ -71,7 +71,7 @@ def model_key(engine: Engine, base: BaseModel) -> ModelKey:
 
 
 def performance_file(profile: str) -> Path:
-    """Returns the path beside the cold-start profile."""
+    """Returns the path of the file in the folder of the cold-start profile."""
     return Path(profile).with_suffix(".performance.json")
 
 
@@ -87,7 +87,7 @@ def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> bo
 
 
 def publish(profile: PerformanceProfile, engine: Engine, config: EngineConfig, costs: ColdCosts) -> None:
-    """Makes the profile's model the engine's, and with it that of its node's records; the links' costs are those that
+    """Makes the profile's model the engine's, and with it that of its node's records. The links' costs are those that
     were measured with cold starts (`costs`) and the store's."""
     # the links are measured with cold starts, and may be others than when the profile was made
     to_device, exposed = costs
@@ -100,9 +100,9 @@ def measure_performance(
 ) -> PerformanceProfile:
     """Measures the node by the thorough sweep, a minute or several. Raises BadFit, BadSample when the node is too small
     to be swept, SweepTooSlow, and StoreUnavailable."""
-    with bench(engine, base, LONG, progress, LONG_BUDGET) as made:
-        sweep = made.measure(all_cases(LONG, made.bounds), LONG.rounds, progress)
-        grid = measure_grid(made, LONG.rounds, progress)
+    with bench(engine, base, LONG, progress, LONG_BUDGET) as timed:
+        sweep = timed.measure(all_cases(LONG, timed.bounds), LONG.rounds, progress)
+        grid = measure_grid(timed, LONG.rounds, progress)
     progress("measuring reads from the store", 0.0)
     profile = profile_of(engine, base, *fit(sweep, engine.lora_kernel), cold_costs(engine, base))
     return replace(
@@ -163,7 +163,7 @@ def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
 
 def exposed_share(profile: Profile, way: Way, engine: Engine, base: BaseModel) -> float:
     """Returns what a cold request waits beyond a warm one's prefill, as a share (1 at most) of the load alone on its
-    link, by the planner's forecast without CPU workers: the median over ranks and prompt lengths."""
+    link. It is the planner's forecast without CPU workers: the median over ranks and prompt lengths."""
     plans = tuple(plan for plan in way.plans if plan != "assist")
     shares = []
     for rank in RANKS:

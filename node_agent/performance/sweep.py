@@ -21,11 +21,11 @@ from node_agent.performance.terms import decode_sample, prefill_sample
 from node_agent.types import GROUPS, Lease
 
 TARGETS = GROUPS["qkv"]
-"""What made-up adapters adapt, as the adapters of the papers do."""
+"""Projections that made-up adapters adapt, as the adapters of the papers do."""
 FILL_TOKENS = 64
 
 Progress = Callable[[str, float], None]
-"""What is being done, and which share of it is done."""
+"""Callback with the name of the current step, and the share of it that is done."""
 
 
 Run = DecodeSample | PrefillSample
@@ -41,7 +41,7 @@ class GaveWay(Exception):
 
 @dataclass
 class Sweep:
-    """What was measured."""
+    """Samples of a sweep."""
 
     decode: list[DecodeSample] = field(default_factory=list)
     prefill: list[PrefillSample] = field(default_factory=list)
@@ -67,9 +67,9 @@ class Bench:
             request.tokens = [1] * (row.context + row.length)
             rows.append(Row(request, row.length))
         rows.sort(key=lambda row: -1 if row.request.lease is None else row.request.lease.slot)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         self._forward(rows, len(rows) if case.decode else 0)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started_at
         return decode_sample(rows, seconds) if case.decode else prefill_sample(rows, seconds)
 
     def _forward(self, rows: list[Row], n_decode: int) -> None:
@@ -123,15 +123,15 @@ def sweep_of(runs: Mapping[Case, list[Run]], cases: int, fastest: float = 1.0) -
     `fastest` share. Raises SweepTooSlow when fewer than half of `cases` have any."""
     if len(runs) < cases / 2:
         raise SweepTooSlow(f"{len(runs)} of {cases} passes took all the time that was given")
-    found = Sweep()
+    sweep = Sweep()
     for of_case in runs.values():
         counted = sorted(of_case[1:] or of_case, key=lambda run: run.seconds)
         for sample in counted[: math.ceil(fastest * len(counted))]:
             if isinstance(sample, DecodeSample):
-                found.decode.append(sample)
+                sweep.decode.append(sample)
             else:
-                found.prefill.append(sample)
-    return found
+                sweep.prefill.append(sample)
+    return sweep
 
 
 @contextmanager
@@ -160,13 +160,13 @@ def bench(
         try:
             for i, context in enumerate(contexts):
                 request = Request(f"bench-{i}", "", [1], 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
-                taken = blocks.allocate(blocks.blocks_for(context))
-                assert taken is not None  # the parts make no more than is free
-                request.blocks = taken
+                allocated = blocks.allocate(blocks.blocks_for(context))
+                assert allocated is not None  # the parts make no more than is free
+                request.blocks = allocated
                 requests.append(request)
-            made = Bench(engine, requests, leases, bounds, deadline, gives_way)
-            made.fill(set() if written is None else written, progress)
-            yield made
+            timed = Bench(engine, requests, leases, bounds, deadline, gives_way)
+            timed.fill(set() if written is None else written, progress)
+            yield timed
         finally:
             for request in reversed(requests):  # each gets the same ones again, if nobody comes between
                 blocks.release(request.blocks)
