@@ -167,7 +167,7 @@ class Loop:
         self.engine.pulse.beat()
         self._receive(channel)
         self.engine.prepare()
-        is_active = self._tell(channel)  # who was admitted is told before the passes, which may take long
+        is_active = self._tell(channel)  # admissions are sent before the passes, which may take long
         used = self.engine.compute_cold()
         is_active |= self._tell(channel)
         worked = used > 0

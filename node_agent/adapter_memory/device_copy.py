@@ -65,7 +65,7 @@ class DeviceCopy:
         self._running = False
         self._crossing: deque[tuple[list[int], Event]] = deque()
         """portions that are enqueued, and the events behind their copies; touched by the thread that runs"""
-        if self.target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
+        if self.target.data.is_cuda:  # a separate stream, so that it runs while the engine's does
             states.stream = torch.cuda.Stream(self.target.data.device)  # type: ignore[no-untyped-call]
 
     # --- a Job: under the threads' lock

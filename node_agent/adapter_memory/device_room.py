@@ -48,7 +48,7 @@ class DeviceRoom:
             run = self.table.reserve(max(1, layout.rows))
             if run is not None:
                 pages = self.pool.pages.take(layout.pages, digest)
-                assert pages is not None  # so many were free
+                assert pages is not None  # they were free
                 return self._free_slots.pop(), pages, run
         return None
 

@@ -126,7 +126,7 @@ class HostTier:
         """Drops the adapter, and its bytes once nobody reads or writes them."""
         if self._all.get(host.digest) is host:
             del self._all[host.digest]
-            host.waiters = 0  # whoever waits for the adapter waits for its next load: this one may end
+            host.waiters = 0  # callers wait for its next load: this one may end
             if not host.complete:
                 self.loader.wake()  # others waited for it
         self._free(host)  # an adapter on the device keeps its HostAdapter, but not these bytes
@@ -217,7 +217,7 @@ class HostTier:
         if priority == host.priority:
             return
         if priority == Priority.REQUEST and not host.complete:
-            host.began = time.monotonic()  # a request takes the prefetch over: the seconds before are none of its own
+            host.began = time.monotonic()  # a request takes the prefetch over: the seconds before do not count
         host.priority = priority
         self.loader.wake()
 
@@ -253,7 +253,7 @@ class HostTier:
         self.short = None
         for host in sorted(self._unfetched, key=lambda host: host.priority):
             if self._all.get(host.digest) is not host or host.size > self.memory:
-                continue  # forgotten meanwhile, or will never fit: its request is told when it is placed
+                continue  # forgotten meanwhile, or will never fit: its request learns that when it is placed
             less_urgent = self.short is not None and host.priority > self.short
             if less_urgent or not self._start_fetch(host):
                 self.short = host.priority if self.short is None else self.short

@@ -96,7 +96,9 @@ class Link:
                 remaining_s = self._arrival(transfer) - now
                 if remaining_s <= 0:
                     return
-                self._changed.wait(min(remaining_s, LONGEST_WAIT))  # whoever joined meanwhile made it later: look again
+                self._changed.wait(
+                    min(remaining_s, LONGEST_WAIT)
+                )  # flows that joined meanwhile made it later: look again
 
     @property
     def active(self) -> int:

@@ -128,7 +128,7 @@ class LoaderThreads:
         """Takes the next piece of work. The first of the most urgent jobs that has work, of leased ones before others,
         goes to the end of the line. Returns None when no job has work."""
         work, count = None, -1
-        while work is None and count != len(self._jobs):  # once more where one ended: others may go on for it
+        while work is None and count != len(self._jobs):  # once more where one ended: others may have work then
             count = len(self._jobs)
             work = self._take_once()
             self._jobs = [job for job in self._jobs if not job.over]

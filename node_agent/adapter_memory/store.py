@@ -369,7 +369,7 @@ class AdapterStore:
         """Gives the adapter, which has none, room on the device; each layer is copied once it is in host memory.
         Returns why where it can't."""
         host = self.hosts.load(adapter)  # it may have been evicted since it was announced
-        if host.state is HostState.ABANDONED:  # just now: the next call begins it anew
+        if host.state is HostState.ABANDONED:  # just now: the next call starts it again
             return Pending()
         if host.failed and host.failure is not None:
             return host.failure

@@ -60,7 +60,7 @@ class _Task:
     def _run(self) -> None:
         try:
             outcome = self._work()
-        except BaseException as error:  # the border of a thread: it belongs to whoever waits for the result
+        except BaseException as error:  # the border of a thread: it belongs to the caller that waits for the result
             self._end()
             self.result.set_exception(error)
         else:

@@ -277,7 +277,7 @@ class RequestRegistry:
     def _note(self, stats: Stats) -> None:
         self._stats = stats
         for entry in self._in_flight.values():
-            entry.pictured = entry.admitted  # what was told before a picture is in it
+            entry.pictured = entry.admitted  # a snapshot has all admissions before it
 
     def _deliver(self, event: RequestEvent) -> None:
         entry = self._in_flight.get(event.id)
@@ -292,7 +292,7 @@ class RequestRegistry:
         if isinstance(event, Finished):
             self._remove(entry)
 
-    # -- what the node tells --------------------------------------------------------------------------------------
+    # -- what the node reports ------------------------------------------------------------------------------------
 
     @property
     def queued(self) -> int:

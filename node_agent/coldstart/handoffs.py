@@ -143,7 +143,7 @@ class Handoff:
 
     def _complete(self, missing: list[Part], end_ns: int) -> bool:
         """Returns whether the missing slices come from anybody before `end_ns`."""
-        self._outputs = [y.clone() for y in self._views]  # a stalled worker writes to the views once it goes on
+        self._outputs = [y.clone() for y in self._views]  # a stalled worker writes to the views once it wakes
         slices: dict[tuple[int, int], list[Part]] = {}
         for part in missing:
             slices.setdefault((part.begin, part.end), []).append(part)

@@ -94,7 +94,7 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
     median of `rounds` passes over all layers; on a GPU timed by events."""
     request = Request("profile", "", [1] * tokens, 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
     allocated = blocks.allocate(blocks.blocks_for(tokens))
-    assert allocated is not None  # so many were free
+    assert allocated is not None  # they were free
     request.blocks = allocated
     times = []
     try:

@@ -141,7 +141,7 @@ class StreamPool(WorkerPool):
     def command(self, at: int, segments: Sequence[Segment], layer: int, code: int, x_bytes: int) -> list[Part]:
         """Write a handoff's commands, and value 0 for all workers that get none. Raises no flag."""
         self.lines[at][1][:, 0].zero_()
-        # the stream gives them one handoff at a time: whoever is not late is free when this one's turn comes
+        # the stream gives them one handoff at a time: a worker that is not late is free when this one's turn comes
         workers = self.able
         shares = weight_shares(segments, len(workers))
         chosen = workers[: shares or slices_wanted(segments)]

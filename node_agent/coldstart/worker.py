@@ -111,7 +111,7 @@ class Worker:
         self._flags.post(memory.ready_flags[at][share], command.tag)
         now = time.monotonic_ns()
         if not self._all_ready(at, command, now + 3 * (now - begin) + SHARES_WAIT_NS):
-            xa = torch.empty(command.tokens, len(widths), MAX_RANK)  # whoever is late may still write to the area
+            xa = torch.empty(command.tokens, len(widths), MAX_RANK)  # a late worker may still write to the area
             for (host_slot, low, high), each in zip(parts, ranks, strict=True):
                 x = memory.x(slot, high, d_in, low)
                 product.shrink(xa[low:high], x, host_slot, layer, group, (0, sum(each)))

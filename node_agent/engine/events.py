@@ -45,7 +45,9 @@ def _cold_start(request: Request, now: float) -> ColdStart:
     if cold is None:
         return ColdStart(request.found, "none", 0.0, 0.0)
     exposed = cold.exposed
-    if not cold.load:  # it ended before its adapter came, and waited until now if it had not begun, or could not go on
+    if (
+        not cold.load
+    ):  # it ended before its adapter came; it waited until now if it had not begun, or could not continue
         since = cold.waits_since if cold.opened else cold.begun
         exposed += now - since if since else 0.0
     return ColdStart(

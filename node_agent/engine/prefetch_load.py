@@ -74,7 +74,7 @@ class PrefetchLoad:
         if not self._is_staged():
             self._wait()
             host = store.hosts.load(self.adapter)
-            if host.failed:  # one that was given up just now is begun anew by the next call
+            if host.failed:  # one that was given up just now starts again by the next call
                 return None if host.state is HostState.ABANDONED else host.failure
             if host.size > store.largest:
                 store.hosts.forget(host)

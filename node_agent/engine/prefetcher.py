@@ -191,7 +191,7 @@ class Prefetcher:
 
     def _advance(self, each: _Underway, may_place: bool) -> None:
         adapter, progress = each.want.adapter, each.load.progress
-        if progress < each.progress:  # a request took its room, and it begins anew
+        if progress < each.progress:  # a request took its room, and it starts again
             self._waste(each, each.progress)
         each.progress = progress
         if self._store.hosts.lacks_room(adapter.digest):

@@ -80,7 +80,7 @@ class IdleMeasurement:
                     self._begin_anew(timed.bounds)
                 self._run(timed)
         except (GaveWay, SweepTooSlow):
-            pass  # the next slice goes on
+            pass  # the next slice continues
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
