@@ -22,7 +22,7 @@ from benchmarks.cold_rig import Rig, make_adapters, warm_prefill
 from benchmarks.dlora import MergingLora
 from node_agent.adapter_memory.layout import ROW_ALIGN
 from node_agent.coldstart.calibration import Calibration, Interrupted
-from node_agent.coldstart.cold_starts import WAYS, ColdStarts, Way
+from node_agent.coldstart.cold_starts import MODES, ColdStartMode, ColdStarts
 from node_agent.coldstart.measure import SHORT, measure_cpu
 from node_agent.coldstart.planner import PLANS
 from node_agent.coldstart.profile import LinkCost, Profile
@@ -39,7 +39,7 @@ KV_BYTES, MEMORY = 640 << 20, 512 << 20
 
 @dataclass(frozen=True)
 class Variant:
-    way: Way
+    way: ColdStartMode
     cold: bool = True
     """runs on the engine whose adapters are not there"""
     repeats: str = "fast"
@@ -47,15 +47,15 @@ class Variant:
 
 
 PLAIN = {
-    "cached": Variant(WAYS["wait"], cold=False),
-    "set_adapter": Variant(WAYS["wait"], cold=False),
-    "cached_all_cores": Variant(WAYS["wait"], cold=False),
-    "dlora": Variant(WAYS["wait"], cold=False),
-    "ondmd": Variant(Way(("wait",), blocks=True)),
-    "overlap": Variant(Way(("wait",))),
-    "pipeline": Variant(Way(("pipeline",))),
+    "cached": Variant(MODES["wait"], cold=False),
+    "set_adapter": Variant(MODES["wait"], cold=False),
+    "cached_all_cores": Variant(MODES["wait"], cold=False),
+    "dlora": Variant(MODES["wait"], cold=False),
+    "ondmd": Variant(ColdStartMode(("wait",), blocks=True)),
+    "overlap": Variant(ColdStartMode(("wait",))),
+    "pipeline": Variant(ColdStartMode(("pipeline",))),
 }
-ASSISTED = {"assist": Way(("assist",), whole=True), "full": WAYS["auto"]}
+ASSISTED = {"assist": ColdStartMode(("assist",), whole_adapter=True), "full": MODES["auto"]}
 VARIANTS = PLAIN | {
     name + ("" if column == "fast" else f"_{column}"): Variant(way, repeats=column)
     for column in ("fast", "slowed", "fourfold")
@@ -143,9 +143,9 @@ class Bench:
                 Calibration(engine.engine, engine.base).measure(kind, PLANS)
             del engine.engine.cold_start.unmeasured[kind]
 
-    def set_cold(self, way: Way, repeats: str) -> None:
+    def set_cold(self, way: ColdStartMode, repeats: str) -> None:
         cold_start = self._columns[repeats]
-        cold_start.way = way
+        cold_start.mode = way
         assert cold_start.workers is not None
         cold_start.workers.memory.repeats = self.repeats[repeats]
         self.cold.engine.engine.cold.cold_start = cold_start

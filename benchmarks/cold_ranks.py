@@ -12,7 +12,7 @@ from benchmarks.cold_bench import Bench
 from benchmarks.cold_rig import draw_prompt
 from benchmarks.report import rounds_until
 from benchmarks.workloads import SETTINGS, Call
-from node_agent.coldstart.cold_starts import WAYS
+from node_agent.coldstart.cold_starts import MODES
 
 RANKS = (*SETTINGS["MIX"].ranks, 256)
 ROWS = 6
@@ -30,7 +30,7 @@ def ranks(bench: Bench, rounds: int, until: float) -> dict[str, Any]:
     loads: list[dict[str, Any]] = [{"rank": rank, "bytes": bench.bytes_of(rank), "load_s": []} for rank in RANKS]
     steps: list[dict[str, Any]] = [{"batch": name, "step_s": []} for name in BATCHES]
     prompt = draw_prompt(bench.cached.engine, PROMPT)
-    bench.set_cold(WAYS["wait"], "fast")
+    bench.set_cold(MODES["wait"], "fast")
     for _ in rounds_until(until, rounds):
         for row in loads:
             bench.cold.forget_device()

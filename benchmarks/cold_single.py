@@ -15,10 +15,14 @@ from benchmarks.cold_rig import Run, draw_prompt
 from benchmarks.cold_settings import MOST_PROMPT, draw_round
 from benchmarks.report import rounds_until
 from benchmarks.workloads import SETTINGS, UTILISATION_PER_RPS
-from node_agent.coldstart.cold_starts import WAYS, Way
+from node_agent.coldstart.cold_starts import MODES, ColdStartMode
 
 PIPELINING_RANKS = (64, 128)
-FORCED = {"wait": Way(("wait",)), "pipeline": Way(("pipeline",)), "assist": Way(("assist",))}
+FORCED = {
+    "wait": ColdStartMode(("wait",)),
+    "pipeline": ColdStartMode(("pipeline",)),
+    "assist": ColdStartMode(("assist",)),
+}
 GRID = [(tokens, rate, loads) for loads in (1, 3) for rate in (1.0, 4.0) for tokens in (32, 128, 256)]
 """Prompt tokens, times the study's link rate, simultaneous loads."""
 QUICK_GRID = [(32, 1.0, 2), (128, 4.0, 1)]
@@ -70,7 +74,7 @@ def regret(
         for row in rows:
             bench.set_link(row["rate"])
             prompt, adapters = draw_prompt(bench.cold.engine, row["tokens"]), bench.of_rank[64][: row["loads"]]
-            ways = [("full", WAYS["auto"]), *FORCED.items()]
+            ways = [("full", MODES["auto"]), *FORCED.items()]
             for name, way in ways[index % len(ways) :] + ways[: index % len(ways)]:
                 bench.set_cold(way, row["column"])
                 row[name].append(_first_token(bench, prompt, adapters))

@@ -25,7 +25,7 @@ from benchmarks.cold_bench import TOKENS
 from benchmarks.cold_rig import TARGETS, Rig, draw_prompt
 from benchmarks.report import ROOT, rounds_until
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.cold_starts import ColdStartMode
 from node_agent.config import LinkConfig
 from tests.support.local_engine import LocalEngine
 from tests.support.peft_reference import make_adapter
@@ -34,7 +34,7 @@ RATIOS = (0.25, 0.5, 1.0, 2.0, 7.0)
 """Fetch : warm prefill."""
 RANK = 64
 BUCKET = "garnish-bench"
-WAYS = {"stream": Way(("pipeline",)), "download": Way(("wait",))}
+WAYS = {"stream": ColdStartMode(("pipeline",)), "download": ColdStartMode(("wait",))}
 
 
 class Arrivals:
@@ -96,7 +96,7 @@ def _measure(rig: Rig, arrivals: Arrivals, rounds: int, until: float) -> dict[st
                 if name == "download" and row["ratio"] > 1:
                     continue
                 engine = rig.engine.engine
-                engine.cold_start.way = way
+                engine.cold_start.mode = way
                 _forget(rig)
                 with arrivals.of(rig, 0):
                     (served,) = rig.first_tokens(prompt, [0])

@@ -41,7 +41,7 @@ class Belady:
         self._upcoming[digest] = self._next[self._at]
         self._at += 1
 
-    def note_eviction(self, digest: str) -> None: ...
+    def record_eviction(self, digest: str) -> None: ...
 
 
 def least_miss_share(trace: Trace, pool: int) -> float:

@@ -124,7 +124,7 @@ def _splitting() -> Iterator[None]:
     """Engines that are made meanwhile have three CPU workers, and give each a share of any weights, however few."""
     with (
         patch.object(worker_start, "make_pool", make_crowded_pool),
-        patch.object(slices, "LEAST_SHARE", 1),
+        patch.object(slices, "MIN_SHARE", 1),
     ):
         yield
 

@@ -19,7 +19,7 @@ from cluster.messages import Adapter, Sampling
 from node_agent.adapter_memory.link import Link
 from node_agent.coldstart.auto_workers import TYPICAL
 from node_agent.coldstart.calibration import Calibration
-from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.cold_starts import ColdStartMode
 from node_agent.coldstart.handoff_link import HandoffLink
 from node_agent.coldstart.pass_times import CallKind
 from node_agent.coldstart.planner import PLANS
@@ -32,7 +32,7 @@ from tests.support.local_engine import LocalEngine
 from tests.support.random_model import random_weights, write_adapters, write_base
 
 WAYS = {name: VARIANTS[name].way for name in ("cached", "ondmd", "overlap", "pipeline", "assist", "full")} | {
-    "assist_pipeline": Way(("assist",))
+    "assist_pipeline": ColdStartMode(("assist",))
 }
 MAX_COLD = 4
 MOST_WORKERS = 14
@@ -98,11 +98,11 @@ class Bench:
         return drawn
 
     def serve(
-        self, way: Way, adapters: Sequence[Adapter], prompts: Sequence[list[int]], count: int = 1
+        self, way: ColdStartMode, adapters: Sequence[Adapter], prompts: Sequence[list[int]], count: int = 1
     ) -> list[tuple[float, list[int], list[Any], Any]]:
         """All at once: (seconds to the first token, tokens, their log probabilities, cold start) of each."""
         engine = self.engine
-        engine.engine.cold_start.way = way
+        engine.engine.cold_start.mode = way
         begin = time.perf_counter()
         how = Sampling(temperature=0.0, logprobs=0 if count > 1 else None)
         calls = [

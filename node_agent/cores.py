@@ -49,7 +49,7 @@ class CoreTimes:
     passed: float
     used: float
     """seconds used by any process"""
-    own: float
+    this_process: float
 
 
 def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
@@ -66,7 +66,7 @@ def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
 
 def others_share(before: CoreTimes, after: CoreTimes) -> float:
     """Returns which part of the time between `before` and `after`, from 0 to 1, others have used."""
-    other_s = (after.used - before.used) - (after.own - before.own)
+    other_s = (after.used - before.used) - (after.this_process - before.this_process)
     return min(1.0, max(0.0, other_s / max(after.passed - before.passed, 1e-9)))
 
 

@@ -51,7 +51,7 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
     digest: str
 
 
-class Want(msgspec.Struct, frozen=True, tag="want"):
+class PrefetchHints(msgspec.Struct, frozen=True, tag="want"):
     """Message with the adapters to bring in while nothing else is to be loaded. It ends with the connection; it is not
     answered."""
 
@@ -59,7 +59,7 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
 
 
 Question = ListAdapters | Prefetch | Evict
-Command = Submit | Cancel | Want | Question
+Command = Submit | Cancel | PrefetchHints | Question
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

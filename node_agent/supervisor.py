@@ -107,7 +107,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
         self._backoff = FIRST_BACKOFF
-        self._due = 0.0
+        self._restart_at = 0.0
         self._told_to_stop = False
 
     @property
@@ -118,10 +118,10 @@ class Child:
     def tend(self, now: float) -> float:
         """Starts or reaps the process as is due. Returns in how many seconds it wants to be looked at again, at the
         latest."""
-        if self.reap(now) and self._due <= now:
+        if self.reap(now) and self._restart_at <= now:
             self._start(now)
         if self._process is None:
-            return max(0.0, self._due - now)
+            return max(0.0, self._restart_at - now)
         return STEADY if self._watch is None else self._kill_if_silent(self._watch, self._process, now)
 
     def reap(self, now: float) -> bool:
@@ -134,7 +134,7 @@ class Child:
             return False
         if now - self._started >= STEADY:
             self._backoff = FIRST_BACKOFF
-        self._due = now + self._backoff
+        self._restart_at = now + self._backoff
         extra = {"child": self.name, "pid": self._process.pid, "code": code, "after": round(now - self._started, 3)}
         if self._told_to_stop:
             as_asked = code in (0, -signal.SIGTERM)
@@ -151,7 +151,7 @@ class Child:
 
     def _kill_if_silent(self, watch: Watch, process: subprocess.Popen[bytes], now: float) -> float:
         """Returns in how many seconds to look again; the end of a process that is killed wakes the supervisor."""
-        silent = watch.look(now, process.pid)
+        silent = watch.silence(now, process.pid)
         if silent >= LONGEST_SILENCE_S:
             extra = {"child": self.name, "pid": process.pid, "silent": round(silent, 1)}
             log.error("child stands still and is killed", extra=extra)
@@ -206,7 +206,7 @@ class Signals:
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
             end.setblocking(False)
-        self._before = {number: signal.signal(number, self._note) for number in self.NUMBERS}
+        self._before = {number: signal.signal(number, self._record_signal) for number in self.NUMBERS}
         self._before_fd = signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -224,7 +224,7 @@ class Signals:
             while self._wake.recv(4096):
                 pass
 
-    def _note(self, number: int, _frame: object) -> None:
+    def _record_signal(self, number: int, _frame: object) -> None:
         self.stop_requested += number != signal.SIGCHLD
 
 

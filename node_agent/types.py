@@ -295,7 +295,7 @@ class Plan:
     """forecast of the chunk's end, from now"""
     rest: float = 0.0
     """forecast of the seconds from then until the request may decode; 0 where no token follows the chunk"""
-    others: int = 0
+    other_requests: int = 0
     """number of other requests, which wait wherever the engine waits for workers"""
     by_profile: float = 0.0
     """forecast of the chunk's end by the profile alone; 0: the chunk does not have engine and link for itself"""
@@ -304,7 +304,7 @@ class Plan:
 class IdleWork(Protocol):
     """Work of the engine's thread that an idle engine does, such as measuring calls with CPU workers."""
 
-    def work(self, gives_way: Callable[[], bool]) -> bool:
+    def work(self, should_yield: Callable[[], bool]) -> bool:
         """Works until `gives_way`. Returns False when there is nothing to do now."""
 
     def close(self) -> None: ...

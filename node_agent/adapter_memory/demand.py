@@ -17,7 +17,7 @@ FORECAST_WEIGHT = 1 / 3
 """Weight of a forecast, where there is one; recency and frequency share the rest."""
 RARELY, SURELY = 0.001, 0.99
 """Probabilities beyond which a forecast says no more than `at most` and `at least` this."""
-MOST_REMEMBERED = 8192
+MAX_REMEMBERED = 8192
 """Adapters whose calls are remembered; those not called for longest are forgotten."""
 _DECAY = (1 / RECENT_S + 1 / LONG_S) / 2
 _LOG_WINDOWS = (log(RECENT_S) + log(LONG_S)) / 2
@@ -51,12 +51,12 @@ class Demand:
         self._forecast: dict[str, tuple[float, bool]] = {}
         """Logarithm of the rate that is forecast, and whether it is `at least` that. By digest."""
 
-    def note_call(self, digest: str, now: float) -> None:
+    def record_call(self, digest: str, now: float) -> None:
         """Counts one call. `now`: monotonic seconds."""
         calls = self._calls.get(digest)
         if calls is None:
             calls = self._calls[digest] = _Calls(now)
-            if len(self._calls) > MOST_REMEMBERED:
+            if len(self._calls) > MAX_REMEMBERED:
                 del self._levels[self._calls.popitem(last=False)[0]]
         else:
             calls.add(now)

@@ -70,7 +70,7 @@ class DeviceCopy:
 
     # --- a Job: under the threads' lock
 
-    def take(self, now: float, held: bool) -> Callable[[], None] | None:
+    def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
         if self._running or self.over:
             return None
         states = self.states.layers
@@ -79,7 +79,7 @@ class DeviceCopy:
         if not uncopied and not self._crossing:
             self._settle()
             return None
-        portion = self._portion([layer for layer in uncopied if self.host.here[layer]]) if not held else []
+        portion = self._portion([layer for layer in uncopied if self.host.here[layer]]) if not is_blocked else []
         if not portion and not self._crossing:
             return None
         self._running = True
@@ -87,7 +87,7 @@ class DeviceCopy:
             self.states.began, self.states.bytes_before = now, self.loader.crossed_bytes
         return partial(self._work, portion)
 
-    def due(self) -> float | None:
+    def wake_at(self) -> float | None:
         return None
 
     @property

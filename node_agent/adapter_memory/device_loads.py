@@ -15,7 +15,7 @@ from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter
 from node_agent.states import DeviceState
 
-LEAST_LOAD_S = 1e-6
+MIN_LOAD_S = 1e-6
 """Duration of a load that had ended, unnoticed yet, when a request took it over from a prefetch."""
 SETTLED = {
     DeviceState.COPIED: DeviceState.READY,
@@ -83,9 +83,9 @@ class DeviceLoads:
         copy.change_state(SETTLED[copy.state])
         if copy.state is DeviceState.READY:
             if entry.began > host.began and not entry.prefetched:  # from host memory alone
-                self._hosts.rates.note("host", entry.size, copy.arrived - entry.began)
+                self._hosts.rates.record_load("host", entry.size, copy.arrived - entry.began)
             entry.weights = [views for views in copy.views if views is not None]
-            entry.load_seconds = max(LEAST_LOAD_S, copy.arrived - entry.began)
+            entry.load_seconds = max(MIN_LOAD_S, copy.arrived - entry.began)
             return True
         if not (host.failed or copy.abandoned):
             self._hosts.forget(host)  # the copy failed: the next request reads the store again

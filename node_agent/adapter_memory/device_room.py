@@ -41,7 +41,7 @@ class DeviceRoom:
             return None
         for victim in chain([None], victims):
             if victim is not None:
-                self.eviction.note_eviction(victim)
+                self.eviction.record_eviction(victim)
                 self.evict(victim)
             if not self._free_slots or layout.pages > self.pool.pages.free:
                 continue
@@ -52,12 +52,12 @@ class DeviceRoom:
                 return self._free_slots.pop(), pages, run
         return None
 
-    def note_call(self, digest: str) -> None:
+    def record_call(self, digest: str) -> None:
         """Notes that a request uses an adapter that has a place."""
         self.adapters.move_to_end(digest)
-        self.eviction.demand.note_call(digest, time.monotonic())
-        self.eviction.note_call(digest)
-        self.hosts.eviction.note_call(digest)
+        self.eviction.demand.record_call(digest, time.monotonic())
+        self.eviction.record_call(digest)
+        self.hosts.eviction.record_call(digest)
 
     def give(self, digest: str, layout: AdapterLayout, place: Place) -> None:
         """Gives back the place that the adapter took: it did not move in."""
@@ -78,12 +78,12 @@ class DeviceRoom:
         self.pool.pages.give(entry.pages, digest)
         self._free_slots.append(entry.slot)
 
-    def fits_without(self, layout: AdapterLayout, others: Collection[str]) -> bool:
+    def fits_without(self, layout: AdapterLayout, evicted: Collection[str]) -> bool:
         """Returns whether there would be room for an adapter of this layout if nobody used the `others`."""
         may_go = [
             entry
             for digest, entry in self.adapters.items()
-            if (entry.idle or (digest in others and entry.settled)) and digest not in self.pinned
+            if (entry.idle or (digest in evicted and entry.settled)) and digest not in self.pinned
         ]
         if not (may_go or self._free_slots):
             return False

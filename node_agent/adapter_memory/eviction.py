@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import inf, log
 from typing import NamedTuple
 
-from node_agent.adapter_memory.demand import MOST_REMEMBERED, Demand
+from node_agent.adapter_memory.demand import MAX_REMEMBERED, Demand
 
 HYSTERESIS = 0.25
 """An adapter that has just been brought in leaves only for others whose score is higher by this share."""
@@ -49,10 +49,10 @@ class LeastRecentlyUsed:
     def score(self, candidate: Candidate, now: float) -> float:  # noqa: ARG002 - as the others
         return 0.0
 
-    def note_call(self, digest: str) -> None:
+    def record_call(self, digest: str) -> None:
         """Notes that a request uses the adapter."""
 
-    def note_eviction(self, digest: str) -> None:  # noqa: ARG002 - as the others
+    def record_eviction(self, digest: str) -> None:  # noqa: ARG002 - as the others
         """Notes that the adapter leaves to make room for another."""
         self.evictions += 1
 
@@ -93,14 +93,14 @@ class GreedyDualSizeFrequency(LeastRecentlyUsed):
         uses, clock = self._uses.get(candidate.digest, (1, 0.0))
         return clock + uses * candidate.reload_s / max(1, candidate.pages)
 
-    def note_call(self, digest: str) -> None:
+    def record_call(self, digest: str) -> None:
         uses, _ = self._uses.pop(digest, (0, 0.0))
         self._uses[digest] = uses + 1, self._clock
-        if len(self._uses) > MOST_REMEMBERED:
+        if len(self._uses) > MAX_REMEMBERED:
             self._uses.popitem(last=False)
 
-    def note_eviction(self, digest: str) -> None:
-        super().note_eviction(digest)
+    def record_eviction(self, digest: str) -> None:
+        super().record_eviction(digest)
         self._uses.pop(digest, None)
         self._clock = max(self._clock, self._scores.get(digest, 0.0))
 

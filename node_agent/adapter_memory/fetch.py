@@ -86,14 +86,14 @@ class Fetch:
 
     # --- a Job: under the threads' lock
 
-    def take(self, now: float, held: bool) -> Callable[[], None] | None:
+    def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
         if self.over:
             return None
         if self._error is not None or self.host.given_up:
             self.settle()
             return None
         ready = next((r for r in self._ranges if r.not_before <= now), None)
-        if held or ready is None or self._running >= self._most_in_flight:
+        if is_blocked or ready is None or self._running >= self._max_in_flight:
             return None
         self._ranges.remove(ready)
         self._running += 1
@@ -102,12 +102,12 @@ class Fetch:
         transfers = [self.link.begin(self.flow, block.size) for block in layers]  # in layer order
         return partial(self._bring, ready, source, transfers)
 
-    def due(self) -> float | None:
+    def wake_at(self) -> float | None:
         later = [r.not_before for r in self._ranges if r.not_before]
-        return min(later) if later and self._running < self._most_in_flight else None
+        return min(later) if later and self._running < self._max_in_flight else None
 
     @property
-    def _most_in_flight(self) -> int:
+    def _max_in_flight(self) -> int:
         """Ranges that may be under way. A prefetch has one, so that few bytes are ahead of those of a request that
         comes now."""
         return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
@@ -164,7 +164,7 @@ class Fetch:
             self._put_back(part, at)
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
             if at < part.end:  # else what failed was behind the range, in the artifact's first bytes
-                self._note(error, part, at, source)
+                self._record_failure(error, part, at, source)
         with self.threads.changed:
             self._running -= 1
             self.settle()
@@ -218,7 +218,7 @@ class Fetch:
         for low, end in contiguous_runs(positions, row_units(width, self.pool.data.element_size())):
             self.pool.matrix(int(positions[low]), end - low, width).copy_(rows[low:end])
 
-    def _note(self, error: Exception, part: Range, at: int, source: CachedFile | None) -> None:
+    def _record_failure(self, error: Exception, part: Range, at: int, source: CachedFile | None) -> None:
         """Takes note of a failed read: tries again from layer `at`, or ends the load."""
         again = self._rest(part, at)
         with self.threads.changed:

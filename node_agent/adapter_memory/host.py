@@ -162,7 +162,7 @@ class HostTier:
         self._all[digest] = host
         return host
 
-    def note_lease(self, host: HostAdapter, leased: bool) -> None:
+    def record_lease(self, host: HostAdapter, leased: bool) -> None:
         """Notes whether requests have leases on the adapter on the device."""
         host.leased = leased
         self._set_priority(host)
@@ -241,7 +241,7 @@ class HostTier:
         if host.state is HostState.READING_HEADER:
             return False
         if host.failed:
-            self._note_failure(host)
+            self._record_failure(host)
         else:
             self._unfetched.append(host)
         return True
@@ -305,10 +305,10 @@ class HostTier:
     def _book_fetch(self, host: HostAdapter) -> bool:
         """Takes note of a fetch that has ended, well or not. Returns False while it runs."""
         if host.failed:
-            self._note_failure(host)
+            self._record_failure(host)
             return True
         if host.complete and not host.prefetched:
-            self.rates.note(host.origin, host.size, host.arrived - host.began)
+            self.rates.record_load(host.origin, host.size, host.arrived - host.began)
         return host.complete
 
     def _free(self, host: HostAdapter) -> None:
@@ -324,7 +324,7 @@ class HostTier:
         self.pool.pages.give(host.pages, host.digest)
         host.pages, host.slot, host.run = None, -1, -1
 
-    def _note_failure(self, host: HostAdapter) -> None:
+    def _record_failure(self, host: HostAdapter) -> None:
         self._free(host)  # its thread has ended
         if host.state is HostState.FAILED:
             self._failed.append((time.monotonic() + self.failure_memory, host))
@@ -341,7 +341,7 @@ class HostTier:
             return None
         for host in chain([None], self._in_order(idle)):
             if host is not None:
-                self.eviction.note_eviction(host.digest)
+                self.eviction.record_eviction(host.digest)
                 self.forget(host)
             if self.used + size <= self.memory and self._free_slots:
                 run = self.table.reserve(rows)

@@ -22,7 +22,7 @@ from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.table import AdapterTable, TableShape, rows_for
 from node_agent.device import DTYPES
 
-MOST_ADAPTERS = 1024
+MAX_ADAPTERS = 1024
 """Slots of the host table; a pool of fewer pages has fewer."""
 
 
@@ -78,7 +78,7 @@ class SharedTable:
             raise ValueError(
                 f"host_memory: {pool.size} bytes are more than the {(1 << 31) * ROW_ALIGN} that can be addressed"
             )
-        slots = max(1, min(MOST_ADAPTERS, pool.pages.count))
+        slots = max(1, min(MAX_ADAPTERS, pool.pages.count))
         self.shape = TableShape(slots, base.num_layers, max(1, rows_for(units, base, itemsize)))
         size = 4 * self.shape.words
         self.fd = os.memfd_create("garnish-host-table", os.MFD_CLOEXEC)

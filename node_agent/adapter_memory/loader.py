@@ -45,10 +45,10 @@ class _Awaited:
     def over(self) -> bool:
         return self.load.unwanted or self.load.state not in (HostState.READING_HEADER, HostState.WAITING_FOR_ROOM)
 
-    def take(self, now: float, held: bool) -> None:  # noqa: ARG002 - a Job's signature
+    def take(self, now: float, is_blocked: bool) -> None:  # noqa: ARG002 - a Job's signature
         return None
 
-    def due(self) -> None:
+    def wake_at(self) -> None:
         return None
 
 

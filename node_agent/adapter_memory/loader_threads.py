@@ -47,11 +47,11 @@ class Job(Protocol):
     def over(self) -> bool:
         """Returns whether no work remains and none runs: the threads forget the job."""
 
-    def take(self, now: float, held: bool) -> Callable[[], None] | None:
+    def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
         """Returns the next piece of work, or None when there is none yet. `held`: a more urgent job is under way, and
         this one begins nothing; it may end. Must not raise, nor must the work."""
 
-    def due(self) -> float | None:
+    def wake_at(self) -> float | None:
         """Returns the time at which `take` should be asked again without a `wake` (monotonic seconds), or None."""
 
 
@@ -117,7 +117,7 @@ class LoaderThreads:
                     return work
                 now = time.monotonic()
                 first = self._first()
-                dues = (job.due() for job in self._jobs if job.load.priority <= first)
+                dues = (job.wake_at() for job in self._jobs if job.load.priority <= first)
                 wake_at = min((at for at in dues if at is not None), default=now + LONGEST_WAIT)
                 self._idle += 1
                 self.changed.wait(min(max(0.0, wake_at - now), LONGEST_WAIT))
@@ -137,7 +137,7 @@ class LoaderThreads:
     def _take_once(self) -> Callable[[], None] | None:
         now, first = time.monotonic(), self._first()
         for job in sorted(self._jobs, key=lambda job: not job.load.leased):
-            work = job.take(now, held=job.load.priority > first)
+            work = job.take(now, is_blocked=job.load.priority > first)
             if work is not None:
                 self._jobs.remove(job)
                 self._jobs.append(job)

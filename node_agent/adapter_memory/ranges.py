@@ -49,12 +49,12 @@ class FirstBytes:
         self._changed = threading.Condition()
         self._head = self._count = 0
         """Bytes of the header's read, and of `data` that are here. None of these is written again."""
-        self._behind: Future[int] | None = None
+        self._rest: Future[int] | None = None
 
     @property
     def size(self) -> int:
         """The bytes from the artifact's start that `read` brings, if it has as many."""
-        return self._head if self._behind is None else FIRST_RANGE
+        return self._head if self._rest is None else FIRST_RANGE
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Reads a range as a store does; the first bytes of an artifact begin to be read when its start is asked
@@ -68,7 +68,7 @@ class FirstBytes:
             self.data[: self._head] = head[: self._head]
             self._count = max(self._count, self._head)
         if rest is not None and len(head) == length:  # else it ends there
-            self._behind = rest
+            self._rest = rest
             rest.add_done_callback(self._wake)
         return head
 
@@ -79,7 +79,7 @@ class FirstBytes:
         count = -1
         while True:
             with self._changed:
-                ended = self._behind is None or self._behind.done()
+                ended = self._rest is None or self._rest.done()
                 if count == self._count and not ended and not self._changed.wait(LONGEST_SILENCE_S):
                     raise StoreUnavailable(f"no byte behind an artifact's header came for {LONGEST_SILENCE_S:g} s")
                 more, count = self._count > count, self._count
@@ -87,8 +87,8 @@ class FirstBytes:
                 arrived(count)
             elif ended:
                 break
-        if self._behind is not None:
-            self._behind.result()
+        if self._rest is not None:
+            self._rest.result()
         return count
 
     def _read_behind(self, key: str, start: int) -> int:
@@ -133,12 +133,12 @@ class Staging:
     """A buffer per loader thread, used again and again. It grows to the largest layer there is, and only for it."""
 
     def __init__(self) -> None:
-        self._own = threading.local()
+        self._local = threading.local()
 
     def take(self, size: int) -> memoryview:
         """Returns `size` bytes that are the calling thread's until it calls again."""
         if size > LARGEST_RANGE:
             return memoryview(bytearray(size))
-        if len(getattr(self._own, "buffer", b"")) < size:
-            self._own.buffer = bytearray(size)
-        return memoryview(self._own.buffer)[:size]
+        if len(getattr(self._local, "buffer", b"")) < size:
+            self._local.buffer = bytearray(size)
+        return memoryview(self._local.buffer)[:size]

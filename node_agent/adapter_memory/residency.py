@@ -16,7 +16,7 @@ STATE_NAMES: dict[int, LayerName] = {
     LayerState.DEVICE: "device",
     LayerState.FAILED: "failed",
 }
-MOST_ON_DISK = 1024
+MAX_ON_DISK = 1024
 """Adapters that are on the disk alone and are named; the memory tiers hold few enough to name all."""
 
 
@@ -32,7 +32,7 @@ def adapter_states(store: AdapterStore) -> AdapterStates:
     digests = {state.digest for state in in_memory}
     cached = store.cache.contents() if store.cache is not None else ()
     on_disk = [AdapterState(digest, "disk", size) for digest, size in cached if digest not in digests]
-    return AdapterStates(in_memory + on_disk[:MOST_ON_DISK], max(0, len(on_disk) - MOST_ON_DISK))
+    return AdapterStates(in_memory + on_disk[:MAX_ON_DISK], max(0, len(on_disk) - MAX_ON_DISK))
 
 
 def tier_of(store: AdapterStore, digest: str) -> HeldTier:

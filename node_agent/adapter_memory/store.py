@@ -38,7 +38,7 @@ from node_agent.device import Event
 from node_agent.states import DeviceState, HostState
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 
-MOST_ON_DISK = 256
+MAX_ON_DISK = 256
 """Adapters on the disk that a report names."""
 
 
@@ -120,8 +120,8 @@ class AdapterStore:
         if entry.prefetched and not (entry.leases or entry.settled):
             entry.began = time.monotonic()  # the seconds before are none of the request's own
         entry.leases += 1
-        self.hosts.note_lease(entry.host, True)
-        self.room.note_call(adapter.digest)
+        self.hosts.record_lease(entry.host, True)
+        self.room.record_call(adapter.digest)
         return Lease(adapter.digest, entry.slot, entry.layout.ranks)  # a message's may be wrong: kernels rely on these
 
     def release(self, lease: Lease, after: Sequence[Event], served: bool = False) -> None:
@@ -138,11 +138,11 @@ class AdapterStore:
         """Returns whether the adapter has room on the device: a lease on it needs no more."""
         return digest in self.device
 
-    def fits_without(self, adapter: Adapter, others: Collection[str]) -> bool:
+    def fits_without(self, adapter: Adapter, evicted: Collection[str]) -> bool:
         """Returns whether the adapter would fit on the device if the adapters with digests `others` were evicted, as
         well as the idle ones. False while its layout is not known."""
         host = self.hosts.get(adapter.digest)
-        return host is not None and host.layout is not None and self.room.fits_without(host.layout, others)
+        return host is not None and host.layout is not None and self.room.fits_without(host.layout, evicted)
 
     def choose_spared(self, adapter: Adapter, digests: Iterable[str]) -> Container[str]:
         """Returns those of `digests` that need not be evicted for the adapter, as in DeviceRoom.choose_spared. None of
@@ -339,7 +339,7 @@ class AdapterStore:
         above = {resident.digest for resident in on_device + on_host}
         cached = self.cache.contents() if self.cache is not None else ()
         on_disk = [Resident(digest, "disk", size, 0) for digest, size in cached if digest not in above]
-        return on_device + on_host + on_disk[:MOST_ON_DISK]
+        return on_device + on_host + on_disk[:MAX_ON_DISK]
 
     @property
     def free_bytes(self) -> int:
@@ -390,7 +390,7 @@ class AdapterStore:
         if entry.leases <= 0:
             raise RuntimeError(f"a lease on {digest} was released twice")
         entry.leases -= 1
-        self.hosts.note_lease(entry.host, entry.leases > 0)
+        self.hosts.record_lease(entry.host, entry.leases > 0)
         if entry.copy.failure is not None and entry.idle:
             self.room.evict(digest)
         else:

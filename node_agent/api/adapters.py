@@ -46,7 +46,7 @@ def adapter_routes(registry: RequestRegistry) -> list[Route]:
         digest = _checked((await _order(request, EvictOrder)).digest)
         return _packed(Moved(digest, (await _ask(registry, Evict(_id(), digest))).tier))
 
-    async def wanted(request: Request) -> Response:
+    async def set_wanted(request: Request) -> Response:
         registry.want(_check_wanted(await _order(request, WantedResidency, WANTED_BYTES)))
         return Response(status_code=204)
 
@@ -54,7 +54,7 @@ def adapter_routes(registry: RequestRegistry) -> list[Route]:
         Route("/adapters", adapters, methods=["GET"]),
         Route("/adapters/prefetch", prefetch, methods=["POST"]),
         Route("/adapters/evict", evict, methods=["POST"]),
-        Route("/adapters/wanted", wanted, methods=["POST"]),
+        Route("/adapters/wanted", set_wanted, methods=["POST"]),
     ]
 
 

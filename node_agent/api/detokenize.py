@@ -85,7 +85,7 @@ class IncrementalDetokenizer:
         piece = text[self._emitted : final]
         self._emitted = max(self._emitted, final)
         if len(self._window) > WINDOW:
-            self._shorten(held=len(text) - self._emitted)
+            self._shorten(withheld=len(text) - self._emitted)
         return piece
 
     def flush(self) -> str:
@@ -96,12 +96,12 @@ class IncrementalDetokenizer:
         self._emitted = len(text)
         return piece
 
-    def _shorten(self, held: int) -> None:
+    def _shorten(self, withheld: int) -> None:
         tail = self._window[-KEEP:]
         text = self._tokens.decode(tail)
         if text:  # without text in front, the next token would count as the first of a text
             self._window = tail
-            self._emitted = len(text) - held
+            self._emitted = len(text) - withheld
 
 
 def _context(tokens: TokenText, prompt_ids: Sequence[int]) -> list[int]:

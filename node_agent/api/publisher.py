@@ -32,8 +32,8 @@ class Publisher:
         self._url = gateway_url.rstrip("/") + "/cluster/record"
         self._headers = {**authorization(secret), "content-type": "application/msgpack"}
         self._interval = interval
-        self._heard: bool | None = None
-        self._known = WHOLE
+        self._is_accepted: bool | None = None
+        self._acknowledged = WHOLE
 
     async def run(self) -> None:
         async with aiohttp.ClientSession(headers=self._headers) as session:
@@ -43,14 +43,14 @@ class Publisher:
                 await asyncio.sleep(max(next_at - time.monotonic(), self._interval / 4))
 
     async def _post(self, session: aiohttp.ClientSession) -> None:
-        news, problem = self._registry.news(self._known), None
+        news, problem = self._registry.news(self._acknowledged), None
         timeout = aiohttp.ClientTimeout(total=WHOLE_SECONDS if news.changes.since == WHOLE else POST_SECONDS)
         try:
             async with session.post(self._url, data=msgspec.msgpack.encode(news), timeout=timeout) as response:
                 if response.status == 204:
-                    self._known = news.changes.at
+                    self._acknowledged = news.changes.at
                 elif response.status == 200:  # Wanted: it has lost what these build on, or never had it
-                    self._known = WHOLE
+                    self._acknowledged = WHOLE
                 else:
                     problem = f"the gateway answered {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -61,8 +61,8 @@ class Publisher:
         """Logs a change of whether the gateway hears us, not every attempt. `problem`: why it does not; None: it
         does."""
         is_accepted = problem is None
-        if is_accepted != self._heard:
-            self._heard = is_accepted
+        if is_accepted != self._is_accepted:
+            self._is_accepted = is_accepted
             if is_accepted:
                 log.info("gateway hears us", extra={"url": self._url})
             else:

@@ -34,12 +34,12 @@ from node_agent.ipc import (
     EngineEvent,
     Finished,
     Generated,
+    PrefetchHints,
     PromptScored,
     Question,
     Ready,
     Stats,
     Submit,
-    Want,
 )
 
 EVENT_LIMIT = 4096
@@ -178,7 +178,7 @@ class RequestRegistry:
 
     def want(self, residency: WantedResidency) -> None:
         """Passes on what is to be brought in. Raises ServiceError."""
-        self._send(Want(residency))
+        self._send(PrefetchHints(residency))
 
     def _check(self, request: GenerateRequest) -> None:
         if self.state == "draining":
@@ -241,7 +241,7 @@ class RequestRegistry:
     def engine_events(self, events: list[EngineEvent]) -> None:
         for event in events:
             if isinstance(event, Stats):
-                self._note(event)
+                self._take_stats(event)
             elif isinstance(event, Admitted | PromptScored | Generated | Finished):
                 self._deliver(event)
             elif isinstance(event, Answer):
@@ -274,7 +274,7 @@ class RequestRegistry:
             entry.end(Ended("node_failed", "the node's engine ended while it served the request"))
         self._questions.engine_gone()
 
-    def _note(self, stats: Stats) -> None:
+    def _take_stats(self, stats: Stats) -> None:
         self._stats = stats
         for entry in self._in_flight.values():
             entry.pictured = entry.admitted  # a snapshot has all admissions before it
@@ -360,10 +360,10 @@ class RequestRegistry:
         queued = sum(entry.slo_class == "strict" for entry in self._waiting())
         return msgspec.structs.replace(room, queued=queued, prompt_tokens=prompts)
 
-    def news(self, known: int) -> News:
+    def news(self, acknowledged: int) -> News:
         """Returns the report for a gateway that knows the changes up to number `known`; WHOLE for one that knows
         nothing."""
-        return self._log.news(self.record(), self._stats.residents, known)
+        return self._log.news(self.record(), self._stats.residents, acknowledged)
 
     def all_news(self) -> News:
         """Returns all facts of this node, for a reader that knows nothing of it yet."""

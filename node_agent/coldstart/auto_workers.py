@@ -9,7 +9,7 @@ from statistics import median
 
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.cold_starts import WAYS, WorkersDecision
+from node_agent.coldstart.cold_starts import MODES, WorkersDecision
 from node_agent.coldstart.costs import pipelined_costs, result_bytes
 from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes
 from node_agent.coldstart.planner import choose
@@ -34,7 +34,7 @@ MAX_WORKERS = 16
 
 def refusal(config: EngineConfig) -> str:
     """Returns why this node can't have CPU workers by its settings; empty if it can."""
-    if "assist" not in WAYS[config.cold_start].plans:
+    if "assist" not in MODES[config.cold_start].plans:
         return f"cold_start: {config.cold_start} has no use for them"
     if config.host_nodes > 1:
         return f"{config.host_nodes} nodes share this host's cores"

@@ -18,7 +18,7 @@ from adapters.base_model import BaseModel
 from cluster.messages import Adapter, GenerateRequest, Sampling
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.loads import HostAdapter
-from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.cold_starts import ColdStartMode
 from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample
 from node_agent.engine.loop import Engine
 from node_agent.engine.reserves import Callers
@@ -47,7 +47,7 @@ class Calibration:
 
     engine: Engine
     base: BaseModel
-    gives_way: Callable[[], bool] = never
+    should_yield: Callable[[], bool] = never
     """Says that the engine is wanted. Asked before each step; a call that is under way is cancelled then."""
     _calls: int = 0
     _random: random.Random = field(default_factory=random.Random)
@@ -74,14 +74,14 @@ class Calibration:
         if kind.tokens > limits.chunk_tokens or kind.tokens + ANSWER > limits.max_context:
             raise Interrupted(f"a prompt of {kind.tokens} tokens with {ANSWER} more does not fit this node")
         layout = self.engine.store.pool.uniform_layout(self.base, kind.rank, kind.projections)
-        mode, callers = starts.way, self.engine.scheduler.callers
-        starts.way, starts.learns = Way((plan,), decodes=plan == "assist" and mode.decodes), False
+        mode, callers = starts.mode, self.engine.scheduler.callers
+        starts.mode, starts.learns = ColdStartMode((plan,), decodes=plan == "assist" and mode.decodes), False
         self.engine.scheduler.callers = Callers()  # no place is kept for the made-up tenant
         try:
             with self._adapters(layout, calls) as digests:
                 return self._timed(kind, plan, layout, digests)
         finally:
-            starts.way, starts.learns, self.engine.scheduler.callers = mode, True, callers
+            starts.mode, starts.learns, self.engine.scheduler.callers = mode, True, callers
 
     @contextmanager
     def _adapters(self, layout: AdapterLayout, count: int) -> Iterator[list[str]]:
@@ -136,7 +136,7 @@ class Calibration:
         firsts: dict[str, float] = {}
         ends: dict[str, float] = {}
         while len(ends) < len(names):
-            if self.gives_way():
+            if self.should_yield():
                 raise Interrupted("the engine is wanted")
             for event in self._step():
                 if isinstance(event, Generated):

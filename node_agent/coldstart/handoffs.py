@@ -46,7 +46,7 @@ class HandoffPool(Protocol):
 
     def release(self, slot: int, parts: list[Part], arrived: bool) -> None: ...
 
-    def note_timeout(self) -> None: ...
+    def record_timeout(self) -> None: ...
 
 
 class PassHandoffs(Protocol):
@@ -149,7 +149,7 @@ class Handoff:
             slices.setdefault((part.begin, part.end), []).append(part)
         arrived = all(self._complete_slice(parts, end_ns) for parts in slices.values())
         if not arrived and time.monotonic_ns() >= end_ns:
-            self._pool.note_timeout()
+            self._pool.record_timeout()
         return arrived
 
     def _complete_slice(self, parts: Sequence[Part], end_ns: int) -> bool:

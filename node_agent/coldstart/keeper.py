@@ -56,7 +56,7 @@ class _Place:
 
     worker: WorkerState | None = None
     backoff: float = FIRST_BACKOFF
-    due: float = 0.0
+    restart_at: float = 0.0
     output: bytearray = field(default_factory=bytearray)
 
 
@@ -92,7 +92,7 @@ class Keeper:
             self._changed.wait_for(lambda: len(self.workers) >= count, timeout)
             return len(self.workers)
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """A worker is late: wake, to end it if it stays so."""
         os.eventfd_write(self._wake, 1)
 
@@ -100,7 +100,7 @@ class Keeper:
         """Kill and reap all. They own nothing that would have to be put in order."""
         self._closing = True
         if self._thread.is_alive():
-            self.look()
+            self.wake()
             self._thread.join(JOIN_LIMIT_S)
         os.close(self._wake)
 
@@ -109,7 +109,7 @@ class Keeper:
             while not self._closing:
                 now = time.monotonic()
                 for index, place in enumerate(self._places):
-                    if place.worker is None and place.due <= now:
+                    if place.worker is None and place.restart_at <= now:
                         self._try_start(index, place, now)
                 self._wait(min(self._next_look(place, now) for place in self._places))
                 for place in self._places:
@@ -130,7 +130,7 @@ class Keeper:
 
     @staticmethod
     def _back_off(place: _Place, now: float) -> None:
-        place.due = now + place.backoff
+        place.restart_at = now + place.backoff
         place.backoff = min(2 * place.backoff, LONGEST_BACKOFF)
 
     def _start(self, index: int, place: _Place) -> None:
@@ -162,7 +162,7 @@ class Keeper:
         """Returns the seconds until the place is to be looked at again."""
         worker = place.worker
         if worker is None:
-            return place.due - now
+            return place.restart_at - now
         if worker.ready is None:
             return worker.began + START_LIMIT_S - now
         return worker.late_since + self._stall_limit - now if worker.late else STEADY
@@ -190,7 +190,7 @@ class Keeper:
         elif worker.late and now - worker.late_since >= self._stall_limit and not all(done() for done in worker.late):
             self._end(worker, "stalled")
         if worker.process.poll() is not None:
-            self._note_end(place, worker, now)
+            self._record_end(place, worker, now)
 
     def _read_ready(self, place: _Place, worker: WorkerState) -> None:
         chunk = _output(worker).read(1 << 12)
@@ -212,7 +212,7 @@ class Keeper:
         worker.process.kill()
         worker.process.wait(JOIN_LIMIT_S)
 
-    def _note_end(self, place: _Place, worker: WorkerState, now: float) -> None:
+    def _record_end(self, place: _Place, worker: WorkerState, now: float) -> None:
         self.deaths += 1
         if now - worker.began >= STEADY:
             place.backoff = FIRST_BACKOFF

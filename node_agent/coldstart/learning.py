@@ -19,7 +19,7 @@ RATE = 0.3
 """Weight of one observation, in logarithms."""
 LOADS_KEPT = 16
 REFIT_S = 1.0
-LEAST_LOAD_S, LONGEST_LOAD_S = 1e-3, 1e3
+MIN_LOAD_S, LONGEST_LOAD_S = 1e-3, 1e3
 """Bounds of the loads that are learnt from."""
 PROFILE_SIZES = (1 << 20, 1 << 27)
 """Bytes of two loads by which the profile counts as much as two fresh observations."""
@@ -77,7 +77,7 @@ class LearntLink:
     def learn(self, size: int, seconds: float) -> None:
         """Records that `size` bytes crossed in `seconds` in which the link had always something to carry. Ignores a
         time that is too short: it says how fast threads wake up, and nothing of the link."""
-        if size > 0 and LEAST_LOAD_S < seconds < LONGEST_LOAD_S:
+        if size > 0 and MIN_LOAD_S < seconds < LONGEST_LOAD_S:
             self._loads.append((self._clock(), size, seconds))
             self._fit()
 
@@ -120,7 +120,7 @@ class Outcome:
     layers_cpu: int
     layers_device: int
     """layers of the chunk, by where the adapter's part was computed"""
-    others: int = 0
+    other_requests: int = 0
     """requests that may have had passes in between"""
     by_profile: float = 0.0
     """forecast by the profile alone; 0: the chunk did not have engine and link for itself"""

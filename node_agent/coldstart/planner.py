@@ -41,7 +41,7 @@ class Contention:
 
     ahead: float = 0.0
     """seconds for which it computes other cold chunks first"""
-    others: int = 0
+    other_requests: int = 0
     ready: int = 0
     """number of those whose adapters are on the device"""
     decodes: int = 0
@@ -80,7 +80,7 @@ class ChunkCosts:
     """latency of the link, once"""
     ahead: float = 0.0
     """seconds until the device comes to the chunk's first layer: other chunks are before it"""
-    others: int = 0
+    other_requests: int = 0
     """requests that wait wherever the engine waits for workers"""
     apart: float = 0.0
     """seconds that the others together lose where the chunk has a separate pass instead of joining theirs"""
@@ -117,10 +117,10 @@ class StepCosts:
     """extra duration by these rows"""
     before: float
     """extra duration by rows that have joined already"""
-    left: float
+    load_left: float
     """rest of the adapter's load"""
     rows: int
-    others: int
+    other_requests: int
     """requests other than these rows' that the step is computed for, or that wait for its end"""
     results: float = 0.0
     """delay of the load by these rows' results, which cross the same link"""
@@ -221,7 +221,7 @@ class _Plans:
     def may_replace(self, assist: int, plain: int) -> bool:
         """Returns the same as `replaces`, by the most likely times alone."""
         gain = self._together[plain] - self._together[assist]
-        min_gain = NOT_WORTH * self._warm if self._costs.others else 0.0
+        min_gain = NOT_WORTH * self._warm if self._costs.other_requests else 0.0
         return self._is_sooner(self._ends[assist], self._ends[plain]) and bool(gain >= min_gain)
 
     def _is_sooner(self, assist: float, plain: float) -> bool:
@@ -242,21 +242,21 @@ def _lost_by_others(costs: ChunkCosts) -> np.ndarray:
     """f64[N + 2]: seconds that all others together lose by `wait`, `pipeline` and `assist` of 1..N layers."""
     lost = np.zeros(len(costs.load) + 2)
     lost[1:] = costs.apart
-    if costs.others:
-        lost[2:] += costs.others * np.cumsum(np.maximum(0.0, costs.cpu - costs.device))
+    if costs.other_requests:
+        lost[2:] += costs.other_requests * np.cumsum(np.maximum(0.0, costs.cpu - costs.device))
     return lost
 
 
-def longest_step(device: float, rows: int, others: int) -> float:
+def longest_step(device: float, rows: int, other_requests: int) -> float:
     """Returns the seconds by which `rows` rows that join may lengthen a step of `device` seconds for `others` other
     requests: a row that sits it out loses a step, and one that joins costs each of the others what it takes."""
-    return device * min(JOINS_AT_MOST, rows / (rows + others)) if others else np.inf
+    return device * min(JOINS_AT_MOST, rows / (rows + other_requests)) if other_requests else np.inf
 
 
 def joins(step: StepCosts) -> bool:
     """Returns whether the rows join: all requests together gain by it, and the others' step stays within JOINS_AT_MOST.
     Where there are no others the rows lose nothing by waiting but the rest of their load, which their results delay."""
-    if not step.others:
-        return step.longer + step.results <= step.left
-    max_longer = longest_step(step.device, step.rows, step.others)
+    if not step.other_requests:
+        return step.longer + step.results <= step.load_left
+    max_longer = longest_step(step.device, step.rows, step.other_requests)
     return step.longer <= max_longer and step.before + step.longer <= JOINS_AT_MOST * step.device

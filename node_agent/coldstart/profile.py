@@ -12,7 +12,7 @@ from node_agent.coldstart.pass_times import PassSample
 
 PROFILE_VERSION = 3
 MAX_PROFILE_BYTES = 1 << 20
-MOST_TOKENS = 1 << 50
+MAX_TOKENS = 1 << 50
 """Tokens of one slice, where tokens cost next to nothing."""
 
 
@@ -81,11 +81,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         (low, below), (high, above) = self.layer[at - 1], self.layer[at]
         return below + (above - below) * (tokens - low) / (high - low)
 
-    def apart_seconds(self, tokens: int, others: int) -> float:
+    def apart_seconds(self, tokens: int, other_tokens: int) -> float:
         """Returns the seconds by which two passes of one layer, of `tokens` and of `others` tokens, take longer than
         one of all."""
-        together = self.layer_seconds(tokens + others)
-        return max(0.0, self.layer_seconds(tokens) + self.layer_seconds(others) - together) if others else 0.0
+        together = self.layer_seconds(tokens + other_tokens)
+        return (
+            max(0.0, self.layer_seconds(tokens) + self.layer_seconds(other_tokens) - together) if other_tokens else 0.0
+        )
 
     def cpu_seconds(self, tokens: int, elements: int) -> float:
         """Returns the seconds of one worker for its slice of a group. Infinite where there are no workers."""
@@ -108,7 +110,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not elements or remaining_s <= 0:
             return 1
         per_token = elements * self.cpu.per_product  # 0 where the measurement saw no difference between lengths
-        return max(1, int(min(remaining_s / per_token, MOST_TOKENS))) if per_token else MOST_TOKENS
+        return max(1, int(min(remaining_s / per_token, MAX_TOKENS))) if per_token else MAX_TOKENS
 
 
 def read_profile(file: Path, key: ProfileKey) -> Profile:

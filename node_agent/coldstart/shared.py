@@ -26,7 +26,7 @@ import torch
 from kernels.handoff import LINE
 from kernels.view import MAX_PROJECTIONS
 from node_agent.adapter_memory.host_map import HostMap
-from node_agent.coldstart.slices import MOST_SPLIT_TOKENS
+from node_agent.coldstart.slices import MAX_SPLIT_TOKENS
 from node_agent.types import GROUPS
 
 MAX_BYTES = 4 << 30
@@ -38,7 +38,7 @@ MAX_SEGMENTS = 16
 """Adapters of one handoff; fewer join a pass."""
 MAX_RANK = 512
 """Largest rank of a projection, as in adapters/validate.py."""
-MOST_VIEWS = 4096
+MAX_VIEWS = 4096
 """Number of views of areas that are cached; each takes half a kilobyte."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ECHO = len(GROUPS)
@@ -172,7 +172,7 @@ class Layout(msgspec.Struct, frozen=True):
     @property
     def split_tokens(self) -> int:
         """Returns how many tokens a handoff may have whose weights are split."""
-        return min(self.max_tokens, MOST_SPLIT_TOKENS)
+        return min(self.max_tokens, MAX_SPLIT_TOKENS)
 
     @property
     def xa_bytes(self) -> int:
@@ -309,7 +309,7 @@ class HandoffMemory:
     def _matrix(self, elements: torch.Tensor, at: int, rows: int, width: int) -> torch.Tensor:
         view = self._views.get((elements.dtype, at, rows, width))
         if view is None:
-            if len(self._views) >= MOST_VIEWS:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             view = elements.as_strided((rows, width), (width, 1), at)
             self._views[elements.dtype, at, rows, width] = view

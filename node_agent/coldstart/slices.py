@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 ROUNDING = 1e-9
 """Relative, of sums of shares."""
-MOST_SPLIT_TOKENS = 256
+MAX_SPLIT_TOKENS = 256
 """Tokens of a handoff whose weights are split, at most: the workers' memory has room for their x A^T."""
-LEAST_SHARE = 1 << 16
+MIN_SHARE = 1 << 16
 """Elements of A and B that are worth one more worker, of whom each takes the engine some 5 us; set by hand."""
 
 
@@ -39,8 +39,8 @@ def weight_shares(segments: Sequence[Segment], workers: int) -> int:
     """Returns among how many of the free workers the weights are split; 0 where the tokens are cut instead. That is so
     where there are enough tokens for all workers, or for more workers than the weights are worth."""
     slices = slices_wanted(segments)
-    shares = min(workers, sum(segment.elements for segment in segments) // LEAST_SHARE)
-    few = slices < workers and sum(segment.tokens for segment in segments) <= MOST_SPLIT_TOKENS
+    shares = min(workers, sum(segment.elements for segment in segments) // MIN_SHARE)
+    few = slices < workers and sum(segment.tokens for segment in segments) <= MAX_SPLIT_TOKENS
     return shares if few and shares >= max(2, slices) else 0
 
 

@@ -142,7 +142,7 @@ class StreamPool(WorkerPool):
         """Write a handoff's commands, and value 0 for all workers that get none. Raises no flag."""
         self.lines[at][1][:, 0].zero_()
         # the stream gives them one handoff at a time: a worker that is not late is free when this one's turn comes
-        workers = self.able
+        workers = self.available
         shares = weight_shares(segments, len(workers))
         chosen = workers[: shares or slices_wanted(segments)]
         parts = self.write(at, chosen, segments, layer, code, x_bytes, bool(shares)) if chosen else []

@@ -53,7 +53,7 @@ class Worker:
         self.product = Product(attach(config.host), config.layout)
         # what stands there now is from before this process: it is passed over too
         before = [self._memory.command_value(at, config.index) for at in range(config.layout.commands)]
-        self._seen = (ctypes.c_uint64 * len(before))(*before)
+        self._values_seen = (ctypes.c_uint64 * len(before))(*before)
         self._start = 0
 
     def serve_while_armed(self, poll_ns: int) -> None:
@@ -61,14 +61,14 @@ class Worker:
         layout, index, memory = self._layout, self._index, self._memory
         first = memory.command_flags[0][index]
         while True:
-            at = self._flags.next(first, layout.processes, self._seen, self._start, memory.armed[index], poll_ns)
+            at = self._flags.next(first, layout.processes, self._values_seen, self._start, memory.armed[index], poll_ns)
             if at == DISARMED:
                 return
             if at == TIMED_OUT:
                 continue
             self._start = at + 1 if at + 1 < layout.commands else 0  # requests in turn
             value = memory.command_value(at, index)
-            self._seen[at] = value
+            self._values_seen[at] = value
             command = memory.read_command(at, index)
             if value >> SEQUENCE_BITS == self._epoch and command.value == value:
                 self._serve(at, command)

@@ -83,7 +83,7 @@ class WorkerManager:
         """Reads or measures the node's profile and starts the workers that the node is to have. Raises ValueError when
         there can't be as many as the settings say."""
         config, starts = self.config, self.starts
-        if starts.way.plans == ("wait",):
+        if starts.mode.plans == ("wait",):
             starts.decision = WorkersDecision(0, f"cold_start: {config.cold_start} has no use for them")
             return
         stored = self._read()
@@ -104,17 +104,17 @@ class WorkerManager:
             self._starting.close()
             self._starting = None
 
-    def work(self, gives_way: Callable[[], bool]) -> bool:
+    def work(self, should_yield: Callable[[], bool]) -> bool:
         """Measures while the node is idle, until `gives_way`. Returns False when there is nothing to measure now."""
-        if time.monotonic() < self._retry_at or gives_way():
+        if time.monotonic() < self._retry_at or should_yield():
             return False
         if self._starting is not None:
-            return self._finish_start(self._starting, gives_way)
+            return self._finish_start(self._starting, should_yield)
         if self._link_has_moved():
             self._judge_link_again()
             return True
         if self.starts.unmeasured and self.starts.assists:
-            self._measure_kind(next(iter(self.starts.unmeasured)), gives_way)
+            self._measure_kind(next(iter(self.starts.unmeasured)), should_yield)
             return True
         return False
 
@@ -138,7 +138,7 @@ class WorkerManager:
         return WorkersDecision(min(link.count, cores), link.reason, link.figures)
 
     def _check_set(self, count: int, why_not: str) -> None:
-        if "assist" not in self.starts.way.plans:
+        if "assist" not in self.starts.mode.plans:
             return
         if why_not:
             raise ValueError(f"cpu_workers: {why_not}; set 0 or auto")
@@ -148,7 +148,7 @@ class WorkerManager:
                 f"cpu_workers: {count} need a core each, and the engine's own leaves {cores}; set cpu_workers lower"
             )
 
-    def _judge(self, gives_way: Callable[[], bool]) -> None:
+    def _judge(self, should_yield: Callable[[], bool]) -> None:
         """Measures typical calls with the workers that are there, and keeps as many of them as gain. Where the settings
         say how many there are, calls are measured while the node is idle. Raises Interrupted."""
         starts, workers = self.starts, self.starts.workers
@@ -158,12 +158,12 @@ class WorkerManager:
             starts.unmeasured |= dict.fromkeys(JUDGED)
             return
         link = starts.decision
-        calibration = Calibration(self.engine, self.base, gives_way)
+        calibration = Calibration(self.engine, self.base, should_yield)
         try:
             if not is_judged(starts.times):
                 self._choose_count(calibration, workers)
         except Interrupted as interrupted:
-            if gives_way is not never:
+            if should_yield is not never:
                 raise
             log.warning("cold calls could not be measured", extra={"reason": str(interrupted)})
         if starts.workers is not None:
@@ -245,7 +245,7 @@ class WorkerManager:
         pool.start()
         self._starting, self._warm_by = pool, time.monotonic() + START_LIMIT_S
 
-    def _finish_start(self, pool: WorkerPool, gives_way: Callable[[], bool]) -> bool:
+    def _finish_start(self, pool: WorkerPool, should_yield: Callable[[], bool]) -> bool:
         """Measures calls with workers that were started while idle, once they are warm. Returns False while they are
         not."""
         if pool.wait_ready(0.0) < pool.layout.workers and self.starts.workers is None:
@@ -257,7 +257,7 @@ class WorkerManager:
             return True
         try:
             if self.starts.workers is not None or self._unless_impossible(lambda: self._take(pool)):
-                self._judge(gives_way)
+                self._judge(should_yield)
         except Interrupted:
             self._retry_at = time.monotonic() + RETRY_S
             return True
@@ -278,7 +278,7 @@ class WorkerManager:
             self.starts.decision = WorkersDecision(0, str(error))
             return False
 
-    def _measure_kind(self, kind: CallKind, gives_way: Callable[[], bool]) -> None:
+    def _measure_kind(self, kind: CallKind, should_yield: Callable[[], bool]) -> None:
         """Measures calls of a kind that callers made, so that later ones may be assisted; more calls where it was
         measured before. A kind that can't be measured here is not tried again; one that was interrupted is, after the
         others."""
@@ -286,11 +286,11 @@ class WorkerManager:
         del unmeasured[kind]
         rounds = DECISION_ROUNDS if times.is_measured(kind, ALL_PLANS) else ROUNDS
         try:
-            Calibration(self.engine, self.base, gives_way).measure(kind, ALL_PLANS, rounds)
+            Calibration(self.engine, self.base, should_yield).measure(kind, ALL_PLANS, rounds)
         except Interrupted as interrupted:
             log.info("cold calls were not measured", extra={"kind": str(kind), "reason": str(interrupted)})
             self._retry_at = time.monotonic() + RETRY_S
-            if gives_way():
+            if should_yield():
                 unmeasured[kind] = None
             else:
                 self.starts.unmeasurable.add(kind)

@@ -92,7 +92,7 @@ class WorkerPool:
         return self.engine_cores is not None and self.engine_cores.per_handoff
 
     @property
-    def able(self) -> list[WorkerState]:
+    def available(self) -> list[WorkerState]:
         """Returns the workers that would take a slice now, `limit` at most. A spare one, which comes last, is among
         them while another is dead or late."""
         return [worker for worker in self._keeper.workers if not worker.late][: self.limit]
@@ -100,7 +100,7 @@ class WorkerPool:
     @property
     def usable(self) -> int:
         """Workers that would take a slice now."""
-        return len(self.able)
+        return len(self.available)
 
     def pids(self) -> list[int]:
         """Returns the process ids of the workers that are warm."""
@@ -239,7 +239,7 @@ class WorkerPool:
     def _choose(self, segments: Sequence[Segment]) -> tuple[list[WorkerState], bool]:
         """Returns who is to compute them, and whether these split the weights. Only free workers do, since each of them
         waits for the others."""
-        workers = self.able
+        workers = self.available
         free = [worker for worker in workers if not worker.commands]
         shares, max_slices = weight_shares(segments, len(free)), slices_wanted(segments)
         if shares:
@@ -301,7 +301,7 @@ class WorkerPool:
                 return False
         return True
 
-    def note_timeout(self) -> None:
+    def record_timeout(self) -> None:
         self._timeouts += 1
 
     def release(self, slot: int, parts: list[Part], arrived: bool) -> None:
@@ -315,7 +315,7 @@ class WorkerPool:
         for part in waiting:
             part.worker.late_since = time.monotonic()
             part.worker.late = (*part.worker.late, partial(self._answered, part))
-        self._keeper.look()
+        self._keeper.wake()
 
     def _settle(self, part: Part, arrived: bool = False) -> bool:
         """Takes the part from its worker's count. Returns False, doing nothing, while the worker may still use the

@@ -94,7 +94,7 @@ class Admission:
 
     def look_at(self, queue: WaitingQueue) -> None:
         """Takes out of `queue` what it admits or refuses."""
-        _note_held(queue)
+        _book_waits_for_bytes(queue)
         if queue.strict and not self._walk(queue, best_effort=False):
             self.short = True
             return
@@ -116,7 +116,7 @@ class Admission:
                     self._passed = True
                     self._by_light = not self.reserves.light(request.tenant) and self._light_wait(queue)
             elif self._by_light and self.reserves.light(request.tenant):
-                self._try(request, queue, self.reserves.most_blocks)  # of what is kept for light tenants
+                self._try(request, queue, self.reserves.max_blocks)  # of what is kept for light tenants
             if self._passed and not queue.strict and not self._by_light:
                 break
         return True
@@ -140,18 +140,18 @@ class Admission:
             return True
         return any(map(self.reserves.may_claim, queue))
 
-    def _try(self, request: Request, queue: WaitingQueue, most_blocks: float = math.inf) -> bool:
+    def _try(self, request: Request, queue: WaitingQueue, max_blocks: float = math.inf) -> bool:
         """Admits the request if it can, with no more than `most_blocks` of the free blocks. Returns False where it
         waits for rows or blocks."""
         need, reserved = self._need(request), self.reserves.kept_from(request)
         has_row, claims = self.free_rows > reserved.rows, self.reserves.may_claim(request)
-        if has_row and need <= most_blocks and self.blocks.free >= need + reserved.blocks:
+        if has_row and need <= max_blocks and self.blocks.free >= need + reserved.blocks:
             return self._enter(request, need, queue)
         if not (has_row or claims):
             return False
         cached = self._prefixes.find(request)
         new = need - self.blocks.in_use(cached)
-        if has_row and new <= most_blocks and self.blocks.free >= new + reserved.blocks:
+        if has_row and new <= max_blocks and self.blocks.free >= new + reserved.blocks:
             return self._enter(request, need, queue)
         share = self.reserves.equal_share(request)
         if not claims or need > share.blocks:
@@ -267,12 +267,12 @@ class Admission:
         shortage.is_starved = shortage.is_starved or now - request.short_since >= STARVED_AFTER
 
 
-def _note_held(queue: Iterable[Request]) -> None:
+def _book_waits_for_bytes(queue: Iterable[Request]) -> None:
     """Book what passed since the last look at those whose adapter's bytes were all that they waited for then."""
     now = time.monotonic()
     for request in queue:
         if request.held_at:
-            request.held += now - request.held_at
+            request.held_s += now - request.held_at
             request.held_at = 0.0
 
 

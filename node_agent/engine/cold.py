@@ -39,7 +39,7 @@ class ColdPass:
     lora: ColdLora
     plan: Plan
     phases: ColdPhases
-    begun: float
+    started_at: float
     """start of its planning, monotonic"""
     stalled_at: float = 0.0
     """start of its wait for adapter bytes, monotonic; 0: it does not wait"""
@@ -73,10 +73,10 @@ class ColdPass:
 
     def outcome(self, now: float) -> Outcome:
         return Outcome(
-            self.row.request.id, self.plan.name, self.row.length, self.plan.seconds, now - self.begun,
+            self.row.request.id, self.plan.name, self.row.length, self.plan.seconds, now - self.started_at,
             self.plan.exposed, self.exposed, self.lora.waited, self.layers_s - self.lora.waited,
             self.lora.layers_on_cpu, self.lora.layers_on_device,
-            self.plan.others, self.plan.by_profile,
+            self.plan.other_requests, self.plan.by_profile,
         )  # fmt: skip
 
 
@@ -116,10 +116,10 @@ class ColdPasses:
                 return
             if request.decoding or request.in_cold_pass or request.awaits_adapter or is_loaded(request):
                 continue
-            others = [other for other in running if other is not request]
-            self._begin(request, min(request.uncomputed, chunk_tokens), len(others), sum(map(is_loaded, others)))
+            peers = [peer for peer in running if peer is not request]
+            self._begin(request, min(request.uncomputed, chunk_tokens), len(peers), sum(map(is_loaded, peers)))
 
-    def _begin(self, request: Request, length: int, others: int, ready: int) -> None:
+    def _begin(self, request: Request, length: int, other_requests: int, ready: int) -> None:
         """Plans the request's next `length` tokens, and opens a pass for them unless they are to wait for the whole
         adapter. `others` other requests run, `ready` of which have their adapters on the device."""
         assert request.lease is not None and request.cold is not None
@@ -131,7 +131,7 @@ class ColdPasses:
         )
         row = Row(request, length)
         decodes = min(request.max_tokens - 1, TYPICAL_ANSWER) if row.wants_logits else 0
-        plan = self.cold_start.plan(request.lease, length, Contention(ahead, others, ready, decodes))
+        plan = self.cold_start.plan(request.lease, length, Contention(ahead, other_requests, ready, decodes))
         started = unless_out_of_memory(lambda: self._start(row, plan)) if plan.name != "wait" else None
         if started is None:
             # then in a hot pass, with others' rows, and of fewer tokens where memory is short

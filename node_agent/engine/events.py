@@ -25,7 +25,7 @@ def expired(request: Request) -> tuple[str, str, str]:
 
 def finished(request: Request, reason: str, error_type: str, error: str, *, damaged: bool = False) -> Finished:
     now = time.monotonic()
-    held_s = request.held if request.admitted else 0.0
+    held_s = request.held_s if request.admitted else 0.0
     return Finished(
         id=request.id,
         reason=reason,
@@ -43,15 +43,15 @@ def finished(request: Request, reason: str, error_type: str, error: str, *, dama
 def _cold_start(request: Request, now: float) -> ColdStart:
     cold = request.cold
     if cold is None:
-        return ColdStart(request.found, "none", 0.0, 0.0)
+        return ColdStart(request.arrival_tier, "none", 0.0, 0.0)
     exposed = cold.exposed
     if (
         not cold.load
     ):  # it ended before its adapter came; it waited until now if it had not begun, or could not continue
-        since = cold.waits_since if cold.opened else cold.begun
+        since = cold.waits_since if cold.opened else cold.started_at
         exposed += now - since if since else 0.0
     return ColdStart(
-        request.found,
+        request.arrival_tier,
         cold.plan,
         cold.load,
         exposed,

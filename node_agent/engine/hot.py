@@ -47,34 +47,34 @@ class PassSize:
     """Tokens that a hot pass may have: fewer than it could after there was too little memory for one."""
 
     def __init__(self) -> None:
-        self._most = LARGEST
+        self._max_tokens = LARGEST
         self._succeeded = 0
-        self._turn = 0
+        self._next_row = 0
         """index of the row that is first in turn where not all fit"""
 
     def cut(self, rows: list[Row], n_decode: int) -> tuple[list[Row], int]:
         """Returns the rows that fit, in their order, and how many of them decode. The first `n_decode` of `rows` do.
         The last row may be a shorter chunk."""
-        if sum(row.length for row in rows) <= self._most:
+        if sum(row.length for row in rows) <= self._max_tokens:
             return rows, n_decode
-        begin, remaining = self._turn % len(rows), self._most
+        begin, remaining = self._next_row % len(rows), self._max_tokens
         lengths = [0] * len(rows)
         for index in [*range(begin, len(rows)), *range(begin)]:
             lengths[index] = min(rows[index].length, remaining)
             remaining -= lengths[index]
-        self._turn += sum(map(bool, lengths))
+        self._next_row += sum(map(bool, lengths))
         fit = [Row(row.request, length) for row, length in zip(rows, lengths, strict=True) if length]
         return fit, sum(map(bool, lengths[:n_decode]))
 
     def shrink(self, tokens: int) -> None:
         """Lowers the bound: there was no memory for a pass of `tokens` tokens."""
-        self._most, self._succeeded = max(1, min(tokens, self._most) // 2), 0
+        self._max_tokens, self._succeeded = max(1, min(tokens, self._max_tokens) // 2), 0
 
     def grow(self) -> None:
         """A pass succeeded."""
         self._succeeded += 1
-        if self._succeeded >= GROWS_AFTER and self._most < LARGEST:
-            self._most, self._succeeded = 2 * self._most, 0
+        if self._succeeded >= GROWS_AFTER and self._max_tokens < LARGEST:
+            self._max_tokens, self._succeeded = 2 * self._max_tokens, 0
 
 
 class HotPasses:
@@ -115,7 +115,7 @@ class HotPasses:
         self,
         rows: list[Row],
         n_decode: int,
-        gives_way: Callable[[], bool] | None = None,
+        should_yield: Callable[[], bool] | None = None,
         joined: Joined | None = None,
     ) -> StepOutput | None:
         """A whole pass of which nothing is booked. Returns when its tokens are there; or None when `gives_way`, asked
@@ -124,7 +124,7 @@ class HotPasses:
         tokens, step = sum(row.length for row in rows), self._layers_at_once
         try:
             for layer in range(step, layers + 1, step):
-                if gives_way is not None and gives_way():
+                if should_yield is not None and should_yield():
                     run.abort().synchronize()
                     return None
                 with self._pulse.computing("layers", tokens, step):

@@ -159,7 +159,7 @@ class Joined:
             if not computed:
                 continue
             for row in rows:
-                self._note(row.request, part.lora)
+                self._record_pass(row.request, part.lora)
             if part.lora.poisoned:
                 failed += rows
         if computed and self._parts and not failed:
@@ -171,7 +171,7 @@ class Joined:
             self._messages.end()
         return failed
 
-    def _note(self, request: Request, lora: ColdLora) -> None:
+    def _record_pass(self, request: Request, lora: ColdLora) -> None:
         assert request.cold is not None  # its adapter was not there at its admission
         request.cold.layers_cpu += lora.layers_on_cpu
         request.cold.layers_device += lora.layers_on_device

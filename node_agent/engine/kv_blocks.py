@@ -33,7 +33,7 @@ class BlockPool:
         """free, and not known"""
         self._idle = OrderedDict[int, None]()
         """free, and known; the least recently used first"""
-        self._known: dict[bytes, int] = {}
+        self._by_key: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         """key by block"""
         self._releasing: list[tuple[list[int], Sequence[Event]]] = []
@@ -50,7 +50,7 @@ class BlockPool:
         """Returns the blocks of these keys, up to the first that is not known."""
         blocks = list[int]()
         for key in keys:
-            block = self._known.get(key)
+            block = self._by_key.get(key)
             if block is None:
                 break
             blocks.append(block)
@@ -60,15 +60,15 @@ class BlockPool:
         """Returns how many of the blocks are not free."""
         return sum(self._users[block] > 0 for block in blocks)
 
-    def allocate(self, blocks: int, known: Sequence[int] = ()) -> list[int] | None:
+    def allocate(self, blocks: int, cached: Sequence[int] = ()) -> list[int] | None:
         """Takes `blocks` blocks, of which the first are the `cached` ones, as `find` has just returned them. Returns
         None when fewer are free."""
-        more = blocks - len(known)
-        if more > self.free - sum(block in self._idle for block in known):
+        more = blocks - len(cached)
+        if more > self.free - sum(block in self._idle for block in cached):
             return None
-        for block in known:
+        for block in cached:
             self._idle.pop(block, None)
-        allocated = [*known, *(self._blank.pop() if self._blank else self._forget_oldest() for _ in range(more))]
+        allocated = [*cached, *(self._blank.pop() if self._blank else self._forget_oldest() for _ in range(more))]
         for block in allocated:
             self.shared += self._users[block] > 0
             self._users[block] += 1
@@ -78,15 +78,15 @@ class BlockPool:
         """Makes these whole blocks, which somebody uses, known by these keys. A block whose key another one has does
         not become known."""
         for key, block in zip(keys, blocks, strict=True):
-            if key not in self._known and block not in self._keys:
-                self._known[key], self._keys[block] = block, key
+            if key not in self._by_key and block not in self._keys:
+                self._by_key[key], self._keys[block] = block, key
 
-    def let_go(self, gone: Counter[int], blocks: Sequence[int]) -> int:
+    def let_go(self, freed: Counter[int], blocks: Sequence[int]) -> int:
         """Counts in `gone` that a user of the blocks would go. Returns how many of them would then be free."""
         if not self.shared:
             return len(blocks)
-        gone.update(blocks)
-        return sum(gone[block] == self._users[block] for block in blocks)
+        freed.update(blocks)
+        return sum(freed[block] == self._users[block] for block in blocks)
 
     def release(self, blocks: list[int], after: Sequence[Event] = ()) -> None:
         """A user of the blocks goes as soon as every event in `after` has ended and `poll` has seen that."""
@@ -116,5 +116,5 @@ class BlockPool:
 
     def _forget_oldest(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        del self._known[self._keys.pop(block)]
+        del self._by_key[self._keys.pop(block)]
         return block

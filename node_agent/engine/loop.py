@@ -108,10 +108,10 @@ class Engine:
         if ended is not None:  # the node before could not say so any more
             self._finish(request, ended)
             return
-        request.after_idle = self.scheduler.callers.note(request)
+        request.after_idle = self.scheduler.callers.record_call(request)
         if request.adapter is not None:
-            request.found = self.store.announce(request.adapter)
-            self.prefetcher.note_call(request.adapter.digest)
+            request.arrival_tier = self.store.announce(request.adapter)
+            self.prefetcher.record_call(request.adapter.digest)
         self.queue.add(request)
 
     def cancel(self, request_id: str) -> None:
@@ -192,7 +192,7 @@ class Engine:
     def _blocked(self) -> bool:
         """Returns whether the engine computes nothing now: in the baseline that stalls while a running request's
         adapter loads."""
-        return self.cold_start.way.blocks and any(not self._is_loaded(r) for r in self.running.values())
+        return self.cold_start.mode.blocks and any(not self._is_loaded(r) for r in self.running.values())
 
     def take_events(self) -> list[EngineEvent]:
         """Returns the events since the last call, in order."""
@@ -220,7 +220,7 @@ class Engine:
         if problem is not None or not self.queue.full:
             return problem
         full = "overloaded", f"{self.limits.queue_limit} requests are queued on this node"
-        displaced = self.queue.gives_way(request)
+        displaced = self.queue.displaced_by(request)
         if displaced is None:
             return full
         self._finish(displaced, "error", *full)
@@ -246,17 +246,17 @@ class Engine:
     def _begin(self, request: Request) -> None:
         """The request has its place."""
         now = time.monotonic()
-        waited = request.held or (request.cold is not None and not request.cold.load)
+        waited = request.held_s or (request.cold is not None and not request.cold.load)
         if request.lease is not None and (waited or not self.store.loaded(request.lease)):
-            request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else request.held)
-            if not request.admitted and request.found == "none":
-                request.found = self.store.source(request.lease)
+            request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else request.held_s)
+            if not request.admitted and request.arrival_tier == "none":
+                request.arrival_tier = self.store.source(request.lease)
         self.running[request.id] = request
         request.change_state(RequestState.RUNNING)
         request.rules = request.rules or rules_of(request, self.eos_ids, batch_device(self.runner))
         if not request.admitted:
             request.admitted = now
-            self._events.append(Admitted(request.id, request.found, request.found_tokens))
+            self._events.append(Admitted(request.id, request.arrival_tier, request.found_tokens))
 
     def _preempt(self, request: Request) -> None:
         """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt."""

@@ -14,8 +14,8 @@ from node_agent.engine.prefetcher import Prefetcher
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
 from node_agent.types import LoadFailed, TooLarge
 
-MOST_PREFETCHES = 16
-MOST_TENANT_PREFETCHES = 8
+MAX_PREFETCHES = 16
+MAX_TENANT_PREFETCHES = 8
 LONGEST_PREFETCH = 600.0
 """Seconds."""
 
@@ -68,10 +68,10 @@ class Orders:
 
     def _busy(self, tenant: str) -> str | None:
         """Returns why no other prefetch may begin now, where that is so."""
-        if len(self._underway) >= MOST_PREFETCHES:
-            return f"{MOST_PREFETCHES} prefetches are under way on this node"
-        if tenant and sum(each.order.tenant == tenant for each in self._underway) >= MOST_TENANT_PREFETCHES:
-            return f"{MOST_TENANT_PREFETCHES} prefetches of this tenant are under way on this node"
+        if len(self._underway) >= MAX_PREFETCHES:
+            return f"{MAX_PREFETCHES} prefetches are under way on this node"
+        if tenant and sum(each.order.tenant == tenant for each in self._underway) >= MAX_TENANT_PREFETCHES:
+            return f"{MAX_TENANT_PREFETCHES} prefetches of this tenant are under way on this node"
         return None
 
     def _advance(self, each: _Underway, may_place: bool) -> bool:

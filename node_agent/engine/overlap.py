@@ -27,7 +27,7 @@ class _Step:
     output: StepOutput
     dropped: set[Row] = field(default_factory=set)
     """rows of requests that ended, or gave their place away, since it was enqueued"""
-    begun: float = field(default_factory=time.perf_counter)
+    started_at: float = field(default_factory=time.perf_counter)
 
 
 class Overlap:
@@ -67,7 +67,7 @@ class Overlap:
         self._hot.await_output(step.output, len(step.rows))
         now = time.perf_counter()
         seconds = now - self._last_end if self._last_end else 0.0
-        share_out(now - (self._last_end or step.begun), step.rows)
+        share_out(now - (self._last_end or step.started_at), step.rows)
         self._last_end = now if self._step is not None else 0.0
         return Computed(step.rows, len(step.rows), step.output, seconds), step.dropped or ()
 

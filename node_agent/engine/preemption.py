@@ -13,7 +13,7 @@ from node_agent.engine.request import Request
 from node_agent.engine.reserves import Room
 from node_agent.engine.waiting import WaitingQueue
 
-MOST_PREEMPTIONS = 3
+MAX_PREEMPTIONS = 3
 """Preemptions after which a request keeps its place."""
 
 
@@ -21,7 +21,7 @@ def choose_victims(
     running: Iterable[Request],
     short: Room,
     pool: BlockPool,
-    found: Collection[int],
+    cached: Collection[int],
     over_share: OverShare | None = None,
 ) -> list[Request] | None:
     """Returns the requests that free the rows and KV blocks of which the batch is `short`. Blocks that are `cached` do
@@ -40,7 +40,7 @@ def choose_victims(
             if over_share is not None:
                 over_share.remove(request)
             rows -= 1
-            blocks -= pool.let_go(freed, [block for block in request.blocks if block not in found])
+            blocks -= pool.let_go(freed, [block for block in request.blocks if block not in cached])
     return victims if rows <= 0 and blocks <= 0 else None
 
 
@@ -69,14 +69,14 @@ class OverShare:
 
 
 def strict_room(
-    running: Collection[Request], queue: WaitingQueue, kept: Room, free: Room, shared: int, short: bool
+    running: Collection[Request], queue: WaitingQueue, reserved: Room, free: Room, shared: int, short: bool
 ) -> StrictRoom:
     """Returns the rows, KV blocks and prompt tokens ahead that a strict request would find that came now. Best effort's
     places count as free. `reserved` is for strict ones: while a standard request waits, they get no more than that of
     what is free (`Admission`). `shared`: as the BlockPool has it; others may keep that number of the blocks of those
     that go, but none that nobody knows. `short`: a request waits for rows or blocks."""
     if short and queue.standard:
-        free = Room(min(free.rows, kept.rows), min(free.blocks, kept.blocks))
+        free = Room(min(free.rows, reserved.rows), min(free.blocks, reserved.blocks))
     giving = [request for request in running if _may_go(request)]
     strict = [request for request in running if request.slo_class == "strict"]
     theirs, own_blocks = sum(len(r.blocks) for r in giving), sum(len(r.blocks) - r.known_blocks for r in giving)
@@ -109,4 +109,4 @@ def _may_go(request: Request) -> bool:
 
 def _is_movable(request: Request) -> bool:
     """Returns whether nothing that is under way on the device may still write to the request's blocks."""
-    return not request.in_cold_pass and request.preemptions < MOST_PREEMPTIONS
+    return not request.in_cold_pass and request.preemptions < MAX_PREEMPTIONS

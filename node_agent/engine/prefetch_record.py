@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 HALF_LIFE_S = 120.0
 """Seconds after which a byte counts half in the share of waste."""
-MOST_AT_ONCE = 2
+MAX_AT_ONCE = 2
 HELD_BACK_CHANCE = 0.5
 """Least chance of a want that is followed where waste is just above its bound."""
 
@@ -15,8 +15,8 @@ HELD_BACK_CHANCE = 0.5
 class Bounds:
     """Bounds of the predicted prefetches that may begin."""
 
-    at_once: int = MOST_AT_ONCE
-    least_chance: float = 0.0
+    at_once: int = MAX_AT_ONCE
+    min_chance: float = 0.0
 
 
 class PrefetchRecord:
@@ -27,11 +27,11 @@ class PrefetchRecord:
         of use from the start, and do not fade: a first mistake changes nothing, and without new waste the share falls
         until prefetching resumes."""
         self.useful_bytes, self.late_bytes, self.wasted_bytes = 0, 0, 0
-        self._most_waste, self._leeway = waste, leeway
+        self._max_waste, self._leeway = waste, leeway
         self._lately, self._wasted_lately = 0.0, 0.0
         self._at = 0.0
 
-    def note(self, now: float, *, useful: float = 0.0, late: float = 0.0, wasted: float = 0.0) -> None:
+    def count_bytes(self, now: float, *, useful: float = 0.0, late: float = 0.0, wasted: float = 0.0) -> None:
         """Notes bytes whose use is decided at `now` (monotonic seconds)."""
         self.useful_bytes += round(useful)
         self.late_bytes += round(late)
@@ -47,10 +47,10 @@ class PrefetchRecord:
     def bounds(self, now: float) -> Bounds:
         """Returns the bounds for new prefetches. Above the bound of waste it is one at a time, and only for a chance
         that rises with the waste, up to certainty."""
-        over = self.wasted_share(now) - self._most_waste
+        over = self.wasted_share(now) - self._max_waste
         if over <= 0:
             return Bounds()
-        return Bounds(1, HELD_BACK_CHANCE + (1 - HELD_BACK_CHANCE) * over / (1 - self._most_waste))
+        return Bounds(1, HELD_BACK_CHANCE + (1 - HELD_BACK_CHANCE) * over / (1 - self._max_waste))
 
     def _fade(self, now: float) -> None:
         share = 0.5 ** (max(0.0, now - self._at) / HALF_LIFE_S)

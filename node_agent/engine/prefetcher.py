@@ -21,7 +21,7 @@ from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.idle_limits import IdleLimits
 from node_agent.engine.prefetch_load import PrefetchLoad
-from node_agent.engine.prefetch_record import MOST_AT_ONCE, Bounds, PrefetchRecord
+from node_agent.engine.prefetch_record import MAX_AT_ONCE, Bounds, PrefetchRecord
 from node_agent.types import LoadFailed, TooLarge
 
 LONGEST_WANT_S = 600.0
@@ -57,7 +57,7 @@ class _Underway:
 
 
 @dataclass(frozen=True)
-class _Brought:
+class _Prefetched:
     """A prefetched adapter that has not been called yet."""
 
     bytes: int
@@ -77,7 +77,7 @@ class Prefetcher:
         """wants by digest, most wanted first"""
         self._until = 0.0
         self._underway: dict[str, _Underway] = {}
-        self._brought: dict[str, _Brought] = {}
+        self._prefetched: dict[str, _Prefetched] = {}
         self._rests: dict[tuple[str, WantedTier], float] = {}
         """Times until which an adapter is not loaded to a tier."""
         self._look_at = 0.0
@@ -113,20 +113,20 @@ class Prefetcher:
         """An operator evicts the adapter: it is not brought in again at once."""
         self._rest(digest, FAILED_REST_S)
         self._drop(digest)
-        self._brought.pop(digest, None)
+        self._prefetched.pop(digest, None)
 
-    def note_call(self, digest: str) -> None:
+    def record_call(self, digest: str) -> None:
         """A request for the adapter has come, and waits for it (AdapterStore.announce): it takes over a prefetch that
         is under way."""
         now = time.monotonic()
-        each, prefetched = self._underway.pop(digest, None), self._brought.pop(digest, None)
+        each, prefetched = self._underway.pop(digest, None), self._prefetched.pop(digest, None)
         if each is not None:
             size, progress, waits = each.want.adapter.bytes, each.load.progress, each.load.waits
             each.load.end()
             if not each.want.pinned:
-                self.record.note(now, useful=size * progress, late=size * (1 - progress) if waits else 0)
+                self.record.count_bytes(now, useful=size * progress, late=size * (1 - progress) if waits else 0)
         if prefetched is not None:
-            self.record.note(now, useful=prefetched.bytes)
+            self.record.count_bytes(now, useful=prefetched.bytes)
 
     def poll(self) -> None:
         """Advances prefetches, records the outcome of earlier ones, and begins others if nothing else is to be
@@ -144,9 +144,9 @@ class Prefetcher:
             self._begin(now)
         self._idle_limits.poll()
 
-    def may_go(self, digest: str, wanted: str) -> bool:
+    def may_go(self, digest: str, target: str) -> bool:
         """Returns whether an idle adapter may be evicted for the target: it is less likely to be called."""
-        want, candidate = self._wants.get(wanted), self._wants.get(digest)
+        want, candidate = self._wants.get(target), self._wants.get(digest)
         if want is None or self._store.hosts.waiting(digest):
             return False
         if self._is_kept(want):
@@ -177,17 +177,17 @@ class Prefetcher:
         progress = each.load.progress
         each.load.end()
         if progress == 1:
-            self._note_brought(each)
+            self._record_prefetched(each)
         else:
             self._waste(each, progress)
 
     def _waste(self, each: _Underway, share: float) -> None:
         if not each.want.pinned:
-            self.record.note(time.monotonic(), wasted=each.want.adapter.bytes * share)
+            self.record.count_bytes(time.monotonic(), wasted=each.want.adapter.bytes * share)
 
-    def _note_brought(self, each: _Underway) -> None:
+    def _record_prefetched(self, each: _Underway) -> None:
         if not each.want.pinned:
-            self._brought[each.want.adapter.digest] = _Brought(each.want.adapter.bytes, time.monotonic())
+            self._prefetched[each.want.adapter.digest] = _Prefetched(each.want.adapter.bytes, time.monotonic())
 
     def _advance(self, each: _Underway, may_place: bool) -> None:
         adapter, progress = each.want.adapter, each.load.progress
@@ -212,15 +212,15 @@ class Prefetcher:
         if outcome == "host":  # the device has no room, or it may be evicted again at once
             self._rest(adapter.digest, _full_rest(each), each.tier)
         if outcome == "device" or not each.load.was_staged:
-            self._note_brought(each)
+            self._record_prefetched(each)
 
     def _judge(self, now: float) -> None:
-        for digest, prefetched in list(self._brought.items()):
+        for digest, prefetched in list(self._prefetched.items()):
             is_here = self._store.on_device(digest) or self._is_staged(digest)
             if is_here and (digest in self._wants or now - prefetched.at < UNUSED_S):
                 continue
-            del self._brought[digest]
-            self.record.note(now, wasted=prefetched.bytes)
+            del self._prefetched[digest]
+            self.record.count_bytes(now, wasted=prefetched.bytes)
 
     def _begin(self, now: float) -> None:
         if not self._wants:
@@ -231,7 +231,7 @@ class Prefetcher:
             tier = want.provisioned if is_kept and want.provisioned is not None else want.tier
             if steps_back and not is_kept:
                 continue
-            if [each.is_kept for each in self._underway.values()].count(is_kept) >= MOST_AT_ONCE:
+            if [each.is_kept for each in self._underway.values()].count(is_kept) >= MAX_AT_ONCE:
                 continue
             if digest in self._underway or (digest, tier) in self._rests or self._store.hosts.waiting(digest):
                 continue
@@ -242,7 +242,7 @@ class Prefetcher:
                 want.adapter,
                 Priority.REQUEST if is_kept else Priority.PREDICTED,
                 to_device=tier == "device",
-                spared=Spared(self, digest),
+                spared=SparedAdapters(self, digest),
             )
             self._underway[digest] = _Underway(want, load, tier, is_kept)
 
@@ -258,7 +258,7 @@ class Prefetcher:
     def _is_held_back(self, want: WantedAdapter, bounds: Bounds) -> bool:
         if want.pinned and not _is_above_its_tier(want):
             return False
-        return len(self._underway) >= bounds.at_once or want.chance < bounds.least_chance
+        return len(self._underway) >= bounds.at_once or want.chance < bounds.min_chance
 
     def _is_there(self, want: WantedAdapter) -> bool:
         """Returns whether it is where it is wanted, or on its way there."""
@@ -274,14 +274,14 @@ class Prefetcher:
         self._rests = {place: until for place, until in self._rests.items() if until > now}
 
 
-class Spared:
+class SparedAdapters:
     """The adapters that are not to be evicted for a wanted one: a container of digests."""
 
-    def __init__(self, prefetcher: Prefetcher, wanted: str) -> None:
-        self._prefetcher, self._wanted = prefetcher, wanted
+    def __init__(self, prefetcher: Prefetcher, target: str) -> None:
+        self._prefetcher, self._target = prefetcher, target
 
     def __contains__(self, digest: object) -> bool:
-        return not self._prefetcher.may_go(str(digest), self._wanted)
+        return not self._prefetcher.may_go(str(digest), self._target)
 
 
 def _full_rest(each: _Underway) -> float:

@@ -41,16 +41,16 @@ class Prefixes:
             return False
         return any(self._spares(candidate, request, last) for candidate in running)
 
-    def _spares(self, other: Request, request: Request, last: int) -> bool:
+    def _spares(self, candidate: Request, request: Request, last: int) -> bool:
         """Returns whether waiting for `candidate` spares the request its blocks up to number `last`, and is worth
         it."""
-        keys, other_keys = request.block_keys, other.block_keys
-        if not other.known_blocks <= last < len(other_keys) or other_keys[last] != keys[last]:
+        keys, other_keys = request.block_keys, candidate.block_keys
+        if not candidate.known_blocks <= last < len(other_keys) or other_keys[last] != keys[last]:
             return False
         # A key stands for all blocks up to its own: behind the first that differs all do.
         common = bisect_left(range(min(len(keys), len(other_keys))), True, key=lambda at: keys[at] != other_keys[at])
-        is_mostly_shared = 2 * common * self.blocks.block_tokens >= other.uncomputed
-        return is_mostly_shared and URGENCY[other.slo_class] >= URGENCY[request.slo_class]
+        is_mostly_shared = 2 * common * self.blocks.block_tokens >= candidate.uncomputed
+        return is_mostly_shared and URGENCY[candidate.slo_class] >= URGENCY[request.slo_class]
 
     def learn(self, request: Request) -> None:
         """The scores behind all that the request has computed have come out finite, and so what they were computed

@@ -17,10 +17,10 @@ from node_agent.performance.terms import decode_sample
 
 BESIDE_FLOOD = 2.0
 """Factor by which a pass during a flood may take longer than its decode rows take by themselves."""
-LEAST_BESIDE_FLOOD, UNKNOWN_SHARE = 16, 4
+MIN_BESIDE_FLOOD, UNKNOWN_SHARE = 16, 4
 """Fractions 1/n of an iteration's prompt tokens that are computed during a flood: at least, and where nothing is known
 of passes."""
-MOST_PAUSES = 3
+MAX_PAUSES = 3
 """Passes in succession that a best-effort request sits out: it takes part in every fourth, whatever others ask for."""
 
 
@@ -36,8 +36,8 @@ def within_promise(
     model: PerformanceModel | None,
     decoding: list[Request],
     prompts: Sequence[Request],
-    most: int,
-    least: int,
+    chunk_tokens: int,
+    min_tokens: int,
     slower: float = 1.0,
     used: int = 0,
 ) -> tuple[list[Request], float]:
@@ -67,7 +67,7 @@ def within_promise(
         paused = set(may_pause[:count])
         return [r for r in decoding if r not in paused]
 
-    strict_tokens = min(most, used + sum(r.uncomputed for r in prompts if r.slo_class == "strict"))
+    strict_tokens = min(chunk_tokens, used + sum(r.uncomputed for r in prompts if r.slo_class == "strict"))
     fewest = _fewest(len(may_pause), strict_tokens, lambda count: _spare_tokens(model, without(count), seconds))
     taking_part = without(fewest)
     for request in may_pause[:fewest]:
@@ -75,20 +75,20 @@ def within_promise(
         request.pauses_in_all += 1
     for request in taking_part:
         request.pauses = 0
-    return taking_part, max(_spare_tokens(model, taking_part, mixed), least) - used
+    return taking_part, max(_spare_tokens(model, taking_part, mixed), min_tokens) - used
 
 
-def beside_flood(model: PerformanceModel | None, decoding: Sequence[Request], most: int) -> float:
+def beside_flood(model: PerformanceModel | None, decoding: Sequence[Request], chunk_tokens: int) -> float:
     """Returns the prompt tokens of the batch's next pass that don't make it long for newcomers. At least one of
     MIN_BESIDE_FLOOD of `chunk_tokens` is returned, so that prompts advance."""
     if model is None:
-        return most // UNKNOWN_SHARE
+        return chunk_tokens // UNKNOWN_SHARE
     if not decoding:
         spare = model.decode.seconds(1, 0, 0) / model.prefill.per_token if model.prefill.per_token > 0 else inf
     else:
         sample = decode_sample([Row(request, 1) for request in decoding], 0.0)
         spare = _spare_tokens(model, decoding, BESIDE_FLOOD * decode_forecast(model.decode, sample))
-    return max(spare, most // LEAST_BESIDE_FLOOD)
+    return max(spare, chunk_tokens // MIN_BESIDE_FLOOD)
 
 
 def _fewest(max_count: int, target: float, spare: Callable[[int], float]) -> int:
@@ -102,11 +102,11 @@ def _fewest(max_count: int, target: float, spare: Callable[[int], float]) -> int
 def paused_on_average(running: Iterable[Request]) -> tuple[int, int]:
     """Rows and tokens of contexts that passes have fewer on average while best effort pauses as often as it may."""
     contexts = [r.computed for r in running if r.decoding and r.slo_class == "best_effort"]
-    return (len(contexts) * MOST_PAUSES // (MOST_PAUSES + 1), sum(contexts) * MOST_PAUSES // (MOST_PAUSES + 1))
+    return (len(contexts) * MAX_PAUSES // (MAX_PAUSES + 1), sum(contexts) * MAX_PAUSES // (MAX_PAUSES + 1))
 
 
 def _may_pause(request: Request) -> bool:
-    return request.slo_class == "best_effort" and request.pauses < MOST_PAUSES
+    return request.slo_class == "best_effort" and request.pauses < MAX_PAUSES
 
 
 def _spare_tokens(model: PerformanceModel, decoding: Sequence[Request], seconds: float) -> float:

@@ -23,33 +23,33 @@ class Pulse:
 
     def __init__(self, compiles: bool) -> None:
         """`compiles`: the first stretch of a size may compile kernels."""
-        self.tell: Callable[[float], None] = lambda _quiet: None
+        self.report: Callable[[float], None] = lambda _quiet: None
         self._first = FIRST_S if compiles else 0.0
         self._seconds: dict[str, dict[int, float]] = {}
 
     def beat(self) -> None:
         """Reports that the loop runs."""
-        self.tell(0.0)
+        self.report(0.0)
 
     @contextmanager
     def computing(self, what: str, tokens: int, layers: int = 1) -> Iterator[None]:
         """Announce a stretch, and learn how long it took."""
         by_size, size = self._seconds.setdefault(what, {}), tokens.bit_length()
         expected = layers * _per_layer(by_size, size)
-        self.tell(min(LONGEST_S, max(MARGIN * expected, 0.0 if size in by_size else self._first)))
+        self.report(min(LONGEST_S, max(MARGIN * expected, 0.0 if size in by_size else self._first)))
         started_at = time.perf_counter()
         yield
         seconds = (time.perf_counter() - started_at) / max(1, layers)
         by_size[size] = max(seconds, FADING * by_size.get(size, 0.0))
 
 
-def _per_layer(known: dict[int, float], size: int) -> float:
+def _per_layer(by_size: dict[int, float], size: int) -> float:
     """Returns the seconds per layer of a stretch whose number of tokens has `size` bits. Where none of that size was
     seen: the next larger size's, else the largest one's, doubled for each bit more; 0 when none was seen at all."""
-    if size in known:
-        return known[size]
-    larger = [seen_size for seen_size in known if seen_size > size]
+    if size in by_size:
+        return by_size[size]
+    larger = [seen_size for seen_size in by_size if seen_size > size]
     if larger:
-        return known[min(larger)]
-    largest = max(known, default=0)
-    return float(known.get(largest, 0.0) * 2 ** (size - largest))
+        return by_size[min(larger)]
+    largest = max(by_size, default=0)
+    return float(by_size.get(largest, 0.0) * 2 ** (size - largest))

@@ -15,7 +15,7 @@ from node_agent.types import Lease
 class ColdPhases:
     """Delays that a request had because its adapter was not on the device."""
 
-    begun: float
+    started_at: float
     """admission; monotonic seconds"""
     plan: str = "wait"
     """plan of its first chunk that was computed before the whole adapter was there"""
@@ -40,7 +40,7 @@ class ColdPhases:
     def end_wait(self, now: float) -> None:
         """Books what it has waited for the load, which has ended or is waited for no more."""
         if not self.opened:
-            self.exposed += now - self.begun
+            self.exposed += now - self.started_at
         elif self.waits_since:
             self.exposed += now - self.waits_since
 
@@ -68,7 +68,7 @@ class Request:
     reserved: int = 0
     ttft: float | None = None
     tpot: float | None = None
-    found: str = "none"
+    arrival_tier: str = "none"
     """tier of the adapter when the request arrived"""
     arrived: float = field(default_factory=time.monotonic)
     prompt_len: int = 0
@@ -83,7 +83,7 @@ class Request:
     """first time that it found too little adapter memory"""
     held_at: float = 0.0
     """last time that its adapter's bytes alone kept it out of the batch; monotonic, 0: something else did"""
-    held: float = 0.0
+    held_s: float = 0.0
     device_seconds: float = 0.0
     """seconds of the passes that computed it, its part"""
     admitted: float = 0.0

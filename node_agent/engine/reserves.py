@@ -21,7 +21,7 @@ TENANT_SECONDS = 10.0
 AWAITED_SECONDS = 10.0
 """Seconds after a call that is not best effort. In this time best effort's passes stay short for the next one, and best
 effort does not evict its adapter."""
-MOST_AHEAD = 2048.0
+MAX_AHEAD = 2048.0
 """Lead over the floor up to which a tenant's counter (virtual time, service / weight) may be for it to use what is
 kept. Some ten short calls make it."""
 KEPT_SHARE = 8
@@ -42,11 +42,11 @@ class Callers:
         self._adapters: dict[str, float] = {}
         """Time of each adapter's last such call, the latest at the end."""
 
-    def note(self, request: Request) -> bool:
+    def record_call(self, request: Request) -> bool:
         """Records that a request has arrived. Returns True when it is its tenant's first for TENANT_SECONDS, strict
         ones not counted; False for any other, and for every strict one."""
         if request.slo_class != "best_effort":
-            self._note_awaited(request)
+            self._record_awaited(request)
         if request.slo_class == "strict":
             self._strict_at = request.arrived
             return False
@@ -67,7 +67,7 @@ class Callers:
         """Returns the adapters of calls within AWAITED_SECONDS that were not best effort, the latest first."""
         return (digest for digest, at in reversed(self._adapters.items()) if now - at < AWAITED_SECONDS)
 
-    def _note_awaited(self, request: Request) -> None:
+    def _record_awaited(self, request: Request) -> None:
         self._awaited_at = request.arrived
         if request.adapter is None:
             return
@@ -94,15 +94,15 @@ class Reserves:
         self, callers: Callers, queue: WaitingQueue, running: Iterable[Request], max_rows: int, blocks: int
     ) -> None:
         self._callers, self._queue, self._now = callers, queue, time.monotonic()
-        self._most_served = queue.shares.floor + MOST_AHEAD
+        self._max_served = queue.shares.floor + MAX_AHEAD
         self._all = Room(max_rows, blocks)
         self._rows = max_rows // KEPT_SHARE or int(max_rows >= FEWEST_ROWS)
-        self.most_blocks = blocks // KEPT_SHARE
+        self.max_blocks = blocks // KEPT_SHARE
         """number of KV blocks that are kept for strict, and for light tenants"""
         self._tenants: dict[str, int] = {}
         """number of rows by tenant"""
         self._strict_rows = self._strict_blocks = 0
-        self._others = 0
+        self._not_strict = 0
         for request in running:
             self.count(request, 1)
 
@@ -118,7 +118,7 @@ class Reserves:
 
     def modest(self, tenant: str) -> bool:
         """Returns whether no more than one request of the tenant waits and it is not far ahead of its turn."""
-        return self._queue.waiting_of(tenant) <= 1 and self._queue.shares.tenant(tenant) <= self._most_served
+        return self._queue.waiting_of(tenant) <= 1 and self._queue.shares.tenant(tenant) <= self._max_served
 
     @property
     def crowded(self) -> bool:
@@ -144,16 +144,16 @@ class Reserves:
         """Kept for strict requests, and not taken by them yet."""
         if not self._callers.strict(self._now):
             return Room(0, 0)
-        return Room(max(0, self._rows - self._strict_rows), max(0, self.most_blocks - self._strict_blocks))
+        return Room(max(0, self._rows - self._strict_rows), max(0, self.max_blocks - self._strict_blocks))
 
     def kept_from(self, request: Request) -> Room:
         """Returns the room that the request must leave free: none for a strict request, and none while only strict ones
         run, for it may need more than what is not kept, and would wait for ever."""
-        if request.slo_class == "strict" or not self._others:
+        if request.slo_class == "strict" or not self._not_strict:
             return Room(0, 0)
         strict = self.for_strict()
         expected = 0 if self.light(request.tenant) else self._expected
-        return Room(strict.rows + expected, strict.blocks + (self.most_blocks if expected else 0))
+        return Room(strict.rows + expected, strict.blocks + (self.max_blocks if expected else 0))
 
     @property
     def _expected(self) -> int:
@@ -170,4 +170,4 @@ class Reserves:
             self._strict_rows += by
             self._strict_blocks += by * len(request.blocks)
         else:
-            self._others += by
+            self._not_strict += by

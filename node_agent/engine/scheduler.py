@@ -21,9 +21,9 @@ from node_agent.performance.drift import Drift
 Loaded = Callable[[Request], bool]
 Turn = Callable[[Request], float]
 
-LEAST_HOT_SHARE = 4
+MIN_HOT_SHARE = 4
 """Fraction 1/n of an iteration's prompt tokens for adapters that are there, whatever the cold ones take."""
-LEAST_BESIDE_STRICT = 16
+MIN_BESIDE_STRICT = 16
 """Fraction 1/n for prompts, whatever strict requests were promised."""
 
 
@@ -89,19 +89,19 @@ class Scheduler:
         strict = model is not None and tightest_promise(self._running.values(), model) is not None
         overtook = 0
         if first and not strict:
-            rows = choose_prompts(first, is_loaded, chunk_tokens, self.queue.turn)
+            rows = choose_prompts(first, is_loaded, chunk_tokens, self.queue.counter)
             overtook = sum(row.length for row in rows)
             if rows:
                 yield HotRows(rows, 0)
         decoding, prompts = self._parts(is_loaded, joining)
         slower = drift.both.value if drift else 1.0
         decoding, spare = within_promise(
-            model, decoding, prompts, chunk_tokens, chunk_tokens // LEAST_BESIDE_STRICT, slower, used
+            model, decoding, prompts, chunk_tokens, chunk_tokens // MIN_BESIDE_STRICT, slower, used
         )
         if first is not None and spare == inf:
             spare = beside_flood(model, decoding, chunk_tokens) - used
-        remaining = max(chunk_tokens - used - overtook, chunk_tokens // LEAST_HOT_SHARE)
-        rows, n_decode = choose_hot(decoding, prompts, is_loaded, remaining, spare, self.queue.turn)
+        remaining = max(chunk_tokens - used - overtook, chunk_tokens // MIN_HOT_SHARE)
+        rows, n_decode = choose_hot(decoding, prompts, is_loaded, remaining, spare, self.queue.counter)
         if rows:
             yield HotRows(rows, n_decode)
 
@@ -134,7 +134,7 @@ def choose_hot(
     loaded: Loaded,
     chunk_tokens: int,
     spare: float,
-    turn: Turn,
+    counter: Turn,
 ) -> tuple[list[Row], int]:
     """Returns the rows of the next hot pass (decode rows first, each part in order of adapter slots), and how many
     decode.
@@ -145,14 +145,14 @@ def choose_hot(
     """
     decode = sorted((Row(request, 1) for request in decoding), key=_slot)
     tokens = max(int(min(chunk_tokens - len(decode), spare)), 1)
-    return decode + choose_prompts(prompts, loaded, tokens, turn), len(decode)
+    return decode + choose_prompts(prompts, loaded, tokens, counter), len(decode)
 
 
-def choose_prompts(requests: Iterable[Request], loaded: Loaded, tokens: int, turn: Turn) -> list[Row]:
+def choose_prompts(requests: Iterable[Request], loaded: Loaded, tokens: int, counter: Turn) -> list[Row]:
     """Returns chunks of `tokens` tokens together, in order of adapter slots. Strict requests come first, then those of
     the smallest `counter` (their tenants'), then the oldest. Chunks that a cold pass computes are left out."""
     rows: list[Row] = []
-    for request in sorted(requests, key=lambda request: (request.slo_class != "strict", turn(request))):
+    for request in sorted(requests, key=lambda request: (request.slo_class != "strict", counter(request))):
         if not tokens:
             break
         if request.in_cold_pass or not loaded(request):

@@ -16,7 +16,7 @@ from adapters.open_store import open_store
 from cluster.messages import GenerateRequest, Sampling
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.cold_starts import WAYS, ColdStarts
+from node_agent.coldstart.cold_starts import MODES, ColdStarts
 from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import RUNNERS, EngineConfig, default_adapter_memory, pass_memory
 from node_agent.cores import core_share
@@ -29,14 +29,14 @@ from node_agent.ipc import Finished
 from node_agent.runner.lora_choice import choose_lora, kernel_of
 from node_agent.types import OpenRunner, RunnerSettings
 
-SMALL_MODEL = 8 << 20
+SMALL_MODEL_BYTES = 8 << 20
 PREPARED_PRODUCTS = 16384
 """Shapes for which torch's CPU library keeps what it has generated. By itself it keeps 1,024: fewer than prompts of
 some lengths have with adapters of some ranks, whose rows are cut at page borders. Each other shape costs a millisecond
 every time."""
 
 
-MAX_CPU_KV = 1 << 30
+MAX_CPU_KV_BYTES = 1 << 30
 CPU_KV_PART = 4
 """Fraction 1/n of a host's free memory for keys and values: others use it, too."""
 
@@ -91,7 +91,7 @@ def build_engine(
         prefetch_waste=config.prefetch_waste if config.prefetch == "auto" else None,
     )
     lora = choose_lora(limits, runner, store, kernel)
-    starts, eos_ids = ColdStarts(store, base, WAYS[config.cold_start]), end_token_ids(Path(config.model_dir))
+    starts, eos_ids = ColdStarts(store, base, MODES[config.cold_start]), end_token_ids(Path(config.model_dir))
     engine = Engine(limits, runner, store, starts, eos_ids, lora, on_change)
     warm_up(engine)
     engine.worker_manager = WorkerManager(engine, config, base, threads)
@@ -125,7 +125,7 @@ def _kv_room(adapters: int, device: torch.device) -> tuple[int, str]:
     """Returns bytes, and in words how they were found. The adapters' memory is allocated later."""
     free, total = free_memory(device), gpu_memory(device)
     if total is None:
-        return min(max(0, free - adapters) // CPU_KV_PART, MAX_CPU_KV), ""
+        return min(max(0, free - adapters) // CPU_KV_PART, MAX_CPU_KV_BYTES), ""
     passes = pass_memory(total)
     room = max(0, free - adapters - passes)
     return room, f" (of {free} free on the GPU, less {adapters} of adapter_memory and {passes} for passes)"
@@ -148,7 +148,7 @@ def default_threads(model_dir: Path, host_nodes: int = 1) -> int:
     its length.
     """
     weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    return 1 if weights < SMALL_MODEL else core_share(host_nodes)
+    return 1 if weights < SMALL_MODEL_BYTES else core_share(host_nodes)
 
 
 def warm_up(engine: Engine) -> None:

@@ -58,7 +58,7 @@ class WaitingQueue:
     def full(self) -> bool:
         return len(self._requests) >= self.limit
 
-    def gives_way(self, newcomer: Request) -> Request | None:
+    def displaced_by(self, newcomer: Request) -> Request | None:
         """Returns the request that gives its place in a full queue to the newcomer. For a strict one that is the newest
         best-effort request, of any tenant; else the newest of the tenant with most waiting for its weight, if that is
         more than the newcomer's; else, for a function with places kept for it that fewer wait in, the newest of the
@@ -100,7 +100,7 @@ class WaitingQueue:
         """Charges one generated token."""
         self._charge(request, token_cost(0, 1, request.rank))
 
-    def turn(self, request: Request) -> float:
+    def counter(self, request: Request) -> float:
         """The counter of its tenant: the least is served first, in the batch, too."""
         return self.shares.tenant(request.tenant)
 

@@ -64,17 +64,17 @@ class IdleMeasurement:
         """Returns whether there is a model, or there will be none."""
         return self.engine.drift is not None or not self._tries_left
 
-    def work(self, gives_way: Callable[[], bool]) -> bool:
+    def work(self, should_yield: Callable[[], bool]) -> bool:
         """Works for one slice: about SLICE_S, or one pass where that takes longer; less as soon as `gives_way`, which
         is asked before passes and, on a CPU, between their layers. Returns False when there is nothing to do now."""
-        if self.ended or time.monotonic() < self._begin_at or gives_way():
+        if self.ended or time.monotonic() < self._begin_at or should_yield():
             return False
         if self._fits is not None:
             return self._take_fits(self._fits)
         started_at, cores = time.monotonic(), core_times()
         try:
             with bench(
-                self.engine, self.base, IDLE, budget=SLICE_S, gives_way=gives_way, written=self._written
+                self.engine, self.base, IDLE, budget=SLICE_S, should_yield=should_yield, written=self._written
             ) as timed:
                 if timed.bounds != self._bounds:
                     self._begin_anew(timed.bounds)
@@ -106,10 +106,10 @@ class IdleMeasurement:
         self._ahead = passes(self._cases, IDLE.rounds)[::-1]
         """the last one is next"""
 
-    def _run(self, made: Bench) -> None:
+    def _run(self, timed: Bench) -> None:
         until = time.monotonic() + SLICE_S
         while self._ahead:
-            sample = made.run(self._ahead[-1])
+            sample = timed.run(self._ahead[-1])
             self._runs.setdefault(self._ahead.pop(), []).append(sample)
             if time.monotonic() > until:
                 return

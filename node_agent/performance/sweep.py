@@ -56,7 +56,7 @@ class Bench:
     leases: list[Lease]
     bounds: Bounds
     deadline: float
-    gives_way: Callable[[], bool] | None
+    should_yield: Callable[[], bool] | None
 
     def run(self, case: Case) -> Run:
         """Runs one pass, timed as the engine's hot passes are. Raises GaveWay."""
@@ -73,7 +73,7 @@ class Bench:
         return decode_sample(rows, seconds) if case.decode else prefill_sample(rows, seconds)
 
     def _forward(self, rows: list[Row], n_decode: int) -> None:
-        if self.engine.hot.forward(rows, n_decode, self.gives_way) is None:
+        if self.engine.hot.forward(rows, n_decode, self.should_yield) is None:
             raise GaveWay
 
     def fill(self, written: set[int], progress: Progress) -> None:
@@ -142,7 +142,7 @@ def bench(
     progress: Progress = lambda *_: None,
     budget: float = float("inf"),
     *,
-    gives_way: Callable[[], bool] | None = None,
+    should_yield: Callable[[], bool] | None = None,
     written: set[int] | None = None,
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[Bench]:
@@ -154,7 +154,7 @@ def bench(
     free = blocks.free * blocks.block_tokens
     contexts = row_contexts(effort, limits.max_rows, limits.max_context, free, blocks.block_tokens)
     requests = []
-    with lent_adapters(engine.store, base, effort.ranks, len(contexts), gives_way, targets=targets) as leases:
+    with lent_adapters(engine.store, base, effort.ranks, len(contexts), should_yield, targets=targets) as leases:
         bounds = Bounds(limits.chunk_tokens, tuple(contexts), tuple(max(lease.ranks) for lease in leases))
         deadline = time.monotonic() + budget
         try:
@@ -164,7 +164,7 @@ def bench(
                 assert allocated is not None  # the parts make no more than is free
                 request.blocks = allocated
                 requests.append(request)
-            timed = Bench(engine, requests, leases, bounds, deadline, gives_way)
+            timed = Bench(engine, requests, leases, bounds, deadline, should_yield)
             timed.fill(set() if written is None else written, progress)
             yield timed
         finally:
@@ -178,7 +178,7 @@ def lent_adapters(
     base: BaseModel,
     ranks: Sequence[int],
     each: int,
-    gives_way: Callable[[], bool] | None = None,
+    should_yield: Callable[[], bool] | None = None,
     *,
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[list[Lease]]:
@@ -190,9 +190,9 @@ def lent_adapters(
     try:
         for number in range(each):
             for rank in ranks:
-                if gives_way is not None and gives_way():
+                if should_yield is not None and should_yield():
                     raise GaveWay
-                lease = store.lend(f"lent-{rank}-{number}", layouts[rank], evicts=gives_way is None)
+                lease = store.lend(f"lent-{rank}-{number}", layouts[rank], evicts=should_yield is None)
                 if lease is not None:
                     leases.append(lease)
         yield leases

@@ -67,7 +67,7 @@ def test_a_call_is_told_its_first_token_before_the_batch_goes_on(
         late = GenerateRequest("late", "", "v0", STORY, 2, Sampling(temperature=0), timeout=60.0, ignore_eos=True)
         peer.sendall(encode([Cancel(computed[0]), Submit(late)]))
         loop = Loop(engine.engine, ready_message(engine.engine, engine.base), wake, lambda: False)
-        loop._turn(channel, selector)
+        loop._iterate(channel, selector)
         assert told == [[computed[0]], ["late"]], "who is cancelled is told before any pass"
         rest = [event.id for event in received(peer) if isinstance(event, Generated | Finished)]
         assert {*computed[1:], "late"} <= set(rest), "the batch, with the newcomer's next token"

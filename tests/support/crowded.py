@@ -32,7 +32,7 @@ def make_crowded_pool(
 ) -> WorkerPool:
     """Makes a pool of CROWD workers in the place of `worker_start.make_pool`."""
     dtype = DTYPES.index(store.pool.data.dtype)
-    layout = Layout(setup.HANDOFF_SLOTS, CROWD, setup.most_tokens(config), base.widths, dtype)
+    layout = Layout(setup.HANDOFF_SLOTS, CROWD, setup.max_tokens(config), base.widths, dtype)
     pool = CrowdedPool(store.host_map, layout, range(CROWD))
     pool.engine_cores = EngineCores(threads, cores)
     return pool
