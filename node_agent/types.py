@@ -305,6 +305,6 @@ class IdleWork(Protocol):
     """Work of the engine's thread that an idle engine does, such as measuring calls with CPU workers."""
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Works until `gives_way`. Returns False when there is nothing to do now."""
+        """Works until `should_yield`. Returns False when there is nothing to do now."""
 
     def close(self) -> None: ...

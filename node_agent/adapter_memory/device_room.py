@@ -79,7 +79,7 @@ class DeviceRoom:
         self._free_slots.append(entry.slot)
 
     def fits_without(self, layout: AdapterLayout, evicted: Collection[str]) -> bool:
-        """Returns whether there would be room for an adapter of this layout if nobody used the `others`."""
+        """Returns whether there would be room for an adapter of this layout if nobody used those that are `evicted`."""
         may_go = [
             entry
             for digest, entry in self.adapters.items()

@@ -48,8 +48,8 @@ class Job(Protocol):
         """Returns whether no work remains and none runs: the threads forget the job."""
 
     def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
-        """Returns the next piece of work, or None when there is none yet. `held`: a more urgent job is under way, and
-        this one begins nothing; it may end. Must not raise, nor must the work."""
+        """Returns the next piece of work, or None when there is none yet. `is_blocked`: a more urgent job is under way,
+        and this one begins nothing; it may end. Must not raise, nor must the work."""
 
     def wake_at(self) -> float | None:
         """Returns the time at which `take` should be asked again without a `wake` (monotonic seconds), or None."""

@@ -139,7 +139,7 @@ class AdapterStore:
         return digest in self.device
 
     def fits_without(self, adapter: Adapter, evicted: Collection[str]) -> bool:
-        """Returns whether the adapter would fit on the device if the adapters with digests `others` were evicted, as
+        """Returns whether the adapter would fit on the device if the adapters with digests `evicted` left it, as
         well as the idle ones. False while its layout is not known."""
         host = self.hosts.get(adapter.digest)
         return host is not None and host.layout is not None and self.room.fits_without(host.layout, evicted)

@@ -361,7 +361,7 @@ class RequestRegistry:
         return msgspec.structs.replace(room, queued=queued, prompt_tokens=prompts)
 
     def news(self, acknowledged: int) -> News:
-        """Returns the report for a gateway that knows the changes up to number `known`; WHOLE for one that knows
+        """Returns the report for a gateway that knows the changes up to number `acknowledged`; WHOLE for one that knows
         nothing."""
         return self._log.news(self.record(), self._stats.residents, acknowledged)
 

@@ -21,7 +21,7 @@ class ResidencyLog:
         knows."""
 
     def news(self, record: NodeRecord, residents: Sequence[Resident], acknowledged: int) -> News:
-        """Returns the report for a gateway that knows the changes up to number `known`; WHOLE for one that knows
+        """Returns the report for a gateway that knows the changes up to number `acknowledged`; WHOLE for one that knows
         nothing."""
         self._record_changes(facts_of(record), residents)
         if acknowledged == WHOLE:

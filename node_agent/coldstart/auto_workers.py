@@ -129,7 +129,7 @@ class _Comparison:
 
 
 def candidate_counts(max_count: int) -> list[int]:
-    """Returns the numbers of workers that are tried: powers of two below `most`, and `most`."""
+    """Returns the numbers of workers that are tried: powers of two below `max_count`, and it."""
     return (
         sorted({1 << i for i in range(max_count.bit_length()) if 1 << i < max_count} | {max_count}) if max_count else []
     )

@@ -43,7 +43,7 @@ MAX_UNMEASURED = 16
 
 @dataclass(frozen=True)
 class ColdStartMode:
-    """Plans that may be chosen. `blocks` and `whole` make the baselines that benchmarks compare with."""
+    """Plans that may be chosen. `blocks` and `whole_adapter` make the baselines that benchmarks compare with."""
 
     plans: tuple[str, ...]
     blocks: bool = False
@@ -246,9 +246,9 @@ class ColdStarts:
         return layers * self.profile.layer_seconds(tokens) if self.profile is not None else 0.0
 
     def joining(self, waiting: Iterable[tuple[Lease, int]], other_requests: int) -> set[str]:
-        """Returns the digests of adapters whose rows go along with the next decode step, though they are on their way:
-        they need not wait for a layer, and all requests together gain by it. `waiting`: each adapter that has rows to
-        decode, with their number; `others`: requests that are held up by as much as the step takes longer."""
+        """Returns the digests of adapters whose rows join the next decode step, though they are on their way: they need
+        not wait for a layer, and all requests together gain by it. `waiting`: each adapter that has rows to decode,
+        with their number; `other_requests`: number of those that are held up by as much as the step takes longer."""
         chosen: set[str] = set()
         if self.profile is None or not self.mode.decodes:
             return chosen

@@ -248,8 +248,8 @@ def _lost_by_others(costs: ChunkCosts) -> np.ndarray:
 
 
 def longest_step(device: float, rows: int, other_requests: int) -> float:
-    """Returns the seconds by which `rows` rows that join may lengthen a step of `device` seconds for `others` other
-    requests: a row that sits it out loses a step, and one that joins costs each of the others what it takes."""
+    """Returns the seconds by which `rows` rows that join may lengthen a step of `device` seconds for `other_requests`
+    others: a row that sits it out loses a step, and one that joins costs each of the others what it takes."""
     return device * min(JOINS_AT_MOST, rows / (rows + other_requests)) if other_requests else np.inf
 
 

@@ -82,8 +82,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return below + (above - below) * (tokens - low) / (high - low)
 
     def apart_seconds(self, tokens: int, other_tokens: int) -> float:
-        """Returns the seconds by which two passes of one layer, of `tokens` and of `others` tokens, take longer than
-        one of all."""
+        """Returns the seconds by which two passes of one layer, of `tokens` and of `other_tokens`, take longer than one
+        of all."""
         together = self.layer_seconds(tokens + other_tokens)
         return (
             max(0.0, self.layer_seconds(tokens) + self.layer_seconds(other_tokens) - together) if other_tokens else 0.0

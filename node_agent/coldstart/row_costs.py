@@ -100,7 +100,7 @@ class JoinedStep:
     """A decode step, as rows of one adapter after another join it."""
 
     def __init__(self, costs: RowCosts, workers: int, other_requests: int) -> None:
-        """`workers`: that could take a part; `others`: requests that wait for the step's end."""
+        """`workers`: number that could take a part; `other_requests`: number that wait for the step's end."""
         self._costs, self._workers, self.other_requests = costs, workers, other_requests
         self._work = np.zeros((costs.base.num_layers, len(NAMES)))
         self._longer = 0.0

@@ -105,7 +105,7 @@ class WorkerManager:
             self._starting = None
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Measures while the node is idle, until `gives_way`. Returns False when there is nothing to measure now."""
+        """Measures while the node is idle, until `should_yield`. Returns False when there is nothing to measure now."""
         if time.monotonic() < self._retry_at or should_yield():
             return False
         if self._starting is not None:

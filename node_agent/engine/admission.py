@@ -141,7 +141,7 @@ class Admission:
         return any(map(self.reserves.may_claim, queue))
 
     def _try(self, request: Request, queue: WaitingQueue, max_blocks: float = math.inf) -> bool:
-        """Admits the request if it can, with no more than `most_blocks` of the free blocks. Returns False where it
+        """Admits the request if it can, with no more than `max_blocks` of the free blocks. Returns False where it
         waits for rows or blocks."""
         need, reserved = self._need(request), self.reserves.kept_from(request)
         has_row, claims = self.free_rows > reserved.rows, self.reserves.may_claim(request)

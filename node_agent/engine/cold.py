@@ -121,7 +121,7 @@ class ColdPasses:
 
     def _begin(self, request: Request, length: int, other_requests: int, ready: int) -> None:
         """Plans the request's next `length` tokens, and opens a pass for them unless they are to wait for the whole
-        adapter. `others` other requests run, `ready` of which have their adapters on the device."""
+        adapter. `other_requests` run besides, `ready` of which have their adapters on the device."""
         assert request.lease is not None and request.cold is not None
         phases = request.cold
         started_at = time.monotonic()

@@ -118,8 +118,8 @@ class HotPasses:
         should_yield: Callable[[], bool] | None = None,
         joined: Joined | None = None,
     ) -> StepOutput | None:
-        """A whole pass of which nothing is booked. Returns when its tokens are there; or None when `gives_way`, asked
-        before it and, on a CPU, before each layer, has ended it."""
+        """Computes a whole pass of which nothing is booked. Returns when its tokens are there; or None when
+        `should_yield`, asked before it and, on a CPU, before each layer, has ended it."""
         run, layers = self._runner.start(*self._tensors(rows, n_decode, joined)), self._runner.num_layers
         tokens, step = sum(row.length for row in rows), self._layers_at_once
         try:

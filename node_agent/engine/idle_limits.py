@@ -19,7 +19,7 @@ LONGEST_ORDER_S = 600.0
 
 
 class IdleLimits:
-    """Called by the engine's thread alone. `wanted`: whether an adapter is to stay, by digest."""
+    """Called by the engine's thread alone. `is_wanted`: whether an adapter is to stay, by digest."""
 
     def __init__(
         self, store: AdapterStore, is_wanted: Callable[[str], bool], clock: Callable[[], float] = time.monotonic

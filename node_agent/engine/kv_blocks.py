@@ -82,7 +82,7 @@ class BlockPool:
                 self._by_key[key], self._keys[block] = block, key
 
     def let_go(self, freed: Counter[int], blocks: Sequence[int]) -> int:
-        """Counts in `gone` that a user of the blocks would go. Returns how many of them would then be free."""
+        """Counts in `freed` that a user of the blocks would go. Returns how many of them would then be free."""
         if not self.shared:
             return len(blocks)
         freed.update(blocks)

@@ -65,8 +65,9 @@ class IdleMeasurement:
         return self.engine.drift is not None or not self._tries_left
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Works for one slice: about SLICE_S, or one pass where that takes longer; less as soon as `gives_way`, which
-        is asked before passes and, on a CPU, between their layers. Returns False when there is nothing to do now."""
+        """Works for one slice: about SLICE_S, or one pass where that takes longer; less as soon as `should_yield`,
+        which is asked before passes and, on a CPU, between their layers. Returns False when there is nothing to do
+        now."""
         if self.ended or time.monotonic() < self._begin_at or should_yield():
             return False
         if self._fits is not None:

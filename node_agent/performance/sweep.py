@@ -183,8 +183,8 @@ def lent_adapters(
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[list[Lease]]:
     """Lends up to `each` made-up adapters of every rank, in turn, as long as there is room for another, and yields
-    their leases. They push out idle ones, but with `gives_way`: what calls have brought stays where it is then. Raises
-    GaveWay."""
+    their leases. They push out idle ones, but with `should_yield`: what calls have brought stays where it is then.
+    Raises GaveWay."""
     layouts = {rank: store.pool.uniform_layout(base, rank, targets) for rank in ranks}
     leases: list[Lease] = []
     try:
