@@ -196,7 +196,7 @@ class Bench:
             if cpu is None:
                 raise RuntimeError("the CPU worker does not answer")
             profile = msgspec.structs.replace(found.profile, cpu=cpu)
-            self._columns[name] = ColdStarts(engine.store, local.base, found.way, profile, assist.workers)
+            self._columns[name] = ColdStarts(engine.store, local.base, found.mode, profile, assist.workers)
 
     def _elements(self, local: LocalEngine) -> int:
         """Weights of a rank-64 adapter's q, k and v in one layer."""
