@@ -1,5 +1,5 @@
-"""How a child process begins: it dies with its parent, reads its settings from standard input, and may report on
-standard output."""
+"""Start of a child process: it dies with its parent, reads its settings from standard input, and may report on standard
+output."""
 
 from __future__ import annotations
 

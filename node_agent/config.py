@@ -14,7 +14,7 @@ RUNNERS = {
 
 CPU_ADAPTER_MEMORY = 256 << 20
 GPU_ADAPTER_PART = 10
-"""Adapters have one part in so many of a GPU's memory, where the service file does not say."""
+"""Fraction 1/n of a GPU's memory that adapters have, where the service file does not say."""
 
 
 def default_adapter_memory(gpu_memory: int | None) -> int:
@@ -26,8 +26,8 @@ GPU_PASS_PART = 10
 
 
 def pass_memory(gpu_memory: int) -> int:
-    """Returns the bytes of a GPU's memory that are left to passes, captured graphs and libraries, where the service
-    file does not say what keys and values get."""
+    """Returns the bytes of a GPU's memory for passes, captured graphs and libraries. It counts where the service file
+    does not say what keys and values get."""
     return gpu_memory // GPU_PASS_PART
 
 
@@ -39,15 +39,15 @@ class LinkConfig(msgspec.Struct, frozen=True):
 
 
 class DiskCacheConfig(msgspec.Struct, frozen=True):
-    """Where a node keeps artifacts on its own disk, and how many bytes at most."""
+    """Directory in which a node caches artifacts on its own disk, and its limit in bytes."""
 
     path: str
     bytes: int
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine process needs. Memory sizes are in bytes. 0 for a size, where it says so: by the device
-    (node_agent/engine/sizes.py)."""
+    """Settings of the engine process. Memory sizes are in bytes. 0 for a size, where it says so: by the device
+    (node_agent/engine/setup.py)."""
 
     model_dir: str
     base_id: str
@@ -60,7 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str = ""
     """UUID of the GPU that the node has for itself, once its supervisor has claimed one; empty: it has none."""
     runner: str = "auto"
-    """one of RUNNERS"""
+    """key of RUNNERS"""
     dtype: str = "auto"
     """auto (the model's own), float32, float16 or bfloat16"""
     lora_kernel: str = "auto"
@@ -70,8 +70,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_memory: int = 1 << 30
     """Bound on adapters kept in host memory between their calls."""
     kv_memory: int | None = None
-    """None: on a GPU what the base model and adapters leave, less a part for passes; on a CPU a quarter of the free
-    memory, at most 1 GiB."""
+    """Bytes of keys and values. None: on a GPU what the base model and adapters leave, less a part for passes; on a CPU
+    a quarter of the free memory, at most 1 GiB."""
     block_tokens: int = 16
     prefix_cache: str = "auto"
     """auto: keys and values of a request are kept behind its end while there is room, for those of the same tenant and
@@ -86,7 +86,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapter_slots: int = 256
     """Adapters that may be on the device at once, whatever their size."""
     threads: int | None = None
-    """None: this node's share of the cores that the process may really use (one for a model of a few megabytes)."""
+    """torch threads. None: this node's share of the cores that the process may really use (one for a model of a few
+    megabytes)."""
     host_nodes: int = 1
     """Nodes on this host, this one included, that divide its cores among them."""
     cold_start: str = "auto"
@@ -98,7 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_workers: int | None = None
     """CPU LoRA workers, a core each; None: as many cores as the engine leaves"""
     worker_repeats: int = 1
-    """How often CPU workers do the same work, to simulate slower cores."""
+    """Times that CPU workers do the same work, to simulate slower cores."""
     profile: str | None = None
     """File of this node's measured costs: read if it is of this node, else measured and written. None: measured."""
     load_link: LinkConfig | None = None
@@ -108,11 +109,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     eviction: str = "cost"
     """cost, lru, lfu or gdsf: which adapters leave device and host memory first"""
     disk_cache: DiskCacheConfig | None = None
-    """None: adapters are read from the store whenever they are not in host memory."""
+    """Cache on the disk. None: adapters are read from the store whenever they are not in host memory."""
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One node: its supervisor, API process and engine process."""
+    """Settings of one node: its supervisor, API process and engine process."""
 
     node_id: str
     pool: str = ""
@@ -125,32 +126,32 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     """Sockets and logs of this node; mode 0700."""
     stop_seconds: float = 5.0
-    """Open streams may go on for this long after TERM."""
+    """Seconds for which open streams may continue after TERM."""
     engine: EngineConfig
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the supervisor writes, as JSON, on the API process's standard input."""
+    """Settings that the supervisor writes, as JSON, on the API process's standard input."""
 
     socket: str
-    """Path of the Unix socket on which the API process awaits the engine."""
+    """path on which the API process awaits the engine"""
     parent: int
     """The supervisor's process id: the child ends when that process has."""
     node: NodeConfig
 
 
 class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the supervisor writes, as JSON, on the engine process's standard input."""
+    """Settings that the supervisor writes, as JSON, on the engine process's standard input."""
 
     socket: str
-    """Path of the Unix socket to which the engine connects."""
+    """path to which the engine connects"""
     parent: int | None = None
     """The supervisor's process id: the child ends when that process has. None: it lives on its own."""
     engine: EngineConfig
 
 
 class ProfileProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `garnish profile` writes, as JSON, on the measuring process's standard input."""
+    """Settings that `garnish profile` writes, as JSON, on the measuring process's standard input."""
 
     parent: int
     """The process that waits for it: it ends when that one has."""

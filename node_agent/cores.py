@@ -1,4 +1,4 @@
-"""How many cores a process may really use. No torch."""
+"""Cores that a process may really use. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 SPIN_LIMIT = {"GOMP_SPINCOUNT": "10000"}
 """Environment of a process that computes with several threads: how often they poll for each other before they sleep.
 
-OpenMP's own 300,000 polls take milliseconds. Beside a busy process the thread that is waited for has no core meanwhile,
-for the one that polls holds it, and every product of a step then takes a time slice of the system.
+OpenMP's own 300,000 polls take milliseconds. Next to a busy process the thread that is waited for has no core
+meanwhile, for the one that polls holds it, and every product of a step then takes a time slice of the system.
 """
 
 
@@ -26,17 +26,17 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def core_share(host_nodes: int, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the number of cores for each of so many nodes on this host; one at least, even if there are fewer cores
-    than nodes."""
+    """Returns the number of cores for each of `host_nodes` nodes on this host; one at least, even if there are fewer
+    cores than nodes."""
     return max(1, usable_cores(cgroup) // host_nodes)
 
 
 def spare_cores(
     engine_threads: int, cgroup: Path = Path("/sys/fs/cgroup"), order: Sequence[int] | None = None
 ) -> list[int]:
-    """Returns the numbers of the cores that are left for CPU LoRA workers when the engine computes with so many
-    threads, one worker each; none where the engine has use for all. They are those behind the engine's in `order`,
-    which by default is the cores of this process's affinity by their numbers."""
+    """Returns the numbers of the cores for CPU LoRA workers, one each, when the engine computes with `engine_threads`.
+    There are none where the engine has use for all. They are those behind the engine's in `order`, which by default is
+    the cores of this process's affinity by their numbers."""
     cores = sorted(os.sched_getaffinity(0)) if order is None else order
     spare = max(0, usable_cores(cgroup) - engine_threads)
     return list(cores[engine_threads:][:spare])
@@ -47,11 +47,9 @@ class CoreTimes:
     """Seconds of the cores that this process may use, summed over the cores, since some fixed moment."""
 
     passed: float
-    """all that there were"""
     used: float
-    """by any process"""
-    own: float
-    """by this process"""
+    """seconds used by any process"""
+    this_process: float
 
 
 def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
@@ -68,8 +66,8 @@ def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
 
 def others_share(before: CoreTimes, after: CoreTimes) -> float:
     """Returns which part of the time between `before` and `after`, from 0 to 1, others have used."""
-    others = (after.used - before.used) - (after.own - before.own)
-    return min(1.0, max(0.0, others / max(after.passed - before.passed, 1e-9)))
+    other_s = (after.used - before.used) - (after.this_process - before.this_process)
+    return min(1.0, max(0.0, other_s / max(after.passed - before.passed, 1e-9)))
 
 
 def _quota_v2(cgroup: Path) -> float | None:

@@ -60,7 +60,7 @@ def record_event(device: torch.device, sleeps: bool = False) -> Event:
 
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
-"""In lower case, what the messages of the CPU's allocator, CUDA and its libraries say. They have no type."""
+"""Parts, in lower case, of the messages of the CPU's allocator, CUDA and its libraries. These errors have no type."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -85,7 +85,7 @@ def unless_out_of_memory(work: Callable[[], Result]) -> Result | None:
 
 
 class EventWatch:
-    """Calls `then`, in a thread of its own, when an event has ended that nobody waits for."""
+    """Calls `then`, in a separate thread, when an event has ended that nobody waits for."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -119,9 +119,9 @@ def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Runs the work and returns the seconds that it took on the device, when it has ended: on a GPU by events on the
     current stream, on a CPU by the host's clock."""
     if device.type != "cuda":
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         work()
-        return time.perf_counter() - begun
+        return time.perf_counter() - started_at
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)  # the launches of what came before are not this work's
     begin.record()

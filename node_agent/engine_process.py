@@ -32,7 +32,7 @@ from node_agent.engine.loop import Engine
 from node_agent.engine.setup import build_engine
 from node_agent.engine.stats import stats_of
 from node_agent.heartbeat import NAME, Heartbeat
-from node_agent.ipc import Cancel, Command, EngineEvent, Ready, Submit, Want, command_decoder, encode
+from node_agent.ipc import Cancel, Command, EngineEvent, PrefetchHints, Ready, Submit, command_decoder, encode
 from node_agent.performance.capacity import capacity_of
 from node_agent.performance.idle import QUIET_S, IdleMeasurement
 from node_agent.performance.setup import use_performance
@@ -138,8 +138,7 @@ class Loop:
         self.engine, self.ready, self.wake, self.stopping, self.idle = engine, ready, wake, stopping, idle
         self._active_at = time.monotonic()
         self._stats_at = 0.0
-        self._picture = stats_of(engine)
-        """the last one that was sent"""
+        self._snapshot = stats_of(engine)
         self._check_at = time.monotonic() + CHECK_INTERVAL
 
     def serve(self, channel: Channel) -> None:
@@ -151,7 +150,7 @@ class Loop:
         try:
             channel.send([self.ready, stats_of(self.engine)])
             while not self.stopping():
-                self._turn(channel, selector)
+                self._iterate(channel, selector)
         except Disconnected as error:
             # No warning: the supervisor warns of an end that nobody asked for.
             log.info("api process gone", extra={"reason": str(error)})
@@ -164,18 +163,18 @@ class Loop:
         self.engine.prefetcher.clear()
         self.engine.take_events()
 
-    def _turn(self, channel: Channel, selector: selectors.BaseSelector) -> None:
+    def _iterate(self, channel: Channel, selector: selectors.BaseSelector) -> None:
         self.engine.pulse.beat()
         self._receive(channel)
         self.engine.prepare()
-        told = self._tell(channel)  # who was admitted is told before the passes, which may take long
+        is_active = self._report(channel)  # admissions are sent before the passes, which may take long
         used = self.engine.compute_cold()
-        told |= self._tell(channel)
+        is_active |= self._report(channel)
         worked = used > 0
         for _ in self.engine.compute_hot(used):
             worked = True
-            told |= self._tell(channel)
-        if worked or told:
+            is_active |= self._report(channel)
+        if worked or is_active:
             self._active_at = time.monotonic()
         elif not self._measure(channel, selector):
             self._wait(channel, selector)
@@ -186,19 +185,19 @@ class Loop:
                 self.engine.submit(command.request)
             elif isinstance(command, Cancel):
                 self.engine.cancel(command.id)
-            elif isinstance(command, Want):
+            elif isinstance(command, PrefetchHints):
                 self.engine.prefetcher.want(command.residency)
             else:
                 self.engine.orders.take(command)
 
-    def _tell(self, channel: Channel) -> bool:
+    def _report(self, channel: Channel) -> bool:
         """Sends what has happened, and a picture when one is due. Returns False when nothing has happened."""
         self.engine.pulse.beat()
         events = self.engine.take_events()
         happened, now = bool(events), time.monotonic()
         if now >= self._stats_at or (happened and now >= self._stats_at - STATS_INTERVAL + MIN_STATS_INTERVAL):
-            self._picture = stats_of(self.engine)
-            events.append(self._picture)
+            self._snapshot = stats_of(self.engine)
+            events.append(self._snapshot)
             self._stats_at = now + STATS_INTERVAL
         channel.send(events)
         return happened
@@ -223,10 +222,10 @@ class Loop:
             self._active_at = time.monotonic()
         if time.monotonic() < self._active_at + QUIET_S:
             return False
-        wanted = partial(self._is_wanted, channel, selector)
+        keep_alive = partial(self._keep_alive, channel, selector)
         if self.idle is not None and measures:
-            return self.idle.work(wanted)
-        if manager is None or not manager.work(wanted):
+            return self.idle.work(keep_alive)
+        if manager is None or not manager.work(keep_alive):
             return False
         self._send_decision(channel)
         return True
@@ -238,13 +237,13 @@ class Loop:
             self.ready = now
             channel.send([now])
 
-    def _is_wanted(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
-        """Returns whether anything has come amid a slice. The last picture is sent again when one is due: a pass of a
-        large base takes long, and an engine that says nothing is taken for dead. One taken now would show what is
-        lent."""
+    def _keep_alive(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
+        """Beats amid a slice of a measurement, and returns whether anything has come. The last snapshot is sent again
+        when one is due: a pass of a large base takes long, and a silent engine is taken for dead. One made now would
+        show what is lent."""
         self.engine.pulse.beat()
         if time.monotonic() >= self._stats_at:
-            channel.send([self._picture])
+            channel.send([self._snapshot])
             self._stats_at = time.monotonic() + STATS_INTERVAL
         read = selectors.EVENT_READ  # the end of a copy, which wakes the engine too, is no reason to stop
         return self.stopping() or any(
@@ -322,7 +321,7 @@ def main() -> int:
     settle()
     idle = None if has_model else IdleMeasurement(engine, config.engine, base)
     loop = Loop(engine, ready, wake, lambda: stop_requested, idle)
-    engine.pulse.tell = Heartbeat(Path(config.socket).with_name(NAME)).beat
+    engine.pulse.report = Heartbeat(Path(config.socket).with_name(NAME)).beat
     while not stop_requested:
         engine.pulse.beat()
         try:

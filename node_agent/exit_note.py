@@ -1,4 +1,4 @@
-"""A note in the node's run directory: how the engine ended last. The supervisor writes it, the API process tells it.
+"""A note in the node's run directory: how the engine ended last. The supervisor writes it, the API process reports it.
 
 Without it a node whose engine can't start (no weights, no memory) would only ever say that it warms.
 """
@@ -37,5 +37,5 @@ def read_exit(run_dir: Path) -> str:
 
 
 def clear_exit(run_dir: Path) -> None:
-    """Removes the note: the engine is well again, or the node starts anew."""
+    """Removes the note: the engine is well again, or the node starts again."""
     (run_dir / NAME).unlink(missing_ok=True)

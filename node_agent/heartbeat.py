@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 NAME = "engine.beat"
-"""Beside the engine's socket."""
+"""File name, in the folder of the engine's socket."""
 _BEAT = struct.Struct("<Qqd")
 
 
 class Beat(NamedTuple):
     number: int
     pid: int
-    """of the process that beats"""
+    """id of the process that beats"""
     quiet: float
     """seconds for which it may be silent from then on"""
 
@@ -44,12 +44,12 @@ class Watch:
     def __init__(self, path: Path, interval: float) -> None:
         self.interval = interval
         self._path = path
-        self._found: mmap.mmap | None = None
+        self._memory: mmap.mmap | None = None
         self._looked = 0.0
         self._beat = Beat(0, 0, 0.0)
         self._silent = 0.0
 
-    def look(self, now: float, pid: int | None = None) -> float:
+    def silence(self, now: float, pid: int | None = None) -> float:
         """Returns for how many seconds no beat has come; 0 before the first one (of process `pid`, if given)."""
         before, self._beat = self._beat, self._read()
         gap, self._looked = min(now - self._looked, 2 * self.interval), now
@@ -59,14 +59,14 @@ class Watch:
 
     def overdue(self, now: float) -> float:
         """Returns for how many seconds longer than announced no beat has come."""
-        return max(0.0, self.look(now) - self._beat.quiet)
+        return max(0.0, self.silence(now) - self._beat.quiet)
 
     def _read(self) -> Beat:
         try:
-            self._found = self._found or _map(self._path, os.O_RDWR)
+            self._memory = self._memory or _map(self._path, os.O_RDWR)
         except OSError:
             return Beat(0, 0, 0.0)  # no engine has been warm here yet
-        return Beat._make(_BEAT.unpack_from(self._found))
+        return Beat._make(_BEAT.unpack_from(self._memory))
 
 
 def _map(path: Path, flags: int) -> mmap.mmap:

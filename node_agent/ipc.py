@@ -41,7 +41,7 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
     id: str
     adapter: Adapter
     tenant: str = ""
-    """Who asks; empty: the operator."""
+    """Tenant that asks; empty: the operator."""
 
 
 class Evict(msgspec.Struct, frozen=True, tag="evict"):
@@ -51,14 +51,15 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
     digest: str
 
 
-class Want(msgspec.Struct, frozen=True, tag="want"):
-    """What is to be brought in while there is nothing else to load. It ends with the connection; it is not answered."""
+class PrefetchHints(msgspec.Struct, frozen=True, tag="want"):
+    """Message with the adapters to bring in while nothing else is to be loaded. It ends with the connection; it is not
+    answered."""
 
     residency: WantedResidency
 
 
 Question = ListAdapters | Prefetch | Evict
-Command = Submit | Cancel | Want | Question
+Command = Submit | Cancel | PrefetchHints | Question
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -82,7 +83,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     cpu_workers_ms: dict[str, float] = {}
     """Milliseconds by which their number was decided (cluster.news.Facts)."""
     takes_wants: bool = True
-    """As in cluster.news.Facts."""
+    """Accepts prefetch hints, as cluster.news.Facts has it."""
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
@@ -91,7 +92,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     id: str
     state: str
     cached_tokens: int = 0
-    """Of its prompt, whose keys and values an earlier request left."""
+    """Prompt tokens whose keys and values an earlier request left."""
 
 
 class Top(msgspec.Struct, frozen=True, array_like=True):
@@ -100,11 +101,11 @@ class Top(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top: list[tuple[int, float]]
     rank: int = 0
-    """Of a prompt's token; 1 is the likeliest."""
+    """Rank of a prompt's token; 1 is the likeliest."""
 
 
 class Generated(msgspec.Struct, frozen=True, tag="generated", omit_defaults=True):
-    """One token of one request."""
+    """Token of a request."""
 
     id: str
     token_id: int
@@ -135,7 +136,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     damaged: bool = False
     """The error is that the registry's artifact is not what it must be, or is missing."""
     preemptions: int = 0
-    """How often it gave its place in the batch to a strict request, to be computed again later."""
+    """Times that it gave its place in the batch to a strict request, to be computed again later."""
     device: float = 0.0
     """Seconds of the passes that computed it, its part."""
 
@@ -152,22 +153,22 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
     batch_contexts: list[int]
     residents: list[Resident]
     batch_slots: list[int] = []
-    """Of each running request, the slot of its adapter; -1: the base alone."""
+    """Slot of the adapter of each running request; -1: the base alone."""
     prompt_tokens_left: int = 0
-    """Of running requests' prompts, not computed yet."""
+    """Prompt tokens of running requests that are not computed yet."""
     loading_bytes: int = 0
     performance: PerformanceModel | None = None
     forecast_ratio: float | None = None
     measuring: float | None = None
-    """How much of the performance model's measurement is done; None: none goes on."""
+    """Share of the performance model's measurement that is done; None: none is under way."""
     tightest_tpot: float | None = None
     """Seconds; the least that any request here was promised."""
     strict: StrictRoom | None = None
-    """Of `prompt_tokens` those of running requests alone; `queued` is not told."""
+    """Room for strict requests: `prompt_tokens` counts running requests alone; `queued` is not reported."""
     prefetches: int = 0
     """Predicted ones that are under way."""
     prefetch_useful_bytes: int = 0
-    """This and the next two as in cluster.news.Heartbeat."""
+    """Bytes, like the next two, as in cluster.news.Heartbeat."""
     prefetch_late_bytes: int = 0
     prefetch_wasted_bytes: int = 0
 
@@ -178,12 +179,12 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):
-    """To one question. `error_type` is one of cluster.errors.STATUS, or empty."""
+    """Answer to one question. `error_type` is one of cluster.errors.STATUS, or empty."""
 
     id: str
     found: AdapterStates | None = None
     tier: HeldTier | None = None
-    """Where the adapter is now."""
+    """Tier in which the adapter is now."""
     error_type: str = ""
     error: str = ""
 

@@ -60,8 +60,8 @@ class PeftAlone:
             ids: list[int] = self.tokenizer(prompt.text).input_ids
             return ids
         text = self.tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=False)
-        found: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        return found
+        chat_ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return chat_ids
 
     def generate(self, ids: list[int], count: int) -> list[int]:
         """Returns at most `count` generated tokens, chosen greedily by transformers' own loop; an end token is
@@ -90,17 +90,17 @@ class PeftAlone:
 
         if not prompt.tokens:
             return []
-        given = torch.tensor([ids + prompt.tokens[:-1]], device=self.device)
+        input_ids = torch.tensor([ids + prompt.tokens[:-1]], device=self.device)
         with torch.inference_mode():
-            out = self.model(input_ids=given, use_cache=False, logits_to_keep=len(prompt.tokens))
+            out = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=len(prompt.tokens))
         rows = out.logits[0].float()
         return [_position(row, token, top) for row, token, top in zip(rows, prompt.tokens, prompt.top, strict=True)]
 
     def answer(self, prompt: PeftPrompt) -> PeftAnswer:
         ids = self.encode(prompt)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         tokens = self.generate(ids, self._max_tokens)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started_at
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return PeftAnswer(len(ids), tokens, text, seconds, self.positions(ids, prompt))
 
@@ -134,23 +134,23 @@ def _position(row: torch.Tensor, token: int, top: list[int]) -> Position:
 def main() -> int:
     job = read_config(PeftJob)
     die_with_parent(job.parent)
-    tell = take_output()
+    report = take_output()
     warnings.simplefilter("ignore")
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     stop_collecting()
     try:
         with tempfile.TemporaryDirectory(prefix="garnish-") as scratch:
             alone = PeftAlone(job, Path(scratch))
         settle()
         alone.generate(alone.encode(job.prompts[0]), WARM_UP_TOKENS)
-        tell(Loaded(str(alone.device), alone.dtype, time.perf_counter() - begun))
+        report(Loaded(str(alone.device), alone.dtype, time.perf_counter() - started_at))
         for prompt in job.prompts:
-            tell(alone.answer(prompt))
+            report(alone.answer(prompt))
     except ImportError as error:
-        tell(Failed(f"{error.name or error} is not installed"))
+        report(Failed(f"{error.name or error} is not installed"))
         return 1
     except (OSError, ValueError, RuntimeError, AdapterError) as error:
-        tell(Failed((str(error).strip() or type(error).__name__).splitlines()[0]))
+        report(Failed((str(error).strip() or type(error).__name__).splitlines()[0]))
         return 1
     return 0
 

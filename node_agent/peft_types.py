@@ -1,4 +1,4 @@
-"""What the process that runs PEFT alone is asked, and what it answers. No torch here: the command line imports it."""
+"""Messages to and from the process that runs PEFT alone. No torch here: the command line imports it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PeftJob(msgspec.Struct, frozen=True, kw_only=True):
     adapter_dir: str
     device: str
     dtype: str
-    """As in serverless.yml: `auto` is the model's own."""
+    """Name of a dtype, as in serverless.yml: `auto` is the model's own."""
     max_tokens: int
     prompts: list[PeftPrompt]
 
@@ -36,13 +36,13 @@ class Position(msgspec.Struct, frozen=True):
     best: int
     """Token id of the largest."""
     gap: float
-    """Between the two largest."""
+    """Difference of the two largest logits."""
     behind: float
-    """From the largest to that of the function's token; 0: it is the largest."""
+    """Difference of the largest logit and that of the function's token; 0: it is the largest."""
     size: float
     """The largest one's magnitude, which rounding goes by."""
     logprobs: list[float]
-    """Of the ids that were asked for."""
+    """Log probabilities of the ids that were asked for."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -55,10 +55,10 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 class PeftAnswer(msgspec.Struct, frozen=True, tag="answer"):
     prompt_tokens: int
     tokens: list[int]
-    """What PEFT writes by itself, greedily."""
+    """Tokens that PEFT writes by itself, greedily."""
     text: str
     seconds: float
-    """That `tokens` took."""
+    """Duration of `tokens`."""
     positions: list[Position]
 
 

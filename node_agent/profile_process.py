@@ -24,7 +24,7 @@ from node_agent.config import ProfileProcessConfig
 class Step(msgspec.Struct, frozen=True, tag="step"):
     text: str
     share: float | None = None
-    """of it that is done"""
+    """share of it that is done"""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -41,7 +41,7 @@ def main() -> int:
     die_with_parent(settings.parent)
     config = settings.engine
     set_up_logging("profile")
-    tell = take_output()
+    report = take_output()
 
     from node_agent.coldstart.measure import LONG, measure
     from node_agent.coldstart.profile import ProfileError, check
@@ -53,31 +53,31 @@ def main() -> int:
 
     flush_denormals()  # as the engine's process does
     assert config.profile is not None  # the command line names it
-    tell(Step("loading the base model"))
+    report(Step("loading the base model"))
     try:
         engine, base = build_engine(config, lambda: None)
     except (OSError, ValueError) as error:
-        tell(Failed(str(error)))
+        report(Failed(str(error)))
         return 1
     workers = engine.assist.workers if engine.assist is not None else None
     key = profile_key(engine, config, base, 0 if workers is None else workers.layout.workers)
     cold = measure(
-        key, engine.runner, engine.blocks, engine.store, workers, LONG, lambda text: tell(Step(f"measuring {text}"))
+        key, engine.runner, engine.blocks, engine.store, workers, LONG, lambda text: report(Step(f"measuring {text}"))
     )
     try:
         check(cold)
         write_json(cold, Path(config.profile))
-        performance = measure_performance(engine, config, base, lambda text, share: tell(Step(text, share)))
+        performance = measure_performance(engine, config, base, lambda text, share: report(Step(text, share)))
         write_performance(performance, performance_file(config.profile))
     except (OSError, ProfileError) as error:
-        tell(Failed(str(error)))
+        report(Failed(str(error)))
         return 1
     except (BadFit, BadSample, SweepTooSlow, StoreUnavailable) as error:
-        tell(Failed(f"its performance model: {error} (Its cold-start profile is written.)"))
+        report(Failed(f"its performance model: {error} (Its cold-start profile is written.)"))
         return 1
     finally:
         engine.close()
-    tell(Measured(cold, performance))
+    report(Measured(cold, performance))
     return 0
 
 

@@ -31,11 +31,11 @@ LONGEST_BACKOFF = 10.0
 STEADY = 30.0
 """Seconds after which a process counts as healthy, so that its next restart is quick again."""
 LONGEST_SILENCE_S = 60.0
-"""An engine whose heartbeat has stopped for so long is killed, whatever it announced."""
+"""Seconds after which an engine whose heartbeat has stopped is killed, whatever it announced."""
 LOOK_S = 2.0
-"""Between two looks at a heartbeat."""
+"""Seconds between two looks at a heartbeat."""
 STOP_SLACK = 3.0
-"""Seconds that both processes have to end by themselves, beside the time for open streams."""
+"""Seconds that both processes have to end by themselves, in addition to the time for open streams."""
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _run_processes(config: NodeConfig) -> None:
 
 
 class Child:
-    """One process, and when to start it again. States: waiting for its start, running, ended."""
+    """Process, and when to start it again. States: waiting for its start, running, ended."""
 
     def __init__(
         self,
@@ -94,20 +94,20 @@ class Child:
     ) -> None:
         """`config` is written, as JSON, on the process's standard input; its output is appended to `output`, if given.
 
-        `on_end` is told the exit code (as subprocess gives it) of each process that ended by itself. One whose
+        `on_end` receives the exit code (as subprocess gives it) of each process that ended by itself. One whose
         heartbeat stops (`watch`) is killed.
         """
         self.name = name
         self._on_end, self._watch = on_end, watch
         self.failures = 0
-        """How often it ended by itself."""
+        """Times that it ended by itself."""
         self._module = module
         self._output = output
         self._config = msgspec.json.encode(config)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
         self._backoff = FIRST_BACKOFF
-        self._due = 0.0
+        self._restart_at = 0.0
         self._told_to_stop = False
 
     @property
@@ -118,10 +118,10 @@ class Child:
     def tend(self, now: float) -> float:
         """Starts or reaps the process as is due. Returns in how many seconds it wants to be looked at again, at the
         latest."""
-        if self.reap(now) and self._due <= now:
+        if self.reap(now) and self._restart_at <= now:
             self._start(now)
         if self._process is None:
-            return max(0.0, self._due - now)
+            return max(0.0, self._restart_at - now)
         return STEADY if self._watch is None else self._kill_if_silent(self._watch, self._process, now)
 
     def reap(self, now: float) -> bool:
@@ -134,7 +134,7 @@ class Child:
             return False
         if now - self._started >= STEADY:
             self._backoff = FIRST_BACKOFF
-        self._due = now + self._backoff
+        self._restart_at = now + self._backoff
         extra = {"child": self.name, "pid": self._process.pid, "code": code, "after": round(now - self._started, 3)}
         if self._told_to_stop:
             as_asked = code in (0, -signal.SIGTERM)
@@ -151,7 +151,7 @@ class Child:
 
     def _kill_if_silent(self, watch: Watch, process: subprocess.Popen[bytes], now: float) -> float:
         """Returns in how many seconds to look again; the end of a process that is killed wakes the supervisor."""
-        silent = watch.look(now, process.pid)
+        silent = watch.silence(now, process.pid)
         if silent >= LONGEST_SILENCE_S:
             extra = {"child": self.name, "pid": process.pid, "silent": round(silent, 1)}
             log.error("child stands still and is killed", extra=extra)
@@ -200,13 +200,13 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop_requested = 0
-        """How often TERM or INT came."""
+        """Number of TERM and INT signals."""
 
     def __enter__(self) -> Signals:
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
             end.setblocking(False)
-        self._before = {number: signal.signal(number, self._note) for number in self.NUMBERS}
+        self._before = {number: signal.signal(number, self._record_signal) for number in self.NUMBERS}
         self._before_fd = signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -224,7 +224,7 @@ class Signals:
             while self._wake.recv(4096):
                 pass
 
-    def _note(self, number: int, _frame: object) -> None:
+    def _record_signal(self, number: int, _frame: object) -> None:
         self.stop_requested += number != signal.SIGCHLD
 
 
@@ -237,11 +237,11 @@ def stop(children: list[Child], signals: Signals, grace: float) -> None:
     """Stops the children in order, the API process first, for its streams need the engine. A second TERM or INT, or
     `grace` seconds in all, cuts that short: what still runs is killed."""
     deadline = time.monotonic() + grace
-    asked = signals.stop_requested
+    signals_before = signals.stop_requested
     for child in children:
         child.ask_to_stop()
         for now in _ticks(deadline):
-            if child.reap(now) or signals.stop_requested > asked:
+            if child.reap(now) or signals.stop_requested > signals_before:
                 break
             signals.wait(deadline - now)
     for child in children:

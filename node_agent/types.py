@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -17,16 +17,13 @@ from node_agent.device import Event
 from node_agent.runner.products import Products
 from node_agent.runner.score_rules import ScoreRules
 
-if TYPE_CHECKING:
-    from node_agent.adapter_memory.store import AdapterStore
-
 GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}
 """Projection groups that share their input, as indices into adapters.base_model.PROJECTIONS."""
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How to choose the next token of each of the Q rows.
+    """Parameters by which the next token of each of the Q rows is chosen.
 
     `uniform` f64[Q] in [0, 1) depends on (seed, choice, position) alone.
     """
@@ -39,7 +36,7 @@ class SamplingBatch:
     logprobs: list[int]
     """-1: none; k: the chosen token's and the k largest"""
     rules: dict[int, ScoreRules] = field(default_factory=dict)
-    """by row, for those whose scores are changed before a token is chosen"""
+    """rules by row, for those whose scores are changed before a token is chosen"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One iteration's tokens; decode rows (one token each) come first, then prompt chunks."""
+    """Tokens of one iteration; decode rows (one token each) come first, then prompt chunks."""
 
     token_ids: torch.Tensor
     """i64[T]"""
@@ -91,10 +88,10 @@ class StepBatch:
     query_lens: list[int]
     context_lens: list[int]
     scoring: PromptScoring | None = None
-    """None: no row asks for log probabilities of its prompt"""
+    """Prompt tokens to be scored; None where no row asks for log probabilities of its prompt."""
     fed: list[int] | None = None
-    """Of a decode step whose runner `feeds`: per row, the row of the step before whose chosen token is its token; None:
-    `token_ids` has them all."""
+    """Rows of the step before whose chosen tokens are the tokens of this one's rows, for a runner that `feeds`. None:
+    `token_ids` has all tokens."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +127,12 @@ class LoadFailed:
 
     reason: str
     damaged: bool = False
-    """The registry's artifact is not what it must be, or is missing."""
+    """artifact of the registry is not what it must be, or is missing"""
 
 
 @dataclass(frozen=True)
 class LoraBatch:
-    """Which adapter each token of a pass uses."""
+    """Adapter of each token of a pass."""
 
     seg_start: torch.Tensor
     """i32[S + 1]"""
@@ -230,9 +227,9 @@ class Pass(Protocol):
     """A forward that can stop between layers."""
 
     layer: int
-    """Layers advanced so far."""
     stretch: int
-    """It stops only before layers whose index is a multiple of this, and at the end."""
+    """Number of layers between the places where the pass can stop: before layers whose index is a multiple, and at the
+    end."""
 
     def advance(self, to_layer: int) -> None:
         """Enqueues layers up to `to_layer`, or the last place before it where it can stop. Never waits on a device; on
@@ -249,55 +246,31 @@ class ModelRunner(Protocol):
     """A base model on a device, with its KV cache."""
 
     name: str
-    """as `node.runner` has it: what was measured with one says nothing of another"""
+    """name of the runner in `node.runner`: what was measured with one says nothing of another"""
     device: torch.device
     dtype: torch.dtype
     num_layers: int
     block_tokens: int
     num_blocks: int
     products: Products | None
-    """how bf16 products are computed on a CPU; None: by torch alone"""
+    """products of bf16 matrices on a CPU; None: torch alone computes them"""
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> Pass:
         """Starts a pass over the batch. `lora` is None when no token uses an adapter."""
 
 
-@runtime_checkable
-class SendingRunner(Protocol):
-    """A ModelRunner that takes batches in host memory, and sends them to its device itself."""
-
-    @property
-    def feeds(self) -> bool:
-        """Whether a decode step may be started before the one in front of it has ended (StepBatch.fed)."""
-
-    def serve(
-        self, store: AdapterStore, kernel: str, *, max_rows: int, chunk_tokens: int, max_context: int
-    ) -> Callable[[LoraBatch, bool], PassLora]:
-        """Prepares passes of at most `max_rows` sequences and `chunk_tokens` prompt tokens, with the `kernel` for
-        adapters (lora_choice). Returns their StartLora. Called once, before the first adapter is loaded."""
-
-    def capture_handoffs(self) -> None:
-        """Prepares passes whose ArrivingLora `hands_over`. Called at the start, where there are CPU workers whose
-        handoffs the device's stream orders; without it such passes are computed all the same."""
-
-
-def batch_device(runner: ModelRunner) -> torch.device:
-    """Returns where the tensors of the runner's batches are made."""
-    return torch.device("cpu") if isinstance(runner, SendingRunner) else runner.device
-
-
 @dataclass(frozen=True)
 class RunnerSettings:
-    """What a runner is opened with."""
+    """Settings with which a runner is opened."""
 
     model_dir: Path
     device: torch.device
     dtype: torch.dtype | None
-    """None: the model's own"""
+    """dtype of the weights; None: the model's own"""
     block_tokens: int
     num_blocks: Callable[[torch.dtype], int]
-    """How many KV blocks of this dtype fit. To be asked once the weights are on the device: it measures what is free.
-    Raises ValueError when there is no room for any."""
+    """Number of KV blocks of this dtype that fit. To be called once the weights are on the device: it measures what is
+    free. Raises ValueError when there is no room for any."""
 
 
 OpenRunner = Callable[[RunnerSettings], ModelRunner]
@@ -306,7 +279,7 @@ OpenRunner = Callable[[RunnerSettings], ModelRunner]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a cold chunk gets its weights."""
+    """Strategy by which a cold chunk gets its weights."""
 
     name: str
     """wait, pipeline or assist"""
@@ -322,7 +295,16 @@ class Plan:
     """forecast of the chunk's end, from now"""
     rest: float = 0.0
     """forecast of the seconds from then until the request may decode; 0 where no token follows the chunk"""
-    others: int = 0
-    """requests beside it, which wait wherever the engine waits for workers"""
+    other_requests: int = 0
+    """number of other requests, which wait wherever the engine waits for workers"""
     by_profile: float = 0.0
     """forecast of the chunk's end by the profile alone; 0: the chunk does not have engine and link for itself"""
+
+
+class IdleWork(Protocol):
+    """Work of the engine's thread that an idle engine does, such as measuring calls with CPU workers."""
+
+    def work(self, should_yield: Callable[[], bool]) -> bool:
+        """Works until `should_yield`. Returns False when there is nothing to do now."""
+
+    def close(self) -> None: ...

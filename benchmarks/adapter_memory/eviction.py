@@ -38,8 +38,8 @@ RESIDENTS = 2_000
 
 class Policy(Protocol):
     def order(self, candidates: Sequence[Candidate], now: float) -> list[str]: ...
-    def note_call(self, digest: str) -> None: ...
-    def note_eviction(self, digest: str) -> None: ...
+    def record_call(self, digest: str) -> None: ...
+    def record_eviction(self, digest: str) -> None: ...
 
 
 class Pool:
@@ -71,7 +71,7 @@ class Pool:
             return False
         candidates = [Candidate(d, self.pages[d], self.reload_s(d), at) for d, at in leaving]
         for victim in self.policy.order(candidates, now):
-            self.policy.note_eviction(victim)
+            self.policy.record_eviction(victim)
             del self.residents[victim]
             self.free += self.pages[victim]
             if self.free >= pages:
@@ -108,8 +108,8 @@ def miss_share(trace: Trace, share: float, make: Callable[[Demand], Policy], rig
         if forecasts is not None and digest not in pool.residents:
             forecasts.update(now)
         missed += pool.load(digest, now) * trace.sizes[adapter]
-        demand.note_call(digest, now)
-        pool.policy.note_call(digest)
+        demand.record_call(digest, now)
+        pool.policy.record_call(digest)
     return missed / float(np.array(trace.sizes)[trace.adapter].sum())
 
 
@@ -134,9 +134,9 @@ def reload_seconds(trace: Trace, name: str) -> float:
         if digest not in device.residents and host.load(digest, now):
             total += store[adapter]
         total += device.load(digest, now) * link[adapter]
-        demand.note_call(digest, now)
+        demand.record_call(digest, now)
         for pool in (device, host):
-            pool.policy.note_call(digest)
+            pool.policy.record_call(digest)
     return total
 
 
@@ -195,7 +195,7 @@ def order_ms(seed: int) -> float:
     rng = np.random.default_rng(seed)
     demand = Demand()
     for at, adapter in enumerate(rng.integers(RESIDENTS, size=4 * RESIDENTS).tolist()):
-        demand.note_call(str(adapter), float(at))
+        demand.record_call(str(adapter), float(at))
     demand.expect({str(i): float(rng.random()) for i in range(0, RESIDENTS, 2)})
     candidates = [Candidate(str(i), 7 + i % 100, 0.1, float(i)) for i in range(RESIDENTS)]
     order = partial(POLICIES["cost"](demand).order, candidates, 4.0 * RESIDENTS)

@@ -36,12 +36,12 @@ class Belady:
     def order(self, candidates: Sequence[Candidate], now: float) -> list[str]:  # noqa: ARG002 - as a policy
         return sorted((each.digest for each in candidates), key=self._upcoming.__getitem__, reverse=True)
 
-    def note_call(self, digest: str) -> None:
+    def record_call(self, digest: str) -> None:
         """Records a call. Must be called for every call of the trace, in order."""
         self._upcoming[digest] = self._next[self._at]
         self._at += 1
 
-    def note_eviction(self, digest: str) -> None: ...
+    def record_eviction(self, digest: str) -> None: ...
 
 
 def min_miss_share(trace: Trace, pool: int) -> float:

@@ -101,16 +101,16 @@ class Node:
         self.calls_by_tier[tier] += 1
         if digest in self.prefetched:
             del self.prefetched[digest]
-            self.record.note(now, useful=self.trace.sizes[adapter])
+            self.record.count_bytes(now, useful=self.trace.sizes[adapter])
         if tier == "absent":
             self.host.load(digest, now)
             self._busy["store"] += self.store_s[adapter]
         if self.device.load(digest, now):
             self._busy["link"] += self.link_s[adapter]
         self.waits_s += (tier == "absent") * self.store_s[adapter] + (tier != "device") * self.link_s[adapter]
-        self.demand.note_call(digest, now)
+        self.demand.record_call(digest, now)
         for pool in (self.device, self.host):
-            pool.policy.note_call(digest)
+            pool.policy.record_call(digest)
 
     def plan(self, likely: Likely, now: float) -> None:
         """The leader asks for what is likely, and the node brings it in where store and link had nothing else to do."""
@@ -120,7 +120,7 @@ class Node:
         self._busy = dict.fromkeys(self._busy, 0.0)
         bounds = self.record.bounds(now)
         for want in self.wants:
-            if want.chance >= bounds.least_chance:
+            if want.chance >= bounds.min_chance:
                 self._bring(want, now, idle)
         self._judge(now)
 
@@ -164,7 +164,7 @@ class Node:
             here = digest in self.host.residents or digest in self.device.residents
             if not here or (digest not in requested and now - at >= UNUSED_S):
                 del self.prefetched[digest]
-                self.record.note(now, wasted=self.trace.sizes[int(digest)])
+                self.record.count_bytes(now, wasted=self.trace.sizes[int(digest)])
 
     def _back_to_device(self, digest: str) -> float:
         return self.link_s[int(digest)] + (0.0 if digest in self.host.residents else self.store_s[int(digest)])

@@ -30,7 +30,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.common.report import STORIES, arguments, report, run_study
-from node_agent.coldstart import slices, worker_manager
+from node_agent.coldstart import slices, worker_start
 from node_agent.cores import spare_cores
 from tests.support.crowded import make_crowded_pool
 from tests.support.drawn_batches import run_batch
@@ -119,8 +119,8 @@ def run_part(part: Part, model: Path, folder: Path, cases: int, adapters: int, s
 def _splitting() -> Iterator[None]:
     """Engines that are made meanwhile have three CPU workers, and give each a share of any weights, however few."""
     with (
-        patch.object(worker_manager, "make_pool", make_crowded_pool),
-        patch.object(slices, "LEAST_SHARE", 1),
+        patch.object(worker_start, "make_pool", make_crowded_pool),
+        patch.object(slices, "MIN_SHARE", 1),
     ):
         yield
 

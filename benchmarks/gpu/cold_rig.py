@@ -19,7 +19,7 @@ from node_agent.adapter_memory.link import Link
 from node_agent.coldstart import cold_starts
 from node_agent.coldstart.auto_workers import TYPICAL
 from node_agent.coldstart.calibration import Calibration
-from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.cold_starts import ColdStartMode
 from node_agent.coldstart.handoff_link import HandoffLink
 from node_agent.coldstart.pass_times import CallKind
 from node_agent.coldstart.planner import PLANS
@@ -32,13 +32,13 @@ from tests.support.local_engine import LocalEngine
 from tests.support.random_model import random_weights, write_adapters, write_base
 
 WAYS = {
-    "cached": cold_starts.WAYS["wait"],
-    "ondmd": Way(("wait",), blocks=True),
-    "overlap": Way(("wait",)),
-    "pipeline": Way(("pipeline",)),
-    "assist": Way(("assist",), whole=True),
-    "full": cold_starts.WAYS["auto"],
-    "assist_pipeline": Way(("assist",)),
+    "cached": cold_starts.MODES["wait"],
+    "ondmd": ColdStartMode(("wait",), blocks=True),
+    "overlap": ColdStartMode(("wait",)),
+    "pipeline": ColdStartMode(("pipeline",)),
+    "assist": ColdStartMode(("assist",), whole_adapter=True),
+    "full": cold_starts.MODES["auto"],
+    "assist_pipeline": ColdStartMode(("assist",)),
 }
 """`ondmd`: load, then prefill, as S-LoRA does it; nothing else runs meanwhile."""
 MAX_COLD = 4
@@ -105,11 +105,11 @@ class Bench:
         return drawn
 
     def serve(
-        self, mode: Way, adapters: Sequence[Adapter], prompts: Sequence[list[int]], count: int = 1
+        self, mode: ColdStartMode, adapters: Sequence[Adapter], prompts: Sequence[list[int]], count: int = 1
     ) -> list[tuple[float, list[int], list[Any], Any]]:
         """All at once: (seconds to the first token, tokens, their log probabilities, cold start) of each."""
         engine = self.engine
-        engine.engine.cold_start.way = mode
+        engine.engine.cold_start.mode = mode
         begin = time.perf_counter()
         how = Sampling(temperature=0.0, logprobs=0 if count > 1 else None)
         calls = [

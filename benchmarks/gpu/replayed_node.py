@@ -17,7 +17,7 @@ import torch
 from adapters.base_model import BaseModel, projection_widths
 from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, lay_out_uniform
 from node_agent.adapter_memory.pages import LARGEST_PAGE
-from node_agent.coldstart.cold_starts import WAYS, ColdStarts, Way
+from node_agent.coldstart.cold_starts import MODES, ColdStartMode, ColdStarts
 from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes, kind_of
 from node_agent.coldstart.planner import Contention
 from node_agent.coldstart.profile import LinkCost, Profile
@@ -77,23 +77,23 @@ class ReplayedNode:
     def __init__(self, profile: Profile, workers: int) -> None:
         """`workers`: how many CPU workers can take work; 0: the node has none."""
         self.store = HostMemory()
-        self.starts = ColdStarts(cast(Any, self.store), BASE, WAYS["auto"], profile)
+        self.starts = ColdStarts(cast(Any, self.store), BASE, MODES["auto"], profile)
         self.starts.workers = cast(Any, SimpleNamespace(usable=workers, engine_cores=None))
 
     def kind(self, call: Call) -> CallKind:
         return kind_of(self.store.layout(call.lease), call.tokens)
 
-    def plan(self, call: Call, mode: Way = WAYS["auto"]) -> Plan:
+    def plan(self, call: Call, mode: ColdStartMode = MODES["auto"]) -> Plan:
         """Returns the plan of the call, or of the first one of several that come at once. They ask for one token, as
         the reports' calls do."""
         at_once = min(call.loads, MAX_AT_ONCE)
-        self.store.loads_in_flight, self.starts.way = at_once, mode
-        return self.starts.plan(call.lease, call.tokens, Contention(others=at_once - 1))
+        self.store.loads_in_flight, self.starts.mode = at_once, mode
+        return self.starts.plan(call.lease, call.tokens, Contention(other_requests=at_once - 1))
 
     def forecast(self, call: Call, plan: str) -> float:
         """Returns the seconds of a lone call under this plan by the profile alone, as calibration gets them; 0 where
         the plan is not possible."""
-        chosen = self.plan(call, Way((plan,)))
+        chosen = self.plan(call, ColdStartMode((plan,)))
         return chosen.by_profile if chosen.name == plan else 0.0
 
     def learn(self, samples: Sequence[PassSample]) -> None:

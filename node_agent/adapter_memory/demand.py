@@ -1,4 +1,4 @@
-"""How much each adapter is asked for: the calls that came, and the forecast of those to come."""
+"""Demand for each adapter: the rate of its calls, and the forecast of calls to come."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LONG_S = 3600.0
 """Time constants of the two counts of calls, each of which decays exponentially: recency and frequency. Tuned, as
 FORECAST_WEIGHT, on one half of the traces of benchmarks/adapter_memory/eviction.py."""
 FORECAST_S = 30.0
-"""The horizon of the probabilities that `expect` is told."""
+"""Horizon of the probabilities that `expect` takes."""
 FORECAST_WEIGHT = 1 / 3
-"""Of a forecast, where there is one; recency and frequency share the rest."""
+"""Weight of a forecast, where there is one; recency and frequency share the rest."""
 RARELY, SURELY = 0.001, 0.99
 """Probabilities beyond which a forecast says no more than `at most` and `at least` this."""
-MOST_REMEMBERED = 8192
+MAX_REMEMBERED = 8192
 """Adapters whose calls are remembered; those not called for longest are forgotten."""
 _DECAY = (1 / RECENT_S + 1 / LONG_S) / 2
 _LOG_WINDOWS = (log(RECENT_S) + log(LONG_S)) / 2
@@ -40,23 +40,23 @@ class _Calls:
 
 
 class Demand:
-    """How much each adapter is called. There is one for both tiers of a node."""
+    """Rates of calls by adapter. Both tiers of a node share one."""
 
     def __init__(self) -> None:
         self._calls: OrderedDict[str, _Calls] = OrderedDict()
         """least recently called first"""
         self._levels: dict[str, float] = {}
-        """By digest: the logarithm of the rate that its calls suggest, plus `_DECAY` times now: a constant between two
-        calls."""
+        """Logarithm of the rate that an adapter's calls suggest, plus `_DECAY` times now: a constant between two calls.
+        By digest."""
         self._forecast: dict[str, tuple[float, bool]] = {}
-        """By digest: the logarithm of the rate that is forecast, and whether it is `at least` that."""
+        """Logarithm of the rate that is forecast, and whether it is `at least` that. By digest."""
 
-    def note_call(self, digest: str, now: float) -> None:
+    def record_call(self, digest: str, now: float) -> None:
         """Counts one call. `now`: monotonic seconds."""
         calls = self._calls.get(digest)
         if calls is None:
             calls = self._calls[digest] = _Calls(now)
-            if len(self._calls) > MOST_REMEMBERED:
+            if len(self._calls) > MAX_REMEMBERED:
                 del self._levels[self._calls.popitem(last=False)[0]]
         else:
             calls.add(now)
@@ -65,13 +65,13 @@ class Demand:
 
     def calls(self, digest: str) -> int:
         """Returns how many calls are remembered; 0 if the adapter is unknown."""
-        found = self._calls.get(digest)
-        return found.count if found is not None else 0
+        rate = self._calls.get(digest)
+        return rate.count if rate is not None else 0
 
     def last_call(self, digest: str) -> float:
         """Returns when the adapter was last called (monotonic seconds); 0 if no call is remembered."""
-        found = self._calls.get(digest)
-        return found.last if found is not None else 0.0
+        rate = self._calls.get(digest)
+        return rate.last if rate is not None else 0.0
 
     def expect(self, chances: Mapping[str, float]) -> None:
         """Replaces the forecast: by digest, the probability of a call within FORECAST_S. Raises ValueError unless each
@@ -89,12 +89,14 @@ class Demand:
         frequency and forecast, if there is one, suggest. An adapter without remembered calls counts as called once,
         at `since`."""
         level = self._levels.get(digest)
-        own = (since * _DECAY - _LOG_WINDOWS if level is None else level) - now * _DECAY
+        log_own_rate = (since * _DECAY - _LOG_WINDOWS if level is None else level) - now * _DECAY
         forecast = self._forecast.get(digest)
         if forecast is None:
-            return own
+            return log_own_rate
         rate, at_least = forecast
-        return own + FORECAST_WEIGHT * (max(rate, own) - own if at_least else rate - own)
+        return log_own_rate + FORECAST_WEIGHT * (
+            max(rate, log_own_rate) - log_own_rate if at_least else rate - log_own_rate
+        )
 
     def chance(self, digest: str, now: float) -> float:
         """Returns the probability of a call within FORECAST_S that the expected rate of calls makes, 0 to 1. An adapter

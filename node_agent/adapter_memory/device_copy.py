@@ -1,8 +1,8 @@
-"""One load from host memory to the device: each layer goes on as soon as it is there.
+"""Copies one adapter from host memory to the device, each layer as soon as it is there.
 
 A thread takes only layers that lie in host memory: no slow store holds up a copy. It takes several at once, as a layer
 of a small adapter crosses in less time than the thread needs for it. With a stream a few such portions are enqueued
-ahead of the one that it waits for, so that the link does not stand still in between.
+ahead of the one that it waits for, so that the link does not stall in between.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from adapters.base_model import BaseModel
 from node_agent.adapter_memory.layout import joined_spans
 from node_agent.adapter_memory.link import Link
+from node_agent.adapter_memory.loader_threads import LoaderThreads
 from node_agent.adapter_memory.loads import CopyStates, HostAdapter
+from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.weights import LayerViews
 from node_agent.device import Event, record_event
-from node_agent.types import LayerState
-
-if TYPE_CHECKING:
-    from node_agent.adapter_memory.loader import Loader
+from node_agent.states import DeviceState
+from node_agent.types import LayerState, LoadFailed
 
 AHEAD = 2
 """Portions of a load that may be enqueued behind the one that crosses. A pass that waits for one on its stream waits
@@ -36,10 +37,23 @@ PORTION_S = 150e-6
 """... nor does what crosses a GPU's link in this time, which is those bytes on PCIe 5."""
 
 
+class CopyTools(Protocol):
+    """The parts of a Loader that its copies use."""
+
+    base: BaseModel
+    host: Pool
+    device: Pool
+    device_link: Link
+    copying: LoaderThreads
+    on_change: Callable[[], None]
+    crossed_bytes: int
+    bandwidth: float
+
+
 class DeviceCopy:
     """A Job of the copying threads."""
 
-    def __init__(self, host: HostAdapter, pages: list[int], states: CopyStates, loader: Loader) -> None:
+    def __init__(self, host: HostAdapter, pages: list[int], states: CopyStates, loader: CopyTools) -> None:
         assert host.layout is not None and host.pages is not None  # measured, has room
         self.load = self.host = host
         self.layout, self.host_pages = host.layout, host.pages
@@ -51,21 +65,21 @@ class DeviceCopy:
         self._running = False
         self._crossing: deque[tuple[list[int], Event]] = deque()
         """portions that are enqueued, and the events behind their copies; touched by the thread that runs"""
-        if self.target.data.is_cuda:  # a stream of its own, so that it runs beside the engine's
+        if self.target.data.is_cuda:  # a separate stream, so that it runs while the engine's does
             states.stream = torch.cuda.Stream(self.target.data.device)  # type: ignore[no-untyped-call]
 
     # --- a Job: under the threads' lock
 
-    def take(self, now: float, held: bool) -> Callable[[], None] | None:
+    def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
         if self._running or self.over:
             return None
         states = self.states.layers
-        failed = self.host.failed or self.states.failed
-        left = [] if failed else [layer for layer in self.states.order if states[layer] == LayerState.NO]
-        if not left and not self._crossing:
+        failed = self.host.failed or self.states.failure is not None
+        uncopied = [] if failed else [layer for layer in self.states.order if states[layer] == LayerState.NO]
+        if not uncopied and not self._crossing:
             self._settle()
             return None
-        portion = self._portion([layer for layer in left if self.host.here[layer]]) if not held else []
+        portion = self._portion([layer for layer in uncopied if self.host.here[layer]]) if not is_blocked else []
         if not portion and not self._crossing:
             return None
         self._running = True
@@ -73,7 +87,7 @@ class DeviceCopy:
             self.states.began, self.states.bytes_before = now, self.loader.crossed_bytes
         return partial(self._work, portion)
 
-    def due(self) -> float | None:
+    def wake_at(self) -> float | None:
         return None
 
     @property
@@ -85,15 +99,19 @@ class DeviceCopy:
 
     def _portion(self, layers: list[int]) -> list[int]:
         """Returns the first of these layers, as many as may be enqueued together."""
-        sizes, most = accumulate(self.layout.moved[layer] for layer in layers), self.portion_bytes
-        return layers[: max(1, sum(size <= most for size in sizes))]
+        sizes, max_bytes = accumulate(self.layout.moved[layer] for layer in layers), self.portion_bytes
+        return layers[: max(1, sum(size <= max_bytes for size in sizes))]
 
     def _settle(self) -> None:
         """Ends the copy: nothing crosses any more."""
-        self.over, self.states.arrived = True, time.monotonic()
-        self.states.bytes_after = self.loader.crossed_bytes
-        self.states.failed = self.states.failed or self.host.failed
-        self.states.ended.set()
+        states = self.states
+        self.over, states.arrived = True, time.monotonic()
+        states.bytes_after = self.loader.crossed_bytes
+        states.failure = states.failure or self.host.failure
+        if states.state is DeviceState.CANCELLED:
+            states.change_state(DeviceState.COPY_STOPPED)
+        else:
+            states.change_state(DeviceState.COPIED if states.failure is None else DeviceState.COPY_FAILED)
 
     # --- in a loader thread
 
@@ -108,7 +126,7 @@ class DeviceCopy:
                 self._crossing[0][1].synchronize()
             crossed_bytes = self._take_arrivals()
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
-            states.failed = str(error) or type(error).__name__
+            states.failure = LoadFailed(str(error) or type(error).__name__)
             if states.stream is not None:
                 with suppress(RuntimeError):  # of a copy that failed, and has said so already
                     states.stream.synchronize()
@@ -116,8 +134,8 @@ class DeviceCopy:
         with self.threads.changed:
             self._running = False
             self.loader.crossed_bytes += crossed_bytes
-            whole = all(state == LayerState.DEVICE for state in states.layers)
-            if not self._crossing and (states.failed or whole):
+            is_complete = all(state == LayerState.DEVICE for state in states.layers)
+            if not self._crossing and (states.failure is not None or is_complete):
                 self._settle()
         self.on_change()
 

@@ -1,4 +1,4 @@
-"""Loads to the device that go on: their beginning, their end, and which of them give way.
+"""Loads to the device that are under way: their beginning, their end, and which of them yield their room.
 
 Called by the engine's thread alone.
 """
@@ -13,9 +13,16 @@ from node_agent.adapter_memory.host import HostTier
 from node_agent.adapter_memory.loader import Loader
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import CopyStates, DeviceAdapter, HostAdapter
+from node_agent.states import DeviceState
 
-LEAST_LOAD_S = 1e-6
-"""Of one that had ended, and was not looked at yet, when a request took it over from a prefetch."""
+MIN_LOAD_S = 1e-6
+"""Duration of a load that had ended, unnoticed yet, when a request took it over from a prefetch."""
+SETTLED = {
+    DeviceState.COPIED: DeviceState.READY,
+    DeviceState.COPY_FAILED: DeviceState.FAILED,
+    DeviceState.COPY_STOPPED: DeviceState.ABANDONED,
+}
+"""The states that the engine gives to copies that have ended."""
 
 
 class DeviceLoads:
@@ -29,11 +36,11 @@ class DeviceLoads:
         """Moves the adapter in and starts to copy it, each layer once it is in host memory. Returns None when its load
         ended badly a moment ago, and the place is free again."""
         assert host.layout is not None  # it has a place
-        if not self._loader.claim(host):
+        copy = CopyStates.of(len(host.layout.layers))
+        if not self._loader.claim(host, copy):
             self._room.give(host.digest, host.layout, place)
             return None
         began = time.monotonic() if host.complete else host.began
-        copy = CopyStates.of(len(host.layout.layers))
         if order is not None:
             self._loader.set_order(copy, order)
         entry = DeviceAdapter(host, host.layout, *place, began, copy)
@@ -59,8 +66,8 @@ class DeviceLoads:
     def end_unwanted(self, entry: DeviceAdapter) -> None:
         """Ends the load if nobody wants the adapter and much of it has still to come from the store."""
         digest = entry.host.digest
-        wanted = entry.leases or entry.served or digest in self._room.pinned or self._hosts.waiting(digest)
-        if not (wanted or entry.settled or entry.host.nearly_done):
+        is_wanted = entry.leases or entry.served or digest in self._room.pinned or self._hosts.waiting(digest)
+        if not (is_wanted or entry.settled or entry.host.nearly_done):
             self._loader.abandon(entry.copy)
 
     @property
@@ -69,16 +76,16 @@ class DeviceLoads:
         return [entry for entry in self._entries if entry.host.priority < Priority.PREDICTED]
 
     def _advance(self, entry: DeviceAdapter) -> bool:
-        """Takes note of a copy that has ended, one way or the other. Returns False while it goes on."""
+        """Takes note of a copy that has ended, well or not. Returns False while it runs."""
         host, copy = entry.host, entry.copy
-        if not copy.ended.is_set():
+        if not copy.ended:
             return False
-        host.placed, entry.settled = False, True
-        if not copy.failed:
+        copy.change_state(SETTLED[copy.state])
+        if copy.state is DeviceState.READY:
             if entry.began > host.began and not entry.prefetched:  # from host memory alone
-                self._hosts.rates.note("host", entry.size, copy.arrived - entry.began)
+                self._hosts.rates.record_load("host", entry.size, copy.arrived - entry.began)
             entry.weights = [views for views in copy.views if views is not None]
-            entry.load_seconds = max(LEAST_LOAD_S, copy.arrived - entry.began)
+            entry.load_seconds = max(MIN_LOAD_S, copy.arrived - entry.began)
             return True
         if not (host.failed or copy.abandoned):
             self._hosts.forget(host)  # the copy failed: the next request reads the store again

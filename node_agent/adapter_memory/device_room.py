@@ -41,23 +41,23 @@ class DeviceRoom:
             return None
         for victim in chain([None], victims):
             if victim is not None:
-                self.eviction.note_eviction(victim)
+                self.eviction.record_eviction(victim)
                 self.evict(victim)
             if not self._free_slots or layout.pages > self.pool.pages.free:
                 continue
             run = self.table.reserve(max(1, layout.rows))
             if run is not None:
                 pages = self.pool.pages.take(layout.pages, digest)
-                assert pages is not None  # so many were free
+                assert pages is not None  # they were free
                 return self._free_slots.pop(), pages, run
         return None
 
-    def note_call(self, digest: str) -> None:
+    def record_call(self, digest: str) -> None:
         """Notes that a request uses an adapter that has a place."""
         self.adapters.move_to_end(digest)
-        self.eviction.demand.note_call(digest, time.monotonic())
-        self.eviction.note_call(digest)
-        self.hosts.eviction.note_call(digest)
+        self.eviction.demand.record_call(digest, time.monotonic())
+        self.eviction.record_call(digest)
+        self.hosts.eviction.record_call(digest)
 
     def give(self, digest: str, layout: AdapterLayout, place: Place) -> None:
         """Gives back the place that the adapter took: it did not move in."""
@@ -78,12 +78,12 @@ class DeviceRoom:
         self.pool.pages.give(entry.pages, digest)
         self._free_slots.append(entry.slot)
 
-    def fits_without(self, layout: AdapterLayout, others: Collection[str]) -> bool:
-        """Returns whether there would be room for an adapter of this layout if nobody used the `others`."""
+    def fits_without(self, layout: AdapterLayout, evicted: Collection[str]) -> bool:
+        """Returns whether there would be room for an adapter of this layout if nobody used those that are `evicted`."""
         may_go = [
             entry
             for digest, entry in self.adapters.items()
-            if (entry.idle or (digest in others and entry.settled)) and digest not in self.pinned
+            if (entry.idle or (digest in evicted and entry.settled)) and digest not in self.pinned
         ]
         if not (may_go or self._free_slots):
             return False
@@ -91,7 +91,8 @@ class DeviceRoom:
 
     def choose_spared(self, layout: AdapterLayout, digests: Iterable[str]) -> set[str]:
         """Returns those of `digests` that need not be evicted for an adapter of this layout, the first ones before
-        others: together they have at most half of the pages, and it fits beside them and the pinned adapters."""
+        others. Together they have at most half of the pages, and the adapter fits next to them and the pinned
+        adapters."""
         all_pages, spared = self.pool.pages.count, set[str]()
         pinned = [entry for digest, entry in self.adapters.items() if digest in self.pinned]
         pages = min(all_pages // 2, all_pages - layout.pages - sum(len(entry.pages) for entry in pinned))

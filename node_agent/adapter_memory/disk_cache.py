@@ -1,9 +1,9 @@
-"""Artifacts kept on this node's disk: written while they stream in from the store, found there at the next start.
+"""Artifacts cached on this node's disk: written while they stream in from the store, found there at the next start.
 
-A file is an artifact byte for byte, under its digest and base. It is written beside and renamed when every layer has
-been verified, and is not synced: a file that a crash damaged fails its hashes when it is read, and then the store is
-asked. At the start each file's header is checked against its hash; each layer is whenever it is read. The cache can
-only save time: whatever goes wrong with it is counted, and the load goes on without.
+A file is an artifact byte for byte, under its digest and base. It is written under a temporary name, renamed when every
+layer has been verified, and not synced: a file that a crash damaged fails its hashes when it is read, and then the
+store is asked. At the start each file's header is checked against its hash; each layer is whenever it is read. The
+cache can only save time: its failures are counted, and the load continues without it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CachedFile:
-    """One artifact on the disk. Reads it as an ObjectStore would; the file may vanish at any time."""
+    """Artifact on the disk. Reads it as an ObjectStore would; the file may vanish at any time."""
 
     cache: DiskCache
     digest: str
@@ -60,7 +60,7 @@ class CachedFile:
 
 
 class CacheWriter:
-    """One artifact on its way to the disk. Threads write its layers in any order; the last one makes it a file."""
+    """Writer of an artifact to the disk. Threads write its layers in any order; the last one makes it a file."""
 
     def __init__(self, cache: DiskCache, header: ArtifactHeader, size: int) -> None:
         self.cache, self.digest, self.size = cache, header.digest, size
@@ -122,7 +122,7 @@ class DiskCache:
         """Files that were not what was written."""
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
-        """By file name, least recently used first."""
+        """Sizes in bytes by file name, least recently used first."""
         self._writing = 0
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._owner = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -227,14 +227,14 @@ class DiskCache:
 
     def _find(self) -> None:
         """Takes in what earlier runs left: whole files whose header is what was written; the rest is removed."""
-        found: list[tuple[float, str, int]] = []
+        files: list[tuple[float, str, int]] = []
         for path in self.directory.iterdir():
             if path.name.endswith(TEMPORARY):
                 path.unlink(missing_ok=True)
             elif NAME.fullmatch(path.name):
                 stat = path.stat()
-                found.append((stat.st_mtime, path.name, stat.st_size))
-        for _, name, size in sorted(found):
+                files.append((stat.st_mtime, path.name, stat.st_size))
+        for _, name, size in sorted(files):
             if self._is_sound(name, size):
                 self._sizes[name] = size
             else:

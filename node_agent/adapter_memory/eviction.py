@@ -1,4 +1,4 @@
-"""In which order adapters leave a memory tier that needs room. Both tiers use the same policies.
+"""Eviction policies: the order in which adapters leave a memory tier that needs room. Both tiers use the same policies.
 
 The score of `cost` is what a page would save: expected calls per second (demand.py) x seconds to bring the adapter back
 / its pages. Tiers name as candidates only adapters that nobody leases, pins or writes.
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from math import inf, log
 from typing import NamedTuple
 
-from node_agent.adapter_memory.demand import MOST_REMEMBERED, Demand
+from node_agent.adapter_memory.demand import MAX_REMEMBERED, Demand
 
 HYSTERESIS = 0.25
 """An adapter that has just been brought in leaves only for others whose score is higher by this share."""
 SETTLES_S = 30.0
-"""For so long after its arrival."""
+"""Seconds after its arrival in which HYSTERESIS protects an adapter."""
 
 
 class Candidate(NamedTuple):
@@ -25,11 +25,10 @@ class Candidate(NamedTuple):
     digest: str
     pages: int
     reload_s: float
-    """what bringing it back would take, as loads went lately"""
+    """expected seconds to bring it back, as loads went lately"""
     arrived: float
-    """in this tier; monotonic seconds"""
+    """monotonic seconds of its arrival in this tier"""
     awaited: bool = False
-    """Queued requests want it."""
 
 
 class LeastRecentlyUsed:
@@ -39,7 +38,7 @@ class LeastRecentlyUsed:
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
         self.evictions = 0
-        """that made room for other adapters"""
+        """number of evictions that made room for other adapters"""
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[str]:
         """Returns the digests, the first to leave first. `candidates`: least recently used first, which decides
@@ -50,10 +49,10 @@ class LeastRecentlyUsed:
     def score(self, candidate: Candidate, now: float) -> float:  # noqa: ARG002 - as the others
         return 0.0
 
-    def note_call(self, digest: str) -> None:
+    def record_call(self, digest: str) -> None:
         """Notes that a request uses the adapter."""
 
-    def note_eviction(self, digest: str) -> None:  # noqa: ARG002 - as the others
+    def record_eviction(self, digest: str) -> None:  # noqa: ARG002 - as the others
         """Notes that the adapter leaves to make room for another."""
         self.evictions += 1
 
@@ -82,9 +81,9 @@ class GreedyDualSizeFrequency(LeastRecentlyUsed):
         super().__init__(demand)
         self._clock = 0.0
         self._uses: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """By digest: calls, and the clock at the last one. Only as many as Demand remembers."""
+        """Calls by digest, and the clock at the last one. Only as many as Demand remembers."""
         self._scores: dict[str, float] = {}
-        """of the last order"""
+        """scores of the last order"""
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[str]:
         self._scores = {each.digest: self.score(each, now) for each in candidates}
@@ -94,14 +93,14 @@ class GreedyDualSizeFrequency(LeastRecentlyUsed):
         uses, clock = self._uses.get(candidate.digest, (1, 0.0))
         return clock + uses * candidate.reload_s / max(1, candidate.pages)
 
-    def note_call(self, digest: str) -> None:
+    def record_call(self, digest: str) -> None:
         uses, _ = self._uses.pop(digest, (0, 0.0))
         self._uses[digest] = uses + 1, self._clock
-        if len(self._uses) > MOST_REMEMBERED:
+        if len(self._uses) > MAX_REMEMBERED:
             self._uses.popitem(last=False)
 
-    def note_eviction(self, digest: str) -> None:
-        super().note_eviction(digest)
+    def record_eviction(self, digest: str) -> None:
+        super().record_eviction(digest)
         self._uses.pop(digest, None)
         self._clock = max(self._clock, self._scores.get(digest, 0.0))
 

@@ -1,4 +1,5 @@
-"""One load from the store, or from the disk cache, to host memory: ranges of layers, each layer verified by itself.
+"""Loads one adapter from the store, or from the disk cache, to host memory: ranges of layers, each layer verified
+alone.
 
 Several ranges are in flight at once. A layer that can't be read, or is not what was written, is tried again after a
 pause, from that layer on; what has arrived before it stays.
@@ -10,33 +11,34 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from adapters.artifact import check_layer
+from adapters.base_model import BaseModel
 from adapters.errors import CorruptArtifact, NotFound, StoreUnavailable
-from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter
+from adapters.store import ObjectStore
+from node_agent.adapter_memory.disk_cache import CachedFile, CacheWriter, DiskCache
 from node_agent.adapter_memory.layout import contiguous_runs, row_units
-from node_agent.adapter_memory.link import Flow, Transfer
-from node_agent.adapter_memory.loader_threads import Priority
+from node_agent.adapter_memory.link import Flow, Link, Transfer
+from node_agent.adapter_memory.loader_threads import LoaderThreads, Priority
 from node_agent.adapter_memory.loads import HostAdapter
-from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, plan_ranges
+from node_agent.adapter_memory.pool import Pool
+from node_agent.adapter_memory.ranges import LARGEST_RANGE, Range, Staging, plan_ranges
 from node_agent.device import DTYPES
-
-if TYPE_CHECKING:
-    from node_agent.adapter_memory.loader import Loader
+from node_agent.states import HostState
+from node_agent.types import LoadFailed
 
 RANGES_IN_FLIGHT = 3
-"""Of one load."""
 TRIES = 3
 BACK_OFF = 0.05
 """Seconds before the second try; four times as long before the third."""
 RETRIED = (StoreUnavailable, CorruptArtifact, OSError)
 DAMAGE = (CorruptArtifact, NotFound)
 """Errors that say that the store's artifact is to be made again."""
-
+UNWANTED = LoadFailed("nobody waits for it any more")
 
 Land = Callable[[memoryview, int], None]
 """Takes a range's memory, and how many bytes of it are here."""
@@ -46,40 +48,52 @@ class _GivenUp(Exception):
     """The load has failed elsewhere, or nobody wants it any more."""
 
 
-class Fetch:
-    """A Job of the fetching threads. Sets `complete` or `failed` of `host` when none touches its pages any more."""
+class FetchTools(Protocol):
+    """The parts of a Loader that its fetches use."""
 
-    def __init__(self, host: HostAdapter, loader: Loader) -> None:
-        """The loader's `on_layer` is called when a layer has arrived, and when the load has ended (then under the
-        threads' lock)."""
+    store: ObjectStore
+    base: BaseModel
+    host: Pool
+    fetching: LoaderThreads
+    store_link: Link
+    staging: Staging
+    cache: DiskCache | None
+
+    def on_layer(self) -> None:
+        """Reports that a layer has arrived, or that the load has ended (then under the threads' lock)."""
+
+
+class Fetch:
+    """A Job of the fetching threads. Sets the last `state` of `host` when none touches its pages any more."""
+
+    def __init__(self, host: HostAdapter, loader: FetchTools) -> None:
         assert host.header is not None and host.layout is not None and host.pages is not None  # measured, has room
         self.load = self.host = host
         self.header, self.layout = host.header, host.layout
         self.store, self.base, self.pool, self.threads = loader.store, loader.base, loader.host, loader.fetching
         self.link, self.flow, self.staging, self.on_change = loader.store_link, Flow(), loader.staging, loader.on_layer
         self.cache = loader.cache if host.cached is None else None
-        """where to keep what was verified, until that has been asked for a writer"""
+        """cache for what was verified, until it has been asked for a writer"""
         self.positions = host.layout.positions(host.pages)
         self.over = False
         self._first, host.first = host.first, None
         self._ranges = plan_ranges(host.header.layers, self._first.size if self._first else 0)
         self._running = 0
-        self._error = ""
+        self._error: LoadFailed | None = None
         self._writer: CacheWriter | None = None
         self._writer_lock = threading.Lock()
         host.here = bytearray(not block.size for block in host.header.layers)
-        self._settle()
 
     # --- a Job: under the threads' lock
 
-    def take(self, now: float, held: bool) -> Callable[[], None] | None:
+    def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
         if self.over:
             return None
-        if self._error or self.host.given_up:
-            self._settle()
+        if self._error is not None or self.host.given_up:
+            self.settle()
             return None
         ready = next((r for r in self._ranges if r.not_before <= now), None)
-        if held or ready is None or self._running >= self._most_in_flight:
+        if is_blocked or ready is None or self._running >= self._max_in_flight:
             return None
         self._ranges.remove(ready)
         self._running += 1
@@ -88,84 +102,91 @@ class Fetch:
         transfers = [self.link.begin(self.flow, block.size) for block in layers]  # in layer order
         return partial(self._bring, ready, source, transfers)
 
-    def due(self) -> float | None:
+    def wake_at(self) -> float | None:
         later = [r.not_before for r in self._ranges if r.not_before]
-        return min(later) if later and self._running < self._most_in_flight else None
+        return min(later) if later and self._running < self._max_in_flight else None
 
     @property
-    def _most_in_flight(self) -> int:
-        """How many ranges may be under way: of a prefetch one, so that few bytes are before those of a request that
+    def _max_in_flight(self) -> int:
+        """Ranges that may be under way. A prefetch has one, so that few bytes are ahead of those of a request that
         comes now."""
         return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
 
-    def _settle(self) -> None:
-        """Says how the load ended, once it has and nothing runs. Whoever wants the adapter again until then finds it
-        going on."""
+    def settle(self) -> None:
+        """Sets the load's last state, once it has ended and nothing runs. A caller that wants the adapter again until
+        then finds it still running."""
         if self._running or self.over:
             return
-        self.host.complete = all(self.host.here)
-        abandoned = self.host.given_up and not self._error
-        if not (self.host.complete or self._error or abandoned):
+        complete = all(self.host.here)
+        abandoned = self._error is None and self.host.given_up
+        if not (complete or self._error is not None or abandoned):
             return
         self.over = True
         self.link.leave(self.flow)
         if self._writer is not None:
             self._writer.end()
-        if not self.host.complete:
-            self.host.abandoned = abandoned
-            self.host.failed = self._error or "nobody waits for it any more"
+        if complete:
+            self._complete()
+        elif self._error is not None:
+            self.host.end_badly(self._error)
+        else:
+            self.host.end_badly(UNWANTED, HostState.ABANDONED)
         self.on_change()
+
+    def _complete(self) -> None:
+        if not self.host.complete:  # the last layer may have said so
+            self.host.change_state(HostState.COMPLETE)
 
     # --- in a loader thread; layers land as soon as their last byte is here, while those behind them come
 
-    def _bring(self, wanted: Range, source: CachedFile | None, transfers: list[Transfer]) -> None:
-        at = wanted.first
+    def _bring(self, part: Range, source: CachedFile | None, transfers: list[Transfer]) -> None:
+        at = part.first
 
         def land(data: memoryview, count: int) -> None:
             """Lands each layer that is whole, the first `count` bytes of the range being in `data`."""
             nonlocal at
-            while at < wanted.end:
+            while at < part.end:
                 block = self.header.layers[at]
-                end = block.offset + block.size - wanted.start if block.size else 0
+                end = block.offset + block.size - part.start if block.size else 0
                 if end > count:
                     return
                 if source is None:
-                    self.link.wait(transfers[at - wanted.first])
-                if self._error or self.host.given_up:
+                    self.link.wait(transfers[at - part.first])
+                if self._error is not None or self.host.given_up:
                     raise _GivenUp
                 if block.size:
                     self._land(at, data[end - block.size : end], keep=source is None)
                 at += 1
 
         try:
-            self._read(wanted, source, land)
+            self._read(part, source, land)
         except _GivenUp:
-            self._put_back(wanted, at)
+            self._put_back(part, at)
         except Exception as error:  # the border of a thread: whatever failed becomes the load's state
-            if at < wanted.end:  # else what failed was behind the range, in the artifact's first bytes
-                self._note(error, wanted, at, source)
+            if at < part.end:  # else what failed was behind the range, in the artifact's first bytes
+                self._record_failure(error, part, at, source)
         with self.threads.changed:
             self._running -= 1
-            self._settle()
+            self.settle()
 
-    def _read(self, wanted: Range, source: CachedFile | None, land: Land) -> None:
-        if self._first is not None and wanted.start + wanted.size <= self._first.size:  # one range is
+    def _read(self, part: Range, source: CachedFile | None, land: Land) -> None:
+        if self._first is not None and part.start + part.size <= self._first.size:  # one range is
             first, self._first = self._first, None  # tried again, it is read
-            data = first.data[wanted.start : wanted.start + wanted.size]
-            if first.read(lambda count: land(data, count - wanted.start)) - wanted.start >= wanted.size:
+            data = first.data[part.start : part.start + part.size]
+            if first.read(lambda count: land(data, count - part.start)) - part.start >= part.size:
                 return
-        data = self.staging.take(wanted.size)
-        for low in range(0, wanted.size, LARGEST_RANGE):
+        data = self.staging.take(part.size)
+        for low in range(0, part.size, LARGEST_RANGE):
             piece = data[low : low + LARGEST_RANGE]
-            start = wanted.start + low
+            start = part.start + low
             if source is None:
                 landing = partial(_land_behind, land, data, low)
-                found = self.store.get_range_into(self.host.artifact, start, piece, landing)
+                size = self.store.get_range_into(self.host.artifact, start, piece, landing)
             else:
-                found = source.read_into(start, piece)
-            if found != len(piece):
-                raise CorruptArtifact(f"{self.header.digest} ends at byte {start + found}")
-            land(data, low + found)
+                size = source.read_into(start, piece)
+            if size != len(piece):
+                raise CorruptArtifact(f"{self.header.digest} ends at byte {start + size}")
+            land(data, low + size)
 
     def _land(self, layer: int, block: memoryview, keep: bool) -> None:
         """Verifies a layer, places its rows, and says that it is there."""
@@ -177,7 +198,8 @@ class Fetch:
         with self.threads.changed:
             self.host.here[layer] = 1
             self.host.arrived = time.monotonic()
-            self.host.complete = all(self.host.here)
+            if all(self.host.here):
+                self._complete()
         self.on_change()
         writer = self._open_writer() if keep else None
         if writer is not None:
@@ -196,33 +218,33 @@ class Fetch:
         for low, end in contiguous_runs(positions, row_units(width, self.pool.data.element_size())):
             self.pool.matrix(int(positions[low]), end - low, width).copy_(rows[low:end])
 
-    def _note(self, error: Exception, wanted: Range, at: int, source: CachedFile | None) -> None:
+    def _record_failure(self, error: Exception, part: Range, at: int, source: CachedFile | None) -> None:
         """Takes note of a failed read: tries again from layer `at`, or ends the load."""
-        again = self._rest(wanted, at)
+        again = self._rest(part, at)
         with self.threads.changed:
             if source is not None and isinstance(error, RETRIED):
                 source.drop(str(error))  # the cache is no authority: the store has it
                 self.host.cached = None
-                again.tries = wanted.tries
+                again.tries = part.tries
             elif not isinstance(error, RETRIED) or again.tries >= TRIES:
-                if not self._error:
-                    self._error = f"{type(error).__name__}: {error}"
-                    self.host.damaged = source is None and isinstance(error, DAMAGE)
+                if self._error is None:
+                    damaged = source is None and isinstance(error, DAMAGE)
+                    self._error = LoadFailed(f"{type(error).__name__}: {error}", damaged)
                 return
             else:
                 again.not_before = time.monotonic() + BACK_OFF * 4 ** (again.tries - 1)
             self._ranges.insert(0, again)
 
-    def _put_back(self, wanted: Range, at: int) -> None:
-        rest = self._rest(wanted, at)
-        rest.tries = wanted.tries
+    def _put_back(self, part: Range, at: int) -> None:
+        rest = self._rest(part, at)
+        rest.tries = part.tries
         with self.threads.changed:
             self._ranges.insert(0, rest)
 
-    def _rest(self, wanted: Range, at: int) -> Range:
+    def _rest(self, part: Range, at: int) -> Range:
         start = self.header.layers[at].offset
-        tries = wanted.tries + 1 if at == wanted.first else 1
-        return Range(at, wanted.end, start, wanted.start + wanted.size - start, tries)
+        tries = part.tries + 1 if at == part.first else 1
+        return Range(at, part.end, start, part.start + part.size - start, tries)
 
 
 def _land_behind(land: Land, data: memoryview, before: int, count: int) -> None:

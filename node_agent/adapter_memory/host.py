@@ -1,9 +1,9 @@
 """The host tier: adapters that are being read from the object store, or lie in host memory.
 
-Called by the engine's thread alone; loader threads fill `pages` and say which layers are `here`. A load goes on while
+Called by the engine's thread alone; loader threads fill `pages` and say which layers are `here`. A load runs while
 somebody waits for it (`announce` counts one in, `retract` out), the device is to copy from it, or CPU workers may read
-it. While one of the latter two is so its pages and its entry in the host table stay, whatever becomes of the load. It
-is as urgent as the most urgent of those who want it; one that finds no room takes it from less urgent ones.
+it. A copy or a reading worker keeps its pages and its entry in the host table, whatever becomes of the load. A load is
+as urgent as the most urgent of those who want it; one that finds no room takes it from less urgent ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.table import AdapterTable
+from node_agent.states import HostState
 
 FAILURE_MEMORY = 1.0
 """Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
 
 REPEATED_SHARE = 0.2
-"""Of its score that an adapter keeps in host memory while it is on the device too: it is read there only if it leaves
-the device before its next call. Tuned on one half of the traces of benchmarks/adapter_memory/eviction.py."""
+"""Share of its score that an adapter keeps in host memory while it is on the device too. It is read there only if it
+leaves the device before its next call. Tuned on one half of the traces of benchmarks/adapter_memory/eviction.py."""
 
 
 class HostTier:
@@ -49,7 +50,7 @@ class HostTier:
         self.on_device: Container[str] = ()
         """digests of adapters that have a place on the device"""
         self.short: Priority | None = None
-        """of the most urgent load that found no room at the last `poll`; None: all found some"""
+        """priority of the most urgent load that found no room at the last `poll`; None: all found some"""
         self._waiters: dict[str, Counter[Priority]] = {}
         self._spared: dict[str, Container[str]] = {}
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
@@ -58,7 +59,7 @@ class HostTier:
         self._fetching: list[HostAdapter] = []
         self._failed: deque[tuple[float, HostAdapter]] = deque()
         self._leaving: list[HostAdapter] = []
-        """Forgotten, and still in use."""
+        """hosts that were forgotten and are still in use"""
 
     def get(self, digest: str) -> HostAdapter | None:
         return self._all.get(digest)
@@ -100,7 +101,7 @@ class HostTier:
     def load(self, adapter: Adapter) -> HostAdapter:
         """Returns the adapter, whose load starts unless it runs, is done, or has just failed."""
         host = self._all.get(adapter.digest)
-        if host is None or host.abandoned:
+        if host is None or host.state is HostState.ABANDONED:
             host = self._begin(adapter.digest, adapter.artifact)
         self._all.move_to_end(adapter.digest)
         return host
@@ -108,9 +109,9 @@ class HostTier:
     def poll(self) -> None:
         """Takes note of what loader threads have done, and starts fetches that now have room, the most urgent first,
         and of those the oldest."""
-        self._measuring = [host for host in self._measuring if not self._measured(host)]
+        self._measuring = [host for host in self._measuring if not self._book_header(host)]
         self._start_fetches()
-        self._fetching = [host for host in self._fetching if not self._fetched(host)]
+        self._fetching = [host for host in self._fetching if not self._book_fetch(host)]
         leaving, self._leaving = self._leaving, []
         for host in leaving:
             self._free(host)
@@ -119,13 +120,13 @@ class HostTier:
             self.forget(self._failed.popleft()[1])
 
     def complete(self) -> Iterable[HostAdapter]:
-        return (host for host in self._all.values() if host.complete and not host.failed)
+        return (host for host in self._all.values() if host.complete)
 
     def forget(self, host: HostAdapter) -> None:
         """Drops the adapter, and its bytes once nobody reads or writes them."""
         if self._all.get(host.digest) is host:
             del self._all[host.digest]
-            host.waiters = 0  # whoever waits for the adapter waits for its next load: this one may end
+            host.waiters = 0  # callers wait for its next load: this one may end
             if not host.complete:
                 self.loader.wake()  # others waited for it
         self._free(host)  # an adapter on the device keeps its HostAdapter, but not these bytes
@@ -153,14 +154,15 @@ class HostTier:
         elements = self.pool.page_size // self.pool.data.element_size()
         for page in pages:
             self.pool.data[page * elements : (page + 1) * elements].zero_()
-        host = HostAdapter(digest, "", layout=layout, complete=True, here=bytearray(b"\1" * len(layout.layers)))
+        here = bytearray(b"\1" * len(layout.layers))
+        host = HostAdapter(digest, "", HostState.COMPLETE, layout=layout, here=here)
         host.pages, host.slot, host.run, host.arrived = pages, self._free_slots.pop(), run, time.monotonic()
         host.holds = 1
         self.table.set(host.slot, run, layout, layout.positions(pages))
         self._all[digest] = host
         return host
 
-    def note_lease(self, host: HostAdapter, leased: bool) -> None:
+    def record_lease(self, host: HostAdapter, leased: bool) -> None:
         """Notes whether requests have leases on the adapter on the device."""
         host.leased = leased
         self._set_priority(host)
@@ -180,7 +182,7 @@ class HostTier:
     def reload_seconds(self, digest: str, size: int) -> float:
         """Returns how long an adapter that left the device would take to come back."""
         host = self._all.get(digest)
-        here = host is not None and host.complete and not host.failed
+        here = host is not None and host.complete
         return self.rates.seconds("host", size) + (0.0 if here else self.rates.seconds(self._below(digest), size))
 
     @property
@@ -189,14 +191,14 @@ class HostTier:
         return (self.pool.pages.count - self.pool.pages.free) * self.pool.page_size
 
     def owned(self) -> dict[str, list[HostAdapter]]:
-        """Returns every adapter that has pages, by digest; a load that nobody wants any more may be ending beside a new
-        one."""
-        found: dict[str, list[HostAdapter]] = {}
-        others = {id(host): host for host in [*self._all.values(), *self._fetching, *self._leaving]}
-        for host in others.values():
+        """Returns every adapter that has pages, by digest. A load that nobody wants any more may be ending while a new
+        one runs."""
+        by_digest: dict[str, list[HostAdapter]] = {}
+        hosts = {id(host): host for host in [*self._all.values(), *self._fetching, *self._leaving]}
+        for host in hosts.values():
             if host.pages is not None:
-                found.setdefault(host.digest, []).append(host)
-        return found
+                by_digest.setdefault(host.digest, []).append(host)
+        return by_digest
 
     # --- inside
 
@@ -215,7 +217,7 @@ class HostTier:
         if priority == host.priority:
             return
         if priority == Priority.REQUEST and not host.complete:
-            host.began = time.monotonic()  # a request takes the prefetch over: the seconds before are none of its own
+            host.began = time.monotonic()  # a request takes the prefetch over: the seconds before do not count
         host.priority = priority
         self.loader.wake()
 
@@ -234,11 +236,12 @@ class HostTier:
         """Returns the tier from which an adapter would be read that is not in host memory."""
         return "disk" if self.loader.cache is not None and self.loader.cache.has(digest) else "absent"
 
-    def _measured(self, host: HostAdapter) -> bool:
-        if host.failed:
-            self._note_failure(host)
-        elif host.layout is None:
+    def _book_header(self, host: HostAdapter) -> bool:
+        """Takes note of a header that was read, or could not be. Returns False while it is being read."""
+        if host.state is HostState.READING_HEADER:
             return False
+        if host.failed:
+            self._record_failure(host)
         else:
             self._unfetched.append(host)
         return True
@@ -250,7 +253,7 @@ class HostTier:
         self.short = None
         for host in sorted(self._unfetched, key=lambda host: host.priority):
             if self._all.get(host.digest) is not host or host.size > self.memory:
-                continue  # forgotten meanwhile, or will never fit: its request is told when it is placed
+                continue  # forgotten meanwhile, or will never fit: its request learns that when it is placed
             less_urgent = self.short is not None and host.priority > self.short
             if less_urgent or not self._start_fetch(host):
                 self.short = host.priority if self.short is None else self.short
@@ -263,8 +266,8 @@ class HostTier:
     def _reclaim(self, priority: Priority) -> None:
         """Ends loads that are less urgent than `priority`."""
         for host in self._fetching:
-            if host.priority > priority and not host.reclaimed:
-                host.reclaimed = True
+            if host.priority > priority and host.state is not HostState.RECLAIMED:
+                self.loader.reclaim(host)
                 self.forget(host)
                 self.loader.wake()
 
@@ -299,12 +302,13 @@ class HostTier:
             reload_s *= REPEATED_SHARE
         return Candidate(host.digest, len(host.pages), reload_s, host.arrived)
 
-    def _fetched(self, host: HostAdapter) -> bool:
+    def _book_fetch(self, host: HostAdapter) -> bool:
+        """Takes note of a fetch that has ended, well or not. Returns False while it runs."""
         if host.failed:
-            self._note_failure(host)
+            self._record_failure(host)
             return True
         if host.complete and not host.prefetched:
-            self.rates.note(host.origin, host.size, host.arrived - host.began)
+            self.rates.record_load(host.origin, host.size, host.arrived - host.began)
         return host.complete
 
     def _free(self, host: HostAdapter) -> None:
@@ -320,9 +324,9 @@ class HostTier:
         self.pool.pages.give(host.pages, host.digest)
         host.pages, host.slot, host.run = None, -1, -1
 
-    def _note_failure(self, host: HostAdapter) -> None:
+    def _record_failure(self, host: HostAdapter) -> None:
         self._free(host)  # its thread has ended
-        if not host.abandoned:
+        if host.state is HostState.FAILED:
             self._failed.append((time.monotonic() + self.failure_memory, host))
         elif host.waiters and self._all.get(host.digest) is host:
             self._begin(host.digest, host.artifact)  # wanted again meanwhile
@@ -330,14 +334,14 @@ class HostTier:
             self.forget(host)
 
     def _make_room(self, size: int, rows: int, spared: Container[str] = ()) -> int | None:
-        """Returns a run of so many rows of the table once there is room for `size` bytes, too; None when there is not.
+        """Returns a run of `rows` rows of the table once there is room for `size` bytes, too; None when there is not.
         Evicts only if that makes enough room, and where the table's free entries lie too scattered."""
         idle = self._idle(spared)
         if self.used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):
             return None
         for host in chain([None], self._in_order(idle)):
             if host is not None:
-                self.eviction.note_eviction(host.digest)
+                self.eviction.record_eviction(host.digest)
                 self.forget(host)
             if self.used + size <= self.memory and self._free_slots:
                 run = self.table.reserve(rows)

@@ -22,13 +22,13 @@ from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.table import AdapterTable, TableShape, rows_for
 from node_agent.device import DTYPES
 
-MOST_ADAPTERS = 1024
+MAX_ADAPTERS = 1024
 """Slots of the host table; a pool of fewer pages has fewer."""
 
 
 class HostMap(msgspec.Struct, frozen=True):
-    """What another process needs to map the host pool and its table. Descriptors are valid in a process that inherited
-    them under the same numbers."""
+    """Descriptors and shapes by which another process maps the host pool and its table. The descriptors are valid in a
+    process that inherited them under the same numbers."""
 
     pool_fd: int
     pool_bytes: int
@@ -39,7 +39,7 @@ class HostMap(msgspec.Struct, frozen=True):
     slots: int
     layers: int
     rows: int
-    """as in TableShape"""
+    """number of rows of the host table (TableShape)"""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -48,7 +48,7 @@ class HostMap(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class HostView:
-    """What a worker computes from. Its memory can't be written."""
+    """Read-only views of the host pool and its table, from which a worker computes."""
 
     pool: torch.Tensor
     """flat, of the pool's dtype"""
@@ -68,7 +68,7 @@ def attach(host_map: HostMap) -> HostView:
 
 
 class SharedTable:
-    """An AdapterTable over the host pool in a memfd of its own, reserved whole like the pool."""
+    """AdapterTable over the host pool, in a separate memfd that is reserved whole like the pool."""
 
     def __init__(self, pool: Pool, base: BaseModel) -> None:
         """Makes the table for an adapter pool. Raises ValueError without the memory, or when the table's offsets do not
@@ -78,7 +78,7 @@ class SharedTable:
             raise ValueError(
                 f"host_memory: {pool.size} bytes are more than the {(1 << 31) * ROW_ALIGN} that can be addressed"
             )
-        slots = max(1, min(MOST_ADAPTERS, pool.pages.count))
+        slots = max(1, min(MAX_ADAPTERS, pool.pages.count))
         self.shape = TableShape(slots, base.num_layers, max(1, rows_for(units, base, itemsize)))
         size = 4 * self.shape.words
         self.fd = os.memfd_create("garnish-host-table", os.MFD_CLOEXEC)

@@ -17,27 +17,27 @@ REGISTER_CHUNK = 256 << 20
 
 
 class HostMemory:
-    """`pool` lies in a memfd whose pages exist from the start: a write to it never fails for want of memory.
+    """Host pool in a memfd whose pages exist from the start: a write to it never fails for want of memory.
 
-    With `pinned`, CUDA knows it, so that copies from it run beside the host. `fd` is inheritable by choice of whoever
-    passes it on; the memory lives as long as anyone maps it.
+    With `pinned`, CUDA knows it, so that copies from it run while the host works. `fd` is inheritable by choice of the
+    process that passes it on; the memory lives as long as anyone maps it.
     """
 
     def __init__(self, size: int, page_size: int, dtype: torch.dtype, pinned: bool) -> None:
         """Reserves as many whole pages as `size` bytes hold. Raises ValueError when the host has not that much
         memory."""
-        whole = size // page_size * page_size
+        paged_size = size // page_size * page_size
         self.fd = os.memfd_create("garnish-adapters", os.MFD_CLOEXEC)
         self._pinned: Pinned | None = None
         try:
-            data = self._map(whole, dtype)
+            data = self._map(paged_size, dtype)
         except BaseException:
             os.close(self.fd)
             raise
         self.pool = Pool(data, page_size)
-        if pinned and whole:
-            start, chunks = data.data_ptr(), range(0, whole, REGISTER_CHUNK)
-            self._pinned = Pinned((start + at, min(REGISTER_CHUNK, whole - at)) for at in chunks)
+        if pinned and paged_size:
+            start, chunks = data.data_ptr(), range(0, paged_size, REGISTER_CHUNK)
+            self._pinned = Pinned((start + at, min(REGISTER_CHUNK, paged_size - at)) for at in chunks)
 
     def close(self) -> None:
         """Unpins the memory and closes its descriptor. Nothing may copy from it any more."""

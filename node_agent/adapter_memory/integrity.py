@@ -1,4 +1,4 @@
-"""Whether adapter memory is as its books say: made for idle moments and for tests, it reads the whole table."""
+"""Checks adapter memory against its books. It reads the whole table: made for idle moments and for tests."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from node_agent.adapter_memory.table import AdapterTable
 def check_memory(store: AdapterStore) -> list[str]:
     """Returns one line for each thing that is wrong with the store's pages and tables; none when all is well. Waits for
     the device to have read the table."""
-    found = [f"device: {line}" for line in store.pool.pages.problems()]
-    found += [f"host: {line}" for line in store.hosts.pool.pages.problems()]
-    found += _owners("device", store.pool, {digest: [e.pages] for digest, e in store.device.items()})
+    problems = [f"device: {line}" for line in store.pool.pages.problems()]
+    problems += [f"host: {line}" for line in store.hosts.pool.pages.problems()]
+    problems += _owners("device", store.pool, {digest: [e.pages] for digest, e in store.device.items()})
     hosts = store.hosts.owned()
-    found += _owners("host", store.hosts.pool, {d: [h.pages or [] for h in list_] for d, list_ in hosts.items()})
+    problems += _owners("host", store.hosts.pool, {d: [h.pages or [] for h in list_] for d, list_ in hosts.items()})
     placed = [_Entry(f"adapter {d}", e.slot, e.run, e.layout, e.pages) for d, e in store.device.items()]
-    found += _check_table(store.table, "slot", placed)
+    problems += _check_table(store.table, "slot", placed)
     there = [host for same in hosts.values() for host in same]
-    return found + _check_table(store.hosts.table, "host slot", [_host_entry(host) for host in there])
+    return problems + _check_table(store.hosts.table, "host slot", [_host_entry(host) for host in there])
 
 
 def heal(store: AdapterStore) -> list[str]:
-    """Returns what `check_memory` finds. Drops an adapter whose part of a table is wrong from that tier, if nobody uses
-    it, so that the next request for it loads it anew."""
-    found = check_memory(store)
-    for digest in [d for d in store.device if any(line.startswith(f"adapter {d},") for line in found)]:
+    """Returns the problems that `check_memory` lists. Drops an adapter whose part of a table is wrong from that tier,
+    if nobody uses it, so that the next request loads it again."""
+    problems = check_memory(store)
+    for digest in [d for d in store.device if any(line.startswith(f"adapter {d},") for line in problems)]:
         store.discard(digest)
     for host in list(store.hosts.complete()):
-        if host.unwanted and any(line.startswith(f"host adapter {host.digest},") for line in found):
+        if host.unwanted and any(line.startswith(f"host adapter {host.digest},") for line in problems):
             store.hosts.forget(host)
-    return found
+    return problems
 
 
 def _owners(tier: str, pool: Pool, owned: dict[str, list[list[int]]]) -> list[str]:
     expected: dict[int, str] = {}
-    found: list[str] = []
+    problems: list[str] = []
     for digest, runs in owned.items():
         for page in (page for run in runs for page in run):
             if page in expected:
-                found.append(f"{tier}: page {page} belongs to {expected[page]} and to {digest}")
+                problems.append(f"{tier}: page {page} belongs to {expected[page]} and to {digest}")
             expected[page] = digest
     for page, owner in enumerate(pool.pages.owner):
         if expected.get(page) != owner:
-            found.append(f"{tier}: page {page} is booked for {owner} and held by {expected.get(page)}")
-    return found
+            problems.append(f"{tier}: page {page} is booked for {owner} and held by {expected.get(page)}")
+    return problems
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the books say of one adapter in one table."""
+    """Entry of one adapter in one table, by the books."""
 
     name: str
     slot: int
@@ -73,16 +73,16 @@ def _host_entry(host: HostAdapter) -> _Entry:
 def _check_table(table: AdapterTable, what: str, entries: list[_Entry]) -> list[str]:
     rank = table.rank.cpu().numpy()
     slots = {entry.slot for entry in entries}
-    found = [
+    problems = [
         f"{what} {slot} is no adapter's and its ranks are not 0"
         for slot in np.flatnonzero(rank.any(axis=(1, 2))).tolist()
         if slot not in slots
     ]
     if len(slots) < len(entries):
-        found.append(f"two adapters have the same {what}")
+        problems.append(f"two adapters have the same {what}")
     for entry in entries:
-        found += _check_adapter(table, entry, rank[entry.slot])
-    return found
+        problems += _check_adapter(table, entry, rank[entry.slot])
+    return problems
 
 
 def _check_adapter(table: AdapterTable, entry: _Entry, rank: np.ndarray) -> list[str]:
@@ -92,7 +92,7 @@ def _check_adapter(table: AdapterTable, entry: _Entry, rank: np.ndarray) -> list
     scale, first = table.scale[entry.slot].cpu().numpy(), table.first[entry.slot].cpu().numpy()
     offsets = table.row_offset[entry.run : entry.run + layout.rows].cpu().numpy()
     wrong_row = offsets != positions
-    found: list[str] = []
+    problems: list[str] = []
     for layer, projection in np.argwhere((rank != layout.rank) | (layout.rank > 0)).tolist():
         where = (layer, projection)
         r = int(layout.rank[where])
@@ -105,5 +105,5 @@ def _check_adapter(table: AdapterTable, entry: _Entry, rank: np.ndarray) -> list
         }
         wrong = ", ".join(name for name, is_wrong in what.items() if is_wrong)
         if wrong:
-            found.append(f"{entry.name}, layer {layer}, projection {PROJECTIONS[projection]}: wrong {wrong}")
-    return found
+            problems.append(f"{entry.name}, layer {layer}, projection {PROJECTIONS[projection]}: wrong {wrong}")
+    return problems

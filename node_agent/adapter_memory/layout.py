@@ -1,4 +1,4 @@
-"""How an adapter lies in pages: rows in layer-major order, each at a multiple of ROW_ALIGN bytes, none across a page
+"""Layout of an adapter in pages: rows in layer-major order, each at a multiple of ROW_ALIGN bytes, none across a page
 border.
 
 Within a layer, the A rows of a projection group (q, k, v; o; gate, up; down) follow each other and then its B rows do,
@@ -26,13 +26,13 @@ ROW_ALIGN = 64
 
 @dataclass(frozen=True)
 class PairRows:
-    """One adapted projection of one layer."""
+    """Adapted projection of one layer."""
 
     projection: int
     rank: int
     scale: float
     a: int
-    """Its first A row and its first B row, among the adapter's rows."""
+    """Index of its first A row among the adapter's rows; `b` is that of its first B row."""
     b: int
     a_source: int
     """Byte offsets in the artifact's layer block."""
@@ -91,8 +91,8 @@ class AdapterLayout:
     def positions(self, pages: Sequence[int]) -> np.ndarray:
         """Returns i64[rows]: each row's unit from the start of a pool in which the adapter has these pages."""
         starts = np.asarray(pages, dtype=np.int64) * self.page_units
-        found: np.ndarray = starts[self.place // self.page_units] + self.place % self.page_units
-        return found
+        positions: np.ndarray = starts[self.place // self.page_units] + self.place % self.page_units
+        return positions
 
 
 def row_units(width: int, itemsize: int) -> int:
@@ -120,10 +120,10 @@ class _Cursor:
         """Places `count` rows of `units` each. Returns the index of the first."""
         first = self.rows
         while count:
-            left = self.page_units - self.at % self.page_units
-            n = min(count, left // units)
+            remaining = self.page_units - self.at % self.page_units
+            n = min(count, remaining // units)
             if not n:
-                self.at += left
+                self.at += remaining
                 continue
             self.placed.append(self.at + np.arange(n, dtype=np.int64) * units)
             self.at += n * units
@@ -177,14 +177,14 @@ def _spans(begin: int, end: int, page_units: int) -> tuple[Span, ...]:
 
 def joined_spans(spans: Sequence[Span]) -> list[Span]:
     """Returns the spans with those that follow each other in a page joined to one."""
-    found: list[Span] = []
+    joined: list[Span] = []
     for span in spans:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last is not None and (last.page, last.end) == (span.page, span.begin):
-            found[-1] = Span(span.page, last.begin, span.end)
+            joined[-1] = Span(span.page, last.begin, span.end)
         else:
-            found.append(span)
-    return found
+            joined.append(span)
+    return joined
 
 
 def _table_part(layers: Sequence[Sequence[PairRows]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

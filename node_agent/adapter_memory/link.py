@@ -2,7 +2,7 @@
 
 Flows share the bandwidth equally (processor sharing); the transfers of one flow follow each other. Progress is kept in
 virtual time: the bytes that a flow which was never idle would have carried. It grows by bandwidth / active flows per
-second, so that one number tells how far every flow has come, and a flow that joins or ends changes its slope alone.
+second: one number gives the progress of every flow, and a flow that joins or ends changes its slope alone.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class LinkClosed(RuntimeError):
 
 @dataclass(order=True)
 class Transfer:
-    """One transfer of a flow."""
+    """Transfer of a flow."""
 
     target: float
     """virtual time at which its last byte is across"""
     flow: Flow = field(compare=False)
     crossed: float | None = field(default=None, compare=False)
-    """when it was, by the clock"""
+    """time of its end, by the clock"""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Flow:
 
 
 class Link:
-    """Without a config it carries everything at once. Any thread may call it."""
+    """Simulated link; without a config it carries everything at once. Any thread may call it."""
 
     def __init__(
         self, config: LinkConfig | None, name: str = "link", clock: Callable[[], float] = time.monotonic
@@ -58,7 +58,6 @@ class Link:
         self._at = clock()
         self._active: list[Flow] = []
         self._pending: list[Transfer] = []
-        """A heap."""
         self._closed = False
         if config is not None:
             log.warning(
@@ -94,10 +93,12 @@ class Link:
                 self._advance(now)
                 if transfer.flow.closed or self._closed:
                     raise LinkClosed("the node is stopping, or nobody waits for this load")
-                left = self._arrival(transfer) - now
-                if left <= 0:
+                remaining_s = self._arrival(transfer) - now
+                if remaining_s <= 0:
                     return
-                self._changed.wait(min(left, LONGEST_WAIT))  # whoever joined meanwhile made it later: look again
+                self._changed.wait(
+                    min(remaining_s, LONGEST_WAIT)
+                )  # flows that joined meanwhile made it later: look again
 
     @property
     def active(self) -> int:

@@ -1,4 +1,4 @@
-"""How fast loads have lately been, by the tier that they read from. A loaded link shows as a slow one."""
+"""Rates of the latest loads, by the tier that they read from. A loaded link shows as a slow one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LoadRates:
     def __init__(self) -> None:
         self.bytes_per_s = dict(FIRST_RATES)
 
-    def note(self, source: HeldTier, size: int, seconds: float) -> None:
+    def record_load(self, source: HeldTier, size: int, seconds: float) -> None:
         """Takes in that a load of `size` bytes has ended after `seconds`. One that took no time says nothing."""
         if size > 0 and seconds > 0:
             self.bytes_per_s[source] += (size / seconds - self.bytes_per_s[source]) * NEWEST

@@ -12,7 +12,7 @@ from adapters.errors import CorruptArtifact
 from adapters.store import ObjectStore
 from node_agent.adapter_memory.device_copy import DeviceCopy
 from node_agent.adapter_memory.disk_cache import DiskCache
-from node_agent.adapter_memory.fetch import DAMAGE, Fetch
+from node_agent.adapter_memory.fetch import DAMAGE, UNWANTED, Fetch
 from node_agent.adapter_memory.layout import lay_out
 from node_agent.adapter_memory.link import Link
 from node_agent.adapter_memory.loader_threads import LoaderThreads
@@ -20,16 +20,18 @@ from node_agent.adapter_memory.loads import CopyStates, HostAdapter
 from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.ranges import FirstBytes, Staging
 from node_agent.adapter_memory.tasks import Tasks
+from node_agent.states import DeviceState, HostState
+from node_agent.types import LoadFailed
 
 MEASURE_THREADS = 8
 """Headers, and the first layers with them (two reads an adapter), must not wait behind the bytes of large adapters."""
 MEASURE_AHEAD = 2
-"""For prefetches a header is read while so few of these threads at most read for others; with what comes behind each
-header they take half of the threads."""
+"""Threads that read for others while a prefetch's header may still be read. With the layers behind each header,
+prefetches take half of the threads."""
 STORE_THREADS = 8
 COPY_THREADS = {"cpu": 4, "cuda": 1}
-"""By device. One fills a GPU's link, as copies are enqueued; more only take the interpreter from the engine's thread:
-four cold calls at once had their first tokens after 76 ms, not 50 (docs/results/gpu.md)."""
+"""Copying threads by device. One fills a GPU's link, as copies are enqueued; more only take the interpreter from the
+engine's thread: four cold calls at once had their first tokens after 76 ms, not 50 (docs/results/gpu.md)."""
 
 
 class _Awaited:
@@ -41,12 +43,12 @@ class _Awaited:
 
     @property
     def over(self) -> bool:
-        return self.load.in_line or bool(self.load.failed) or self.load.unwanted
+        return self.load.unwanted or self.load.state not in (HostState.READING_HEADER, HostState.WAITING_FOR_ROOM)
 
-    def take(self, now: float, held: bool) -> None:  # noqa: ARG002 - a Job's signature
+    def take(self, now: float, is_blocked: bool) -> None:  # noqa: ARG002 - a Job's signature
         return None
 
-    def due(self) -> None:
+    def wake_at(self) -> None:
         return None
 
 
@@ -89,15 +91,24 @@ class Loader:
         """Starts to bring a measured adapter's weights to `host.pages`, which the caller has taken."""
         job = Fetch(host, self)
         with self.fetching.changed:  # at once: no less urgent load finds a gap, or waits for one that has gone
+            host.change_state(HostState.FETCHING)
+            job.settle()
             self.fetching.add(job)
-            host.in_line = True
 
-    def claim(self, host: HostAdapter) -> bool:
+    def reclaim(self, host: HostAdapter) -> None:
+        """Marks a fetch whose room a more urgent load needs: it ends once nobody wants the adapter."""
+        with self.fetching.changed:
+            if host.state is HostState.FETCHING:
+                host.change_state(HostState.RECLAIMED)
+
+    def claim(self, host: HostAdapter, states: CopyStates) -> bool:
         """Claims a host adapter for a copy to the device: from now on nobody gives its load up. Returns False when the
         load has ended badly."""
         with self.fetching.changed:
-            host.placed = not host.failed
-            return host.placed
+            if host.failed:
+                return False
+            host.copy = states
+            return True
 
     def copy(self, host: HostAdapter, pages: list[int], states: CopyStates) -> None:
         """Starts to copy an adapter to these pages of the device, each layer once it is in host memory."""
@@ -119,9 +130,9 @@ class Loader:
     def abandon(self, states: CopyStates) -> None:
         """Gives a copy up that nobody wants any more: it ends as failed, unless it has ended."""
         with self.copying.changed:
-            if not states.ended.is_set():
-                states.abandoned = True
-                states.failed = states.failed or "nobody waits for it any more"
+            if states.state is DeviceState.COPYING:
+                states.failure = states.failure or UNWANTED
+                states.change_state(DeviceState.CANCELLED)
         self.copying.wake()
 
     def wake(self) -> None:
@@ -155,9 +166,9 @@ class Loader:
             layout = lay_out(header, self.base, self.dtype.itemsize, self.host.page_units)
             host.here = bytearray(len(header.layers))
             host.header, host.layout = header, layout
+            host.change_state(HostState.WAITING_FOR_ROOM)
         except Exception as error:  # the border of a thread: whatever failed becomes the adapter's state
-            host.damaged = isinstance(error, DAMAGE)
-            host.failed = f"{type(error).__name__}: {error}"
+            host.end_badly(LoadFailed(f"{type(error).__name__}: {error}", isinstance(error, DAMAGE)))
             self.fetching.wake()
         self.on_change()
 

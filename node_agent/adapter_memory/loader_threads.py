@@ -16,11 +16,10 @@ import torch
 LONGEST_WAIT = 60.0
 """Seconds after which an idle thread looks again, whatever happens."""
 CLOSE_SECONDS = 30.0
-"""Longest wait for a piece of work that still runs at the end."""
 
 
 class Priority(IntEnum):
-    """How urgent a load is; the lower number goes first."""
+    """Urgency of a load; the lower number goes first."""
 
     REQUEST = 0
     ORDER = 1
@@ -30,7 +29,7 @@ class Priority(IntEnum):
 
 
 class Load(Protocol):
-    """How urgent a job is. Whoever changes that calls `wake`."""
+    """Urgency of a job. A thread that changes it calls `wake`."""
 
     priority: Priority
     leased: bool
@@ -38,7 +37,7 @@ class Load(Protocol):
 
 
 class Job(Protocol):
-    """What a load does in one tier. Its methods are called under the threads' lock, and never block."""
+    """Work of a load in one tier. Its methods are called under the threads' lock, and never block."""
 
     @property
     def load(self) -> Load:
@@ -46,25 +45,26 @@ class Job(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether no work is left and none runs: the threads forget the job."""
+        """Returns whether no work remains and none runs: the threads forget the job."""
 
-    def take(self, now: float, held: bool) -> Callable[[], None] | None:
-        """Returns the next piece of work, or None when there is none yet. `held`: a more urgent job is under way, and
-        this one begins nothing; it may end. Must not raise, nor must the work."""
+    def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
+        """Returns the next piece of work, or None when there is none yet. `is_blocked`: a more urgent job is under way,
+        and this one begins nothing; it may end. Must not raise, nor must the work."""
 
-    def due(self) -> float | None:
+    def wake_at(self) -> float | None:
         """Returns the time at which `take` should be asked again without a `wake` (monotonic seconds), or None."""
 
 
 class LoaderThreads:
-    """At most `count` threads, started as they are needed. A job's own state is changed under `changed` alone."""
+    """Pool of at most `count` threads, started as they are needed. A job's state is changed under `changed` alone."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name, self.count = name, count
         self.changed = threading.Condition()
         self.closed = False
         self._cores = os.sched_getaffinity(0)
-        """of the maker: a thread would inherit those of whoever asked for it first, an engine that has its own"""
+        """cores of the thread that made the pool; a loader thread would inherit the engine's, which has cores for
+        itself"""
         self._jobs: list[Job] = []
         self._threads: list[threading.Thread] = []
         self._idle = 0
@@ -117,31 +117,31 @@ class LoaderThreads:
                     return work
                 now = time.monotonic()
                 first = self._first()
-                dues = (job.due() for job in self._jobs if job.load.priority <= first)
-                due = min((at for at in dues if at is not None), default=now + LONGEST_WAIT)
+                dues = (job.wake_at() for job in self._jobs if job.load.priority <= first)
+                wake_at = min((at for at in dues if at is not None), default=now + LONGEST_WAIT)
                 self._idle += 1
-                self.changed.wait(min(max(0.0, due - now), LONGEST_WAIT))
+                self.changed.wait(min(max(0.0, wake_at - now), LONGEST_WAIT))
                 self._idle -= 1
             return None
 
     def _take(self) -> Callable[[], None] | None:
         """Takes the next piece of work. The first of the most urgent jobs that has work, of leased ones before others,
         goes to the end of the line. Returns None when no job has work."""
-        found, count = None, -1
-        while found is None and count != len(self._jobs):  # once more where one ended: others may go on for it
+        work, count = None, -1
+        while work is None and count != len(self._jobs):  # once more where one ended: others may have work then
             count = len(self._jobs)
-            found = self._take_once()
+            work = self._take_once()
             self._jobs = [job for job in self._jobs if not job.over]
-        return found
+        return work
 
     def _take_once(self) -> Callable[[], None] | None:
         now, first = time.monotonic(), self._first()
         for job in sorted(self._jobs, key=lambda job: not job.load.leased):
-            found = job.take(now, held=job.load.priority > first)
-            if found is not None:
+            work = job.take(now, is_blocked=job.load.priority > first)
+            if work is not None:
                 self._jobs.remove(job)
                 self._jobs.append(job)
-                return found
+                return work
         return None
 
     def _first(self) -> Priority:

@@ -1,8 +1,7 @@
-"""How far an adapter has come: in host memory, and on its way to the device."""
+"""Records of how far an adapter has come: in host memory, and on its way to the device."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.ranges import FirstBytes
 from node_agent.adapter_memory.weights import AdapterWeights, LayerWeights
 from node_agent.device import Event
-from node_agent.types import LayerState
+from node_agent.states import DEVICE_TRANSITIONS, HOST_TRANSITIONS, DeviceState, HostState, check_transition
+from node_agent.types import LayerState, LoadFailed
 
 NEARLY_DONE = 0.25
 """A load of which no more than this share has still to come is ended even if nobody wants it any more."""
@@ -25,55 +25,73 @@ NEARLY_DONE = 0.25
 
 @dataclass(eq=False)
 class HostAdapter:
-    """One adapter in host memory, in the pool's dtype and row order.
+    """Adapter in host memory, in the pool's dtype and row order.
 
-    The engine's thread writes `waiters`, `placed`, `leased`, `holds`, what follows from them (`priority`, `in_line`,
-    `reclaimed`) and what it took (`pages`, which loader threads fill, `slot` and `run`); loader threads write the rest.
+    The engine's thread writes `waiters`, `leased`, `holds`, `copy`, what follows from them (`priority`) and what it
+    took (`pages`, which loader threads fill, `slot` and `run`). HOST_TRANSITIONS says who writes `state`. Loader
+    threads write the rest.
     """
 
     digest: str
     artifact: str
+    state: HostState = HostState.READING_HEADER
+    failure: LoadFailed | None = None
+    """set before `state` says that the load failed or was abandoned"""
     waiters: int = 0
     """queued requests, and prefetches, that want it"""
     priority: Priority = Priority.REQUEST
-    """of the most urgent of them and of the requests that lease it on the device; once nobody does, as it was"""
+    """priority of the most urgent of those who want it and of the requests that lease it on the device; the last one
+    stays"""
     prefetched: bool = False
     """no request wanted it when its load began: how long that took says nothing of the store"""
-    in_line: bool = False
-    """the fetching threads have its fetch among their jobs"""
-    placed: bool = False
-    """the device is to copy from it"""
+    copy: CopyStates | None = None
+    """latest copy to the device that was claimed"""
     leased: bool = False
-    """a request has a lease on it on the device"""
-    reclaimed: bool = False
-    """a more urgent load needs its room"""
     holds: int = 0
-    """CPU workers may read it"""
+    """number of CPU workers' holds on it"""
     origin: HeldTier = "absent"
-    """where its bytes come from: disk or absent (the store)"""
+    """tier that its bytes come from: disk, or absent (the store)"""
     began: float = field(default_factory=time.monotonic)
     header: ArtifactHeader | None = None
     layout: AdapterLayout | None = None
     cached: CachedFile | None = None
-    """its file in the disk cache, once the header was read from there"""
+    """file in the disk cache, once the header was read from there"""
     pages: list[int] | None = None
     slot: int = -1
     run: int = -1
-    """its place in the host table, while it has pages"""
+    """slot and first row in the host table, while it has pages"""
     first: FirstBytes | None = None
     """the artifact's beginning, read with the header, until its layers are placed"""
     here: bytearray = field(default_factory=bytearray)
     """1 for each layer that has arrived and was verified"""
-    complete: bool = False
-    """all have"""
     arrived: float = 0.0
-    """when the last one did; monotonic seconds"""
-    failed: str = ""
-    """set when no thread touches its pages any more"""
-    damaged: bool = False
-    """`failed` because the registry's artifact is not what it must be, or is missing"""
-    abandoned: bool = False
-    """`failed` because nobody wanted it any more"""
+    """arrival of the last layer; monotonic seconds"""
+
+    def change_state(self, state: HostState) -> None:
+        """Sets the state. Raises IllegalTransition unless HOST_TRANSITIONS has the change. While a fetch runs, the
+        caller has the lock of the fetching threads."""
+        check_transition(self.state, state, HOST_TRANSITIONS)
+        self.state = state
+
+    def end_badly(self, failure: LoadFailed, state: HostState = HostState.FAILED) -> None:
+        """Sets the failure, then the state. No thread touches the adapter's pages any more."""
+        self.failure = failure
+        self.change_state(state)
+
+    @property
+    def complete(self) -> bool:
+        """Returns whether all layers have arrived and were verified."""
+        return self.state is HostState.COMPLETE
+
+    @property
+    def failed(self) -> bool:
+        """Returns whether the load ended without all layers: it failed, or was abandoned."""
+        return self.state is HostState.FAILED or self.state is HostState.ABANDONED
+
+    @property
+    def copying(self) -> bool:
+        """Returns whether a copy to the device reads the adapter's pages, or is to."""
+        return self.copy is not None and not self.copy.settled
 
     def bytes_left(self, upto: int) -> int:
         """Returns the bytes of layers 0..upto, as the artifact has them, that have not arrived; 0 while the header is
@@ -93,12 +111,12 @@ class HostAdapter:
 
     @property
     def unwanted(self) -> bool:
-        return not (self.waiters or self.placed or self.holds)
+        return not (self.waiters or self.copying or self.holds)
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody wants the adapter, and what is here is not worth the rest."""
-        return self.unwanted and (self.reclaimed or not self.nearly_done)
+        """Returns whether nobody wants the adapter, and what is here is not worth the rest."""
+        return self.unwanted and (self.state is HostState.RECLAIMED or not self.nearly_done)
 
     @property
     def nearly_done(self) -> bool:
@@ -108,8 +126,8 @@ class HostAdapter:
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody may still read the adapter's pages, or a thread write them."""
-        return self.placed or self.holds > 0 or not (self.complete or self.failed)
+        """Returns whether somebody may still read the adapter's pages, or a thread write them."""
+        return self.copying or self.holds > 0 or not (self.complete or self.failed)
 
     @property
     def size(self) -> int:
@@ -118,38 +136,57 @@ class HostAdapter:
 
 @dataclass(eq=False)
 class CopyStates:
-    """How far one copy to the device is. Written by loader threads, read by the engine."""
+    """Progress of one copy to the device. Written by loader threads, read by the engine; DEVICE_TRANSITIONS says who
+    writes `state`."""
 
     layers: list[int]
     """a LayerState each: NO until the layer is enqueued"""
     views: list[LayerWeights | None]
     events: list[Event | None]
-    """behind the layer's copy; it and the views are set before the layer's state says ENQUEUED or DEVICE"""
+    """events behind the layers' copies; they and the views are set before a layer's state says ENQUEUED or DEVICE"""
     order: Sequence[int]
-    """in which layers are copied, as far as they are in host memory"""
-    failed: str = ""
-    abandoned: bool = False
-    """`failed` because nobody wanted it any more"""
+    """order of the copies, as far as layers are in host memory"""
+    state: DeviceState = DeviceState.COPYING
+    failure: LoadFailed | None = None
+    """set before `state` says that the copy failed or was cancelled"""
     arrived: float = 0.0
-    """when no layer was left; monotonic seconds"""
+    """end of the copy; monotonic seconds"""
     began: float = 0.0
-    """when its first layer began to cross; monotonic seconds"""
+    """start of the first layer's crossing; monotonic seconds"""
     bytes_before: int = 0
-    """bytes that had crossed to the device when it began, for any adapter"""
+    """bytes for any adapter that had crossed to the device when it began"""
     bytes_after: int = 0
-    """bytes that had crossed to the device when it arrived, for any adapter"""
-    ended: threading.Event = field(default_factory=threading.Event)
-    """No thread touches the target any more."""
     stream: torch.cuda.Stream | None = None
 
     @classmethod
-    def of(cls, layers: int) -> CopyStates:
-        return cls([LayerState.NO] * layers, [None] * layers, [None] * layers, range(layers))
+    def of(cls, layers: int, layer_state: int = LayerState.NO, state: DeviceState = DeviceState.COPYING) -> CopyStates:
+        return cls([layer_state] * layers, [None] * layers, [None] * layers, range(layers), state)
+
+    def change_state(self, state: DeviceState) -> None:
+        """Sets the state. Raises IllegalTransition unless DEVICE_TRANSITIONS has the change. While the copy runs, the
+        caller has the lock of the copying threads."""
+        check_transition(self.state, state, DEVICE_TRANSITIONS)
+        self.state = state
+
+    @property
+    def abandoned(self) -> bool:
+        """Returns whether it ends, or ended, because nobody wanted the adapter any more."""
+        return self.state in (DeviceState.CANCELLED, DeviceState.COPY_STOPPED, DeviceState.ABANDONED)
+
+    @property
+    def ended(self) -> bool:
+        """Returns whether no thread touches the target any more."""
+        return self.state is not DeviceState.COPYING and self.state is not DeviceState.CANCELLED
+
+    @property
+    def settled(self) -> bool:
+        """Returns whether the engine has taken note of the end."""
+        return self.state in (DeviceState.READY, DeviceState.FAILED, DeviceState.ABANDONED)
 
 
 @dataclass
 class DeviceAdapter:
-    """One adapter that has room on the device."""
+    """Adapter that has room on the device."""
 
     host: HostAdapter
     layout: AdapterLayout
@@ -157,15 +194,13 @@ class DeviceAdapter:
     pages: list[int]
     run: int
     began: float
-    """when the load that brings it here began; monotonic seconds"""
+    """start of the load that brings it here; monotonic seconds"""
     copy: CopyStates
     leases: int = 0
     prefetched: bool = False
     """no request wanted it when this load began: how long it took says nothing of the link"""
     served: bool = False
-    """A request got its answer from it: the load goes on to its end, for more are to be expected."""
-    settled: bool = False
-    """Its load is over, one way or the other."""
+    """A request got its answer from it: the load runs to its end, for more requests are to be expected."""
     load_seconds: float = 0.0
     weights: AdapterWeights | None = None
     """Set when the adapter is wholly there. The table names it from the start."""
@@ -186,6 +221,11 @@ class DeviceAdapter:
         return 1 - self.bytes_left / max(1, sum(self.layout.moved))
 
     @property
+    def settled(self) -> bool:
+        """Returns whether its load is over, well or not."""
+        return self.copy.settled
+
+    @property
     def idle(self) -> bool:
-        """Whether nobody reads or writes the adapter on the device."""
+        """Returns whether nobody reads or writes the adapter on the device."""
         return self.leases == 0 and self.settled

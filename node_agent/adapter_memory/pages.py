@@ -64,8 +64,8 @@ class PageMap:
     def problems(self) -> list[str]:
         """Returns what is wrong with the map itself; empty when each page is either free or owned."""
         free = set(self._free)
-        found = [] if len(free) == len(self._free) else ["a page is free twice"]
+        problems = [] if len(free) == len(self._free) else ["a page is free twice"]
         for page, owner in enumerate(self.owner):
             if (owner is None) != (page in free):
-                found.append(f"page {page} is {'free' if page in free else 'not free'} and its owner is {owner}")
-        return found
+                problems.append(f"page {page} is {'free' if page in free else 'not free'} and its owner is {owner}")
+        return problems

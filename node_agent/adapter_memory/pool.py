@@ -1,4 +1,4 @@
-"""One tier's adapter memory: a single allocation, cut into pages."""
+"""Adapter memory of one tier: a single allocation, cut into pages."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def device_pool(size: int, page_size: int, device: torch.device, dtype: torch.dt
         raise ValueError(
             f"adapter_memory: {size} bytes are more than the {(1 << 31) * ROW_ALIGN} that can be addressed"
         )
-    whole = size // page_size * page_size
+    paged_size = size // page_size * page_size
     if device.type != "cpu" or sys.platform != "linux":
-        return Pool(torch.zeros(whole // dtype.itemsize, dtype=dtype, device=device), page_size)
-    data = torch.empty(whole // dtype.itemsize, dtype=dtype)
+        return Pool(torch.zeros(paged_size // dtype.itemsize, dtype=dtype, device=device), page_size)
+    data = torch.empty(paged_size // dtype.itemsize, dtype=dtype)
     _ask_for_huge_pages(data)
     return Pool(data.zero_(), page_size)
 

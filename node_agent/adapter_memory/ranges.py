@@ -1,4 +1,5 @@
-"""Which ranged reads bring an adapter's layers from the store, and the memory that they are read into."""
+"""Plans the ranged reads that bring an adapter's layers from the store, and provides the memory that they are read
+into."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from adapters.store import Arrived, ObjectStore
 LARGEST_RANGE = 8 << 20
 """Bytes. Each read has its fixed cost, so few large ones are fastest; a layer that is larger is read in pieces."""
 FIRST_RANGE = 1 << 20
-"""Bytes of the first range, so that layer 0 does not wait for many others; each one after may be twice as large. The
-artifact's first so many are read before its header is known."""
+"""Bytes of the first range, so that layer 0 does not wait for many others; each one after may be twice as large. As
+many bytes of the artifact's beginning are read before its header is known."""
 LONGEST_SILENCE_S = 10.0
-"""For which whoever places the artifact's first bytes waits for one more of them; then it asks the store itself."""
+"""Seconds for which placing the artifact's first bytes waits for one more of them; then the store is asked again."""
 
 
 @dataclass
@@ -48,27 +49,27 @@ class FirstBytes:
         self._changed = threading.Condition()
         self._head = self._count = 0
         """Bytes of the header's read, and of `data` that are here. None of these is written again."""
-        self._behind: Future[int] | None = None
+        self._rest: Future[int] | None = None
 
     @property
     def size(self) -> int:
         """The bytes from the artifact's start that `read` brings, if it has as many."""
-        return self._head if self._behind is None else FIRST_RANGE
+        return self._head if self._rest is None else FIRST_RANGE
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Reads a range as a store does; the first bytes of an artifact begin to be read when its start is asked
         for."""
         if start:
             return self._store.get_range(key, start, length)
-        behind = self._submit(self._read_behind, key, length) if length < FIRST_RANGE else None
+        rest = self._submit(self._read_behind, key, length) if length < FIRST_RANGE else None
         head = self._store.get_range(key, 0, length)
         with self._changed:
             self._head = min(len(head), FIRST_RANGE)
             self.data[: self._head] = head[: self._head]
             self._count = max(self._count, self._head)
-        if behind is not None and len(head) == length:  # else it ends there
-            self._behind = behind
-            behind.add_done_callback(self._wake)
+        if rest is not None and len(head) == length:  # else it ends there
+            self._rest = rest
+            rest.add_done_callback(self._wake)
         return head
 
     def read(self, arrived: Arrived) -> int:
@@ -78,7 +79,7 @@ class FirstBytes:
         count = -1
         while True:
             with self._changed:
-                ended = self._behind is None or self._behind.done()
+                ended = self._rest is None or self._rest.done()
                 if count == self._count and not ended and not self._changed.wait(LONGEST_SILENCE_S):
                     raise StoreUnavailable(f"no byte behind an artifact's header came for {LONGEST_SILENCE_S:g} s")
                 more, count = self._count > count, self._count
@@ -86,16 +87,16 @@ class FirstBytes:
                 arrived(count)
             elif ended:
                 break
-        if self._behind is not None:
-            self._behind.result()
+        if self._rest is not None:
+            self._rest.result()
         return count
 
     def _read_behind(self, key: str, start: int) -> int:
         """Reads the bytes from `start` to FIRST_RANGE. They are copied to `data` once they are there: the read may
-        begin anew while they are looked at."""
+        begin again while they are looked at."""
         buffer = memoryview(bytearray(FIRST_RANGE - start))
 
-        def note(count: int) -> None:
+        def record_arrival(count: int) -> None:
             with self._changed:
                 if count and start + count > self._count:
                     low = max(0, self._count - start)
@@ -103,7 +104,7 @@ class FirstBytes:
                     self._count = start + count
                     self._changed.notify_all()
 
-        return self._store.get_range_into(key, start, buffer, note)
+        return self._store.get_range_into(key, start, buffer, record_arrival)
 
     def _wake(self, _: Future[int]) -> None:
         with self._changed:
@@ -132,12 +133,12 @@ class Staging:
     """A buffer per loader thread, used again and again. It grows to the largest layer there is, and only for it."""
 
     def __init__(self) -> None:
-        self._own = threading.local()
+        self._local = threading.local()
 
     def take(self, size: int) -> memoryview:
         """Returns `size` bytes that are the calling thread's until it calls again."""
         if size > LARGEST_RANGE:
             return memoryview(bytearray(size))
-        if len(getattr(self._own, "buffer", b"")) < size:
-            self._own.buffer = bytearray(size)
-        return memoryview(self._own.buffer)[:size]
+        if len(getattr(self._local, "buffer", b"")) < size:
+            self._local.buffer = bytearray(size)
+        return memoryview(self._local.buffer)[:size]

@@ -1,4 +1,4 @@
-"""Which adapters are where, in full, and taking one away: what operators see and do. Called by the engine's thread."""
+"""Operators' view of adapters: where each one is, in full, and taking one away. Called by the engine's thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATE_NAMES: dict[int, LayerName] = {
     LayerState.DEVICE: "device",
     LayerState.FAILED: "failed",
 }
-MOST_ON_DISK = 1024
+MAX_ON_DISK = 1024
 """Adapters that are on the disk alone and are named; the memory tiers hold few enough to name all."""
 
 
@@ -27,12 +27,12 @@ class InUse(Exception):
 def adapter_states(store: AdapterStore) -> AdapterStates:
     """Returns the adapters on the device first, then in host memory or on the way there, then on the disk; none
     twice."""
-    found = [_on_device(store, entry) for entry in store.device.values()]
-    found += [_in_host(host) for host in store.hosts.all() if host.digest not in store.device]
-    named = {state.digest for state in found}
-    kept = store.cache.contents() if store.cache is not None else ()
-    on_disk = [AdapterState(digest, "disk", size) for digest, size in kept if digest not in named]
-    return AdapterStates(found + on_disk[:MOST_ON_DISK], max(0, len(on_disk) - MOST_ON_DISK))
+    in_memory = [_on_device(store, entry) for entry in store.device.values()]
+    in_memory += [_in_host(host) for host in store.hosts.all() if host.digest not in store.device]
+    digests = {state.digest for state in in_memory}
+    cached = store.cache.contents() if store.cache is not None else ()
+    on_disk = [AdapterState(digest, "disk", size) for digest, size in cached if digest not in digests]
+    return AdapterStates(in_memory + on_disk[:MAX_ON_DISK], max(0, len(on_disk) - MAX_ON_DISK))
 
 
 def tier_of(store: AdapterStore, digest: str) -> HeldTier:
@@ -40,7 +40,7 @@ def tier_of(store: AdapterStore, digest: str) -> HeldTier:
     if store.ready(digest):
         return "device"
     host = store.hosts.get(digest)
-    if host is not None and host.complete and not host.failed:
+    if host is not None and host.complete:
         return "host"
     return "disk" if store.cache is not None and store.cache.has(digest) else "absent"
 
@@ -48,7 +48,7 @@ def tier_of(store: AdapterStore, digest: str) -> HeldTier:
 def evict(store: AdapterStore, digest: str) -> bool:
     """Takes the adapter from device, host memory and disk. Returns False when it is in none of them.
 
-    Raises InUse while a request holds or awaits it, CPU workers read it, or its load goes on.
+    Raises InUse while a request holds or awaits it, CPU workers read it, or its load runs.
     """
     entry, host = store.device.get(digest), store.hosts.get(digest)
     if entry is not None and not entry.idle:
@@ -72,12 +72,12 @@ def _on_device(store: AdapterStore, entry: DeviceAdapter) -> AdapterState:
         in_use=entry.leases,
         waiting=store.hosts.waiting(host.digest),
         ranks=list(entry.layout.ranks),
-        layers=_layer_names(copy.layers, host.here, copy.failed) if entry.weights is None else [],
+        layers=_layer_names(copy.layers, host.here, copy.failure is not None) if entry.weights is None else [],
     )
 
 
 def _in_host(host: HostAdapter) -> AdapterState:
-    there, here = host.complete and not host.failed, host.here
+    there, here = host.complete, host.here
     return AdapterState(
         digest=host.digest,
         tier="host" if there else host.origin,
@@ -88,7 +88,7 @@ def _in_host(host: HostAdapter) -> AdapterState:
     )
 
 
-def _layer_names(states: Sequence[int], in_host: Sequence[int], failed: str) -> list[LayerName]:
+def _layer_names(states: Sequence[int], in_host: Sequence[int], failed: bool) -> list[LayerName]:
     both = zip(states, in_host, strict=True)
-    found = (LayerState.HOST if state == LayerState.NO and here else state for state, here in both)
-    return [STATE_NAMES[LayerState.FAILED if failed else state] for state in found]
+    tiers = (LayerState.HOST if state == LayerState.NO and here else state for state, here in both)
+    return [STATE_NAMES[LayerState.FAILED if failed else state] for state in tiers]

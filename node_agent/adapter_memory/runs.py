@@ -6,7 +6,7 @@ import bisect
 
 
 class FreeRuns:
-    """What is free in 0..size-1."""
+    """Free runs within 0..size-1."""
 
     def __init__(self, size: int) -> None:
         self._runs: list[tuple[int, int]] = [(0, size)] if size else []

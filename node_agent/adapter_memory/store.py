@@ -35,9 +35,10 @@ from node_agent.adapter_memory.table import AdapterTable, rows_for
 from node_agent.adapter_memory.weights import AdapterWeights, ArrivingWeights, LayerWeights, view_weights
 from node_agent.config import EngineConfig
 from node_agent.device import Event
+from node_agent.states import DeviceState, HostState
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 
-MOST_ON_DISK = 256
+MAX_ON_DISK = 256
 """Adapters on the disk that a report names."""
 
 
@@ -72,7 +73,7 @@ class AdapterStore:
         self.room = DeviceRoom(self.pool, self.table, self.hosts, policy(self.demand))
         self.device = self.hosts.on_device = self.room.adapters
         self.loads = DeviceLoads(self.loader, self.hosts, self.room)
-        """Of those of `device` that are not switched in yet."""
+        """loads of those adapters of `device` that are not switched in yet"""
         self._releasing: list[tuple[str, Sequence[Event]]] = []
 
     # --- what the engine calls for a request
@@ -87,7 +88,7 @@ class AdapterStore:
         if self.ready(adapter.digest):
             return "none"
         host = self.hosts.load(adapter)
-        return "host" if host.complete and not host.failed else host.origin
+        return "host" if host.complete else host.origin
 
     def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
         """Counts one request (or prefetch) less that waits for the adapter."""
@@ -99,28 +100,28 @@ class AdapterStore:
     def acquire(
         self, adapter: Adapter, order: Sequence[int] | None = None, spared: Container[str] = ()
     ) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
-        """Returns a lease on the adapter's slot, whose load goes on if it is not there yet; or why not (now, or ever).
+        """Returns a lease on the adapter's slot, also while its load runs; or the reason why not (now, or ever).
 
         `order`: as in `set_order`, for a copy that this call begins; `spared`: digests of adapters that are not evicted
         for it.
         """
         entry = self.device.get(adapter.digest)
         if entry is None:
-            found = self._place(adapter, order, spared)
-            if isinstance(found, NoRoom) and self.loads.reclaim(Priority.REQUEST):
+            placed = self._place(adapter, order, spared)
+            if isinstance(placed, NoRoom) and self.loads.reclaim(Priority.REQUEST):
                 return Pending()
-            if not isinstance(found, DeviceAdapter):
-                return found
-            entry = found
+            if not isinstance(placed, DeviceAdapter):
+                return placed
+            entry = placed
         elif entry.copy.abandoned:
             return Pending()  # it is about to go; the next load begins then
-        elif entry.copy.failed:
-            return LoadFailed(entry.copy.failed, entry.host.damaged)
+        elif entry.copy.failure is not None:
+            return entry.copy.failure
         if entry.prefetched and not (entry.leases or entry.settled):
             entry.began = time.monotonic()  # the seconds before are none of the request's own
         entry.leases += 1
-        self.hosts.note_lease(entry.host, True)
-        self.room.note_call(adapter.digest)
+        self.hosts.record_lease(entry.host, True)
+        self.room.record_call(adapter.digest)
         return Lease(adapter.digest, entry.slot, entry.layout.ranks)  # a message's may be wrong: kernels rely on these
 
     def release(self, lease: Lease, after: Sequence[Event], served: bool = False) -> None:
@@ -137,15 +138,15 @@ class AdapterStore:
         """Returns whether the adapter has room on the device: a lease on it needs no more."""
         return digest in self.device
 
-    def fits_without(self, adapter: Adapter, others: Collection[str]) -> bool:
-        """Returns whether the adapter would fit on the device if the adapters with digests `others` were evicted, as
-        well as the idle ones. False also while its layout is not known: its load begins then."""
-        layout = self.hosts.load(adapter).layout
-        return layout is not None and self.room.fits_without(layout, others)
+    def fits_without(self, adapter: Adapter, evicted: Collection[str]) -> bool:
+        """Returns whether the adapter would fit on the device if the adapters with digests `evicted` left it, as
+        well as the idle ones. False while its layout is not known."""
+        host = self.hosts.get(adapter.digest)
+        return host is not None and host.layout is not None and self.room.fits_without(host.layout, evicted)
 
     def choose_spared(self, adapter: Adapter, digests: Iterable[str]) -> Container[str]:
-        """Returns those of `digests` that need not be evicted for the adapter, as in DeviceRoom.choose_spared; none
-        while its layout is not known, when it takes no room yet."""
+        """Returns those of `digests` that need not be evicted for the adapter, as in DeviceRoom.choose_spared. None of
+        them while its layout is not known: it takes no room yet."""
         host = self.hosts.get(adapter.digest)
         return self.room.choose_spared(host.layout, digests) if host is not None and host.layout is not None else ()
 
@@ -157,11 +158,11 @@ class AdapterStore:
     def state(self, lease: Lease, layer: int) -> int:
         """Returns the layer's LayerState."""
         entry = self.device[lease.digest]
-        if entry.copy.failed:
+        if entry.copy.failure is not None:
             return LayerState.FAILED
-        found = entry.copy.layers[layer]
-        if found != LayerState.NO:
-            return found
+        state = entry.copy.layers[layer]
+        if state != LayerState.NO:
+            return state
         return LayerState.HOST if entry.host.here[layer] else LayerState.NO
 
     def loaded(self, lease: Lease) -> bool:
@@ -174,7 +175,7 @@ class AdapterStore:
         return "host" if entry.host.complete and entry.began > entry.host.began else entry.host.origin
 
     def load_seconds(self, lease: Lease) -> float:
-        """Returns how long the adapter's load took; 0 while it goes on."""
+        """Returns how long the adapter's load took (seconds); 0 while it runs."""
         return self.device[lease.digest].load_seconds
 
     def crossing(self, lease: Lease) -> tuple[int, float]:
@@ -203,13 +204,12 @@ class AdapterStore:
 
     @property
     def loads_in_flight(self) -> int:
-        """How many loads share the link to the device."""
+        """Returns the number of loads that share the link to the device."""
         return len(self.loads.awaited)
 
     def failure(self, lease: Lease) -> LoadFailed | None:
         """Returns why the adapter's load failed; None unless it did."""
-        entry = self.device[lease.digest]
-        return LoadFailed(entry.copy.failed, entry.host.damaged) if entry.copy.failed else None
+        return self.device[lease.digest].copy.failure
 
     def set_order(self, lease: Lease, layers: Sequence[int]) -> None:
         """Sets the order in which the adapter's layers go to the device, as far as they are in host memory; it is
@@ -271,8 +271,8 @@ class AdapterStore:
     def place(self, adapter: Adapter, spared: Container[str] = ()) -> NoRoom | Pending | TooLarge | LoadFailed | None:
         """Begins to copy an adapter that lies in host memory to the device, evicting none that is `spared`. Nobody
         leases it: until the copy has ended, requests may take its room. Returns None, or why not."""
-        found = self._place(adapter, None, spared)
-        return None if isinstance(found, DeviceAdapter) else found
+        placed = self._place(adapter, None, spared)
+        return None if isinstance(placed, DeviceAdapter) else placed
 
     @property
     def urgent_loads(self) -> bool:
@@ -309,10 +309,9 @@ class AdapterStore:
         place = self.room.take(digest, layout, evicts)
         if place is None:
             return None
-        host = HostAdapter(digest, "", layout=layout, complete=True)
-        copy = CopyStates.of(len(layout.layers))
-        copy.layers = [LayerState.DEVICE] * len(layout.layers)
-        entry = DeviceAdapter(host, layout, *place, time.monotonic(), copy, leases=1, settled=True)
+        host = HostAdapter(digest, "", HostState.COMPLETE, layout=layout)
+        copy = CopyStates.of(len(layout.layers), LayerState.DEVICE, DeviceState.READY)
+        entry = DeviceAdapter(host, layout, *place, time.monotonic(), copy, leases=1)
         entry.weights = view_weights(self.pool, layout.positions(entry.pages), layout, self.base)
         self.room.move_in(entry)
         return Lease(digest, entry.slot, layout.ranks)
@@ -320,7 +319,7 @@ class AdapterStore:
     # --- what the engine calls once per iteration
 
     def poll(self) -> None:
-        """Notes what has arrived, ends releases whose events have ended, and lets the host tier go on."""
+        """Takes note of what has arrived, ends releases whose events have ended, and polls the host tier."""
         releasing, self._releasing = self._releasing, []
         for digest, events in releasing:
             self.release(Lease(digest, -1, ()), events)
@@ -338,9 +337,9 @@ class AdapterStore:
         on_device = [Resident(d, "device", e.size, e.leases) for d, e in self.device.items() if e.weights is not None]
         on_host = [Resident(h.digest, "host", h.size, 0) for h in self.hosts.complete() if h.digest not in self.device]
         above = {resident.digest for resident in on_device + on_host}
-        kept = self.cache.contents() if self.cache is not None else ()
-        on_disk = [Resident(digest, "disk", size, 0) for digest, size in kept if digest not in above]
-        return on_device + on_host + on_disk[:MOST_ON_DISK]
+        cached = self.cache.contents() if self.cache is not None else ()
+        on_disk = [Resident(digest, "disk", size, 0) for digest, size in cached if digest not in above]
+        return on_device + on_host + on_disk[:MAX_ON_DISK]
 
     @property
     def free_bytes(self) -> int:
@@ -349,8 +348,8 @@ class AdapterStore:
 
     @property
     def loading_bytes(self) -> int:
-        """The bytes on their way to the device, or awaited there by queued requests; layers that have arrived do not
-        count, nor do predicted prefetches, which a request finds out of its way."""
+        """Returns the bytes on their way to the device, or awaited there by queued requests. Layers that have arrived
+        do not count, nor do predicted prefetches, which yield to any request."""
         return sum(entry.bytes_left for entry in self.loads.awaited) + self.hosts.bytes_awaited(self.device)
 
     @property
@@ -370,8 +369,10 @@ class AdapterStore:
         """Gives the adapter, which has none, room on the device; each layer is copied once it is in host memory.
         Returns why where it can't."""
         host = self.hosts.load(adapter)  # it may have been evicted since it was announced
-        if host.failed:  # a load that was given up just now is begun anew by the next call
-            return Pending() if host.abandoned else LoadFailed(host.failed, host.damaged)
+        if host.state is HostState.ABANDONED:  # just now: the next call starts it again
+            return Pending()
+        if host.failed and host.failure is not None:
+            return host.failure
         if host.layout is None:
             return Pending()
         if host.size > self.largest:
@@ -389,8 +390,8 @@ class AdapterStore:
         if entry.leases <= 0:
             raise RuntimeError(f"a lease on {digest} was released twice")
         entry.leases -= 1
-        self.hosts.note_lease(entry.host, entry.leases > 0)
-        if entry.copy.failed and entry.idle:
+        self.hosts.record_lease(entry.host, entry.leases > 0)
+        if entry.copy.failure is not None and entry.idle:
             self.room.evict(digest)
         else:
             self.loads.end_unwanted(entry)

@@ -17,7 +17,7 @@ from node_agent.adapter_memory.runs import FreeRuns
 
 @dataclass(frozen=True)
 class TableShape:
-    """How large a table is, and where its parts lie: rank, scale, first and row_offset, one after the other."""
+    """Size of a table, and the places of its parts: rank, scale, first and row_offset, one after the other."""
 
     slots: int
     layers: int
@@ -35,7 +35,7 @@ class TableShape:
 
 
 class AdapterTable:
-    """At a fixed address, on the device or in memory that other processes map.
+    """Ranks, scales and row places of the adapters in a pool, at a fixed address on the device or in shared memory.
 
     rank i32[slots, layers, 7] (0 = not adapted), scale f32[same], first i32[slots, layers, 7, 2]: index into row_offset
     of the first A and the first B row; row_offset i32[rows], in ROW_ALIGN units from the pool's start, one run per

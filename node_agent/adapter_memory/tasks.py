@@ -11,11 +11,11 @@ from node_agent.adapter_memory.loader_threads import Load, LoaderThreads, Priori
 
 
 class Tasks(LoaderThreads):
-    def __init__(self, name: str, count: int, most_ahead: int) -> None:
-        """Prepares a pool of `count` threads. Work for a load that is less urgent than requests begins while less than
-        `most_ahead` are busy for such loads, and no more urgent work goes on."""
+    def __init__(self, name: str, count: int, max_ahead: int) -> None:
+        """Prepares a pool of `count` threads. Work for a load that is less urgent than requests begins while fewer than
+        `max_ahead` are busy for such loads, and no more urgent work runs."""
         super().__init__(name, count)
-        self.most_ahead = most_ahead
+        self.max_ahead = max_ahead
         self.ahead = 0
         """threads that are busy for such loads; changed under `changed` alone"""
 
@@ -39,33 +39,33 @@ class _Task:
 
     def __init__(self, tasks: Tasks, load: Load, work: Callable[[], Any], *, follows: bool) -> None:
         self.load, self._tasks, self._work, self._follows = load, tasks, work, follows
-        self._begun = self._is_ahead = False
+        self._is_started = self._is_ahead = False
         self.over = False
         self.result: Future[Any] = Future()
 
-    def take(self, now: float, held: bool) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
-        if self._begun:
+    def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:  # noqa: ARG002 - a Job's signature
+        if self._is_started:
             return None
         is_ahead = self.load.priority > Priority.REQUEST
-        waits = held or (is_ahead and self._tasks.ahead >= self._tasks.most_ahead)
+        waits = is_blocked or (is_ahead and self._tasks.ahead >= self._tasks.max_ahead)
         if waits and not self._follows:
             return None
-        self._begun, self._is_ahead = True, is_ahead
+        self._is_started, self._is_ahead = True, is_ahead
         self._tasks.ahead += is_ahead
         return self._run
 
-    def due(self) -> None:
+    def wake_at(self) -> None:
         return None
 
     def _run(self) -> None:
         try:
-            found = self._work()
-        except BaseException as error:  # the border of a thread: it belongs to whoever waits for the result
+            outcome = self._work()
+        except BaseException as error:  # the border of a thread: it belongs to the caller that waits for the result
             self._end()
             self.result.set_exception(error)
         else:
             self._end()
-            self.result.set_result(found)
+            self.result.set_result(outcome)
 
     def _end(self) -> None:
         with self._tasks.changed:

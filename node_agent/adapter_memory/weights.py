@@ -1,7 +1,7 @@
 """An adapter's weights on the device as views, which a CPU reads; GPU kernels read the AdapterTable alone.
 
 A group's A rows may lie in several pages, and so may a projection's B rows. Each run of A rows that follow each other
-is a piece of its own, with as much of B as belongs to it: the sum over the pieces is the group's whole product.
+is a separate piece, with as much of B as belongs to it: the sum over the pieces is the group's whole product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Part = tuple[int, int, int, torch.Tensor, float]
 
 @dataclass(frozen=True)
 class GroupWeights:
-    """One piece of a group."""
+    """Piece of a group."""
 
     a: torch.Tensor
     """[d_in, ranks of the piece]"""
@@ -34,11 +34,10 @@ class GroupWeights:
 LayerWeights = Mapping[str, tuple[GroupWeights, ...]]
 """Per group that is adapted: its pieces."""
 AdapterWeights = Sequence[LayerWeights]
-"""Per layer."""
 
 
 class ArrivingWeights(Sequence[LayerWeights]):
-    """The layers of an adapter whose load goes on, each asked for when it is needed."""
+    """Layers of an adapter whose load is under way, each asked for when it is needed."""
 
     def __init__(self, layers: int, layer_weights: Callable[[int], LayerWeights]) -> None:
         self._layers, self._layer_weights = layers, layer_weights
@@ -70,11 +69,11 @@ class LayerViews(LayerWeights):
             self[group]
 
     def __getitem__(self, group: str) -> tuple[GroupWeights, ...]:
-        found = self._views.get(group)
-        if found is None:
+        pieces = self._views.get(group)
+        if pieces is None:
             pairs = self._pairs[group]
-            found = self._views[group] = _pieces(self._pool, self._positions, pairs, GROUPS[group], self._base)
-        return found
+            pieces = self._views[group] = _pieces(self._pool, self._positions, pairs, GROUPS[group], self._base)
+        return pieces
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pairs)

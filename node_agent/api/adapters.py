@@ -21,7 +21,8 @@ from node_agent.api.requests import RequestRegistry
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
 
 ANSWER_SECONDS = 10.0
-"""The engine answers between two iterations. A prefetch that takes longer goes on, and its caller is told so."""
+"""Seconds within which the engine answers, between two iterations. A prefetch that takes longer continues, and its
+caller learns that."""
 ORDER_BYTES = 1 << 16
 WANTED_BYTES = 1 << 18
 """MAX_WANTED adapters, with room for ranks and long artifact keys, and MAX_IDLE_TTLS digests."""
@@ -45,7 +46,7 @@ def adapter_routes(registry: RequestRegistry) -> list[Route]:
         digest = _checked((await _order(request, EvictOrder)).digest)
         return _packed(Moved(digest, (await _ask(registry, Evict(_id(), digest))).tier))
 
-    async def wanted(request: Request) -> Response:
+    async def set_wanted(request: Request) -> Response:
         registry.want(_check_wanted(await _order(request, WantedResidency, WANTED_BYTES)))
         return Response(status_code=204)
 
@@ -53,7 +54,7 @@ def adapter_routes(registry: RequestRegistry) -> list[Route]:
         Route("/adapters", adapters, methods=["GET"]),
         Route("/adapters/prefetch", prefetch, methods=["POST"]),
         Route("/adapters/evict", evict, methods=["POST"]),
-        Route("/adapters/wanted", wanted, methods=["POST"]),
+        Route("/adapters/wanted", set_wanted, methods=["POST"]),
     ]
 
 

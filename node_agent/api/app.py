@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,7 +29,6 @@ from cluster.text import BaseText
 from node_agent.api.adapters import adapter_routes
 from node_agent.api.detokenize import TokenText
 from node_agent.api.engine_link import EngineLink
-from node_agent.api.engine_watch import watch_engine
 from node_agent.api.generate import Generate
 from node_agent.api.publisher import Publisher
 from node_agent.api.request import read_limits
@@ -37,13 +37,16 @@ from node_agent.child import die_with_parent, read_config
 from node_agent.config import ApiProcessConfig, NodeConfig
 from node_agent.gpu.sampler import Sampler
 from node_agent.gpu.watch import GpuWatch
-from node_agent.heartbeat import NAME
+from node_agent.heartbeat import NAME, Watch
 
 NOTICE_SECONDS = 0.3
-"""Between being told to stop and not listening any more: the gateway hears of it first, and sends nothing then."""
+"""Seconds between the order to stop and the end of listening: the gateway learns of it first, and sends nothing
+then."""
 KEEP_ALIVE = 90
 """Seconds that an idle connection stays open: longer than gateways keep theirs, so that they never use one that is
 just being closed here."""
+LOOK_S = 0.2
+"""Seconds between two looks at the engine's heartbeat."""
 
 
 def create_app(
@@ -95,6 +98,15 @@ def create_app(
     return RequireSecret(app, secret)
 
 
+async def watch_engine(registry: RequestRegistry, path: Path) -> None:
+    """Reports a stalled engine to the registry, by the heartbeat in the file `path`, until it is cancelled. A hung or
+    stopped engine keeps its connection."""
+    watch = Watch(path, LOOK_S)
+    while True:
+        registry.engine_silent(watch.overdue(time.monotonic()))
+        await asyncio.sleep(LOOK_S)
+
+
 class RequireSecret:
     """Lets in only who knows the cluster secret; /healthz is open."""
 
@@ -139,15 +151,15 @@ def url_of(listener: socket.socket, gateway_url: str) -> str:
 def _address_towards(url: str) -> str:
     """Returns this host's own address on the way to `url`; nothing is sent, the kernel only chooses a route."""
     target = urlsplit(url)
-    found = socket.getaddrinfo(target.hostname, target.port or 80, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = found[0]
+    addresses = socket.getaddrinfo(target.hostname, target.port or 80, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
 
 
 class _Server(uvicorn.Server):
-    """Told to stop, it says that it is draining, and then lets open streams end."""
+    """Server that reports the node as draining when it is to stop, and then lets open streams end."""
 
     def __init__(self, config: uvicorn.Config, registry: RequestRegistry) -> None:
         super().__init__(config)

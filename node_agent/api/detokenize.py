@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cluster.text import BaseText
 
 REPLACEMENT = "\ufffd"
-"""What tokenizers write for bytes that are not (yet) a character."""
+"""Character that tokenizers write for bytes that are not (yet) a character."""
 
 WINDOW = 12
 """Tokens of a window before it is shortened."""
@@ -17,7 +17,7 @@ synchronises itself, so decoding from there ends in the same state as decoding f
 
 
 class TokenText:
-    """What detokenisation needs to know of a tokenizer; made once per process, and once more for requests that want
+    """Properties of a tokenizer that detokenisation needs. Made once per process, and once more for requests that want
     special tokens in their text (`skip_special` False)."""
 
     def __init__(self, text: BaseText, *, skip_special: bool = True) -> None:
@@ -85,7 +85,7 @@ class IncrementalDetokenizer:
         piece = text[self._emitted : final]
         self._emitted = max(self._emitted, final)
         if len(self._window) > WINDOW:
-            self._shorten(held=len(text) - self._emitted)
+            self._shorten(withheld=len(text) - self._emitted)
         return piece
 
     def flush(self) -> str:
@@ -96,12 +96,12 @@ class IncrementalDetokenizer:
         self._emitted = len(text)
         return piece
 
-    def _shorten(self, held: int) -> None:
+    def _shorten(self, withheld: int) -> None:
         tail = self._window[-KEEP:]
         text = self._tokens.decode(tail)
         if text:  # without text in front, the next token would count as the first of a text
             self._window = tail
-            self._emitted = len(text) - held
+            self._emitted = len(text) - withheld
 
 
 def _context(tokens: TokenText, prompt_ids: Sequence[int]) -> list[int]:

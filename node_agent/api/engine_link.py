@@ -29,7 +29,7 @@ class LinkDown(Exception):
 
 
 class EngineListener(Protocol):
-    """Who is told what the engine says. Called on the event loop; must not block."""
+    """Receiver of the engine's messages. Called on the event loop; must not block."""
 
     def engine_ready(self, ready: Ready) -> None: ...
 
@@ -40,7 +40,7 @@ class EngineListener(Protocol):
 
 
 class EngineLink:
-    """One engine at a time; a new connection replaces the one before, whose requests count as failed."""
+    """Connection to one engine at a time; a new one replaces the one before, whose requests count as failed."""
 
     def __init__(self, path: Path, listener: EngineListener, silence_limit: float = SILENCE_LIMIT) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Tells the gateway how this node is, at every interval: sums, and what changed since it was last told."""
+"""Publishes the node's state to the gateway at every interval: sums, and what changed since the last message."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from node_agent.api.requests import RequestRegistry
 POST_SECONDS = 1.0
 """A gateway that takes longer counts as away; the record would be old by then."""
 WHOLE_SECONDS = 5.0
-"""The same where all that the node holds is told. Many nodes do so at once after a gateway's start: told again before
-the gateway has taken them in, they would never come to an end."""
+"""Limit in seconds for a full report of what the node holds. Many nodes send one at once after a gateway's start: sent
+again before the gateway has taken them in, they would never come to an end."""
 
 log = logging.getLogger(__name__)
 
@@ -32,25 +32,25 @@ class Publisher:
         self._url = gateway_url.rstrip("/") + "/cluster/record"
         self._headers = {**authorization(secret), "content-type": "application/msgpack"}
         self._interval = interval
-        self._heard: bool | None = None
-        self._known = WHOLE
+        self._is_accepted: bool | None = None
+        self._acknowledged = WHOLE
 
     async def run(self) -> None:
         async with aiohttp.ClientSession(headers=self._headers) as session:
             while True:
-                due = time.monotonic() + self._interval
+                next_at = time.monotonic() + self._interval
                 await self._post(session)
-                await asyncio.sleep(max(due - time.monotonic(), self._interval / 4))
+                await asyncio.sleep(max(next_at - time.monotonic(), self._interval / 4))
 
     async def _post(self, session: aiohttp.ClientSession) -> None:
-        news, problem = self._registry.news(self._known), None
+        news, problem = self._registry.news(self._acknowledged), None
         timeout = aiohttp.ClientTimeout(total=WHOLE_SECONDS if news.changes.since == WHOLE else POST_SECONDS)
         try:
             async with session.post(self._url, data=msgspec.msgpack.encode(news), timeout=timeout) as response:
                 if response.status == 204:
-                    self._known = news.changes.at
+                    self._acknowledged = news.changes.at
                 elif response.status == 200:  # FullReportRequest: it has lost what these build on, or never had it
-                    self._known = WHOLE
+                    self._acknowledged = WHOLE
                 else:
                     problem = f"the gateway answered {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -60,10 +60,10 @@ class Publisher:
     def _heard_of(self, problem: str | None) -> None:
         """Logs a change of whether the gateway hears us, not every attempt. `problem`: why it does not; None: it
         does."""
-        heard = problem is None
-        if heard != self._heard:
-            self._heard = heard
-            if heard:
+        is_accepted = problem is None
+        if is_accepted != self._is_accepted:
+            self._is_accepted = is_accepted
+            if is_accepted:
                 log.info("gateway hears us", extra={"url": self._url})
             else:
                 log.warning("gateway does not hear us", extra={"url": self._url, "reason": problem})

@@ -1,4 +1,4 @@
-"""Questions that the API process asks its engine beside requests: each is answered once, or given up."""
+"""Questions that the API process asks its engine apart from requests: each is answered once, or given up."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable
 from cluster.errors import ServiceError
 from node_agent.ipc import Answer, Question
 
-MOST_OPEN = 64
+MAX_OPEN = 64
 
 
 class Questions:
-    """Who waits for which answer."""
+    """Questions that wait for their answers."""
 
     def __init__(self) -> None:
         self._open: dict[str, asyncio.Future[Answer]] = {}
 
     async def ask(self, send: Callable[[Question], None], question: Question, seconds: float) -> Answer | None:
         """Sends a question and returns the engine's answer; None when it does not answer within `seconds`. Raises
-        ServiceError: `overloaded` when MOST_OPEN questions are open, `node_failed` when the engine ends first, the
+        ServiceError: `overloaded` when MAX_OPEN questions are open, `node_failed` when the engine ends first, the
         error that the engine answers with, or what `send` raises."""
-        if len(self._open) >= MOST_OPEN:
-            raise ServiceError("overloaded", f"{MOST_OPEN} questions wait for this node's engine", retry_after=1.0)
+        if len(self._open) >= MAX_OPEN:
+            raise ServiceError("overloaded", f"{MAX_OPEN} questions wait for this node's engine", retry_after=1.0)
         answering = self._open[question.id] = asyncio.get_running_loop().create_future()
         try:
             send(question)

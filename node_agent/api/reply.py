@@ -1,4 +1,4 @@
-"""One request's reply: what the engine says about it, turned into the events that the gateway reads."""
+"""Turns the engine's events of one request into the events that the gateway reads."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ RequestEvent = Admitted | PromptScored | Generated | Finished
 
 
 class Reply:
-    """Detokenises, looks for stop strings and counts. `stopped` becomes true when a stop string is complete: the
-    engine must then be told to cancel, and what it still generates is dropped."""
+    """Detokenises, looks for stop strings and counts. `stopped` becomes true when a stop string is complete: the caller
+    must then have the engine cancel the request, and what it still generates is dropped."""
 
     def __init__(self, request: GenerateRequest, node_id: str, tokens: TokenText, received: float) -> None:
         """`received` is when the request came, in monotonic seconds."""
         self._request = request
         self._node_id = node_id
-        way = request.sampling
+        sampling = request.sampling
         self._tokens = tokens
-        own = tokens if way.skip_special_tokens else tokens.with_special
-        self._text = IncrementalDetokenizer(own, request.token_ids)
-        self._matcher = StopMatcher(request.stop, include=way.include_stop)
-        self._stop_ids = frozenset(way.stop_token_ids)
+        token_text = tokens if sampling.skip_special_tokens else tokens.with_special
+        self._text = IncrementalDetokenizer(token_text, request.token_ids)
+        self._matcher = StopMatcher(request.stop, include=sampling.include_stop)
+        self._stop_ids = frozenset(sampling.stop_token_ids)
         self._end_ids = self._stop_ids if request.ignore_eos else self._stop_ids | tokens.eos_ids
         self._received = received
         self.count = 0
         self._resumed = 0
-        """of these, tokens that another node has sent"""
+        """number of tokens that another node has sent"""
         self._cached = 0
         self.stopped = False
         self._stop_reason: int | str | None = None
         self.ended = False
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Takes in tokens that another node has sent, in order: what is told from now on is what that node would have
-        told behind them. To be called before any event is translated."""
+        """Takes in tokens that another node has sent, in order: the events that follow are those that that node would
+        have sent next. To be called before any event is translated."""
         for token_id in token_ids:
             if not self.stopped:
                 self._token(Generated(self._request.id, token_id))
         self._resumed = self.count
 
     def translate(self, event: RequestEvent) -> Event | None:
-        """Returns the gateway's event for one of the engine's, or None when there is none to tell. After Done or
+        """Returns the gateway's event for one of the engine's, or None when there is none to send. After Done or
         Failed, `ended` is true."""
         match event:
             case Admitted(state=state, cached_tokens=cached):
@@ -90,9 +90,9 @@ class Reply:
         return PromptLogprobs(event.index, [self._logprob(token_id, top) for token_id, top in scored])
 
     def _token(self, event: Generated) -> Token:
-        way = self._request.sampling
+        sampling = self._request.sampling
         ends = event.token_id in self._end_ids
-        text = "" if ends and not way.include_stop else self._text.add(event.token_id)
+        text = "" if ends and not sampling.include_stop else self._text.add(event.token_id)
         if event.token_id in self._stop_ids:  # the engine ends the request with it
             self._stop_reason = event.token_id
         logprobs = [self._logprob(event.token_id, event.top)] if event.top is not None else []

@@ -13,13 +13,13 @@ from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest, Sampling, VersionMismatch, check_version
 
 BODY_OVERHEAD = 2 << 20
-"""Bytes that a request may have beside its token ids; stop strings are the bulk of it."""
+"""Bytes that a request may have in addition to its token ids; stop strings are the bulk of it."""
 BYTES_PER_TOKEN = 5
 """A token id in msgpack at most."""
 BODY_SECONDS = 10.0
 STOP_LIMIT = 64
 STOP_CHARACTERS = 1 << 16
-"""Of all stop strings together; their automata are built before the first token."""
+"""Characters of all stop strings together; their automata are built before the first token."""
 LOGPROBS_LIMIT = 64
 PARAMETER_TOKENS = 1 << 16
 """Token ids of one parameter; the engine looks at them at each step."""
@@ -124,18 +124,22 @@ def _check_sampling(sampling: Sampling) -> None:
 
 
 def _check_parameters(request: GenerateRequest, vocab_size: int) -> None:
-    way = request.sampling
-    _require(0 < way.repetition_penalty < math.inf, "repetition_penalty", "must be a finite number above 0")
-    _require(0 <= way.min_tokens <= request.max_tokens, "min_tokens", "must be between 0 and max_tokens")
+    sampling = request.sampling
+    _require(0 < sampling.repetition_penalty < math.inf, "repetition_penalty", "must be a finite number above 0")
+    _require(0 <= sampling.min_tokens <= request.max_tokens, "min_tokens", "must be between 0 and max_tokens")
     _require(
-        way.prompt_logprobs is None or 0 <= way.prompt_logprobs <= LOGPROBS_LIMIT,
+        sampling.prompt_logprobs is None or 0 <= sampling.prompt_logprobs <= LOGPROBS_LIMIT,
         "prompt_logprobs",
         f"must be between 0 and {LOGPROBS_LIMIT}",
     )
-    _require(all(map(math.isfinite, way.logit_bias.values())), "logit_bias", "holds a number that is not finite")
-    _require(all(way.bad_words), "bad_words", "holds an empty word")
-    words = [token for word in way.bad_words for token in word]
-    for field, ids in (("logit_bias", way.logit_bias), ("stop_token_ids", way.stop_token_ids), ("bad_words", words)):
+    _require(all(map(math.isfinite, sampling.logit_bias.values())), "logit_bias", "holds a number that is not finite")
+    _require(all(sampling.bad_words), "bad_words", "holds an empty word")
+    words = [token for word in sampling.bad_words for token in word]
+    for field, ids in (
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("bad_words", words),
+    ):
         _require(len(ids) <= PARAMETER_TOKENS, field, f"has more than {PARAMETER_TOKENS} token ids")
         _require(
             all(0 <= token < vocab_size for token in ids), field, f"holds an id outside the vocabulary of {vocab_size}"

@@ -34,12 +34,12 @@ from node_agent.ipc import (
     EngineEvent,
     Finished,
     Generated,
+    PrefetchHints,
     PromptScored,
     Question,
     Ready,
     Stats,
     Submit,
-    Want,
 )
 
 EVENT_LIMIT = 4096
@@ -47,14 +47,14 @@ EVENT_LIMIT = 4096
 BACKSTOP = 5.0
 """Seconds after a request's deadline, which the engine keeps, when this process stops waiting for the engine."""
 SILENT_S = 2.0
-"""An engine whose heartbeat is overdue for so long gets no new requests."""
+"""Seconds by which an engine's heartbeat must be overdue for it to get no new requests."""
 FAILED_S = 5.0
-"""Then those that it has fail, as if it had ended."""
+"""Seconds after which the requests that it has fail, too, as if it had ended."""
 
 NO_STATS = Stats(
     running=0, queued=0, kv_blocks_free=0, adapter_bytes_free=0, batch_ranks=[], batch_contexts=[], residents=[]
 )
-"""Of an engine that has sent none."""
+"""Stats of an engine that has sent none."""
 OF_READY = {*Ready.__struct_fields__} & {*NodeRecord.__struct_fields__}
 """Fields of a record that the engine's first message has."""
 OF_STATS = {*Stats.__struct_fields__} & {*NodeRecord.__struct_fields__} - {
@@ -75,12 +75,12 @@ class InFlight:
     def __init__(self, request: GenerateRequest) -> None:
         self.id, self.tenant = request.id, request.tenant
         self.prompt_tokens = len(request.token_ids) + len(request.generated)
-        """to be computed before its next token"""
+        """number of prompt tokens to be computed before its next token"""
         self.rank = max(request.adapter.ranks, default=0) if request.adapter is not None else 0
         self.slo_class = request.slo_class
         self.admitted = False
         self.pictured = False
-        """the engine's last picture has it in the batch"""
+        """the engine's last snapshot has it in the batch"""
         self.timer: asyncio.TimerHandle | None = None
         self._events: deque[RequestEvent] = deque()
         self._ended: Ended | None = None
@@ -137,12 +137,12 @@ class RequestRegistry:
         self._stats = NO_STATS
         self._error = "the engine is starting"
         self._stands_still = ""
-        """what is said of an engine that is ready, but whose heartbeat has stopped"""
+        """text about an engine that is ready, but whose heartbeat has stopped"""
         self._link: EngineLink | None = None
         self._questions = Questions()
         self.ready: Ready | None = None
         self.draining = False
-        """While it is, new requests are refused and running ones go on."""
+        """New requests are refused, and running ones continue."""
         self.url = ""
 
     def attach(self, link: EngineLink) -> None:
@@ -163,7 +163,7 @@ class RequestRegistry:
         return entry
 
     def cancel(self, entry: InFlight) -> None:
-        """Tells the engine that nobody wants the rest. The request's place is kept until the engine has let go of
+        """Sends the engine a Cancel: nobody wants the rest. The request's place is kept until the engine has let go of
         it."""
         if self._in_flight.get(entry.id) is entry and self.ready is not None:
             try:
@@ -178,7 +178,7 @@ class RequestRegistry:
 
     def want(self, residency: WantedResidency) -> None:
         """Passes on what is to be brought in. Raises ServiceError."""
-        self._send(Want(residency))
+        self._send(PrefetchHints(residency))
 
     def _check(self, request: GenerateRequest) -> None:
         if self.state == "draining":
@@ -195,8 +195,8 @@ class RequestRegistry:
             raise ServiceError("overloaded", f"{self.queued} requests wait already", retry_after=RETRY_AFTER)
 
     def _full_for(self, request: GenerateRequest) -> bool:
-        """Returns whether the queue is full for the request. The engine decides who gives way in a full queue; only
-        those who may take another's place get there then."""
+        """Returns whether the queue is full for the request. The engine decides which request leaves a full queue; only
+        those that may take another's place get there then."""
         limit = self._config.engine.queue_limit
         if self.queued < limit:
             return False
@@ -241,7 +241,7 @@ class RequestRegistry:
     def engine_events(self, events: list[EngineEvent]) -> None:
         for event in events:
             if isinstance(event, Stats):
-                self._note(event)
+                self._take_stats(event)
             elif isinstance(event, Admitted | PromptScored | Generated | Finished):
                 self._deliver(event)
             elif isinstance(event, Answer):
@@ -255,8 +255,8 @@ class RequestRegistry:
 
     def engine_silent(self, seconds: float) -> None:
         """Takes in for how many seconds the engine's heartbeat is overdue; 0 when it is not. From SILENT_S on the
-        engine counts as standing still. From FAILED_S on all requests in flight fail; they are cancelled, too, for an
-        engine that goes on later."""
+        engine counts as stalled. From FAILED_S on all requests in flight fail; they are cancelled, too, for an engine
+        that wakes later."""
         if self.ready is None:
             return
         stands_still = f"the engine has stood still for {seconds:.0f} s" if seconds >= SILENT_S else ""
@@ -274,10 +274,10 @@ class RequestRegistry:
             entry.end(Ended("node_failed", "the node's engine ended while it served the request"))
         self._questions.engine_gone()
 
-    def _note(self, stats: Stats) -> None:
+    def _take_stats(self, stats: Stats) -> None:
         self._stats = stats
         for entry in self._in_flight.values():
-            entry.pictured = entry.admitted  # what was told before a picture is in it
+            entry.pictured = entry.admitted  # a snapshot has all admissions before it
 
     def _deliver(self, event: RequestEvent) -> None:
         entry = self._in_flight.get(event.id)
@@ -292,7 +292,7 @@ class RequestRegistry:
         if isinstance(event, Finished):
             self._remove(entry)
 
-    # -- what the node tells --------------------------------------------------------------------------------------
+    # -- what the node reports ------------------------------------------------------------------------------------
 
     @property
     def queued(self) -> int:
@@ -351,7 +351,7 @@ class RequestRegistry:
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:
         """Returns the room for strict requests, with those of `waiting` added, which are not in the engine's last
-        picture. None while the engine told none."""
+        snapshot. None while the engine has reported none."""
         room = self._stats.strict
         if room is None:
             return None
@@ -359,11 +359,11 @@ class RequestRegistry:
         queued = sum(entry.slo_class == "strict" for entry in self._waiting())
         return msgspec.structs.replace(room, queued=queued, prompt_tokens=prompts)
 
-    def news(self, known: int) -> NodeReport:
-        """Returns what the gateway is to be told. `known`: the number of the last change that it has taken in, or
-        WHOLE."""
-        return self._log.news(self.record(), self._stats.residents, known)
+    def news(self, acknowledged: int) -> NodeReport:
+        """Returns the report for a gateway that knows the changes up to number `acknowledged`; WHOLE for one that knows
+        nothing."""
+        return self._log.news(self.record(), self._stats.residents, acknowledged)
 
     def all_news(self) -> NodeReport:
-        """Returns all that there is to tell of this node, for a reader that knows nothing of it yet."""
+        """Returns all facts of this node, for a reader that knows nothing of it yet."""
         return full_report(self.record(), self._stats.residents, self._log.at)

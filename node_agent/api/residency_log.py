@@ -1,4 +1,4 @@
-"""Numbers what becomes of a node's residents and facts, so that the gateway is told of changes alone."""
+"""Numbers the changes of a node's residents and facts, so that the gateway receives changes alone."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ class ResidencyLog:
 
     def __init__(self) -> None:
         self.at = 0
-        """Number of the last change."""
         self._facts: Facts | None = None
         self._facts_at = 0
-        self._told: Sequence[Resident] = ()
+        self._published: Sequence[Resident] = ()
         self._residents: dict[str, Resident] = {}
         self._changed: dict[str, int] = {}
-        """By digest, in the order of the numbers. Adapters that are gone stay until the gateway knows."""
+        """Number of the last change by digest, in the order of the numbers. Adapters that left stay until the gateway
+        knows."""
 
-    def news(self, record: NodeRecord, residents: Sequence[Resident], known: int) -> NodeReport:
-        """Returns what the gateway has to be told now. `known`: the number of the last change that it has taken in, or
-        WHOLE."""
-        self._note(facts_from(record), residents)
-        if known == WHOLE:
+    def news(self, record: NodeRecord, residents: Sequence[Resident], acknowledged: int) -> NodeReport:
+        """Returns the report for a gateway that knows the changes up to number `acknowledged`; WHOLE for one that knows
+        nothing."""
+        self._record_changes(facts_from(record), residents)
+        if acknowledged == WHOLE:
             return NodeReport(heartbeat_from(record), self._facts, Changes(WHOLE, self.at, list(residents)))
-        self._forget(known)
+        self._forget(acknowledged)
         changed = [
             self._residents.get(digest, Resident(digest, ABSENT_TIER, 0, 0))
             for digest, at in self._changed.items()
-            if at > known
+            if at > acknowledged
         ]
-        facts = self._facts if self._facts_at > known else None
-        return NodeReport(heartbeat_from(record), facts, Changes(known, self.at, changed))
+        facts = self._facts if self._facts_at > acknowledged else None
+        return NodeReport(heartbeat_from(record), facts, Changes(acknowledged, self.at, changed))
 
-    def _note(self, facts: Facts, residents: Sequence[Resident]) -> None:
+    def _record_changes(self, facts: Facts, residents: Sequence[Resident]) -> None:
         number = self.at + 1
         if facts != self._facts:
             self._facts, self._facts_at, self.at = facts, number, number
-        if residents is self._told:  # the engine has sent no other picture since
+        if residents is self._published:  # the engine has sent no other picture since
             return
         now = {resident.digest: resident for resident in residents}
         changed = [digest for digest, resident in now.items() if self._residents.get(digest) != resident]
         for digest in [*changed, *(self._residents.keys() - now.keys())]:
             self._changed.pop(digest, None)
             self._changed[digest] = self.at = number
-        self._told, self._residents = residents, now
+        self._published, self._residents = residents, now
 
-    def _forget(self, known: int) -> None:
-        while self._changed and (oldest := next(iter(self._changed.items())))[1] <= known:
+    def _forget(self, acknowledged: int) -> None:
+        while self._changed and (oldest := next(iter(self._changed.items())))[1] <= acknowledged:
             del self._changed[oldest[0]]

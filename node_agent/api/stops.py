@@ -18,7 +18,7 @@ class StopMatcher:
         self._stops = list(dict.fromkeys(stops))
         self._borders = [_borders(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
-        self._held = ""
+        self._withheld = ""
         self._include = include
 
     def feed(self, piece: str, *, counts: bool = True) -> tuple[str, str | None]:
@@ -29,22 +29,22 @@ class StopMatcher:
         """
         if not self._stops:
             return piece, None
-        text = self._held + piece
-        for position, character in enumerate(piece, start=len(self._held) + 1):
+        text = self._withheld + piece
+        for position, character in enumerate(piece, start=len(self._withheld) + 1):
             longest = self._advance(character)
             if longest and counts:
-                self._held = ""
+                self._withheld = ""
                 stop = text[position - longest : position]
                 return text[: position if self._include else position - longest], stop
-        held = max(self._states)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], None
+        withheld = max(self._states)
+        self._withheld = text[len(text) - withheld :]
+        return text[: len(text) - withheld], None
 
     def flush(self) -> str:
         """Returns the text that was held back, once no more will come, and resets the matcher."""
-        held, self._held = self._held, ""
+        withheld, self._withheld = self._withheld, ""
         self._states = [0] * len(self._stops)
-        return held
+        return withheld
 
     def _advance(self, character: str) -> int:
         """Moves every automaton by one character; returns the length of the longest stop string that it completes."""

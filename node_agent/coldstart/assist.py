@@ -1,4 +1,4 @@
-"""What a cold pass needs of the CPU workers: its adapters held in host memory, workers that poll, and handoffs."""
+"""The CPU workers' part of a cold pass: its adapters held in host memory, workers that poll, and handoffs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Assist:
         messages = self.messages(at_once=True)
         if messages is None:
             return None
-        begun = self.join(messages, lease, layout)
-        if begun is None:
+        assisted = self.join(messages, lease, layout)
+        if assisted is None:
             messages.end()
-        return begun
+        return assisted
 
     def messages(self, at_once: bool = False) -> PassMessages | None:
         """Opens the handoffs of a pass; without `at_once`, what its adapters hand over waits for `send`. The caller
@@ -69,7 +69,7 @@ class Assist:
 
 
 class AssistedPass:
-    """One adapter's part in the handoffs of a pass."""
+    """Part of one adapter in the handoffs of a pass."""
 
     def __init__(self, assist: Assist, hold: HostAdapter, layout: AdapterLayout, messages: PassMessages) -> None:
         self._assist, self._hold, self._layout, self._messages = assist, hold, layout, messages

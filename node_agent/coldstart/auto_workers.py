@@ -9,7 +9,7 @@ from statistics import median
 
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.cold_starts import WAYS, WorkersDecision
+from node_agent.coldstart.cold_starts import MODES, WorkersDecision
 from node_agent.coldstart.costs import pipelined_costs, result_bytes
 from node_agent.coldstart.pass_times import CallKind, PassSample, PassTimes
 from node_agent.coldstart.planner import choose
@@ -23,10 +23,9 @@ SHORT_PROMPT = CallKind(GROUPS["qkv"], 64, 16)
 """A call with a prompt of one line, judged as well: its results have a quarter of the bytes."""
 JUDGED = (TYPICAL, SHORT_PROMPT)
 PLANS = ("pipeline", "assist")
-"""Plans that are measured for a decision."""
 MIN_GAIN = 0.1
-"""Share by which workers must bring its first token forward; and share of a warm prefill that it must wait without
-them, for less is not worth a measurement."""
+"""Share by which workers must bring a first token forward. It is also the share of a warm prefill that the call must
+wait without them: less is not worth a measurement."""
 SAME_ANSWER = 1.02
 """An answer ends no later if it takes at most this factor longer: no two calls take equally long."""
 MAX_WORKERS = 16
@@ -35,7 +34,7 @@ MAX_WORKERS = 16
 
 def refusal(config: EngineConfig) -> str:
     """Returns why this node can't have CPU workers by its settings; empty if it can."""
-    if "assist" not in WAYS[config.cold_start].plans:
+    if "assist" not in MODES[config.cold_start].plans:
         return f"cold_start: {config.cold_start} has no use for them"
     if config.host_nodes > 1:
         return f"{config.host_nodes} nodes share this host's cores"
@@ -61,8 +60,8 @@ def judge_link(config: EngineConfig, store: AdapterStore, base: BaseModel, profi
 
 
 def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, loads: int) -> tuple[float, float]:
-    """Returns the seconds of a typical call's warm prefill, and those by which its first token is later while its
-    adapter's layers are pipelined over a link that `loads` loads share."""
+    """Returns the seconds of a typical call's warm prefill, and those by which its first token is later with pipelined
+    layers. `loads` loads share the link."""
     layout = store.pool.uniform_layout(base, TYPICAL.rank, TYPICAL.projections)
     costs = pipelined_costs(profile, layout, TYPICAL.tokens, loads)
     return costs.device * base.num_layers, choose(costs, ("wait", "pipeline")).exposed
@@ -74,8 +73,8 @@ def is_judged(times: PassTimes) -> bool:
 
 
 def judge_calls(times: PassTimes, count: int, link: WorkersDecision) -> WorkersDecision:
-    """Returns `count` workers where measured calls of a judged kind, alone or several at once, have their first tokens
-    MIN_GAIN sooner with them and end their answers no later; else 0. `link`: the decision by the link alone."""
+    """Returns `count` workers where measured calls gain by them, else 0. Of a judged kind, alone or several at once,
+    first tokens must come MIN_GAIN sooner and answers end no later. `link`: the decision by the link alone."""
     alone = [_Comparison.of(kind, {plan: times.of(kind, plan) for plan in PLANS}) for kind in JUDGED]
     burst = [_Comparison.of(kind, {plan: times.burst(kind, plan) for plan in PLANS}) for kind in JUDGED]
     comparisons = [comparison for comparison in alone + burst if comparison is not None]
@@ -94,7 +93,6 @@ class _Comparison:
 
     kind: CallKind
     calls: int
-    """calls at once"""
     first: dict[str, float]
     answer: dict[str, float]
 
@@ -130,6 +128,8 @@ class _Comparison:
         ]
 
 
-def candidate_counts(most: int) -> list[int]:
-    """Returns the numbers of workers that are tried: powers of two below `most`, and `most`."""
-    return sorted({1 << i for i in range(most.bit_length()) if 1 << i < most} | {most}) if most else []
+def candidate_counts(max_count: int) -> list[int]:
+    """Returns the numbers of workers that are tried: powers of two below `max_count`, and it."""
+    return (
+        sorted({1 << i for i in range(max_count.bit_length()) if 1 << i < max_count} | {max_count}) if max_count else []
+    )

@@ -18,7 +18,7 @@ from adapters.base_model import BaseModel
 from cluster.messages import Adapter, GenerateRequest, Sampling
 from node_agent.adapter_memory.layout import AdapterLayout
 from node_agent.adapter_memory.loads import HostAdapter
-from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.cold_starts import ColdStartMode
 from node_agent.coldstart.pass_times import ROUNDS, CallKind, PassSample
 from node_agent.engine.loop import Engine
 from node_agent.engine.reserves import Callers
@@ -29,7 +29,6 @@ DIGEST = "calibration"
 ANSWER = 12
 """Tokens of a measured call's answer."""
 CALL_LIMIT_S = 30.0
-"""Seconds after which a call counts as failed."""
 IDLE_S = 3e-4
 """Seconds between two looks at a load while there is nothing to compute."""
 
@@ -48,7 +47,7 @@ class Calibration:
 
     engine: Engine
     base: BaseModel
-    gives_way: Callable[[], bool] = never
+    should_yield: Callable[[], bool] = never
     """Says that the engine is wanted. Asked before each step; a call that is under way is cancelled then."""
     _calls: int = 0
     _random: random.Random = field(default_factory=random.Random)
@@ -75,14 +74,14 @@ class Calibration:
         if kind.tokens > limits.chunk_tokens or kind.tokens + ANSWER > limits.max_context:
             raise Interrupted(f"a prompt of {kind.tokens} tokens with {ANSWER} more does not fit this node")
         layout = self.engine.store.pool.uniform_layout(self.base, kind.rank, kind.projections)
-        way, callers = starts.way, self.engine.scheduler.callers
-        starts.way, starts.learns = Way((plan,), decodes=plan == "assist" and way.decodes), False
+        mode, callers = starts.mode, self.engine.scheduler.callers
+        starts.mode, starts.learns = ColdStartMode((plan,), decodes=plan == "assist" and mode.decodes), False
         self.engine.scheduler.callers = Callers()  # no place is kept for the made-up tenant
         try:
             with self._adapters(layout, calls) as digests:
                 return self._timed(kind, plan, layout, digests)
         finally:
-            starts.way, starts.learns, self.engine.scheduler.callers = way, True, callers
+            starts.mode, starts.learns, self.engine.scheduler.callers = mode, True, callers
 
     @contextmanager
     def _adapters(self, layout: AdapterLayout, count: int) -> Iterator[list[str]]:
@@ -103,7 +102,7 @@ class Calibration:
                 store.hosts.forget(host)
 
     def _timed(self, kind: CallKind, plan: str, layout: AdapterLayout, digests: list[str]) -> PassSample:
-        begun, starts = time.monotonic(), self.engine.cold_start
+        started_at, starts = time.monotonic(), self.engine.cold_start
         ended = {outcome.request for outcome in starts.outcomes}
         names = [self._submit(kind, Adapter(digest, "", layout.live, layout.ranks)) for digest in digests]
         try:
@@ -114,12 +113,12 @@ class Calibration:
             self._answers += [event for event in self.engine.take_events() if isinstance(event, Answer)]
             self.engine.put_back(self._answers)
             self._answers = []
-        made = starts.latest
-        if made is None or (made.name != plan and len(digests) == 1):
+        chosen_plan = starts.latest
+        if chosen_plan is None or (chosen_plan.name != plan and len(digests) == 1):
             raise Interrupted(f"the call was not served by {plan}")
-        first, end = fmean(firsts.values()) - begun, fmean(ends.values()) - begun
+        first, end = fmean(firsts.values()) - started_at, fmean(ends.values()) - started_at
         passes = [outcome.seconds for outcome in starts.outcomes if outcome.request not in ended]
-        return PassSample(kind, plan, made.by_profile, passes[-1] if passes else first, first, end, len(digests))
+        return PassSample(kind, plan, chosen_plan.by_profile, passes[-1] if passes else first, first, end, len(digests))
 
     def _submit(self, kind: CallKind, adapter: Adapter) -> str:
         """Submits a call with a prompt that the prefix cache does not have. Returns its id."""
@@ -137,7 +136,7 @@ class Calibration:
         firsts: dict[str, float] = {}
         ends: dict[str, float] = {}
         while len(ends) < len(names):
-            if self.gives_way():
+            if self.should_yield():
                 raise Interrupted("the engine is wanted")
             for event in self._step():
                 if isinstance(event, Generated):
@@ -173,6 +172,6 @@ class Calibration:
             if self.engine.assist is not None:
                 self.engine.assist.poll()
             entry, host = store.device.get(digest), store.hosts.get(digest)
-            if (entry is None or entry.idle) and (host is None or not (host.placed or host.holds > 1)):
+            if (entry is None or entry.idle) and (host is None or not (host.copying or host.holds > 1)):
                 return
             time.sleep(IDLE_S)

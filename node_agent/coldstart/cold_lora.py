@@ -12,7 +12,7 @@ from node_agent.coldstart.messages import Share
 from node_agent.types import GROUPS, LayerState, PassLora
 
 ON_DEVICE = (LayerState.ENQUEUED, LayerState.DEVICE)
-"""What is computed there: a layer whose copy is enqueued is awaited on the stream."""
+"""States of layers that the device computes: one whose copy is enqueued is awaited on the stream."""
 
 
 class ColdLora:
@@ -31,7 +31,7 @@ class ColdLora:
         workers: AssistedPass | None,
         await_copy: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`on_device` adds a layer whose weights have arrived, or will have when `await_copy` has been enqueued for it;
+        """`on_device` adds a layer whose weights have arrived, or will have once `await_copy` is enqueued for it.
         `adapted` says whether a layer's group is adapted at all."""
         self._device_part, self._state, self._adapted, self._workers = on_device, state, adapted, workers
         self._await_copy = await_copy
@@ -39,7 +39,7 @@ class ColdLora:
         self._handoff: Share | None = None
         self._failed = False
         self.waited = 0.0
-        """seconds, for workers"""
+        """seconds of waits for workers"""
 
     @property
     def poisoned(self) -> bool:

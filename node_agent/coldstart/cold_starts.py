@@ -31,10 +31,10 @@ from node_agent.coldstart.row_costs import JoinedStep, RowCosts, RowPart
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.types import LayerState, Lease, PassLora, Plan
 
-MOST_OUTCOMES = 256
+MAX_OUTCOMES = 256
 NO_WAIT = 0.02
-"""Workers count as on time if the chunk waited less than this share of the base's products, beside which they
-compute."""
+"""Share of the base's products, during which workers compute. Workers count as on time if the chunk waited less than
+that."""
 MAX_CROSSING_S = 0.1
 """Seconds of one handoff's bytes on the link above which workers are not asked: a wait for them is bounded."""
 MAX_UNMEASURED = 16
@@ -42,13 +42,13 @@ MAX_UNMEASURED = 16
 
 
 @dataclass(frozen=True)
-class Way:
-    """Which plans may be chosen. `blocks` and `whole` make the baselines that benchmarks compare with."""
+class ColdStartMode:
+    """Plans that may be chosen. `blocks` and `whole_adapter` make the baselines that benchmarks compare with."""
 
     plans: tuple[str, ...]
     blocks: bool = False
     """Nothing else is computed while an adapter loads (our code path, as S-LoRA does it)."""
-    whole: bool = False
+    whole_adapter: bool = False
     """The device computes nothing of an adapter that is not wholly there: the CPU without the pipeline."""
     decodes: bool = False
     """Decode steps are computed while the adapter is loading."""
@@ -56,22 +56,21 @@ class Way:
 
 PLAIN = ("wait", "pipeline")
 """Plans that need no CPU workers."""
-WAYS = {
-    "auto": Way((*PLAIN, "assist"), decodes=True),
-    "wait": Way(("wait",)),
-    "pipeline": Way(PLAIN),
-    "assist": Way(("assist",), decodes=True),
+MODES = {
+    "auto": ColdStartMode((*PLAIN, "assist"), decodes=True),
+    "wait": ColdStartMode(("wait",)),
+    "pipeline": ColdStartMode(PLAIN),
+    "assist": ColdStartMode(("assist",), decodes=True),
 }
 """`node.cold_start` in serverless.yml: the plans that may be chosen. Where `assist` is impossible, PLAIN may."""
 
 
 @dataclass(frozen=True)
 class WorkersDecision:
-    """How many CPU workers a node has."""
+    """Number of CPU workers that a node has, and why."""
 
     count: int
     reason: str
-    """For operators."""
     figures: tuple[tuple[str, float], ...] = ()
     """(name, milliseconds) of what the decision was made by"""
 
@@ -83,12 +82,12 @@ class ColdStarts:
         self,
         store: AdapterStore,
         base: BaseModel,
-        way: Way,
+        mode: ColdStartMode,
         profile: Profile | None = None,
         workers: WorkerPool | None = None,
     ) -> None:
         """Plans by the profile, with these workers; without a profile every plan is `wait`."""
-        self.store, self.base, self.way = store, base, way
+        self.store, self.base, self.mode = store, base, mode
         self.times = PassTimes()
         self.row_cpu = Correction()
         """Correction of the workers' time for decode rows."""
@@ -105,9 +104,8 @@ class ColdStarts:
         """Opens the assisted part of cold passes; None without workers."""
         self.use(profile, workers)
         self.decision = WorkersDecision(0, "")
-        self.outcomes: deque[Outcome] = deque(maxlen=MOST_OUTCOMES)
+        self.outcomes: deque[Outcome] = deque(maxlen=MAX_OUTCOMES)
         self.latest: Plan | None = None
-        """The plan that was made last."""
 
     def use(self, profile: Profile | None, workers: WorkerPool | None) -> None:
         """Plan by the profile from now on, with these workers."""
@@ -135,13 +133,13 @@ class ColdStarts:
             return Plan("wait")
         costs = self.costs(lease, n_tokens, self.profile)
         apart = self._apart(costs, n_tokens, contention, self.profile)
-        costs = replace(costs, ahead=contention.ahead, others=contention.others, apart=apart)
+        costs = replace(costs, ahead=contention.ahead, other_requests=contention.other_requests, apart=apart)
         if contention.decodes:
             costs = replace(costs, decode=self._decode_costs(lease, costs, contention.decodes, self.profile))
         kind = kind_of(self.store.layout(lease), n_tokens)
         choice = choose(costs, self._allowed(kind, costs), partial(self.times.bounds, kind))
         if choice.undecided and self.times.may_narrow(kind, "assist"):
-            self._note_unmeasured(kind)
+            self._record_unmeasured(kind)
         if choice.name != "wait":
             self.store.set_order(lease, choice.order(self.base.num_layers))
         joins = costs.decode is not None and np.isfinite(costs.decode.longer)
@@ -153,7 +151,7 @@ class ColdStarts:
             tuple(costs.load.tolist()),
             choice.seconds,
             max(0.0, choice.loaded - choice.seconds) if contention.decodes and not joins else 0.0,
-            contention.others,
+            contention.other_requests,
             self._alone_seconds(costs, choice.name, choice.assisted),
         )
         return self.latest
@@ -161,24 +159,30 @@ class ColdStarts:
     def _allowed(self, kind: CallKind, costs: ChunkCosts) -> tuple[str, ...]:
         """Returns the plans that may be chosen for a chunk of this kind. Workers take a kind of call only once it was
         measured with them; one that they may help by the profile alone is noted, to be measured."""
-        plain = tuple(name for name in self.way.plans if name in PLAIN)
-        if "assist" not in self.way.plans or not self.assists:
+        plain = tuple(name for name in self.mode.plans if name in PLAIN)
+        if "assist" not in self.mode.plans or not self.assists:
             return plain or PLAIN
         if not plain or self.times.is_measured(kind):
-            return self.way.plans if plain or np.isfinite(costs.cpu).any() else PLAIN
+            return self.mode.plans if plain or np.isfinite(costs.cpu).any() else PLAIN
         if choose(costs).name == "assist":
-            self._note_unmeasured(kind)
+            self._record_unmeasured(kind)
         return plain
 
-    def _note_unmeasured(self, kind: CallKind) -> None:
+    def _record_unmeasured(self, kind: CallKind) -> None:
         """Has passes of this kind measured when the node is idle."""
         if kind not in self.unmeasurable and len(self.unmeasured) < MAX_UNMEASURED:
             self.unmeasured.setdefault(kind)
 
     def _alone_seconds(self, costs: ChunkCosts, name: str, assisted: int) -> float:
-        """Returns the forecast by the profile alone of a chunk that has engine and link for itself; 0 where it does
-        not, or where its adapter is not in host memory yet."""
-        if costs.others or costs.ahead or costs.in_host.any() or self.store.loads_in_flight > 1 or not costs.load.any():
+        """Returns the forecast by the profile alone of a chunk that has engine and link for itself. Returns 0 where it
+        has not, or where its adapter is not in host memory yet."""
+        if (
+            costs.other_requests
+            or costs.ahead
+            or costs.in_host.any()
+            or self.store.loads_in_flight > 1
+            or not costs.load.any()
+        ):
             return 0.0
         return wait_seconds(costs) if name == "wait" else float(forecast(costs)[0][assisted])
 
@@ -189,31 +193,33 @@ class ColdStarts:
         layers = self.base.num_layers
         load = costs.load.sum() / max(1, self.store.loads_in_flight)
         together = costs.in_host.max() + load <= layers * costs.device
-        sharing = contention.others if together else contention.ready
+        sharing = contention.other_requests if together else contention.ready
         return sharing * layers * profile.apart_seconds(n_tokens, sharing)
 
     def _decode_costs(self, lease: Lease, costs: ChunkCosts, tokens: int, profile: Profile) -> DecodeCosts:
         """Returns what the decode steps after a chunk cost, of which some may be computed before the whole adapter is
         there. On average half of the layers that are loading are the workers' then."""
-        rows, row_costs = 1 + costs.others, RowCosts(profile, self.base)
+        rows, row_costs = 1 + costs.other_requests, RowCosts(profile, self.base)
         step = row_costs.step(rows)
-        if not (self.way.decodes and self.assists):
+        if not (self.mode.decodes and self.assists):
             return DecodeCosts(tokens, step, np.inf)
         work, crossings = self._row_work(lease, 1, row_costs)
-        longer = (work - row_costs.beside(rows)).clip(0.0).sum(axis=1) + crossings.sum(axis=1)
+        longer = (work - row_costs.base_seconds(rows)).clip(0.0).sum(axis=1) + crossings.sum(axis=1)
         half = float(longer[costs.load > 0].sum()) / 2
         results = 0.0 if costs.results is None else float(self._result_seconds(lease, 1)[costs.load > 0].sum()) / 2
-        return DecodeCosts(tokens, step, half if half <= longest_step(step, 1, costs.others) else np.inf, results)
+        return DecodeCosts(
+            tokens, step, half if half <= longest_step(step, 1, costs.other_requests) else np.inf, results
+        )
 
     def _row_work(self, lease: Lease, rows: int, costs: RowCosts) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the workers' seconds for so many decode rows, as they are lately, and those of crossings."""
+        """Returns the workers' seconds for `rows` decode rows, as they are lately, and those of crossings."""
         layout, row_bytes = self.store.layout(lease), rows * self.store.pool.data.element_size()
         crossings = costs.crossings(layout, row_bytes, self.store.loads_in_flight)
         return self.row_cpu.value * costs.work(layout, rows), crossings
 
     def _result_seconds(self, lease: Lease, rows: int) -> np.ndarray:
-        """Returns f64[N]: seconds by which the workers' results for so many rows delay the load; 0 where workers share
-        the device's memory."""
+        """Returns f64[N]: seconds by which the workers' results for the rows delay the load; 0 where workers share the
+        device's memory."""
         if self.profile is None or self.profile.handoff is None or self.link is None:
             return np.zeros(self.base.num_layers)
         row_bytes = rows * self.store.pool.data.element_size()
@@ -239,14 +245,14 @@ class ColdStarts:
         profile."""
         return layers * self.profile.layer_seconds(tokens) if self.profile is not None else 0.0
 
-    def joining(self, waiting: Iterable[tuple[Lease, int]], others: int) -> set[str]:
-        """Returns the digests of adapters whose rows go along with the next decode step, though they are on their way:
-        they need not wait for a layer, and all requests together gain by it. `waiting`: each adapter that has rows to
-        decode, with their number; `others`: requests that are held up by as much as the step takes longer."""
+    def joining(self, waiting: Iterable[tuple[Lease, int]], other_requests: int) -> set[str]:
+        """Returns the digests of adapters whose rows join the next decode step, though they are on their way: they need
+        not wait for a layer, and all requests together gain by it. `waiting`: each adapter that has rows to decode,
+        with their number; `other_requests`: number of those that are held up by as much as the step takes longer."""
         chosen: set[str] = set()
-        if self.profile is None or not self.way.decodes:
+        if self.profile is None or not self.mode.decodes:
             return chosen
-        step = JoinedStep(RowCosts(self.profile, self.base), self.workers.usable if self.workers else 0, others)
+        step = JoinedStep(RowCosts(self.profile, self.base), self.workers.usable if self.workers else 0, other_requests)
         for lease, rows in waiting:
             if not step.full and self.can_step(lease) and step.join(self._row_part(lease, rows, self.profile)):
                 chosen.add(lease.digest)
@@ -274,8 +280,8 @@ class ColdStarts:
         return all(self.state(lease, layer) in ON_DEVICE for layer in range(self.base.num_layers))
 
     def observe_joined(self, joined: Sequence[tuple[Lease, int, ColdLora]]) -> None:
-        """Learn from the decode rows, so many of each adapter, that joined one step. The workers served all of them
-        beside one product of the base, and whoever was served last waited for those before."""
+        """Learns from the decode rows of each adapter that joined one step. The workers served all of them during one
+        product of the base, and the adapter that was served last waited for those before."""
         if self.profile is None or self.workers is None or not self.assists:
             return
         costs, layers = RowCosts(self.profile, self.base), self.base.num_layers
@@ -283,13 +289,13 @@ class ColdStarts:
         served = max(1, min(self.workers.usable, len(parts)))  # the last worker may have ended meanwhile
         work = sum(lora.layers_on_cpu / layers * each for each, lora in parts) / served
         share = max(lora.layers_on_cpu for _, lora in parts) / layers
-        between = share * np.where(work > 0, costs.beside(sum(rows for _, rows, _ in joined)), 0.0)
+        between = share * np.where(work > 0, costs.base_seconds(sum(rows for _, rows, _ in joined)), 0.0)
         self._learn(self.row_cpu, float(np.sum(work)), float(between.sum()), sum(lora.waited for _, lora in parts))
 
     def observe(self, lease: Lease, outcome: Outcome) -> None:
         """Learn from a chunk of the leased adapter that was computed."""
         self.outcomes.append(outcome)
-        if self.profile is not None and not outcome.others and self.store.pool.data.device.type == "cpu":
+        if self.profile is not None and not outcome.other_requests and self.store.pool.data.device.type == "cpu":
             self.device.learn(self.base.num_layers * self.profile.layer_seconds(outcome.tokens), outcome.computed)
         if self.learns and outcome.by_profile:
             kind = kind_of(self.store.layout(lease), outcome.tokens)
@@ -318,26 +324,26 @@ class ColdStarts:
 
     def state(self, lease: Lease, layer: int) -> int:
         """A LayerState, as far as this node's way makes use of it."""
-        found = self.store.state(lease, layer)
-        if found in ON_DEVICE and self.way.whole and not self.store.loaded(lease):
+        state = self.store.state(lease, layer)
+        if state in ON_DEVICE and self.mode.whole_adapter and not self.store.loaded(lease):
             return LayerState.HOST
-        return found
+        return state
 
     def _computable(self, lease: Lease, plan: Plan, layer: int) -> bool:
         state = self.state(lease, layer)
         return state in ON_DEVICE or (state == LayerState.HOST and self.on_cpu(lease, plan, layer))
 
     def on_cpu(self, lease: Lease, plan: Plan, layer: int) -> bool:
-        """Whether a layer that lies in host memory is computed by the workers rather than waited for."""
+        """Returns whether a layer that lies in host memory is computed by the workers rather than waited for."""
         if plan.name != "assist" or not self.assists:
             return False
-        if layer < plan.assisted or self.way.whole:
+        if layer < plan.assisted or self.mode.whole_adapter:
             return True
         # it should have been on the device by now: what comes before it in the load has to arrive first
-        left = sum(
+        load_s = sum(
             plan.load[i] for i in range(plan.assisted, layer + 1) if self.store.state(lease, i) != LayerState.DEVICE
         )
-        return bool((1 + plan.others) * plan.cpu_extra[layer] < left)
+        return bool((1 + plan.other_requests) * plan.cpu_extra[layer] < load_s)
 
     def costs(self, lease: Lease, n_tokens: int, profile: Profile) -> ChunkCosts:
         """Returns what each layer of the chunk costs by the profile, with the link as it was observed lately and shared
@@ -364,7 +370,7 @@ class ColdStarts:
     def worker_seconds(
         self, profile: Profile, layout: AdapterLayout, n_tokens: int, workers: int, sharing: int = 1
     ) -> np.ndarray:
-        """Returns f64[N]: the seconds of each layer whose adapter part so many workers compute, while `sharing` loads
+        """Returns f64[N]: the seconds of each layer whose adapter part `workers` workers compute, while `sharing` loads
         use the link. Infinite without workers, and where the results have as many bytes as the weights: then workers
         can only delay what they are to hide."""
         if not workers or profile.cpu is None:
@@ -374,13 +380,13 @@ class ColdStarts:
         on_cpu = self.store.pool.data.device.type == "cpu"
         if on_cpu and self.workers is not None and self.workers.engine_cores is not None:
             slowdown = self.workers.engine_cores.slowdown
-        work, beside = costs.slices(layout, n_tokens, workers), self.device.value * costs.beside(n_tokens)
-        longer = np.where(work > 0, np.maximum(work, slowdown * beside) - beside, 0.0).sum(axis=1)
+        work, base_s = costs.slices(layout, n_tokens, workers), self.device.value * costs.base_seconds(n_tokens)
+        longer = np.where(work > 0, np.maximum(work, slowdown * base_s) - base_s, 0.0).sum(axis=1)
         crossings = costs.crossings(layout, row_bytes, sharing)
         seconds = self.layer_seconds(n_tokens, profile) + longer + crossings.sum(axis=1)
         seconds[(crossings > MAX_CROSSING_S).any(axis=1)] = np.inf
         if profile.handoff is not None:
             moved = np.array(layout.moved)
             seconds[(moved > 0) & (result_bytes(layout, self.base, row_bytes) >= moved)] = np.inf
-        found: np.ndarray = seconds
-        return found
+        by_layer: np.ndarray = seconds
+        return by_layer

@@ -1,4 +1,4 @@
-"""How much there is to compute in each projection group of a layer, and what a chunk costs without CPU workers."""
+"""Amount of computation in each projection group of a layer, and the cost of a chunk without CPU workers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from node_agent.types import GROUPS
 def group_elements(layout: AdapterLayout, layer: int, base: BaseModel) -> dict[str, int]:
     """Weights of each adapted projection group of a layer."""
     ranks = {pair.projection: pair.rank for pair in layout.layers[layer]}
-    found = {group: sum(ranks.get(p, 0) * sum(base.widths[p]) for p in members) for group, members in GROUPS.items()}
-    return {group: elements for group, elements in found.items() if elements}
+    by_group = {group: sum(ranks.get(p, 0) * sum(base.widths[p]) for p in members) for group, members in GROUPS.items()}
+    return {group: elements for group, elements in by_group.items() if elements}
 
 
 def group_shares(base: BaseModel) -> dict[str, float]:
@@ -48,8 +48,8 @@ def result_bytes(layout: AdapterLayout, base: BaseModel, row_bytes: int) -> np.n
         for members in GROUPS.values():  # a group's message has the results of all its projections
             if any(layout.rank[layer, p] for p in members):
                 adapted[layer, list(members)] = True
-    found: np.ndarray = row_bytes * (adapted @ elements)
-    return found
+    sizes: np.ndarray = row_bytes * (adapted @ elements)
+    return sizes
 
 
 def group_widths(base: BaseModel, group: str) -> tuple[int, int]:

@@ -20,7 +20,7 @@ class EngineCores:
     def __init__(self, threads: int, workers: Collection[int]) -> None:
         """`threads`: torch threads of the engine while no worker is armed; `workers`: numbers of the workers' cores."""
         self._all = os.sched_getaffinity(0)
-        self._others = self._all - set(workers) or self._all
+        self._without_workers = self._all - set(workers) or self._all
         self.threads = threads
         self.fewer = max(1, min(threads, usable_cores() - len(workers)))
         """Torch threads of the engine while workers are armed."""
@@ -33,7 +33,7 @@ class EngineCores:
         return self.threads / self.fewer
 
     def lend(self) -> None:
-        os.sched_setaffinity(0, self._others)
+        os.sched_setaffinity(0, self._without_workers)
         if self.fewer != self.threads:
             torch.set_num_threads(self.fewer)
 

@@ -21,8 +21,8 @@ class HandoffLink:
         self._to_device, self._config, self._count_crossed = to_device, to_device.config, count_crossed
 
     def charge(self, handed: int, answered: int) -> tuple[int, int]:
-        """Puts `answered` bytes on the way to the device, beside the loads. Returns the microseconds by which the
-        workers delay the start of their work (`handed` bytes cross) and their answer."""
+        """Puts `answered` bytes on the way to the device, in competition with the loads. Returns the microseconds by
+        which the workers delay the start of their work (`handed` bytes cross) and their answer."""
         sharing = 1 + self._to_device.active
         self._to_device.begin(Flow(), answered)
         self._count_crossed(answered)

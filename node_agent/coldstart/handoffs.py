@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.slices import Segment
 
-if TYPE_CHECKING:
-    from node_agent.coldstart.workers import WorkerPool
-
 WAIT_LIMIT_S = 1.0
-"""For a worker's answer; a slice takes a hundredth of it."""
+"""Seconds to wait for a worker's answer; a slice takes a hundredth of it."""
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One worker's slice of a handoff."""
+    """Slice of a handoff that one worker computes."""
 
     worker: WorkerState
     flag: int
@@ -30,12 +27,30 @@ class Part:
     at: int
     """command, among the worker's"""
     begin: int
-    """its slice of the tokens, which it shares with the workers that have other shares of the weights"""
+    """first token of its slice; workers that have other shares of the weights have the same"""
     end: int
 
 
+class HandoffPool(Protocol):
+    """The parts of a WorkerPool that handoffs use."""
+
+    takeover_ns: int
+
+    def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None: ...
+
+    def await_part(self, part: Part, end_ns: int) -> bool: ...
+
+    def take_over(self, parts: Sequence[Part]) -> Handoff | None: ...
+
+    def reads(self, parts: Iterable[Part]) -> bool: ...
+
+    def release(self, slot: int, parts: list[Part], arrived: bool) -> None: ...
+
+    def record_timeout(self) -> None: ...
+
+
 class PassHandoffs(Protocol):
-    """One cold pass's handoffs: the part that differs between a CPU and a device with a stream (stream.py)."""
+    """Handoffs of one cold pass: the part that differs between a CPU and a device with a stream (stream.py)."""
 
     @property
     def failed(self) -> bool:
@@ -49,7 +64,8 @@ class PassHandoffs(Protocol):
 
     @property
     def quiet(self) -> bool:
-        """Whether the pass has ended, and no worker reads anything for it any more, as far as the last `poll` knows."""
+        """Returns whether the pass has ended, and no worker reads anything for it any more, as far as the last `poll`
+        knows."""
 
 
 class HostPass:
@@ -57,7 +73,7 @@ class HostPass:
 
     failed = False
 
-    def __init__(self, pool: WorkerPool) -> None:
+    def __init__(self, pool: HandoffPool) -> None:
         self._pool = pool
         self._opened: list[Handoff] = []
         self._ended = False
@@ -77,10 +93,10 @@ class HostPass:
 
 
 class Handoff:
-    """One projection group's adapter part, being computed. The slice of a worker that ends or stalls is computed by
+    """Adapter part of one projection group, being computed. The slice of a worker that ends or stalls is computed by
     another one; where none can be had, the handoff fails."""
 
-    def __init__(self, pool: WorkerPool, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
+    def __init__(self, pool: HandoffPool, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
         """`outputs`: views of the slot's y area."""
         self._pool, self._slot, self._parts, self._views = pool, slot, parts, outputs
         self._outputs = outputs
@@ -88,12 +104,12 @@ class Handoff:
         self._open = True
         self._stand_ins: list[Handoff] = []
         self.answered = False
-        """by every worker that it was handed to"""
+        """every worker that it was handed to has answered"""
 
     @property
     def parts(self) -> list[Part]:
-        """Those of the stand-ins among them."""
-        return [*self._parts, *(part for other in self._stand_ins for part in other.parts)]
+        """Returns its parts, those of the stand-ins included."""
+        return [*self._parts, *(part for stand_in in self._stand_ins for part in stand_in.parts)]
 
     def wait(self, timeout: float = WAIT_LIMIT_S) -> bool:
         """Waits until all slices have arrived, `timeout` seconds at most. Returns False when they have not; at once
@@ -121,36 +137,36 @@ class Handoff:
             self._pool.release(self._slot, self._parts, self.answered)
 
     def _await_own(self, end_ns: int) -> bool:
-        """Waits without stand-ins: whoever is left may be the very worker that is stood in for."""
+        """Waits without stand-ins: the worker that remains may be the very one that is stood in for."""
         self.answered = self._arrived = all(self._pool.await_part(part, end_ns) for part in self._parts)
         return self.answered
 
     def _complete(self, missing: list[Part], end_ns: int) -> bool:
         """Returns whether the missing slices come from anybody before `end_ns`."""
-        self._outputs = [y.clone() for y in self._views]  # a stalled worker writes to the views once it goes on
+        self._outputs = [y.clone() for y in self._views]  # a stalled worker writes to the views once it wakes
         slices: dict[tuple[int, int], list[Part]] = {}
         for part in missing:
             slices.setdefault((part.begin, part.end), []).append(part)
         arrived = all(self._complete_slice(parts, end_ns) for parts in slices.values())
         if not arrived and time.monotonic_ns() >= end_ns:
-            self._pool.note_timeout()
+            self._pool.record_timeout()
         return arrived
 
     def _complete_slice(self, parts: Sequence[Part], end_ns: int) -> bool:
         """`parts`: the shares of one slice that are missing. Who takes over computes the whole slice."""
         begin, end = parts[0].begin, parts[0].end
-        other = self._pool.take_over(parts) if time.monotonic_ns() < end_ns else None
+        stand_in = self._pool.take_over(parts) if time.monotonic_ns() < end_ns else None
         rows: Sequence[torch.Tensor]
-        if other is None:
+        if stand_in is None:
             arrived = all(self._pool.await_part(part, end_ns) for part in parts)
             rows = [y[begin:end] for y in self._views]
         else:
-            self._stand_ins.append(other)
-            arrived = other._await_own(end_ns)
-            rows = other.outputs if arrived else ()
+            self._stand_ins.append(stand_in)
+            arrived = stand_in._await_own(end_ns)
+            rows = stand_in.outputs if arrived else ()
         if arrived:
-            for y, found in zip(self._outputs, rows, strict=True):
-                y[begin:end] = found
-        if other is not None:
-            other.close()
+            for y, computed in zip(self._outputs, rows, strict=True):
+                y[begin:end] = computed
+        if stand_in is not None:
+            stand_in.close()
         return arrived

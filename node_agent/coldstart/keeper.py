@@ -1,4 +1,4 @@
-"""Starts the CPU LoRA workers, notices their ends at once, and starts them again, in a thread of its own.
+"""Starts the CPU LoRA workers, notices their ends at once, and starts them again, in a separate thread.
 
 The thread spawns all of them, for the kernel ends a worker with the very thread that started it.
 """
@@ -19,13 +19,13 @@ from typing import IO
 
 import msgspec
 
-from node_agent.coldstart.worker_process import WorkerConfig, WorkerReady
+from node_agent.coldstart.shared import WorkerConfig, WorkerReady
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 30.0
 STEADY = 30.0
 """Seconds after which a worker counts as good again: its next restart waits for FIRST_BACKOFF only."""
 START_LIMIT_S = 120.0
-"""From the start of a process until it is warm; the first one of a machine compiles the operator."""
+"""Seconds from the start of a process until it is warm; the first one of a machine compiles the operator."""
 JOIN_LIMIT_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class WorkerState:
-    """One process. `ready` and `ended` are set by the keeper, all else but `began` by the engine's thread."""
+    """Process of a worker. `ready` and `ended` are set by the keeper, all else but `began` by the engine's thread."""
 
     index: int
     epoch: int
@@ -44,9 +44,9 @@ class WorkerState:
     ended: bool = False
     """reaped: it writes nothing any more"""
     commands: int = 0
-    """that it has not been seen to answer"""
+    """number of commands without an answer"""
     late: tuple[Callable[[], bool], ...] = ()
-    """whether it has answered by now, for each command that timed out; it gets no new ones before"""
+    """checks for an answer, one for each command that timed out; the worker gets no new ones before"""
     late_since: float = 0.0
 
 
@@ -56,7 +56,7 @@ class _Place:
 
     worker: WorkerState | None = None
     backoff: float = FIRST_BACKOFF
-    due: float = 0.0
+    restart_at: float = 0.0
     output: bytearray = field(default_factory=bytearray)
 
 
@@ -71,12 +71,12 @@ class Keeper:
         stall_limit: float,
         on_end: Callable[[WorkerState], None],
     ) -> None:
-        """`on_end` is told of each worker that was warm and has ended, once it is reaped, by the keeper's thread."""
+        """`on_end` receives each worker that was warm and has ended, once it is reaped, in the keeper's thread."""
         self._config, self._fds, self._stall_limit, self._on_end = config, tuple(fds), stall_limit, on_end
         self._places = [_Place() for _ in range(count)]
         self._epochs = 0
         self.workers: tuple[WorkerState, ...] = ()
-        """Those that are warm and alive, as far as is known, by index; replaced whole by the keeper's thread."""
+        """Workers that are warm and alive, as far as is known, by index; replaced whole by the keeper's thread."""
         self._closing = False
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -92,7 +92,7 @@ class Keeper:
             self._changed.wait_for(lambda: len(self.workers) >= count, timeout)
             return len(self.workers)
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """A worker is late: wake, to end it if it stays so."""
         os.eventfd_write(self._wake, 1)
 
@@ -100,7 +100,7 @@ class Keeper:
         """Kill and reap all. They own nothing that would have to be put in order."""
         self._closing = True
         if self._thread.is_alive():
-            self.look()
+            self.wake()
             self._thread.join(JOIN_LIMIT_S)
         os.close(self._wake)
 
@@ -109,7 +109,7 @@ class Keeper:
             while not self._closing:
                 now = time.monotonic()
                 for index, place in enumerate(self._places):
-                    if place.worker is None and place.due <= now:
+                    if place.worker is None and place.restart_at <= now:
                         self._try_start(index, place, now)
                 self._wait(min(self._next_look(place, now) for place in self._places))
                 for place in self._places:
@@ -130,7 +130,7 @@ class Keeper:
 
     @staticmethod
     def _back_off(place: _Place, now: float) -> None:
-        place.due = now + place.backoff
+        place.restart_at = now + place.backoff
         place.backoff = min(2 * place.backoff, LONGEST_BACKOFF)
 
     def _start(self, index: int, place: _Place) -> None:
@@ -162,7 +162,7 @@ class Keeper:
         """Returns the seconds until the place is to be looked at again."""
         worker = place.worker
         if worker is None:
-            return place.due - now
+            return place.restart_at - now
         if worker.ready is None:
             return worker.began + START_LIMIT_S - now
         return worker.late_since + self._stall_limit - now if worker.late else STEADY
@@ -190,7 +190,7 @@ class Keeper:
         elif worker.late and now - worker.late_since >= self._stall_limit and not all(done() for done in worker.late):
             self._end(worker, "stalled")
         if worker.process.poll() is not None:
-            self._note_end(place, worker, now)
+            self._record_end(place, worker, now)
 
     def _read_ready(self, place: _Place, worker: WorkerState) -> None:
         chunk = _output(worker).read(1 << 12)
@@ -203,8 +203,8 @@ class Keeper:
             log.info("worker ready", extra={"worker": worker.index, "pid": worker.process.pid})
 
     def _list_workers(self) -> None:
-        found = (place.worker for place in self._places)
-        self.workers = tuple(worker for worker in found if worker is not None and worker.ready and not worker.ended)
+        workers = (place.worker for place in self._places)
+        self.workers = tuple(worker for worker in workers if worker is not None and worker.ready and not worker.ended)
         self._changed.notify_all()
 
     def _end(self, worker: WorkerState, why: str) -> None:
@@ -212,7 +212,7 @@ class Keeper:
         worker.process.kill()
         worker.process.wait(JOIN_LIMIT_S)
 
-    def _note_end(self, place: _Place, worker: WorkerState, now: float) -> None:
+    def _record_end(self, place: _Place, worker: WorkerState, now: float) -> None:
         self.deaths += 1
         if now - worker.began >= STEADY:
             place.backoff = FIRST_BACKOFF

@@ -19,14 +19,14 @@ RATE = 0.3
 """Weight of one observation, in logarithms."""
 LOADS_KEPT = 16
 REFIT_S = 1.0
-LEAST_LOAD_S, LONGEST_LOAD_S = 1e-3, 1e3
+MIN_LOAD_S, LONGEST_LOAD_S = 1e-3, 1e3
 """Bounds of the loads that are learnt from."""
 PROFILE_SIZES = (1 << 20, 1 << 27)
 """Bytes of two loads by which the profile counts as much as two fresh observations."""
 HOST_FADE_S = 120.0
 """Seconds in which half of what was learnt of the engine's own speed is forgotten: hosts stay slow for minutes."""
 HOST_RATE = 0.7
-"""Weight of one pass in what is learnt of the engine's own speed: a pass tells it nearly exactly."""
+"""Weight of one pass in what is learnt of the engine's own speed: a pass shows it nearly exactly."""
 FADE_S = 10.0
 """Seconds in which half of a correction is forgotten: what is not chosen any more for seeming slow is tried again."""
 
@@ -49,18 +49,18 @@ class Correction:
         if not (forecast > 0 and observed >= 0):
             return
         old = self.value
-        seen = min(MOST, max(LEAST, observed / forecast))
+        ratio = min(MOST, max(LEAST, observed / forecast))
         if at_most:
-            seen = min(seen, old)
-        self._value, self._at = old * (seen / old) ** self._rate, self._clock()
+            ratio = min(ratio, old)
+        self._value, self._at = old * (ratio / old) ** self._rate, self._clock()
 
 
 class LearntLink:
     """Cost of the link from host memory to the device: the profile's, corrected by loads that were observed.
 
-    Loads of one size can't tell latency from bandwidth, so first both of the profile's are changed by one factor, the
-    geometric mean of what loads took over its forecast. Then `latency + bytes / bandwidth` is fitted to that line and
-    the loads, by least squares of relative errors. A load counts half as much after FADE_S.
+    Loads of one size can't separate latency from bandwidth, so first both of the profile's are changed by one factor,
+    the geometric mean of what loads took over its forecast. Then `latency + bytes / bandwidth` is fitted to that line
+    and the loads, by least squares of relative errors. A load counts half as much after FADE_S.
     """
 
     def __init__(self, profile: LinkCost, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,7 @@ class LearntLink:
     def learn(self, size: int, seconds: float) -> None:
         """Records that `size` bytes crossed in `seconds` in which the link had always something to carry. Ignores a
         time that is too short: it says how fast threads wake up, and nothing of the link."""
-        if size > 0 and LEAST_LOAD_S < seconds < LONGEST_LOAD_S:
+        if size > 0 and MIN_LOAD_S < seconds < LONGEST_LOAD_S:
             self._loads.append((self._clock(), size, seconds))
             self._fit()
 
@@ -86,11 +86,11 @@ class LearntLink:
 
     def _fit(self) -> None:
         self._made_at = now = self._clock()
-        seen = [(size, seconds, 0.5 ** ((now - at) / FADE_S)) for at, size, seconds in self._loads]
-        longer = sum(weight * log(seconds / self._by_profile(size)) for size, seconds, weight in seen)
-        factor = exp(longer / (1.0 + sum(weight for *_, weight in seen)))
-        known = [(size, factor * self._by_profile(size), 1.0) for size in PROFILE_SIZES]
-        sizes, seconds, weights = np.array(known + seen).T
+        observed = [(size, seconds, 0.5 ** ((now - at) / FADE_S)) for at, size, seconds in self._loads]
+        longer = sum(weight * log(seconds / self._by_profile(size)) for size, seconds, weight in observed)
+        factor = exp(longer / (1.0 + sum(weight for *_, weight in observed)))
+        prior = [(size, factor * self._by_profile(size), 1.0) for size in PROFILE_SIZES]
+        sizes, seconds, weights = np.array(prior + observed).T
         scale = np.sqrt(weights) / seconds
         columns = np.column_stack((scale, sizes * scale))
         latency, per_byte = nonnegative(columns, np.sqrt(weights))
@@ -101,26 +101,26 @@ class LearntLink:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One cold chunk as it was computed, and as it was planned. Seconds."""
+    """Times of one cold chunk as it was computed, and as it was planned. Seconds."""
 
     request: str
     plan: str
     tokens: int
     forecast: float
-    """from the plan to the chunk's last layer"""
+    """forecast of the seconds from the plan to the chunk's last layer"""
     seconds: float
-    """the same in fact, other passes between included"""
+    """measured seconds, other passes between included"""
     exposed_forecast: float
     exposed: float
-    """of `seconds`, standing still for adapter bytes"""
+    """seconds of stalls for adapter bytes"""
     waited: float
-    """of `seconds`, for CPU workers"""
+    """seconds of waits for CPU workers"""
     computed: float
     """engine time of the layers, without waits for CPU workers"""
     layers_cpu: int
     layers_device: int
-    """of the chunk, by where the adapter's part was computed"""
-    others: int = 0
+    """layers of the chunk, by where the adapter's part was computed"""
+    other_requests: int = 0
     """requests that may have had passes in between"""
     by_profile: float = 0.0
     """forecast by the profile alone; 0: the chunk did not have engine and link for itself"""

@@ -29,7 +29,8 @@ from node_agent.engine.batch import Row, build_step
 from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
 from node_agent.runner.lora import NoHandoffs
-from node_agent.types import GROUPS, ModelRunner, PassLora, batch_device
+from node_agent.sending_runner import batch_device
+from node_agent.types import GROUPS, ModelRunner, PassLora
 
 GROUP = "qkv"
 """Projection group whose slices are measured."""
@@ -62,7 +63,7 @@ def measure(
     effort: Effort,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Profile:
-    """On a node that serves nothing meanwhile. `progress` is told of each step."""
+    """Measures the profile of a node that serves nothing meanwhile. `progress` receives each step."""
     progress("a layer on the device")
     layer = measure_layers(runner, blocks, effort, assisted=isinstance(workers, StreamPool))
     progress("the link from host memory")
@@ -92,9 +93,9 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
     """Returns the seconds that one layer takes for a prompt of `tokens` tokens with `lora`, which adds nothing: the
     median of `rounds` passes over all layers; on a GPU timed by events."""
     request = Request("profile", "", [1] * tokens, 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
-    taken = blocks.allocate(blocks.blocks_for(tokens))
-    assert taken is not None  # so many were free
-    request.blocks = taken
+    allocated = blocks.allocate(blocks.blocks_for(tokens))
+    assert allocated is not None  # they were free
+    request.blocks = allocated
     times = []
     try:
         for _ in range(rounds + 1):
@@ -103,35 +104,35 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
             times.append(device_seconds(runner.device, partial(run.advance, runner.num_layers)))
             run.abort().synchronize()
     finally:
-        blocks.release(taken)
+        blocks.release(allocated)
     return median(times[1:]) / runner.num_layers
 
 
 def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
-    """Copies of one page and of as many as no adapter has, up to 16, from host memory to the device, page by page as a
-    load makes them; a simulated link's own cost is added."""
+    """Measures copies of one page and of several from host memory to the device, page by page as a load makes them.
+    Takes up to 16 pages that no adapter has. Adds a simulated link's own cost."""
     host, device = store.host_memory.pool, store.pool
-    taken = device.pages.take(min(16, host.pages.count, device.pages.free), LINK) or []
+    pages = device.pages.take(min(16, host.pages.count, device.pages.free), LINK) or []
     try:
-        return _link_cost(store, taken, rounds)
+        return _link_cost(store, pages, rounds)
     finally:
-        device.pages.give(taken, LINK)
+        device.pages.give(pages, LINK)
 
 
-def _link_cost(store: AdapterStore, taken: list[int], rounds: int) -> LinkCost:
-    host, device, pages = store.host_memory.pool, store.pool, len(taken)
+def _link_cost(store: AdapterStore, taken_pages: list[int], rounds: int) -> LinkCost:
+    host, device, pages = store.host_memory.pool, store.pool, len(taken_pages)
     if not pages:
         return LinkCost(0.0, 1e9)  # nothing will be loaded
     elements = host.page_size // host.data.element_size()
-    places = [(_page(to, elements), _page(of, elements)) for of, to in enumerate(taken)]
+    places = [(_page(to, elements), _page(of, elements)) for of, to in enumerate(taken_pages)]
 
     def copy(count: int) -> None:
         for to, of in places[:count]:
             device.data[to].copy_(host.data[of], non_blocking=True)
 
-    one, most = (_median_seconds(device.data.device, partial(copy, count), rounds) for count in (1, pages))
+    one, all_pages_s = (_median_seconds(device.data.device, partial(copy, count), rounds) for count in (1, pages))
     size = host.page_size
-    per_byte = max((most - one) / (size * (pages - 1)) if pages > 1 else one / size, 1e-13)
+    per_byte = max((all_pages_s - one) / (size * (pages - 1)) if pages > 1 else one / size, 1e-13)
     latency = max(0.0, one - size * per_byte)
     simulated = store.simulated_link
     if simulated is not None:
@@ -183,8 +184,8 @@ def _hand_over(workers: WorkerPool, x: torch.Tensor) -> None:
 
 
 def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> CpuLora | None:
-    """One worker's slices of a made-up adapter, and the three costs that fit them best, without a simulated link. None:
-    no worker answers."""
+    """Measures one worker's slices of a made-up adapter. Returns the three costs that fit them best, without a
+    simulated link; None where no worker answers."""
     samples: list[tuple[int, int, float]] = []
     base = store.base
     link, workers.link = workers.link, None
@@ -197,10 +198,10 @@ def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> Cpu
                     return None
                 elements = group_elements(layout, 0, base)[GROUP]
                 for tokens in sorted({min(tokens, workers.layout.max_tokens) for tokens in effort.tokens}):
-                    found = _slice_seconds(workers, base, slot, tokens, effort.rounds)
-                    if found is None:
+                    seconds = _slice_seconds(workers, base, slot, tokens, effort.rounds)
+                    if seconds is None:
                         return None
-                    samples.append((tokens, elements, found))
+                    samples.append((tokens, elements, seconds))
     finally:
         workers.disarm()
         workers.link = link

@@ -1,4 +1,4 @@
-"""One message to the CPU workers for each projection group and layer of a pass, however many adapters it is for."""
+"""Messages to the CPU workers: one for each projection group and layer of a pass, however many adapters it is for."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class Message:
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
-        found: Sequence[torch.Tensor] = self._handoff.outputs
-        return found
+        outputs: Sequence[torch.Tensor] = self._handoff.outputs
+        return outputs
 
     def close_share(self) -> None:
-        """One share is read no more; the last one closes the handoff."""
+        """Ends the reading of one share; the last one closes the handoff."""
         self._unread -= 1
         if not self._unread and self._handoff is not None:
             self._handoff.close()
@@ -95,7 +95,7 @@ class Share:
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
-        """One [T, d_out] per projection of the group: scale * x A B. Valid after `wait`, until `close`."""
+        """Returns one [T, d_out] per projection of the group: scale * x A B. Valid after `wait`, until `close`."""
         return [y[self._begin : self._end] for y in self._message.outputs]
 
     def close(self) -> None:

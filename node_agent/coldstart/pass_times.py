@@ -18,7 +18,7 @@ SHORTEST_S, LONGEST_S = 1e-6, 1e3
 """Bounds of a pass's duration and of its forecast, in seconds: samples outside of them say nothing."""
 MAX_SAMPLES = 24
 """Number of passes stored for each plan and kind of call; the oldest is dropped first."""
-LEAST_SPREAD = 0.02
+MIN_SPREAD = 0.02
 """Relative distance of the bounds from the most likely value, at least: no two passes take equally long."""
 MAX_KINDS = 64
 """Kinds of calls whose passes are kept; the longest unused one is dropped."""
@@ -58,7 +58,7 @@ def _rounded(value: int) -> int:
 
 
 class PassSample(msgspec.Struct, frozen=True, array_like=True):
-    """One measured pass. Seconds."""
+    """Times of one measured pass. Seconds."""
 
     kind: CallKind
     plan: str
@@ -71,7 +71,7 @@ class PassSample(msgspec.Struct, frozen=True, array_like=True):
     answer: float = 0.0
     """time to the end of the answer, from the call; 0 for a served call, whose answer has another length"""
     calls: int = 1
-    """calls that came at once, each with an adapter of its own; `first` and `answer` are their means then"""
+    """calls that came at once, each with a separate adapter; `first` and `answer` are their means then"""
 
 
 class PassTimes:
@@ -140,7 +140,7 @@ class PassTimes:
         if not ratios:
             return (1 - ANY_SPREAD) * likely, likely, (1 + ANY_SPREAD) * likely
         quarter, three_quarters = np.quantile(ratios, (0.25, 0.75))
-        spread = max(LEAST_SPREAD, NOTCH * float(three_quarters - quarter) / middle / len(ratios) ** 0.5)
+        spread = max(MIN_SPREAD, NOTCH * float(three_quarters - quarter) / middle / len(ratios) ** 0.5)
         measured = max(sample.forecast for sample in self.of(kind, plan))
         spreads = np.where(forecast > EXTRAPOLATED * measured, max(spread, ANY_SPREAD), spread)
         return (1 - spreads) * likely, likely, (1 + spreads) * likely

@@ -3,13 +3,13 @@ a decode step whose adapter is still loading.
 
 A forecast walks the layers once, for every possible size g of the first group at the same time: layers g..N-1 are
 loaded in order while the CPU workers compute the adapter's part of layers 0..g-1, which are loaded last. g = 0 is the
-pipeline without the CPU; `wait` stands still until everything is there. The workers' results cross the link in the
-direction of the weights, so each assisted layer delays the load.
+pipeline without the CPU; `wait` stalls until everything is there. The workers' results cross the link in the direction
+of the weights, so each assisted layer delays the load.
 
-While bytes are awaited the engine serves others; while workers are awaited it stands still, and all wait. Only a chunk
-that waits for its whole adapter joins the others' pass; any other has a pass of its own, which reads the base's weights
-once more. Choices therefore count the time of all requests together: that of the chunk's own, and what each of the
-others loses.
+While bytes are awaited the engine serves others; while workers are awaited it stalls, and all wait. Only a chunk that
+waits for its whole adapter joins the others' pass; any other has a separate pass, which reads the base's weights once
+more. Choices therefore count the time of all requests together: that of the chunk's own, and what each of the others
+loses.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ def exact(_: str, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 @dataclass(frozen=True)
 class Contention:
-    """What else the engine has to do while a cold chunk is computed."""
+    """Work that the engine has besides while a cold chunk is computed."""
 
     ahead: float = 0.0
     """seconds for which it computes other cold chunks first"""
-    others: int = 0
-    """requests that it serves meanwhile"""
+    other_requests: int = 0
     ready: int = 0
-    """those of them whose adapters are on the device"""
+    """number of those whose adapters are on the device"""
     decodes: int = 0
     """tokens of the request that are decoded after the chunk, as far as is known; 0: none"""
 
@@ -78,13 +77,13 @@ class ChunkCosts:
     results: np.ndarray | None = None
     """f64[N]: delay of the load by an assisted layer's results, which cross the same link; None: there is none"""
     latency: float = 0.0
-    """of the link, once"""
+    """latency of the link, once"""
     ahead: float = 0.0
-    """until the device comes to the chunk's first layer: other chunks are before it"""
-    others: int = 0
+    """seconds until the device comes to the chunk's first layer: other chunks are before it"""
+    other_requests: int = 0
     """requests that wait wherever the engine waits for workers"""
     apart: float = 0.0
-    """seconds that the others together lose where the chunk has a pass of its own instead of joining theirs"""
+    """seconds that the others together lose where the chunk has a separate pass instead of joining theirs"""
     decode: DecodeCosts | None = None
     """steps that follow the chunk; None: there are none"""
 
@@ -92,7 +91,6 @@ class ChunkCosts:
 @dataclass(frozen=True)
 class Choice:
     name: str
-    """wait, pipeline or assist"""
     assisted: int
     """layers 0..assisted-1 are for the CPU, unless they have arrived when they are needed"""
     seconds: float
@@ -102,7 +100,7 @@ class Choice:
     loaded: float = 0.0
     """forecast of the time at which the whole adapter is on the device"""
     undecided: bool = False
-    """whether `assist` is likely to be better, but too few passes were measured to be certain"""
+    """`assist` is likely to be better, but too few passes were measured to be certain"""
 
     def order(self, layers: int) -> list[int]:
         """The order in which the layers are to be loaded."""
@@ -119,11 +117,11 @@ class StepCosts:
     """extra duration by these rows"""
     before: float
     """extra duration by rows that have joined already"""
-    left: float
+    load_left: float
     """rest of the adapter's load"""
     rows: int
-    others: int
-    """requests beside these rows' that the step is computed for, or that wait for its end"""
+    other_requests: int
+    """requests other than these rows' that the step is computed for, or that wait for its end"""
     results: float = 0.0
     """delay of the load by these rows' results, which cross the same link"""
 
@@ -161,18 +159,18 @@ def answer_ends(first: np.ndarray, loaded: np.ndarray, decode: DecodeCosts | Non
         return first
     waiting = np.maximum(first, loaded)
     if not np.isfinite(decode.longer):
-        found: np.ndarray = waiting
-        return found
+        waiting_ends: np.ndarray = waiting
+        return waiting_ends
     joined_step = decode.step + decode.longer
-    left = np.maximum(0.0, loaded - first)
-    joined = np.minimum(np.ceil(left / max(joined_step - decode.results, 1e-9)), decode.tokens)
+    load_s = np.maximum(0.0, loaded - first)
+    joined = np.minimum(np.ceil(load_s / max(joined_step - decode.results, 1e-9)), decode.tokens)
     ends: np.ndarray = np.minimum(waiting, first + joined * decode.longer)
     return ends
 
 
 def choose(costs: ChunkCosts, allowed: tuple[str, ...] = PLANS, bounds: Bounds = exact) -> Choice:
-    """Returns the plan by which the requests end first, all together; among those by which they end within NOT_WORTH of
-    each other the one whose chunk ends first, and among those that do so within NOT_WORTH the plainest.
+    """Returns the plan by which the requests end first, all together. Among plans within NOT_WORTH of that, the one
+    whose chunk ends first is taken, and among those within NOT_WORTH of it the plainest.
 
     `assist` replaces the others only where its chunk's upper bound lies below the lower bound of the plan that would be
     taken without it, and the requests end no later. Raises ValueError where none of `allowed` is possible.
@@ -217,14 +215,14 @@ class _Plans:
 
     def replaces(self, assist: int, plain: int) -> bool:
         """Returns whether an assisted plan is certain to have the first token sooner, and costs all requests together
-        no time; where there are others, whom it holds up, it must gain some."""
+        no time. Where other requests would be held up, it must gain some."""
         return self._is_sooner(self._high[assist], self._low[plain]) and self.may_replace(assist, plain)
 
     def may_replace(self, assist: int, plain: int) -> bool:
         """Returns the same as `replaces`, by the most likely times alone."""
         gain = self._together[plain] - self._together[assist]
-        least = NOT_WORTH * self._warm if self._costs.others else 0.0
-        return self._is_sooner(self._ends[assist], self._ends[plain]) and bool(gain >= least)
+        min_gain = NOT_WORTH * self._warm if self._costs.other_requests else 0.0
+        return self._is_sooner(self._ends[assist], self._ends[plain]) and bool(gain >= min_gain)
 
     def _is_sooner(self, assist: float, plain: float) -> bool:
         return bool(assist + NOT_WORTH * self._warm < plain)
@@ -244,21 +242,21 @@ def _lost_by_others(costs: ChunkCosts) -> np.ndarray:
     """f64[N + 2]: seconds that all others together lose by `wait`, `pipeline` and `assist` of 1..N layers."""
     lost = np.zeros(len(costs.load) + 2)
     lost[1:] = costs.apart
-    if costs.others:
-        lost[2:] += costs.others * np.cumsum(np.maximum(0.0, costs.cpu - costs.device))
+    if costs.other_requests:
+        lost[2:] += costs.other_requests * np.cumsum(np.maximum(0.0, costs.cpu - costs.device))
     return lost
 
 
-def longest_step(device: float, rows: int, others: int) -> float:
-    """Returns the seconds by which `rows` rows that join may lengthen a step of `device` seconds for `others` other
-    requests: a row that sits it out loses a step, and one that joins costs each of the others what it takes."""
-    return device * min(JOINS_AT_MOST, rows / (rows + others)) if others else np.inf
+def longest_step(device: float, rows: int, other_requests: int) -> float:
+    """Returns the seconds by which `rows` rows that join may lengthen a step of `device` seconds for `other_requests`
+    others: a row that sits it out loses a step, and one that joins costs each of the others what it takes."""
+    return device * min(JOINS_AT_MOST, rows / (rows + other_requests)) if other_requests else np.inf
 
 
 def joins(step: StepCosts) -> bool:
     """Returns whether the rows join: all requests together gain by it, and the others' step stays within JOINS_AT_MOST.
     Where there are no others the rows lose nothing by waiting but the rest of their load, which their results delay."""
-    if not step.others:
-        return step.longer + step.results <= step.left
-    most = longest_step(step.device, step.rows, step.others)
-    return step.longer <= most and step.before + step.longer <= JOINS_AT_MOST * step.device
+    if not step.other_requests:
+        return step.longer + step.results <= step.load_left
+    max_longer = longest_step(step.device, step.rows, step.other_requests)
+    return step.longer <= max_longer and step.before + step.longer <= JOINS_AT_MOST * step.device

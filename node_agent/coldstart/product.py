@@ -35,7 +35,7 @@ class Product:
     """Operators for every layer and group of a host tier's table. Only rows that the table names are read."""
 
     def __init__(self, host: HostView, layout: Layout, compiled: bool = True) -> None:
-        """Without `compiled`, or where there is no compiler, torch computes short slices too."""
+        """Computes short slices by torch, too, without `compiled`, or where there is no compiler."""
         self._host, self._layout = host, layout
         self._elements, self._unit = host.pool, ROW_ALIGN // host.pool.element_size()
         # numpy's views of the table: reading single entries through torch takes longer than small products
@@ -46,14 +46,14 @@ class Product:
         self._operators = unless_uncompiled(load_operators, log, warning) if compiled else None
         bf16 = host.pool.dtype is torch.bfloat16 and multiplies_bf16()
         self.multiplied = torch.bfloat16 if bf16 else torch.float32
-        """in what torch's products are computed. Slices of a node have few lengths, so that oneDNN has those in bf16
-        prepared; without instructions for it they take many times as long as in fp32 (docs/design/cold-start.md). fp16
-        is multiplied in fp32 everywhere: hardly a processor multiplies it, and x A^T could overflow."""
+        """dtype of torch's products. Slices of a node have few lengths, so that oneDNN has those in bf16 prepared;
+        without instructions for it they take many times as long as in fp32 (docs/design/cold-start.md). fp16 is
+        multiplied in fp32 everywhere: hardly a processor multiplies it, and x A^T could overflow."""
         self._groups: dict[tuple[int, int], CompiledGroup] = {}
         self._widest = max(d_in for d_in, _ in layout.widths)
         self._slot = torch.zeros(1, dtype=torch.int32)
         self._segments: dict[int, Segments] = {}
-        """by the number of tokens: all are one segment, of `_slot`"""
+        """segments by number of tokens: all are one segment, of `_slot`"""
 
     @property
     def compiled(self) -> bool:
@@ -100,9 +100,9 @@ class Product:
         firsts = [int(self._first[slot, layer, p, 0]) for p in GROUPS[GROUP_NAMES[group]]]
         offsets = [self._row_offset[a + low : a + high] for a, (low, high) in zip(firsts, parts, strict=True)]
         a, at = self._matrix(np.concatenate(offsets), d_in), 0
-        found = x.to(self.multiplied) @ a.to(self.multiplied).t()
+        shrunk = x.to(self.multiplied) @ a.to(self.multiplied).t()
         for p, (low, high) in enumerate(parts):
-            xa[:, p, low:high] = found[:, at : at + high - low]
+            xa[:, p, low:high] = shrunk[:, at : at + high - low]
             at += high - low
 
     def expand(
@@ -139,19 +139,19 @@ class Product:
         return tokens * elements < LONG_WORK[self._host.pool.dtype]
 
     def _segments_of(self, tokens: int) -> Segments:
-        found = self._segments.get(tokens)
-        if found is None:
+        segments = self._segments.get(tokens)
+        if segments is None:
             start = torch.tensor([0, tokens], dtype=torch.int32)
-            found = self._segments[tokens] = Segments(start, self._slot, tokens, MAX_RANK, self._widest, threads=1)
-        return found
+            segments = self._segments[tokens] = Segments(start, self._slot, tokens, MAX_RANK, self._widest, threads=1)
+        return segments
 
     def _operator(self, slot: int, layer: int, group: int) -> CompiledGroup:
         """Returns the operator, whose next call is for this slot."""
         self._slot[0] = slot
-        found = self._groups.get((layer, group))
-        if found is None:
-            found = self._groups[layer, group] = self._make_operator(layer, group)
-        return found
+        operator = self._groups.get((layer, group))
+        if operator is None:
+            operator = self._groups[layer, group] = self._make_operator(layer, group)
+        return operator
 
     def _make_operator(self, layer: int, group: int) -> CompiledGroup:
         assert self._operators is not None

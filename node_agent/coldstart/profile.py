@@ -1,4 +1,4 @@
-"""What cold starts cost on this node, as measured: the planner's numbers."""
+"""Profile of a node: the measured costs of cold starts, by which the planner plans."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from node_agent.coldstart.pass_times import PassSample
 
 PROFILE_VERSION = 3
 MAX_PROFILE_BYTES = 1 << 20
-MOST_TOKENS = 1 << 50
-"""Of one slice, where tokens cost next to nothing."""
+MAX_TOKENS = 1 << 50
+"""Tokens of one slice, where tokens cost next to nothing."""
 
 
 class ProfileError(ValueError):
@@ -21,10 +21,9 @@ class ProfileError(ValueError):
 
 
 class ProfileKey(msgspec.Struct, frozen=True):
-    """What the numbers depend on: a profile made under another key says nothing here."""
+    """Conditions that the numbers depend on: a profile made under another key does not count here."""
 
     base: str
-    """fingerprint"""
     dtype: str
     device: str
     """the hardware's name"""
@@ -32,14 +31,14 @@ class ProfileKey(msgspec.Struct, frozen=True):
     workers: int
     simulated_bandwidth: float = 0.0
     simulated_latency: float = 0.0
-    """of the link to the device; 0: it is a real one"""
+    """latency of the link to the device; 0: it is a real one"""
     simulated_repeats: int = 1
-    """of each worker's work; 1: workers are as fast as they are"""
+    """repeats of each worker's work; 1: workers are as fast as they are"""
     runner: str = "transformers"
 
 
 class CpuLora(msgspec.Struct, frozen=True):
-    """One worker's time for `tokens` tokens and `elements` = sum of rank * (d_in + d_out) of a projection group:
+    """Duration of one worker for `tokens` tokens and `elements` = sum of rank * (d_in + d_out) of a projection group:
     fixed + per_element * elements + per_product * tokens * elements, in seconds."""
 
     fixed: float
@@ -61,41 +60,44 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layer: tuple[tuple[int, float], ...]
     """(prompt tokens, seconds of one layer on the device), tokens ascending"""
     cpu: CpuLora | None
-    """None: this node has no CPU workers"""
+    """costs of the CPU workers; None where the node has none"""
     link: LinkCost
     """host memory to device"""
     handoff: LinkCost | None = None
-    """what workers are given by a device with a stream; None: they share its memory"""
+    """cost of handoffs from a device with a stream; None: workers share its memory"""
     passes: tuple[PassSample, ...] = ()
     """whole cold passes that were measured"""
     version: int = PROFILE_VERSION
 
     def layer_seconds(self, tokens: int) -> float:
-        """One layer's time on the device for a chunk of `tokens`: between measured points on a line, beyond them in
-        proportion."""
+        """Returns the seconds of one layer on the device for a chunk of `tokens`: between measured points on a line,
+        beyond them in proportion."""
         at = bisect_left(self.layer, (tokens, 0.0))
         if at == 0:
             return self.layer[0][1]
         if at == len(self.layer):
-            most, seconds = self.layer[-1]
-            return seconds * tokens / most
+            max_tokens, seconds = self.layer[-1]
+            return seconds * tokens / max_tokens
         (low, below), (high, above) = self.layer[at - 1], self.layer[at]
         return below + (above - below) * (tokens - low) / (high - low)
 
-    def apart_seconds(self, tokens: int, others: int) -> float:
-        """By so much two passes of one layer, of `tokens` and of `others` tokens, take longer than one of them all."""
-        together = self.layer_seconds(tokens + others)
-        return max(0.0, self.layer_seconds(tokens) + self.layer_seconds(others) - together) if others else 0.0
+    def apart_seconds(self, tokens: int, other_tokens: int) -> float:
+        """Returns the seconds by which two passes of one layer, of `tokens` and of `other_tokens`, take longer than one
+        of all."""
+        together = self.layer_seconds(tokens + other_tokens)
+        return (
+            max(0.0, self.layer_seconds(tokens) + self.layer_seconds(other_tokens) - together) if other_tokens else 0.0
+        )
 
     def cpu_seconds(self, tokens: int, elements: int) -> float:
-        """One worker's time for its slice of a group. Infinite where there are no workers."""
+        """Returns the seconds of one worker for its slice of a group. Infinite where there are no workers."""
         if self.cpu is None:
             return float("inf")
         return self.cpu.fixed + elements * (self.cpu.per_element + tokens * self.cpu.per_product)
 
     def crossing_seconds(self, handed: int, answered: int, sharing: int = 0) -> float:
-        """Returns the seconds in which `handed` bytes cross to the workers and `answered` bytes back, on a link that
-        `sharing` loads use too; 0 where workers share the device's memory."""
+        """Returns the seconds in which `handed` bytes cross to the workers and `answered` bytes back. `sharing` loads
+        use the link too. Returns 0 where workers share the device's memory."""
         if self.handoff is None:
             return 0.0
         return self.handoff.latency + handed / self.handoff.bandwidth + (1 + sharing) * answered / self.link.bandwidth
@@ -104,11 +106,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """c: tokens that one worker handles in `budget` seconds, at least one (Toppings 4.2)."""
         if self.cpu is None:
             return 1
-        left = budget - self.cpu.fixed - elements * self.cpu.per_element
-        if not elements or left <= 0:
+        remaining_s = budget - self.cpu.fixed - elements * self.cpu.per_element
+        if not elements or remaining_s <= 0:
             return 1
         per_token = elements * self.cpu.per_product  # 0 where the measurement saw no difference between lengths
-        return max(1, int(min(left / per_token, MOST_TOKENS))) if per_token else MOST_TOKENS
+        return max(1, int(min(remaining_s / per_token, MAX_TOKENS))) if per_token else MAX_TOKENS
 
 
 def read_profile(file: Path, key: ProfileKey) -> Profile:

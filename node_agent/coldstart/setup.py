@@ -25,7 +25,6 @@ from node_agent.types import GROUPS
 log = logging.getLogger("garnish.engine")
 
 HANDOFF_SLOTS = 8
-"""Handoffs that may be open or in quarantine at once."""
 SPARE_SLOTS = 2
 """Slots on a GPU for passes that are ending or in quarantine, besides those of open passes."""
 
@@ -48,7 +47,7 @@ def make_pool(
 
 def _cpu_pool(config: EngineConfig, store: AdapterStore, base: BaseModel, cores: Sequence[int]) -> WorkerPool:
     dtype, spares = DTYPES.index(store.pool.data.dtype), spare_workers(len(cores))
-    layout = Layout(HANDOFF_SLOTS, len(cores), most_tokens(config), base.widths, dtype, spares=spares)
+    layout = Layout(HANDOFF_SLOTS, len(cores), max_tokens(config), base.widths, dtype, spares=spares)
     return WorkerPool(store.host_map, layout, cores)
 
 
@@ -66,17 +65,17 @@ def stream_layout(config: EngineConfig, base: BaseModel, workers: int, dtype: in
     ones; in each a step for each handoff that a pass can have. `dtype`: an index into DTYPES."""
     steps = base.num_layers * len(GROUPS)
     slots, spares = config.max_cold + SPARE_SLOTS, spare_workers(workers)
-    return Layout(slots, workers, most_tokens(config), base.widths, dtype, steps, spares)
+    return Layout(slots, workers, max_tokens(config), base.widths, dtype, steps, spares)
 
 
-def most_tokens(config: EngineConfig) -> int:
+def max_tokens(config: EngineConfig) -> int:
     """Returns how many tokens one handoff can have: a prompt's chunk, or the rows of a step that join it."""
     return max(config.chunk_tokens, config.max_rows)
 
 
 def spare_workers(workers: int) -> int:
-    """Returns how many redundant workers wait beside so many. Where there is one worker alone, a failure costs the same
-    pass as it does with a spare one, which would double what workers take of the host."""
+    """Returns the number of redundant workers for a node that has `workers` others. Where there is one worker alone, a
+    failure costs the same pass as it does with a spare one, which would double what workers take of the host."""
     return int(workers > 1)
 
 

@@ -25,7 +25,8 @@ import torch
 
 from kernels.handoff import LINE
 from kernels.view import MAX_PROJECTIONS
-from node_agent.coldstart.slices import MOST_SPLIT_TOKENS
+from node_agent.adapter_memory.host_map import HostMap
+from node_agent.coldstart.slices import MAX_SPLIT_TOKENS
 from node_agent.types import GROUPS
 
 MAX_BYTES = 4 << 30
@@ -37,11 +38,11 @@ MAX_SEGMENTS = 16
 """Adapters of one handoff; fewer join a pass."""
 MAX_RANK = 512
 """Largest rank of a projection, as in adapters/validate.py."""
-MOST_VIEWS = 4096
-"""Of the areas that are kept; each takes half a kilobyte."""
+MAX_VIEWS = 4096
+"""Number of views of areas that are cached; each takes half a kilobyte."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ECHO = len(GROUPS)
-"""In a command's place for a group: answer, compute nothing. For profiles and benchmarks."""
+"""Code in a command's place for a group: answer, compute nothing. For profiles and benchmarks."""
 GROUP_NAMES = tuple(GROUPS)
 PAGE = mmap.PAGESIZE
 _COMMAND, _WORD, _SEGMENT = struct.Struct("<Q11iQ"), struct.Struct("<Q"), struct.Struct("<2i")
@@ -50,21 +51,21 @@ _REPEATS = _WORD.size
 
 
 class Command(NamedTuple):
-    """What a worker is to compute. `value` is its flag's: a command that was overwritten meanwhile is told by it."""
+    """Command to a worker. `value` is its flag's: by it a worker sees that a command was overwritten meanwhile."""
 
     value: int
     layer: int
     group: int
     """index into GROUP_NAMES, or ECHO"""
     begin: int
-    """its slice of the tokens"""
+    """first token of its slice"""
     end: int
     tokens: int
-    """in the x area"""
+    """number of tokens in the x area"""
     dtype: int
     """index into DTYPES"""
     segments: int
-    """whose tokens these are: so many entries of the command's segments"""
+    """number of the command's segments, which say whose tokens these are"""
     before_us: int
     """simulated link: microseconds in which x crosses, before the work begins"""
     after_us: int
@@ -78,7 +79,7 @@ class Command(NamedTuple):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where everything lies. Both sides compute it from these numbers."""
+    """Layout of the shared memory. Both sides compute it from these numbers."""
 
     slots: int
     workers: int
@@ -94,14 +95,14 @@ class Layout(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Raises ValueError with the size that is wrong."""
-        for name, value, most in (
+        for name, value, limit in (
             ("slots", self.slots, MAX_SLOTS),
             ("steps", self.steps, MAX_STEPS),
             ("workers", self.processes, MAX_WORKERS),
             ("max_tokens", self.max_tokens, 1 << 20),
         ):
-            if not 1 <= value <= most:
-                raise ValueError(f"{name} is {value}; 1 to {most} are possible")
+            if not 1 <= value <= limit:
+                raise ValueError(f"{name} is {value}; 1 to {limit} are possible")
         if self.size > MAX_BYTES:
             raise ValueError(f"handoffs of {self.max_tokens} tokens take {self.size} bytes, the limit is {MAX_BYTES}")
 
@@ -132,7 +133,7 @@ class Layout(msgspec.Struct, frozen=True):
         return worker * LINE
 
     def command_flag(self, command: int, worker: int) -> int:
-        """Those of one worker's commands are `processes` lines apart."""
+        """Returns the offset of a command flag. Those of one worker's commands are `processes` lines apart."""
         return self.armed(self.processes) + (command * self.processes + worker) * LINE
 
     def command(self, command: int, worker: int) -> int:
@@ -171,7 +172,7 @@ class Layout(msgspec.Struct, frozen=True):
     @property
     def split_tokens(self) -> int:
         """Returns how many tokens a handoff may have whose weights are split."""
-        return min(self.max_tokens, MOST_SPLIT_TOKENS)
+        return min(self.max_tokens, MAX_SPLIT_TOKENS)
 
     @property
     def xa_bytes(self) -> int:
@@ -190,6 +191,26 @@ def _pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    parent: int
+    """process id of the engine"""
+    index: int
+    cores: tuple[int, ...]
+    """cores on which it may run: one for itself; a spare worker has those of all"""
+    epoch: int
+    """epoch of the flag values that are meant for this process, and not for one that had its place before"""
+    handoff_fd: int
+    armed_fd: int
+    """eventfd: counts up when the worker is armed"""
+    layout: Layout
+    host: HostMap
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    compiled: bool
+    cuda: bool
+
+
 class HandoffMemory:
     """A mapping of the memfd. Views of it keep it mapped.
 
@@ -201,11 +222,11 @@ class HandoffMemory:
         self.layout = layout
         self._map = mmap.mmap(fd, layout.size)
         self._bytes = memoryview(self._map)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._elements = whole.view(layout.torch_dtype)
-        self._words64, self._words32 = whole.view(torch.int64), whole.view(torch.int32)
-        self._floats = whole.view(torch.float32)
-        self.address: int = whole.data_ptr()
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._elements = memory.view(layout.torch_dtype)
+        self._words64, self._words32 = memory.view(torch.int64), memory.view(torch.int32)
+        self._floats = memory.view(torch.float32)
+        self.address: int = memory.data_ptr()
         self.armed = [self.address + layout.armed(worker) for worker in range(layout.processes)]
         """Addresses of flags, the latter by command and worker, or share."""
         self.command_flags = self._by_worker(layout.command_flag, self.address)
@@ -213,7 +234,7 @@ class HandoffMemory:
         self.ready_flags = self._by_worker(layout.ready_flag, self.address)
         self._commands = self._by_worker(layout.command, 0)
         self._views: dict[tuple[torch.dtype, int, int, int], torch.Tensor] = {}
-        """of the areas, by their arguments: a pass asks for the same in each layer, and making one takes a
+        """views of the areas, by their arguments: a pass asks for the same in each layer, and making one takes a
         microsecond"""
         self._segments = [layout.segments(at) for at in range(layout.commands)]
         itemsize = layout.torch_dtype.itemsize
@@ -258,7 +279,7 @@ class HandoffMemory:
 
     @property
     def repeats(self) -> int:
-        """How often a worker computes each command, to pretend slower cores; the result stays the same."""
+        """Returns how many times a worker computes each command, to pretend slower cores; the result stays the same."""
         return max(1, int(_WORD.unpack_from(self._bytes, _REPEATS)[0]))
 
     @repeats.setter
@@ -272,13 +293,13 @@ class HandoffMemory:
     def y(
         self, slot: int, tokens: int, widths: Sequence[int], begin: int = 0, end: int | None = None
     ) -> list[torch.Tensor]:
-        """[tokens, width] for each width, one behind the other from the y area's beginning; of each the tokens `begin`
-        to `end`, which is all of them by default."""
-        at, rows, found = self._areas[slot][1], (tokens if end is None else end) - begin, []
+        """Returns [tokens, width] for each width, one after the other from the y area's beginning. Of each it has the
+        tokens `begin` to `end`, which is all of them by default."""
+        at, rows, outputs = self._areas[slot][1], (tokens if end is None else end) - begin, []
         for width in widths:
-            found.append(self._matrix(self._elements, at + begin * width, rows, width))
+            outputs.append(self._matrix(self._elements, at + begin * width, rows, width))
             at += tokens * width
-        return found
+        return outputs
 
     def xa(self, slot: int, tokens: int, projections: int) -> torch.Tensor:
         """f32[tokens, projections, MAX_RANK], `layout.split_tokens` at most."""
@@ -286,13 +307,13 @@ class HandoffMemory:
         return self._matrix(self._floats, at, tokens, projections * MAX_RANK).view(tokens, projections, MAX_RANK)
 
     def _matrix(self, elements: torch.Tensor, at: int, rows: int, width: int) -> torch.Tensor:
-        found = self._views.get((elements.dtype, at, rows, width))
-        if found is None:
-            if len(self._views) >= MOST_VIEWS:
+        view = self._views.get((elements.dtype, at, rows, width))
+        if view is None:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
-            found = elements.as_strided((rows, width), (width, 1), at)
-            self._views[elements.dtype, at, rows, width] = found
-        return found
+            view = elements.as_strided((rows, width), (width, 1), at)
+            self._views[elements.dtype, at, rows, width] = view
+        return view
 
     def _by_worker(self, offset: Callable[[int, int], int], base: int) -> list[list[int]]:
         layout = self.layout

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 ROUNDING = 1e-9
 """Relative, of sums of shares."""
-MOST_SPLIT_TOKENS = 256
+MAX_SPLIT_TOKENS = 256
 """Tokens of a handoff whose weights are split, at most: the workers' memory has room for their x A^T."""
-LEAST_SHARE = 1 << 16
+MIN_SHARE = 1 << 16
 """Elements of A and B that are worth one more worker, of whom each takes the engine some 5 us; set by hand."""
 
 
@@ -23,7 +23,7 @@ class Segment(NamedTuple):
     host_slot: int
     tokens: int
     slice_tokens: int
-    """c: so many of them are work for one worker"""
+    """c: number of tokens that are work for one worker"""
     elements: int = 0
     """elements of A and B; 0: the weights are not split"""
 
@@ -36,12 +36,12 @@ def slices_wanted(segments: Sequence[Segment]) -> int:
 
 
 def weight_shares(segments: Sequence[Segment], workers: int) -> int:
-    """Returns among how many of so many free workers the weights are split; 0 where the tokens are cut instead, for
-    there are enough of them for all workers, or for more workers than the weights are worth."""
-    wanted = slices_wanted(segments)
-    shares = min(workers, sum(segment.elements for segment in segments) // LEAST_SHARE)
-    few = wanted < workers and sum(segment.tokens for segment in segments) <= MOST_SPLIT_TOKENS
-    return shares if few and shares >= max(2, wanted) else 0
+    """Returns among how many of the free workers the weights are split; 0 where the tokens are cut instead. That is so
+    where there are enough tokens for all workers, or for more workers than the weights are worth."""
+    slices = slices_wanted(segments)
+    shares = min(workers, sum(segment.elements for segment in segments) // MIN_SHARE)
+    few = slices < workers and sum(segment.tokens for segment in segments) <= MAX_SPLIT_TOKENS
+    return shares if few and shares >= max(2, slices) else 0
 
 
 def cut_rows(ranks: Sequence[int], share: int, shares: int) -> tuple[int, int]:
@@ -57,11 +57,11 @@ def cut_columns(widths: Sequence[int], ranks: Sequence[int], share: int, shares:
     total = sum(width * rank for width, rank in zip(widths, ranks, strict=True))
 
     def border(at: int) -> int:
-        left, first = total * at // shares, 0
+        remaining, first = total * at // shares, 0
         for width, rank in zip(widths, ranks, strict=True):
-            if left < width * rank:
-                return first + left // rank // multiple * multiple
-            left, first = left - width * rank, first + width
+            if remaining < width * rank:
+                return first + remaining // rank // multiple * multiple
+            remaining, first = remaining - width * rank, first + width
         return first
 
     return border(share) if share else 0, border(share + 1)
@@ -88,8 +88,8 @@ def cut(segments: Sequence[Segment], count: int) -> list[tuple[int, int]]:
         while ends[at] < i * share * (1 - ROUNDING):
             first += segments[at].tokens
             at += 1
-        behind = round((ends[at] - i * share) * segments[at].slice_tokens)
-        borders.add(first + segments[at].tokens - min(max(behind, 0), segments[at].tokens))
+        tokens = round((ends[at] - i * share) * segments[at].slice_tokens)
+        borders.add(first + segments[at].tokens - min(max(tokens, 0), segments[at].tokens))
     return list(pairwise(sorted(borders)))
 
 

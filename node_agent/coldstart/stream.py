@@ -1,14 +1,14 @@
 """Handoffs from a device with a stream (a GPU): enqueued between the base's products, awaited on the stream alone.
 
-A cold pass owns a slot of the handoff memory. Each of its handoffs is a step of that slot with command lines of its
-own, which the host writes when it enqueues; the x and y areas serve one handoff after the other, as the stream orders
-them. On the stream: x is copied to the x area and the workers' flags are raised; the base's product runs; a bounded
-wait; the answer is copied to the device and added. The host learns of a failed wait from a word that is certain once
-the pass's last event has ended, and only then are the slot's lines and areas anyone else's.
+A cold pass owns a slot of the handoff memory. Each of its handoffs is a step of that slot with separate command lines,
+which the host writes when it enqueues; the x and y areas serve one handoff after the other, as the stream orders them.
+On the stream: x is copied to the x area and the workers' flags are raised; the base's product runs; a bounded wait; the
+answer is copied to the device and added. The host learns of a failed wait from a word that is certain once the pass's
+last event has ended, and only then are the slot's lines and areas anyone else's.
 
-A worker that ends is answered for by the engine's keeper of workers, at once: the stream stands still no longer than it
-takes to notice the end, and the pass fails. `WAIT_LIMIT_S` bounds the wait for one that lives. Nobody takes over a
-slice here, for the stream has gone on by the time at which that could be told; a spare worker serves the next pass.
+A worker that ends is answered for by the engine's keeper of workers, at once: the stream stalls no longer than it takes
+to notice the end, and the pass fails. `WAIT_LIMIT_S` bounds the wait for one that lives. Nobody takes over a slice
+here, for the stream has run on by the time at which a failure could be noticed; a spare worker serves the next pass.
 
 What a failed wait leaves: later steps of the pass neither signal nor wait, so their commands never reach a worker. What
 was signalled is quarantined until its worker has answered or is dead, as on a CPU.
@@ -36,7 +36,7 @@ from node_agent.device import Event, record_event
 
 
 class BrokenHandoff(RuntimeError):
-    """What was handed to the workers did not arrive as it was: handoffs can't be used on this device."""
+    """Handoff whose bytes did not arrive as they were: handoffs can't be used on this device."""
 
 
 class StreamPool(WorkerPool):
@@ -62,7 +62,7 @@ class StreamPool(WorkerPool):
         self.answer = torch.empty(
             layout.y_bytes // layout.torch_dtype.itemsize, dtype=layout.torch_dtype, device=device
         )
-        """where answers are copied to; one stream, so one is enough"""
+        """target of the answers' copies; one stream, so one is enough"""
         self.failed = [self.memory.failed(slot) for slot in range(layout.slots)]
         self.lines = [
             tuple(
@@ -70,7 +70,7 @@ class StreamPool(WorkerPool):
             )
             for at in range(layout.commands)
         ]
-        """of each command: its flags, the commands (whose first word is the flag's value), its done flags"""
+        """lines of each command: its flags, the commands (whose first word is the flag's value), its done flags"""
         self._ending: list[StreamPass] = []
         self._disarming: list[Event] = []
 
@@ -141,10 +141,10 @@ class StreamPool(WorkerPool):
     def command(self, at: int, segments: Sequence[Segment], layer: int, code: int, x_bytes: int) -> list[Part]:
         """Write a handoff's commands, and value 0 for all workers that get none. Raises no flag."""
         self.lines[at][1][:, 0].zero_()
-        # the stream gives them one handoff at a time: whoever is not late is free when this one's turn comes
-        able = self.able
-        shares = weight_shares(segments, len(able))
-        chosen = able[: shares or slices_wanted(segments)]
+        # the stream gives them one handoff at a time: a worker that is not late is free when this one's turn comes
+        workers = self.available
+        shares = weight_shares(segments, len(workers))
+        chosen = workers[: shares or slices_wanted(segments)]
         parts = self.write(at, chosen, segments, layer, code, x_bytes, bool(shares)) if chosen else []
         self._handoffs += bool(parts)
         for part in parts:
@@ -153,7 +153,7 @@ class StreamPool(WorkerPool):
         return parts
 
     def _worker_ended(self, worker: WorkerState) -> None:
-        """Let the stream go on at once where it waits, or will wait, for the worker: its done flags are nobody else's
+        """Lets the stream run on at once where it waits, or will wait, for the worker: its done flags are nobody else's
         any more. What the passes read then is of no use, so they fail."""
         memory, steps = self.memory, self.layout.steps
         for at in range(self.layout.commands):
@@ -183,14 +183,13 @@ class StreamPool(WorkerPool):
 
 
 class StreamPass:
-    """One cold pass's handoffs, in the order of its layers."""
+    """Handoffs of one cold pass, in the order of its layers."""
 
     def __init__(self, pool: StreamPool, slot: int) -> None:
         self.pool, self.slot = pool, slot
         self.handoffs: list[list[Part]] = []
         self.awaited = 0
         self.ended: Event | None = None
-        """set by `end`"""
         self._poisoned = pool.poisoned[slot : slot + 1]
         self._poisoned.zero_()
         pool.failed[slot].zero_()  # nothing on the device writes it: the slot was free
@@ -245,7 +244,7 @@ class StreamPass:
 
 
 class StreamHandoff:
-    """One projection group's adapter part, on its way by the stream. `wait` and `outputs` are for the stream too."""
+    """Adapter part of one projection group, on its way by the stream. `wait` and `outputs` are for the stream too."""
 
     def __init__(self, one: StreamPass, at: int, tokens: int, widths: tuple[int, ...]) -> None:
         self._pass, self._at, self._tokens, self._widths = one, at, tokens, widths
@@ -256,8 +255,8 @@ class StreamHandoff:
         size = self._tokens * sum(self._widths)
         if size:
             pool = self._pass.pool
-            (found,) = pool.memory.y(self._pass.slot, 1, (size,))
-            pool.answer[:size].copy_(found.view(-1), non_blocking=True)
+            (y,) = pool.memory.y(self._pass.slot, 1, (size,))
+            pool.answer[:size].copy_(y.view(-1), non_blocking=True)
         return True
 
     @property

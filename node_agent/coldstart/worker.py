@@ -26,12 +26,10 @@ from kernels.handoff import (
 )
 from node_agent.adapter_memory.host_map import attach
 from node_agent.coldstart.product import LONG_SLICE, Product
-from node_agent.coldstart.shared import DTYPES, ECHO, MAX_RANK, Command, HandoffMemory, Layout
+from node_agent.coldstart.shared import DTYPES, ECHO, MAX_RANK, Command, HandoffMemory, Layout, WorkerConfig
 from node_agent.coldstart.slices import cut_columns, cut_rows, within
-from node_agent.coldstart.worker_process import WorkerConfig
 
 LATE_WAKE_US = 200
-"""Microseconds by which a sleep may end late."""
 SHARES_WAIT_NS = 1_000_000
 """Wait for the other workers' parts of x A^T, in addition to three times the own part's duration."""
 
@@ -55,7 +53,7 @@ class Worker:
         self.product = Product(attach(config.host), config.layout)
         # what stands there now is from before this process: it is passed over too
         before = [self._memory.command_value(at, config.index) for at in range(config.layout.commands)]
-        self._seen = (ctypes.c_uint64 * len(before))(*before)
+        self._values_seen = (ctypes.c_uint64 * len(before))(*before)
         self._start = 0
 
     def serve_while_armed(self, poll_ns: int) -> None:
@@ -63,14 +61,14 @@ class Worker:
         layout, index, memory = self._layout, self._index, self._memory
         first = memory.command_flags[0][index]
         while True:
-            at = self._flags.next(first, layout.processes, self._seen, self._start, memory.armed[index], poll_ns)
+            at = self._flags.next(first, layout.processes, self._values_seen, self._start, memory.armed[index], poll_ns)
             if at == DISARMED:
                 return
             if at == TIMED_OUT:
                 continue
             self._start = at + 1 if at + 1 < layout.commands else 0  # requests in turn
             value = memory.command_value(at, index)
-            self._seen[at] = value
+            self._values_seen[at] = value
             command = memory.read_command(at, index)
             if value >> SEQUENCE_BITS == self._epoch and command.value == value:
                 self._serve(at, command)
@@ -103,35 +101,35 @@ class Worker:
         if not (0 <= share < shares <= layout.processes and command.tokens <= layout.split_tokens):
             raise IndexError(f"{command}: {layout.processes} workers share {layout.split_tokens} tokens at most")
         d_in, widths = memory.group_widths[group]
-        found = list(within(segments, 0, command.tokens))
-        ranks = [product.ranks(host_slot, layer, group) for host_slot, _, _ in found]
+        parts = list(within(segments, 0, command.tokens))
+        ranks = [product.ranks(host_slot, layer, group) for host_slot, _, _ in parts]
         xa, begin = memory.xa(slot, command.tokens, len(widths)), time.monotonic_ns()
         for _ in range(memory.repeats):
-            for (host_slot, low, high), each in zip(found, ranks, strict=True):
+            for (host_slot, low, high), each in zip(parts, ranks, strict=True):
                 x = memory.x(slot, high, d_in, low)
                 product.shrink(xa[low:high], x, host_slot, layer, group, cut_rows(each, share, shares))
         self._flags.post(memory.ready_flags[at][share], command.tag)
         now = time.monotonic_ns()
         if not self._all_ready(at, command, now + 3 * (now - begin) + SHARES_WAIT_NS):
-            xa = torch.empty(command.tokens, len(widths), MAX_RANK)  # whoever is late may still write to the area
-            for (host_slot, low, high), each in zip(found, ranks, strict=True):
+            xa = torch.empty(command.tokens, len(widths), MAX_RANK)  # a late worker may still write to the area
+            for (host_slot, low, high), each in zip(parts, ranks, strict=True):
                 x = memory.x(slot, high, d_in, low)
                 product.shrink(xa[low:high], x, host_slot, layer, group, (0, sum(each)))
         columns = cut_columns(widths, [sum(each) for each in zip(*ranks, strict=True)], share, shares, COLUMNS)
         for _ in range(memory.repeats):
-            for host_slot, low, high in found:
+            for host_slot, low, high in parts:
                 ys = memory.y(slot, command.tokens, widths, low, high)
                 product.expand(ys, xa[low:high], host_slot, layer, group, columns)
 
     def _all_ready(self, at: int, command: Command, end_ns: int) -> bool:
         """Returns True once all shares' parts of x A^T are there; False at `end_ns`, monotonic."""
         flags, wait = self._memory.ready_flags[at], self._flags.wait
-        left = (max(0, end_ns - time.monotonic_ns()) for _ in range(command.shares))
-        return all(wait(flags[i], command.tag, ns) for i, ns in enumerate(left))
+        remaining_ns = (max(0, end_ns - time.monotonic_ns()) for _ in range(command.shares))
+        return all(wait(flags[i], command.tag, ns) for i, ns in enumerate(remaining_ns))
 
 
 def delay(microseconds: int) -> None:
-    """Returns after so many microseconds. Sleeps through all but the last ones, which the system may overrun."""
+    """Returns after `microseconds`. Sleeps through all but the last ones, which the system may overrun."""
     end = time.monotonic_ns() + microseconds * 1000
     if microseconds > LATE_WAKE_US:
         time.sleep((microseconds - LATE_WAKE_US) / 1e6)

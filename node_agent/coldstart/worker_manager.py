@@ -5,7 +5,6 @@ the node is idle where the link has changed or calls came of a kind that was nev
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,22 +29,25 @@ from node_agent.coldstart.auto_workers import (
 )
 from node_agent.coldstart.calibration import Calibration, Interrupted, never
 from node_agent.coldstart.cold_starts import WorkersDecision
-from node_agent.coldstart.measure import SHORT, crosses_link, measure, measure_cpu, measure_handoff, measure_layers
+from node_agent.coldstart.measure import SHORT, measure
 from node_agent.coldstart.pass_times import ROUNDS, CallKind
-from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, check, read_profile
-from node_agent.coldstart.setup import check_handoff, make_pool, profile_key
+from node_agent.coldstart.profile import Profile, ProfileError, check, read_profile
+from node_agent.coldstart.setup import check_handoff, profile_key
 from node_agent.coldstart.stream import StreamPool
+from node_agent.coldstart.worker_start import (
+    make_workers,
+    measure_workers,
+    prepare_handoffs,
+    start_warm,
+    worker_cores,
+)
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import EngineConfig
-from node_agent.cores import spare_cores, usable_cores
 from node_agent.engine.loop import Engine
-from node_agent.gpu.numa import home_node, memory_near, nearest_first
-from node_agent.types import SendingRunner
 
 log = logging.getLogger("garnish.engine")
 
 START_LIMIT_S = 60.0
-"""Seconds for the workers to be warm."""
 LINK_MOVED = 4 / 3
 """Factor by which the link's learnt rate must move for the workers to be judged again."""
 JUDGE_PAUSE_S = 60.0
@@ -81,11 +83,11 @@ class WorkerManager:
         """Reads or measures the node's profile and starts the workers that the node is to have. Raises ValueError when
         there can't be as many as the settings say."""
         config, starts = self.config, self.starts
-        if starts.way.plans == ("wait",):
+        if starts.mode.plans == ("wait",):
             starts.decision = WorkersDecision(0, f"cold_start: {config.cold_start} has no use for them")
             return
-        kept = self._read()
-        profile = kept or measure(self._key, self.engine.runner, self.engine.blocks, starts.store, None, SHORT)
+        stored = self._read()
+        profile = stored or measure(self._key, self.engine.runner, self.engine.blocks, starts.store, None, SHORT)
         starts.use(profile, None)
         why = refusal(config)
         if config.cpu_workers:
@@ -102,17 +104,17 @@ class WorkerManager:
             self._starting.close()
             self._starting = None
 
-    def work(self, gives_way: Callable[[], bool]) -> bool:
-        """Measures while the node is idle, until `gives_way`. Returns False when there is nothing to measure now."""
-        if time.monotonic() < self._retry_at or gives_way():
+    def work(self, should_yield: Callable[[], bool]) -> bool:
+        """Measures while the node is idle, until `should_yield`. Returns False when there is nothing to measure now."""
+        if time.monotonic() < self._retry_at or should_yield():
             return False
         if self._starting is not None:
-            return self._finish_start(self._starting, gives_way)
+            return self._finish_start(self._starting, should_yield)
         if self._link_has_moved():
             self._judge_link_again()
             return True
         if self.starts.unmeasured and self.starts.assists:
-            self._measure_kind(next(iter(self.starts.unmeasured)), gives_way)
+            self._measure_kind(next(iter(self.starts.unmeasured)), should_yield)
             return True
         return False
 
@@ -128,7 +130,7 @@ class WorkerManager:
         if why_not:
             return WorkersDecision(0, why_not)
         link = judge_link(config, starts.store, self.base, profile)
-        cores = len(self._cores(MAX_WORKERS))
+        cores = len(worker_cores(config, MAX_WORKERS, self.threads))
         if link.count and not cores:
             return WorkersDecision(0, f"this host has one core, which the engine needs; {link.reason}", link.figures)
         if link.count and profile.key.workers and is_judged(starts.times):
@@ -136,17 +138,17 @@ class WorkerManager:
         return WorkersDecision(min(link.count, cores), link.reason, link.figures)
 
     def _check_set(self, count: int, why_not: str) -> None:
-        if "assist" not in self.starts.way.plans:
+        if "assist" not in self.starts.mode.plans:
             return
         if why_not:
             raise ValueError(f"cpu_workers: {why_not}; set 0 or auto")
-        cores = len(self._cores(count))
+        cores = len(worker_cores(self.config, count, self.threads))
         if count > cores:
             raise ValueError(
                 f"cpu_workers: {count} need a core each, and the engine's own leaves {cores}; set cpu_workers lower"
             )
 
-    def _judge(self, gives_way: Callable[[], bool]) -> None:
+    def _judge(self, should_yield: Callable[[], bool]) -> None:
         """Measures typical calls with the workers that are there, and keeps as many of them as gain. Where the settings
         say how many there are, calls are measured while the node is idle. Raises Interrupted."""
         starts, workers = self.starts, self.starts.workers
@@ -156,12 +158,12 @@ class WorkerManager:
             starts.unmeasured |= dict.fromkeys(JUDGED)
             return
         link = starts.decision
-        calibration = Calibration(self.engine, self.base, gives_way)
+        calibration = Calibration(self.engine, self.base, should_yield)
         try:
             if not is_judged(starts.times):
                 self._choose_count(calibration, workers)
         except Interrupted as interrupted:
-            if gives_way is not never:
+            if should_yield is not never:
                 raise
             log.warning("cold calls could not be measured", extra={"reason": str(interrupted)})
         if starts.workers is not None:
@@ -186,8 +188,8 @@ class WorkerManager:
             raise
 
     def _best_count(self, calibration: Calibration, workers: WorkerPool) -> int:
-        times, most, seconds = self.starts.times, workers.layout.workers, dict[int, float]()
-        for count in candidate_counts(most):
+        times, max_count, seconds = self.starts.times, workers.layout.workers, dict[int, float]()
+        for count in candidate_counts(max_count):
             times.forget("assist")
             workers.limit = count
             calibration.measure(TYPICAL, PLANS, DECISION_ROUNDS)
@@ -226,14 +228,14 @@ class WorkerManager:
         log.info("the link to the device has changed", extra={"bytes_per_second": round(cost.bandwidth)})
         starts.use(replace(starts.profile, link=cost, passes=()), workers)
         self._judge_at = time.monotonic() + JUDGE_PAUSE_S
-        found = self._decide("")
+        decision = self._decide("")
         there = 0 if workers is None else workers.limit
-        starts.decision = WorkersDecision(min(there, found.count), found.reason, found.figures)
-        if not found.count:
+        starts.decision = WorkersDecision(min(there, decision.count), decision.reason, decision.figures)
+        if not decision.count:
             self._end_workers()
             self._report()
         elif workers is None:
-            self._unless_impossible(lambda: self._begin_start(found.count))
+            self._unless_impossible(lambda: self._begin_start(decision.count))
         else:
             self._starting = workers
 
@@ -243,7 +245,7 @@ class WorkerManager:
         pool.start()
         self._starting, self._warm_by = pool, time.monotonic() + START_LIMIT_S
 
-    def _finish_start(self, pool: WorkerPool, gives_way: Callable[[], bool]) -> bool:
+    def _finish_start(self, pool: WorkerPool, should_yield: Callable[[], bool]) -> bool:
         """Measures calls with workers that were started while idle, once they are warm. Returns False while they are
         not."""
         if pool.wait_ready(0.0) < pool.layout.workers and self.starts.workers is None:
@@ -255,7 +257,7 @@ class WorkerManager:
             return True
         try:
             if self.starts.workers is not None or self._unless_impossible(lambda: self._take(pool)):
-                self._judge(gives_way)
+                self._judge(should_yield)
         except Interrupted:
             self._retry_at = time.monotonic() + RETRY_S
             return True
@@ -276,7 +278,7 @@ class WorkerManager:
             self.starts.decision = WorkersDecision(0, str(error))
             return False
 
-    def _measure_kind(self, kind: CallKind, gives_way: Callable[[], bool]) -> None:
+    def _measure_kind(self, kind: CallKind, should_yield: Callable[[], bool]) -> None:
         """Measures calls of a kind that callers made, so that later ones may be assisted; more calls where it was
         measured before. A kind that can't be measured here is not tried again; one that was interrupted is, after the
         others."""
@@ -284,11 +286,11 @@ class WorkerManager:
         del unmeasured[kind]
         rounds = DECISION_ROUNDS if times.is_measured(kind, ALL_PLANS) else ROUNDS
         try:
-            Calibration(self.engine, self.base, gives_way).measure(kind, ALL_PLANS, rounds)
+            Calibration(self.engine, self.base, should_yield).measure(kind, ALL_PLANS, rounds)
         except Interrupted as interrupted:
             log.info("cold calls were not measured", extra={"kind": str(kind), "reason": str(interrupted)})
             self._retry_at = time.monotonic() + RETRY_S
-            if gives_way():
+            if should_yield():
                 unmeasured[kind] = None
             else:
                 self.starts.unmeasurable.add(kind)
@@ -298,27 +300,13 @@ class WorkerManager:
 
     # --- workers that start and end
 
-    def _cores(self, count: int) -> list[int]:
-        """Returns the cores of up to `count` workers: those near the GPU, but for one that is the engine's."""
-        if self.config.host_nodes > 1:
-            return []
-        allowed = os.sched_getaffinity(0)
-        order = nearest_first(allowed, home_node(self.config.gpu, allowed))
-        own = max(1, min(self.threads, usable_cores() - count))
-        return spare_cores(own, order=order)[:count]
-
     def _make(self, count: int) -> WorkerPool:
-        allowed = os.sched_getaffinity(0)
-        with memory_near(home_node(self.config.gpu, allowed), allowed):
-            return make_pool(self.config, self.starts.store, self.base, self._cores(count), self.threads)
+        return make_workers(self.config, self.starts.store, self.base, count, self.threads)
 
     def _launch(self, count: int) -> None:
         """Starts `count` workers and waits until they are warm. Raises ValueError when the handoff does not work."""
         pool = self._make(count)
-        pool.start()
-        ready = pool.wait_ready(START_LIMIT_S)
-        if ready < pool.layout.workers:
-            log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": pool.layout.workers})
+        start_warm(pool, START_LIMIT_S)
         self._take(pool)
 
     def _take(self, pool: WorkerPool) -> bool:
@@ -331,10 +319,10 @@ class WorkerManager:
         profile = starts.profile
         if profile.cpu is None or profile.key.workers != count:
             starts.times.forget("assist")  # as many workers as there were then took other times
-            cpu, handoff = self._measure_workers(pool)
+            cpu, handoff = measure_workers(starts.store, pool)
             profile = replace(profile, key=replace(profile.key, workers=count), cpu=cpu, handoff=handoff)
         if profile.cpu is not None and isinstance(pool, StreamPool):
-            profile = self._with_handoffs(profile)
+            profile = prepare_handoffs(self.engine.runner, self.engine.blocks, profile)
         if profile.cpu is None:
             log.warning("cold starts go without CPU workers: none answered while they were measured")
             starts.decision = WorkersDecision(0, "none answered while they were measured")
@@ -342,27 +330,6 @@ class WorkerManager:
             return False
         starts.use(replace(profile, passes=starts.times.samples), pool)
         return True
-
-    def _measure_workers(self, pool: WorkerPool) -> tuple[CpuLora | None, LinkCost | None]:
-        """Returns what a worker's slice and a handoff cost; None for the first where no worker answered, or their
-        answers take too long to cross the link."""
-        store = self.starts.store
-        cpu = measure_cpu(store, pool, SHORT)
-        if cpu is None or not crosses_link(pool):
-            return cpu, None
-        try:
-            return cpu, measure_handoff(pool, store.pool.data.device, SHORT.rounds)
-        except ProfileError as error:
-            log.warning("handoffs could not be measured", extra={"reason": str(error)})
-            return None, None
-
-    def _with_handoffs(self, profile: Profile) -> Profile:
-        """Has a GPU's runner prepare passes whose layers are handed over to workers. Returns the profile with what a
-        layer of such a pass takes."""
-        runner = self.engine.runner
-        if isinstance(runner, SendingRunner):
-            runner.capture_handoffs()
-        return replace(profile, layer=measure_layers(runner, self.engine.blocks, SHORT, assisted=True))
 
     def _end_workers(self) -> None:
         starts = self.starts

@@ -21,34 +21,11 @@ if __name__ == "__main__":
 
 from cluster.lifeline import die_with_parent
 from cluster.logs import set_up_logging
-from node_agent.adapter_memory.host_map import HostMap
 from node_agent.child import read_config
-from node_agent.coldstart.shared import Layout
+from node_agent.coldstart.shared import WorkerConfig, WorkerReady
 
 POLL_NS = 100_000_000
 """An armed worker's look at signals."""
-
-
-class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    parent: int
-    """process id of the engine"""
-    index: int
-    cores: tuple[int, ...]
-    """on which it may run: one of its own; a spare worker has those of all"""
-    epoch: int
-    """of the flag values that are meant for this process, and not for one that had its place before"""
-    handoff_fd: int
-    armed_fd: int
-    """eventfd: counts up when the worker is armed"""
-    layout: Layout
-    host: HostMap
-
-
-class WorkerReady(msgspec.Struct, frozen=True):
-    compiled: bool
-    """whether the compiled operator is in use for short slices"""
-    cuda: bool
-    """whether CUDA was initialised: never"""
 
 
 def main() -> None:

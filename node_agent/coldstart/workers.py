@@ -15,24 +15,31 @@ from node_agent.coldstart.engine_cores import EngineCores
 from node_agent.coldstart.handoff_link import HandoffLink
 from node_agent.coldstart.handoffs import Handoff, HostPass, Part, PassHandoffs
 from node_agent.coldstart.keeper import Keeper, WorkerState
-from node_agent.coldstart.shared import ECHO, GROUP_NAMES, MAX_SEGMENTS, HandoffMemory, Layout, make_memory
+from node_agent.coldstart.shared import (
+    ECHO,
+    GROUP_NAMES,
+    MAX_SEGMENTS,
+    HandoffMemory,
+    Layout,
+    WorkerConfig,
+    make_memory,
+)
 from node_agent.coldstart.slices import Segment, cut, slices_wanted, weight_shares, within
 from node_agent.coldstart.worker import load_flags
-from node_agent.coldstart.worker_process import WorkerConfig
 
 TAKEOVER_S = 0.25
 """A slice that is not answered within this time is computed by another worker, too, where there is one."""
 STALL_LIMIT_S = 5.0
-"""A worker that answers nothing for so long after a time-out is killed and started again."""
+"""Seconds after a time-out in which a worker must answer something, or it is killed and started again."""
 CHECK_NS = 200_000
-"""Between two looks at whether the awaited worker lives."""
+"""Nanoseconds between two looks at whether the awaited worker lives."""
 
 
 class WorkerPool:
-    """One worker per core of `cores`. Made before CUDA is touched; all but `close` is for one thread.
+    """Pool with one worker per core of `cores`. Made before CUDA is touched; all but `close` is for one thread.
 
-    `layout.spares` redundant workers, as Toppings (section 8) has them, wait beside those: each is warm, sleeps, has no
-    core of its own, and takes the place of a worker that is dead or late for as long as it is.
+    `layout.spares` redundant workers, as Toppings (section 8) has them, wait in addition: each is warm, sleeps, has no
+    core for itself, and takes the place of a worker that is dead or late for as long as it is.
     """
 
     def __init__(
@@ -65,14 +72,13 @@ class WorkerPool:
         self._quarantine: list[tuple[int, list[Part]]] = []
         self._sequence = self._armed = self._handoffs = self._timeouts = self._quarantined = self._takeovers = 0
         self._polling: set[int] = set()
-        """indices of the workers that were armed"""
         self.takeover_ns = int(takeover * 1e9)
-        """After so long without an answer another worker computes a slice, too."""
+        """Nanoseconds without an answer after which another worker computes a slice, too."""
         self._closed = False
         self._x_bytes, self._dtype, self._host_dtype = layout.x_bytes, layout.dtype, layout.torch_dtype
 
     def start(self) -> None:
-        """Begin to start the workers; they warm up while the caller goes on."""
+        """Begins to start the workers; they warm up while the caller continues."""
         self._keeper.start()
 
     def wait_ready(self, timeout: float, count: int | None = None) -> int:
@@ -86,7 +92,7 @@ class WorkerPool:
         return self.engine_cores is not None and self.engine_cores.per_handoff
 
     @property
-    def able(self) -> list[WorkerState]:
+    def available(self) -> list[WorkerState]:
         """Returns the workers that would take a slice now, `limit` at most. A spare one, which comes last, is among
         them while another is dead or late."""
         return [worker for worker in self._keeper.workers if not worker.late][: self.limit]
@@ -94,7 +100,7 @@ class WorkerPool:
     @property
     def usable(self) -> int:
         """Workers that would take a slice now."""
-        return len(self.able)
+        return len(self.available)
 
     def pids(self) -> list[int]:
         """Returns the process ids of the workers that are warm."""
@@ -128,12 +134,13 @@ class WorkerPool:
                 self.engine_cores.take_back()
 
     def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None:
-        """Let workers compute the group's part for x [T, d_in], whose tokens are the segments', in slices of as many
-        tokens as these say, one worker each, or as many workers as are free; when all are busy, those with the least to
-        do. Where the slices are fewer than the free workers, these split the weights instead, if there are enough.
+        """Has workers compute the group's part for x [T, d_in], whose tokens are the segments'. The tokens are cut into
+        slices of as many as the segments say, one worker each, or as many workers as are free; when all are busy, those
+        with the least to do. Where the slices are fewer than the free workers, these split the weights instead, if
+        there are enough.
 
-        `group` None: the workers answer at once and compute nothing. None: no slot is free or no worker is there.
-        Raises ValueError for an x that doesn't fit, RuntimeError when the workers aren't armed.
+        `group` None: the workers answer at once and compute nothing. Returns None where no slot is free or no worker is
+        there. Raises ValueError for an x that doesn't fit, RuntimeError when the workers aren't armed.
         """
         code = ECHO if group is None else GROUP_NAMES.index(group)
         self._check(x, segments, layer, code)
@@ -145,16 +152,16 @@ class WorkerPool:
         """Opens a handoff of a whole slice, of which these parts are missing, to another worker, a spare one before
         others. Returns None when no worker or no slot can be had."""
         part, missing = parts[0], [part.worker for part in parts]
-        others = [worker for worker in self._keeper.workers if not worker.late and worker not in missing]
-        if not others:
+        candidates = [worker for worker in self._keeper.workers if not worker.late and worker not in missing]
+        if not candidates:
             return None
         command = self.memory.read_command(part.at, part.worker.index)
         width = 1 if command.group == ECHO else self.memory.group_widths[command.group][0]
         x = self.memory.x(part.at // self.layout.steps, part.end, width, part.begin)
-        found = within(self.memory.read_segments(part.at, command.segments), part.begin, part.end)
-        segments = [Segment(host_slot, high - low, high - low) for host_slot, low, high in found]
-        other = min(others, key=lambda worker: (worker.commands, -worker.index))
-        handoff = self._hand_over(x, segments, command.layer, command.group, [other])
+        tokens = within(self.memory.read_segments(part.at, command.segments), part.begin, part.end)
+        segments = [Segment(host_slot, high - low, high - low) for host_slot, low, high in tokens]
+        stand_in = min(candidates, key=lambda worker: (worker.commands, -worker.index))
+        handoff = self._hand_over(x, segments, command.layer, command.group, [stand_in])
         self._takeovers += handoff is not None
         return handoff
 
@@ -167,7 +174,7 @@ class WorkerPool:
         self._sweep()
 
     def reads(self, parts: Iterable[Part]) -> bool:
-        """Whether the worker of any of the parts, which were abandoned, may still be at it."""
+        """Returns whether the worker of any of the parts, which were abandoned, may still be at it."""
         late = [part for _, waiting in self._quarantine for part in waiting]
         return bool(late) and any(part in late for part in parts)
 
@@ -183,28 +190,28 @@ class WorkerPool:
                 os.close(fd)
 
     def _worker_ended(self, worker: WorkerState) -> None:
-        """Called by the keeper's thread. Whoever awaits the worker here looks by itself whether it has ended."""
+        """Called by the keeper's thread. A caller that awaits the worker here looks by itself whether it has ended."""
 
     def _worker_config(self, index: int, epoch: int) -> WorkerConfig:
         cores = tuple(self._cores) if index >= len(self._cores) else (self._cores[index],)
         return WorkerConfig(os.getpid(), index, cores, epoch, self.fd, self._armed_fds[index], self.layout, self._host)
 
     def _check(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, code: int) -> None:
-        shape, most = x.shape, self.layout.max_tokens
+        shape, max_tokens = x.shape, self.layout.max_tokens
         d_in = shape[-1] if code == ECHO else self.memory.group_widths[code][0]
         if len(shape) != 2 or x.dtype is not self._host_dtype or shape[1] != d_in:
             raise ValueError(f"x is {x.dtype} {tuple(shape)}; {self._host_dtype} [T, {d_in}] is needed")
-        if not 1 <= shape[0] <= most or x.nbytes > self._x_bytes:
-            possible = f"1 to {most} tokens, {self._x_bytes} bytes"
+        if not 1 <= shape[0] <= max_tokens or x.nbytes > self._x_bytes:
+            possible = f"1 to {max_tokens} tokens, {self._x_bytes} bytes"
             raise ValueError(f"x has {shape[0]} tokens, {x.nbytes} bytes; {possible} are possible")
-        left = shape[0]
+        unassigned = shape[0]
         for host_slot, tokens, slice_tokens, _ in segments:
-            left -= tokens
+            unassigned -= tokens
             if tokens < 1 or slice_tokens < 1:
                 raise ValueError(f"a segment of {tokens} tokens in slices of {slice_tokens}: 1 at least are possible")
             if not (0 <= host_slot < self._host.slots and 0 <= layer < self._host.layers):
                 raise ValueError(f"the host table has no slot {host_slot}, layer {layer}")
-        if left or not 1 <= len(segments) <= MAX_SEGMENTS:
+        if unassigned or not 1 <= len(segments) <= MAX_SEGMENTS:
             raise ValueError(f"{len(segments)} segments of {shape[0]} tokens; 1 to {MAX_SEGMENTS} have all of them")
         if not self._armed:
             raise RuntimeError("handoffs are opened between arm() and disarm() only: nobody would look")
@@ -232,12 +239,12 @@ class WorkerPool:
     def _choose(self, segments: Sequence[Segment]) -> tuple[list[WorkerState], bool]:
         """Returns who is to compute them, and whether these split the weights. Only free workers do, since each of them
         waits for the others."""
-        able = self.able
-        free = [worker for worker in able if not worker.commands]
-        shares, most = weight_shares(segments, len(free)), slices_wanted(segments)
+        workers = self.available
+        free = [worker for worker in workers if not worker.commands]
+        shares, max_slices = weight_shares(segments, len(free)), slices_wanted(segments)
         if shares:
             return free[:shares], True
-        return free[:most] if free else sorted(able, key=lambda worker: worker.commands)[:most], False
+        return free[:max_slices] if free else sorted(workers, key=lambda worker: worker.commands)[:max_slices], False
 
     def write(
         self,
@@ -249,9 +256,9 @@ class WorkerPool:
         x_bytes: int,
         split: bool,
     ) -> list[Part]:
-        """Writes the command that each of the workers, or as many as there are slices, carries out once its command
-        flag `at` has its part's value; leaves the flags to the caller. `split`: each worker has all tokens, and a share
-        of the weights."""
+        """Writes the command of each of the workers, or of as many as there are slices, and leaves the command flags to
+        the caller. A worker carries it out once its flag `at` has its part's value. `split`: each worker has all
+        tokens, and a share of the weights."""
         memory, tokens, ends = self.memory, 0, []
         for segment in segments:
             tokens += segment.tokens
@@ -286,7 +293,7 @@ class WorkerPool:
         return bool(self._flags.wait(part.flag, part.value, 0))
 
     def await_part(self, part: Part, end_ns: int) -> bool:
-        """Whether its worker answered before it ended and before `end_ns`, monotonic."""
+        """Returns whether its worker answered before it ended and before `end_ns`, monotonic."""
         while not self._flags.wait(part.flag, part.value, CHECK_NS):
             if part.worker.ended:
                 return self._answered(part)
@@ -294,7 +301,7 @@ class WorkerPool:
                 return False
         return True
 
-    def note_timeout(self) -> None:
+    def record_timeout(self) -> None:
         self._timeouts += 1
 
     def release(self, slot: int, parts: list[Part], arrived: bool) -> None:
@@ -308,10 +315,11 @@ class WorkerPool:
         for part in waiting:
             part.worker.late_since = time.monotonic()
             part.worker.late = (*part.worker.late, partial(self._answered, part))
-        self._keeper.look()
+        self._keeper.wake()
 
     def _settle(self, part: Part, arrived: bool = False) -> bool:
-        """Whether the part's worker is through with the slot."""
+        """Takes the part from its worker's count. Returns False, doing nothing, while the worker may still use the
+        slot."""
         if not arrived and not self._answered(part) and not part.worker.ended:
             return False
         part.worker.commands -= 1
@@ -321,13 +329,13 @@ class WorkerPool:
         """Free quarantined slots whose workers have answered or ended."""
         if not self._quarantine:
             return
-        kept = []
+        quarantined = []
         for slot, parts in self._quarantine:
             waiting = [part for part in parts if not self._settle(part)]
             if waiting:
-                kept.append((slot, waiting))
+                quarantined.append((slot, waiting))
             else:
                 self._free.append(slot)
-        self._quarantine = kept
+        self._quarantine = quarantined
         for worker in self._keeper.workers:
             worker.late = tuple(answered for answered in worker.late if not answered())

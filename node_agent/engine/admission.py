@@ -1,4 +1,4 @@
-"""Who enters the batch."""
+"""Admission of waiting requests to the batch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ class Refused:
     type: str
     message: str
     cause: str = ""
-    """for the log"""
     damaged: bool = False
-    """as in LoadFailed"""
 
 
 STARVED_AFTER = 1.0
@@ -36,33 +34,33 @@ STARVED_AFTER = 1.0
 
 @dataclass
 class _Shortage:
-    """Of adapter memory."""
+    """Shortage of adapter memory."""
 
     is_short: bool = False
-    """A request waits for it."""
     is_starved: bool = False
-    """One has waited for STARVED_AFTER."""
+    """A request has waited for STARVED_AFTER."""
 
 
 class Admission:
-    """One look at the queue: in the order of fair shares, within free rows, KV blocks and adapter memory, and what is
-    kept for others (`reserves`).
+    """Admits waiting requests in the order of fair shares, within free rows, KV blocks, adapter memory and `reserves`.
 
     A request reserves the blocks of its whole length, so an admitted one always ends. They must be free, but for those
     that hold what it begins with and that others use. Exceptions to the order:
+
     - While a strict request waits for rows or KV blocks no best-effort one enters: it would be preempted at once.
     - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
-      them) half of the KV blocks: the others are passed over and go on loading. Best-effort ones don't count there for
+      them) half of the KV blocks: the others are passed over and keep loading. Best-effort ones don't count there for
       others. Strict ones may hold what is kept for them besides.
     - A request that finds no adapter memory gets that of adapters which requests of best effort alone use, unless it is
       best effort itself. Best effort evicts no adapter that others called within AWAITED_SECONDS, unless these have
       more than half of the memory or leave its own adapter no room, or it has waited for room as long itself.
-    - Behind one that waits for adapter memory only those pass that need no new room, or else small adapters could keep
+    - One that waits for adapter memory is passed only by those that need no new room, or else small adapters could keep
       a large one out for ever; once it has waited for STARVED_AFTER, none with an adapter passes, or else adapters in
       steady use could. Best-effort ones keep only best effort waiting so.
-    - Behind one that waits for rows or KV blocks only strict ones pass: with what is kept for them and what best-effort
-      requests give up to them (`preempt`, which frees what each holds), so that they keep no other out for ever. And
-      behind one of a tenant with much to do, those of light tenants (`Reserves.light`): with what is kept for these.
+    - One that waits for rows or KV blocks is passed only by strict ones: with what is kept for them and what
+      best-effort requests give up to them (`preempt`, which frees what each holds), so that they keep no other out for
+      ever. One of a tenant with much to do is passed by those of light tenants (`Reserves.light`), too: with what is
+      kept for these.
     - The first request of a tenant that was idle, for which nothing was kept, gets a place of those that have more than
       an equal share of rows or KV blocks, up to its own share: these are preempted.
     """
@@ -83,20 +81,20 @@ class Admission:
         self._loading = [r for r in running if r.lease is not None and not store.loaded(r.lease)]
         self._max_loading = max(1, max_rows // 4)
         self._shortage = _Shortage()
-        """as others than best effort have found it"""
+        """shortage that others than best effort have found"""
         self._best_effort_shortage = _Shortage()
         self._passed = False
-        """one waits for rows or blocks: others may pass it with what is kept for them only"""
+        """a request waits for rows or blocks: others may pass it with what is kept for them only"""
         self._by_light = False
         """requests of light tenants, too, and not only strict ones"""
         self.short = False
-        """one waits for rows or blocks, a strict one or not"""
+        """a request waits for rows or blocks, a strict one or not"""
         self.admitted: list[Request] = []
         self.refused: list[Refused] = []
 
     def look_at(self, queue: WaitingQueue) -> None:
         """Takes out of `queue` what it admits or refuses."""
-        _note_held(queue)
+        _book_waits_for_bytes(queue)
         if queue.strict and not self._walk(queue, best_effort=False):
             self.short = True
             return
@@ -105,8 +103,8 @@ class Admission:
         self.short = self._passed or (len(queue) > 0 and self.free_rows <= 0)
 
     def _walk(self, queue: WaitingQueue, best_effort: bool) -> bool:
-        """One walk through the queue, or through all of it but for best effort. False: a strict request waits for rows
-        or blocks; then no other may pass it."""
+        """Walks once through the queue, or through all of it but for best effort. Returns False where a strict request
+        waits for rows or blocks; then no other may pass it."""
         for request in queue.in_order():
             if request.slo_class == "strict":
                 if not self._try_strict(request, queue):
@@ -118,7 +116,7 @@ class Admission:
                     self._passed = True
                     self._by_light = not self.reserves.light(request.tenant) and self._light_wait(queue)
             elif self._by_light and self.reserves.light(request.tenant):
-                self._try(request, queue, self.reserves.most_blocks)  # of what is kept for light tenants
+                self._try(request, queue, self.reserves.max_blocks)  # of what is kept for light tenants
             if self._passed and not queue.strict and not self._by_light:
                 break
         return True
@@ -127,40 +125,40 @@ class Admission:
         """Admits a strict request if it can. Returns False where it waits for rows or blocks."""
         need, room = self._need(request), Room(self.free_rows, self.blocks.free)
         if self._passed:
-            kept = self.reserves.for_strict()
-            room = Room(min(room.rows, kept.rows), min(room.blocks, kept.blocks))
+            reserved = self.reserves.for_strict()
+            room = Room(min(room.rows, reserved.rows), min(room.blocks, reserved.blocks))
         if room.rows > 0 and room.blocks >= need:
             return self._enter(request, need, queue)
-        found = self._prefixes.find(request)
-        short = Room(1 - room.rows, need - self.blocks.in_use(found) - room.blocks)
-        victims = choose_victims(self._running, short, self.blocks, set(found))
+        cached = self._prefixes.find(request)
+        short = Room(1 - room.rows, need - self.blocks.in_use(cached) - room.blocks)
+        victims = choose_victims(self._running, short, self.blocks, set(cached))
         return victims is not None and self._enter(request, need, queue, victims)
 
     def _light_wait(self, queue: WaitingQueue) -> bool:
-        """Whether there may be room for a tenant for which some is kept, or one that may claim some."""
+        """Returns whether there may be room for a tenant for which some is kept, or one that may claim some."""
         if self.free_rows > 0 and any(map(self.reserves.light, queue.tenants)):
             return True
         return any(map(self.reserves.may_claim, queue))
 
-    def _try(self, request: Request, queue: WaitingQueue, most_blocks: float = math.inf) -> bool:
-        """Admits the request if it can, with no more than `most_blocks` of the free blocks. Returns False where it
+    def _try(self, request: Request, queue: WaitingQueue, max_blocks: float = math.inf) -> bool:
+        """Admits the request if it can, with no more than `max_blocks` of the free blocks. Returns False where it
         waits for rows or blocks."""
-        need, kept = self._need(request), self.reserves.kept_from(request)
-        has_row, claims = self.free_rows > kept.rows, self.reserves.may_claim(request)
-        if has_row and need <= most_blocks and self.blocks.free >= need + kept.blocks:
+        need, reserved = self._need(request), self.reserves.kept_from(request)
+        has_row, claims = self.free_rows > reserved.rows, self.reserves.may_claim(request)
+        if has_row and need <= max_blocks and self.blocks.free >= need + reserved.blocks:
             return self._enter(request, need, queue)
         if not (has_row or claims):
             return False
-        found = self._prefixes.find(request)
-        new = need - self.blocks.in_use(found)
-        if has_row and new <= most_blocks and self.blocks.free >= new + kept.blocks:
+        cached = self._prefixes.find(request)
+        new = need - self.blocks.in_use(cached)
+        if has_row and new <= max_blocks and self.blocks.free >= new + reserved.blocks:
             return self._enter(request, need, queue)
         share = self.reserves.equal_share(request)
         if not claims or need > share.blocks:
             return False
-        short = Room(kept.rows + 1 - self.free_rows, kept.blocks + new - self.blocks.free)
-        gives = OverShare(self._running, share, request.slo_class)
-        victims = choose_victims(self._running, short, self.blocks, set(found), gives)
+        short = Room(reserved.rows + 1 - self.free_rows, reserved.blocks + new - self.blocks.free)
+        over_share = OverShare(self._running, share, request.slo_class)
+        victims = choose_victims(self._running, short, self.blocks, set(cached), over_share)
         return victims is not None and self._enter(request, need, queue, victims)
 
     def _need(self, request: Request) -> int:
@@ -173,24 +171,24 @@ class Admission:
         if self._prefixes.being_computed(request, (*self._running, *self.admitted)):
             return request.slo_class != "strict"  # nobody takes its place meanwhile
         if request.adapter is not None:
-            found = self._lease(request, request.adapter, need)
-            if found is None:
+            lease = self._lease(request, request.adapter, need)
+            if lease is None:
                 return True
-            if not isinstance(found, Lease):
-                self.refused.append(_refuse(request, found))
+            if not isinstance(lease, Lease):
+                self.refused.append(_refuse(request, lease))
                 queue.remove(request)
                 return True
-            request.lease = found
+            request.lease = lease
         self._give_up(victims)
-        known = self._prefixes.find(request)
-        taken = self.blocks.allocate(need, known)
-        if taken is None:
+        cached = self._prefixes.find(request)
+        allocated = self.blocks.allocate(need, cached)
+        if allocated is None:
             if request.lease is not None:
                 self.store.release(request.lease, (), served=False)
                 request.lease = None
             return False
-        request.blocks, request.known_blocks = taken, len(known)
-        request.computed = len(known) * self.blocks.block_tokens
+        request.blocks, request.known_blocks = allocated, len(cached)
+        request.computed = len(cached) * self.blocks.block_tokens
         self.free_rows -= 1
         self.reserves.count(request, 1)
         queue.take(request)
@@ -198,22 +196,22 @@ class Admission:
         return True
 
     def _lease(self, request: Request, adapter: Adapter, need: int) -> Lease | TooLarge | LoadFailed | None:
-        """Returns a lease of the request's adapter, whose load begins where it is not there; why the request is to be
-        refused; or None where it has to wait."""
+        """Returns a lease of the request's adapter, whose load begins where it is not there. Returns the reason where
+        the request is to be refused, and None where it has to wait."""
         ready = self.store.ready(adapter.digest)
         if self._keeps_out(request, adapter):
             return None
         if not ready and not self._may_load(request, need):
             return None
-        found = self.store.acquire(adapter, spared=self._spared_from(request, adapter))
-        if isinstance(found, NoRoom) and request.slo_class != "best_effort" and self._make_adapter_room(adapter):
-            found = self.store.acquire(adapter)
-        if isinstance(found, (Pending, NoRoom)):
-            self._wait(request, isinstance(found, NoRoom))
+        lease = self.store.acquire(adapter, spared=self._spared_from(request, adapter))
+        if isinstance(lease, NoRoom) and request.slo_class != "best_effort" and self._make_adapter_room(adapter):
+            lease = self.store.acquire(adapter)
+        if isinstance(lease, (Pending, NoRoom)):
+            self._wait(request, isinstance(lease, NoRoom))
             return None
-        if isinstance(found, Lease) and not ready:
+        if isinstance(lease, Lease) and not ready:
             self._loading.append(request)
-        return found
+        return lease
 
     def _spared_from(self, request: Request, adapter: Adapter) -> Container[str]:
         """Returns the adapters that are not evicted for the request. For best effort these are the ones that others
@@ -225,11 +223,11 @@ class Admission:
 
     def _keeps_out(self, request: Request, adapter: Adapter) -> bool:
         """Returns whether the request has to stay behind one that waits for adapter memory."""
-        behind = [self._shortage]
+        shortages = [self._shortage]
         if request.slo_class == "best_effort":
-            behind.append(self._best_effort_shortage)
-        is_short = any(each.is_short for each in behind) and not self.store.on_device(adapter.digest)
-        return is_short or any(each.is_starved for each in behind)
+            shortages.append(self._best_effort_shortage)
+        is_short = any(each.is_short for each in shortages) and not self.store.on_device(adapter.digest)
+        return is_short or any(each.is_starved for each in shortages)
 
     def _make_adapter_room(self, adapter: Adapter) -> bool:
         """Makes room on the device by preempting best-effort requests whose adapters nobody else uses. Returns False,
@@ -248,14 +246,14 @@ class Admission:
 
     def _may_load(self, request: Request, need: int) -> bool:
         if request.slo_class == "strict":
-            strict = sum(other.slo_class == "strict" for other in self._loading)
+            strict = sum(loading.slo_class == "strict" for loading in self._loading)
             if strict < self.reserves.for_strict().rows:
                 return True
         best_effort = request.slo_class == "best_effort"
-        counted = [other for other in self._loading if best_effort or other.slo_class != "best_effort"]
+        counted = [loading for loading in self._loading if best_effort or loading.slo_class != "best_effort"]
         if len(counted) >= self._max_loading:
             return False
-        blocks = sum(len(other.blocks) for other in counted)
+        blocks = sum(len(loading.blocks) for loading in counted)
         return not blocks or blocks + need <= self.blocks.total // 2
 
     def _wait(self, request: Request, for_room: bool) -> None:
@@ -269,20 +267,20 @@ class Admission:
         shortage.is_starved = shortage.is_starved or now - request.short_since >= STARVED_AFTER
 
 
-def _note_held(queue: Iterable[Request]) -> None:
+def _book_waits_for_bytes(queue: Iterable[Request]) -> None:
     """Book what passed since the last look at those whose adapter's bytes were all that they waited for then."""
     now = time.monotonic()
     for request in queue:
         if request.held_at:
-            request.held += now - request.held_at
+            request.held_s += now - request.held_at
             request.held_at = 0.0
 
 
-def _refuse(request: Request, found: TooLarge | LoadFailed) -> Refused:
+def _refuse(request: Request, reason: TooLarge | LoadFailed) -> Refused:
     assert request.adapter is not None
     name = f"adapter {request.adapter.digest[:12]}"
-    if isinstance(found, TooLarge):
+    if isinstance(reason, TooLarge):
         return Refused(
-            request, "too_large", f"{name} needs {found.need} bytes of adapter memory; this node has {found.have}"
+            request, "too_large", f"{name} needs {reason.need} bytes of adapter memory; this node has {reason.have}"
         )
-    return Refused(request, "unavailable", f"{name} could not be loaded on this node", found.reason, found.damaged)
+    return Refused(request, "unavailable", f"{name} could not be loaded on this node", reason.reason, reason.damaged)

@@ -32,7 +32,7 @@ class Row:
 
     @property
     def wants_logits(self) -> bool:
-        """Its last token is the last one known: the next is to be sampled."""
+        """Returns whether its last token is the last one known: the next is to be sampled."""
         return self.request.computed + self.length == len(self.request.tokens)
 
     @property
@@ -71,8 +71,8 @@ def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.
     widest = max(-(-context // block_tokens) for context in contexts)
     table = np.zeros((len(rows), widest), dtype=np.int32)
     for row, blocks in zip(rows, table, strict=True):
-        taken = row.request.blocks[:widest]
-        blocks[: len(taken)] = taken
+        row_blocks = row.request.blocks[:widest]
+        blocks[: len(row_blocks)] = row_blocks
     return StepBatch(
         token_ids=torch.tensor(token_ids, device=device),
         positions=torch.tensor(positions, device=device),
@@ -110,17 +110,17 @@ def _scoring(rows: list[Row], starts: list[int], device: torch.device) -> Prompt
 
 def _sampling(rows: list[Row]) -> SamplingBatch:
     requests = [row.request for row in rows]
-    ways = [request.sampling for request in requests]
+    samplings = [request.sampling for request in requests]
     return SamplingBatch(
-        temperature=[way.temperature for way in ways],
-        top_p=[way.top_p for way in ways],
-        top_k=[way.top_k for way in ways],
-        min_p=[way.min_p for way in ways],
+        temperature=[sampling.temperature for sampling in samplings],
+        top_p=[sampling.top_p for sampling in samplings],
+        top_k=[sampling.top_k for sampling in samplings],
+        min_p=[sampling.min_p for sampling in samplings],
         uniform=[
-            uniform(way.seed, way.choice, len(row.request.tokens) + row.ahead)
-            for way, row in zip(ways, rows, strict=True)
+            uniform(sampling.seed, sampling.choice, len(row.request.tokens) + row.ahead)
+            for sampling, row in zip(samplings, rows, strict=True)
         ],
-        logprobs=[-1 if way.logprobs is None else way.logprobs for way in ways],
+        logprobs=[-1 if sampling.logprobs is None else sampling.logprobs for sampling in samplings],
         rules={i: request.rules for i, request in enumerate(requests) if request.rules is not None},
     )
 

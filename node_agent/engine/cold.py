@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -17,6 +17,7 @@ from node_agent.device import ENDED, Event, EventWatch, record_event, unless_out
 from node_agent.engine.batch import Row, share_out
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
+from node_agent.states import RequestState
 from node_agent.types import Lease, ModelRunner, Pass, Plan, StepOutput
 
 log = logging.getLogger("garnish.engine")
@@ -30,7 +31,7 @@ Book = Callable[[list[Row], StepOutput], None]
 
 @dataclass(eq=False)
 class ColdPass:
-    """One chunk. It has one row, and so one lease."""
+    """Open pass of one chunk. It has one row, and so one lease."""
 
     row: Row
     lease: Lease
@@ -38,23 +39,23 @@ class ColdPass:
     lora: ColdLora
     plan: Plan
     phases: ColdPhases
-    begun: float
-    """when it was planned, monotonic"""
+    started_at: float
+    """start of its planning, monotonic"""
     stalled_at: float = 0.0
-    """since when it waits for adapter bytes, monotonic; 0: it does not"""
+    """start of its wait for adapter bytes, monotonic; 0: it does not wait"""
     exposed: float = 0.0
-    """seconds that it did"""
+    """seconds of waits for adapter bytes"""
     layers_s: float = 0.0
     """seconds in which its layers were computed or enqueued, waits for workers included"""
     enqueued: Event = ENDED
-    """behind the layers that were advanced last"""
+    """event behind the layers that were advanced last"""
     watched: Event = ENDED
-    """of these events, the last one at whose end the engine is woken"""
+    """last of these events at whose end the engine is woken"""
 
     @property
     def plan_now(self) -> Plan:
-        """While the device is behind, layers that the plan meant to load are not given to the CPU: the time that is
-        left for them begins when the device gets there."""
+        """Returns the plan without CPU layers that it meant to load, while the device lags behind. The time that
+        remains for these begins when the device gets there."""
         if self.enqueued.query():
             return self.plan
         return replace(self.plan, cpu_extra=(inf,) * len(self.plan.cpu_extra))
@@ -72,15 +73,15 @@ class ColdPass:
 
     def outcome(self, now: float) -> Outcome:
         return Outcome(
-            self.row.request.id, self.plan.name, self.row.length, self.plan.seconds, now - self.begun,
+            self.row.request.id, self.plan.name, self.row.length, self.plan.seconds, now - self.started_at,
             self.plan.exposed, self.exposed, self.lora.waited, self.layers_s - self.lora.waited,
             self.lora.layers_on_cpu, self.lora.layers_on_device,
-            self.plan.others, self.plan.by_profile,
+            self.plan.other_requests, self.plan.by_profile,
         )  # fmt: skip
 
 
 class ColdPasses:
-    """At most `limit` passes, in the order in which they began."""
+    """Open passes, `limit` at most, in the order in which they began."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class ColdPasses:
         events: EventWatch,
         limit: int,
     ) -> None:
-        """`start` begins a pass with its LoRA; `book` is told what an ended pass computed; `events` wakes it."""
+        """`start` begins a pass with its LoRA; `book` takes what an ended pass computed; `events` wakes it."""
         self.cold_start, self.device, self.num_layers, self.limit = cold_start, runner.device, runner.num_layers, limit
         self._start, self._book, self._pulse, self._events = start, book, pulse, events
         self.open: list[ColdPass] = []
@@ -113,55 +114,57 @@ class ColdPasses:
         for request in sorted(running, key=lambda request: request.slo_class == "best_effort"):
             if self.full:
                 return
-            if request.decoding or request.in_cold_pass or request.wants_whole or is_loaded(request):
+            if request.decoding or request.in_cold_pass or request.awaits_adapter or is_loaded(request):
                 continue
-            others = [other for other in running if other is not request]
-            self._begin(request, min(request.uncomputed, chunk_tokens), len(others), sum(map(is_loaded, others)))
+            peers = [peer for peer in running if peer is not request]
+            self._begin(request, min(request.uncomputed, chunk_tokens), len(peers), sum(map(is_loaded, peers)))
 
-    def _begin(self, request: Request, length: int, others: int, ready: int) -> None:
-        """Plan the request's next `length` tokens, beside `others` other requests, `ready` of which have their adapters
-        on the device, and open a pass for them unless they are to wait for the whole adapter."""
+    def _begin(self, request: Request, length: int, other_requests: int, ready: int) -> None:
+        """Plans the request's next `length` tokens, and opens a pass for them unless they are to wait for the whole
+        adapter. `other_requests` run besides, `ready` of which have their adapters on the device."""
         assert request.lease is not None and request.cold is not None
         phases = request.cold
-        begun = time.monotonic()
+        started_at = time.monotonic()
         ahead = sum(
             self.cold_start.warm_seconds(cold.row.length, self.num_layers - cold.run.layer) + cold.cpu_left
             for cold in self.open
         )
         row = Row(request, length)
         decodes = min(request.max_tokens - 1, TYPICAL_ANSWER) if row.wants_logits else 0
-        plan = self.cold_start.plan(request.lease, length, Contention(ahead, others, ready, decodes))
+        plan = self.cold_start.plan(request.lease, length, Contention(ahead, other_requests, ready, decodes))
         started = unless_out_of_memory(lambda: self._start(row, plan)) if plan.name != "wait" else None
         if started is None:
-            request.wants_whole = True  # in a hot pass, with others' rows, and of fewer tokens where memory is short
+            # then in a hot pass, with others' rows, and of fewer tokens where memory is short
+            request.change_state(RequestState.AWAITING_ADAPTER)
             return
         run, lora, plan = started
         if phases.plan == "wait":
             phases.plan, phases.forecast = plan.name, phases.exposed + plan.exposed + plan.rest
-        request.in_cold_pass, phases.opened = True, True
-        self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, begun))
+        request.change_state(RequestState.COLD_PREFILLING)
+        phases.opened = True
+        self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, started_at))
 
     def advance(self, tokens: int) -> int:
-        """Advance the passes, best effort's last, else those that began first, as far as they can go, and by no more
-        than a warm pass of `tokens` tokens would compute, but for one stretch: so long it would hold up the others,
-        too. Those behind fill what the first leaves free: passes that took turns would all end as late as the last.
-        Returns what was used of `tokens`."""
-        budget = left = max(tokens * self.num_layers, max((cold.row.length for cold in self.open), default=0))
-        while (found := self._next()) is not None and left >= found[0].row.length:
-            cold, ready = found
+        """Advances the passes as far as they can go, those that began first before others, best effort's last. They get
+        no more than a warm pass of `tokens` tokens would compute, but for one stretch: for that time they hold up the
+        others, too. Later ones fill what the first leaves free: passes that took turns would all end as late as the
+        last. Returns the part of `tokens` that was used."""
+        budget = remaining = max(tokens * self.num_layers, max((cold.row.length for cold in self.open), default=0))
+        while (chosen := self._next()) is not None and remaining >= chosen[0].row.length:
+            cold, ready = chosen
             cold.resume(time.monotonic())
             before = cold.run.layer
-            upto = min(ready, self._stop_before(cold.run, before + max(cold.run.stretch, left // cold.row.length)))
-            left -= (upto - before) * cold.row.length
-            begun = time.perf_counter()
+            upto = min(ready, self._stop_before(cold.run, before + max(cold.run.stretch, remaining // cold.row.length)))
+            remaining -= (upto - before) * cold.row.length
+            started_at = time.perf_counter()
             output = unless_out_of_memory(partial(self._compute, cold, upto))
             cold.enqueued = record_event(self.device, sleeps=True)
-            share_out(time.perf_counter() - begun, [cold.row])
+            share_out(time.perf_counter() - started_at, [cold.row])
             self._take_stock(cold, output)
-        return -(-(budget - left) // self.num_layers)
+        return -(-(budget - remaining) // self.num_layers)
 
     def _next(self) -> tuple[ColdPass, int] | None:
-        """The first pass that can go on, and how far; notes which ones can't."""
+        """Returns the first pass that can continue, and how far. Records which ones can't."""
         first: tuple[ColdPass, int] | None = None
         for cold in sorted(self.open, key=lambda cold: cold.row.request.slo_class == "best_effort"):
             ready = self._stop_before(cold.run, self.cold_start.ready_until(cold.lease, cold.plan_now, cold.run.layer))
@@ -179,22 +182,48 @@ class ColdPasses:
         """Returns the last place, at most `layer`, where the pass can stop."""
         return layer if layer == self.num_layers else layer // run.stretch * run.stretch
 
+    def book_loads(self, requests: Iterable[Request]) -> None:
+        """Books what the loads of the requests' adapters cost them, of those loads that have ended."""
+        store = self.cold_start.store
+        for request in requests:
+            cold, lease = request.cold, request.lease
+            if lease is None or cold is None or not store.loaded(lease):
+                continue
+            if request.awaits_adapter:
+                request.change_state(RequestState.RUNNING)
+            if cold.load:
+                continue
+            cold.load, cold.fetch = store.load_seconds(lease), store.fetch_seconds(lease)
+            if not cold.fetch:
+                self.cold_start.learn_load(*store.crossing(lease))
+            cold.end_wait(time.monotonic())
+
+    def begin_waits(self, requests: Iterable[Request]) -> None:
+        """Books since when those wait whose next step no cold pass can compute before their adapter is there."""
+        now = time.monotonic()
+        for request in requests:
+            cold, lease = request.cold, request.lease
+            if lease is None or cold is None or cold.load or self.cold_start.store.loaded(lease):
+                continue
+            if request.decoding or request.awaits_adapter:
+                cold.waits_since = cold.waits_since or now
+
     def drop(self, request: Request) -> list[Event]:
         """Abort the request's pass, if it has one; what it held is free at the events."""
-        found = [cold for cold in self.open if cold.row.request is request]
-        for cold in found:
+        passes = [cold for cold in self.open if cold.row.request is request]
+        for cold in passes:
             self.open.remove(cold)
             cold.resume(time.monotonic())
             cold.lora.close()
-        return [cold.run.abort() for cold in found]
+        return [cold.run.abort() for cold in passes]
 
     def _compute(self, cold: ColdPass, upto: int) -> StepOutput | bool:
         """Computes the pass up to layer `upto`, and behind the last one its output. Returns that; True where there are
         more layers, False where the pass is poisoned."""
         with self._pulse.computing("cold layers", cold.row.length, upto - cold.run.layer):
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             cold.run.advance(upto)
-            cold.layers_s += time.perf_counter() - begun
+            cold.layers_s += time.perf_counter() - started_at
         if cold.lora.poisoned or upto < self.num_layers:
             return not cold.lora.poisoned
         with self._pulse.computing("cold end", cold.row.length):
@@ -209,16 +238,16 @@ class ColdPasses:
         request = cold.row.request
         self.open.remove(cold)
         cold.lora.close()
-        request.in_cold_pass = False
         cold.phases.layers_cpu += cold.lora.layers_on_cpu
         cold.phases.layers_device += cold.lora.layers_on_device
         if isinstance(output, bool | None) or cold.lora.poisoned:
             cold.run.abort().synchronize()
-            request.wants_whole = True
+            request.change_state(RequestState.AWAITING_ADAPTER)
             if cold.lora.poisoned:
                 log.warning("request %s: a CPU worker failed it; the chunk is computed again", request.id)
                 cold.phases.replays += 1
                 self.replays += 1
         else:
+            request.change_state(RequestState.RUNNING)
             self.cold_start.observe(cold.lease, cold.outcome(time.monotonic()))
             self._book([cold.row], output)

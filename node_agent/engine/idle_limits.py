@@ -15,42 +15,41 @@ from node_agent.adapter_memory.store import AdapterStore
 
 LOOK_INTERVAL_S = 0.5
 LONGEST_ORDER_S = 600.0
-"""For so long at most a message holds."""
+"""Seconds for which a message holds at most."""
 
 
 class IdleLimits:
-    """Called by the engine's thread alone. `wanted`: whether an adapter is to stay, by digest."""
+    """Called by the engine's thread alone. `is_wanted`: whether an adapter is to stay, by digest."""
 
     def __init__(
-        self, store: AdapterStore, wanted: Callable[[str], bool], clock: Callable[[], float] = time.monotonic
+        self, store: AdapterStore, is_wanted: Callable[[str], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store, self._wanted, self._clock = store, wanted, clock
-        self._ttls: Mapping[str, float] = {}
-        """Seconds, by digest."""
+        self._store, self._is_wanted, self._clock = store, is_wanted, clock
+        self._ttls_s: Mapping[str, float] = {}
         self._until = 0.0
         self._look_at = 0.0
         self._used: dict[str, float] = {}
-        """When adapters with a limit were last seen in use, or wanted."""
+        """Times at which adapters with a limit were last in use, or wanted. By digest."""
 
     def set(self, residency: WantedResidency) -> None:
         """Replaces the limits that held before."""
-        self._ttls = residency.idle_ttls
+        self._ttls_s = residency.idle_ttls
         self._until = self._clock() + min(residency.seconds, LONGEST_ORDER_S)
-        self._used = {digest: at for digest, at in self._used.items() if digest in self._ttls}
+        self._used = {digest: at for digest, at in self._used.items() if digest in self._ttls_s}
 
     def clear(self) -> None:
         """No limit holds any more."""
-        self._ttls, self._used = {}, {}
+        self._ttls_s, self._used = {}, {}
 
     def poll(self) -> None:
         """Takes away what has been idle for too long."""
         now = self._clock()
-        if now < self._look_at or not self._ttls:
+        if now < self._look_at or not self._ttls_s:
             return
         self._look_at = now + LOOK_INTERVAL_S
         if now >= self._until:
             self.clear()
-        for digest, seconds in self._ttls.items():
+        for digest, seconds in self._ttls_s.items():
             self._expire(digest, seconds, now)
 
     def _expire(self, digest: str, seconds: float, now: float) -> None:
@@ -59,7 +58,7 @@ class IdleLimits:
             self._used.pop(digest, None)
             return
         in_use = entry is not None and not entry.idle
-        if in_use or self._store.hosts.waiting(digest) or self._wanted(digest):
+        if in_use or self._store.hosts.waiting(digest) or self._is_wanted(digest):
             self._used[digest] = now
             return
         idle = now - max(self._used.get(digest, 0.0), self._store.demand.last_call(digest), _arrived(entry, host))

@@ -1,4 +1,4 @@
-"""What comes in: a GenerateRequest as the engine's request, and why one can't be served here."""
+"""Intake: a GenerateRequest as the engine's request, and why one can't be served here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def request_of(message: GenerateRequest) -> Request:
 
 
 def rules_of(request: Request, eos_ids: Collection[int], device: torch.device) -> ScoreRules | None:
-    """Returns what its parameters make of its scores, told of the tokens that it has. None if they change none."""
+    """Returns the rules by which the request's parameters change its scores, with the tokens that it has. None where
+    they change none."""
     if not changes_scores(request.sampling):
         return None
     prompt, generated = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
@@ -47,10 +48,10 @@ def rules_of(request: Request, eos_ids: Collection[int], device: torch.device) -
 
 def problem_of(request: Request, limits: Limits, blocks: BlockPool) -> tuple[str, str] | None:
     """An error's type and message, or None when the request could run alone."""
-    whole = request.prompt_len + request.max_tokens
+    tokens = request.prompt_len + request.max_tokens
     if not request.tokens or request.max_tokens < 1:
         return "validation_failed", "a request needs at least one prompt token and max_tokens of at least 1"
-    if whole > limits.max_context:
+    if tokens > limits.max_context:
         return (
             "validation_failed",
             f"{request.prompt_len} prompt tokens and {request.max_tokens} more exceed the context of "
@@ -58,9 +59,9 @@ def problem_of(request: Request, limits: Limits, blocks: BlockPool) -> tuple[str
         )
     if min(request.tokens) < 0 or max(request.tokens) >= limits.vocab_size:
         return "validation_failed", f"a token id is outside the vocabulary of {limits.vocab_size}"
-    if blocks.blocks_for(whole) > blocks.total:
+    if blocks.blocks_for(tokens) > blocks.total:
         return (
             "too_large",
-            f"{whole} tokens need {blocks.blocks_for(whole)} KV blocks; this node has {blocks.total}",
+            f"{tokens} tokens need {blocks.blocks_for(tokens)} KV blocks; this node has {blocks.total}",
         )
     return None

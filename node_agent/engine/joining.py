@@ -10,21 +10,59 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+
+import torch
 
 from node_agent.coldstart.assist import Assist, AssistedPass
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.messages import PassMessages
-from node_agent.coldstart.mixed_lora import LoadingPart, MixedLora
 from node_agent.engine.batch import Row, build_lora
 from node_agent.engine.cold import ColdPasses
 from node_agent.engine.request import Request
 from node_agent.runner.lora_choice import StartLora
-from node_agent.types import Lease, ModelRunner, PassLora, batch_device
+from node_agent.sending_runner import batch_device
+from node_agent.states import RequestState
+from node_agent.types import Lease, ModelRunner, PassLora
 
 log = logging.getLogger("garnish.engine")
 
 IsLoaded = Callable[[Request], bool]
+
+
+@dataclass(frozen=True)
+class LoadingPart:
+    """Tokens begin..end-1 of a pass, all of one adapter that is on its way."""
+
+    begin: int
+    end: int
+    lora: ColdLora
+
+
+class MixedLora:
+    """A PassLora. A failure poisons the rows of loading parts alone: rows of a pass share no numbers."""
+
+    def __init__(self, on_device: PassLora | None, parts: Sequence[LoadingPart], send: Callable[[], object]) -> None:
+        """`on_device` adds the other tokens' adapters; None where these have none. `send` hands over, as one message,
+        what the parts have for the workers."""
+        self._on_device, self._parts, self._send = on_device, parts, send
+        self._adds = False
+        self._adding: list[LoadingPart] = []
+
+    def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
+        # workers first: they compute while the device does all the rest
+        self._adding = [part for part in self._parts if part.lora.begin(layer, group, x[part.begin : part.end])]
+        self._send()
+        self._adds = self._on_device is not None and self._on_device.begin(layer, group, x)
+        return self._adds or bool(self._adding)
+
+    def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
+        if self._adds:
+            assert self._on_device is not None
+            self._on_device.finish(layer, group, ys)
+        for part in self._adding:
+            part.lora.finish(layer, group, [y[part.begin : part.end] for y in ys])
 
 
 class Joining:
@@ -35,7 +73,7 @@ class Joining:
 
     def choose(self, running: Collection[Request], is_loaded: IsLoaded) -> Collection[str]:
         """Returns the ids of requests whose next token can be computed now, though their adapter is not loaded."""
-        waiting = [r for r in running if r.decoding and not r.wants_whole and not is_loaded(r)]
+        waiting = [r for r in running if r.decoding and not r.awaits_adapter and not is_loaded(r)]
         if not waiting:
             return ()
         rows = Counter(request.lease.digest for request in waiting if request.lease is not None)
@@ -61,13 +99,13 @@ class Joined:
     def __init__(self, cold: ColdPasses, runner: ModelRunner, start_lora: StartLora) -> None:
         self._cold, self._runner, self._start_lora = cold, runner, start_lora
         self._messages: PassMessages | None = None
-        """what goes to the workers, of all adapters together"""
+        """messages to the workers, of all adapters together"""
         self._workers: dict[str, AssistedPass | None] = {}
         self._parts: list[tuple[list[Row], Lease, LoadingPart]] = []
         self.left_out: list[Row] = []
 
     def __bool__(self) -> bool:
-        """Whether any row joined."""
+        """Returns whether any row joined."""
         return bool(self._workers)
 
     def add(self, row: Row, lease: Lease) -> None:
@@ -121,7 +159,7 @@ class Joined:
             if not computed:
                 continue
             for row in rows:
-                self._note(row.request, part.lora)
+                self._record_pass(row.request, part.lora)
             if part.lora.poisoned:
                 failed += rows
         if computed and self._parts and not failed:
@@ -133,12 +171,12 @@ class Joined:
             self._messages.end()
         return failed
 
-    def _note(self, request: Request, lora: ColdLora) -> None:
+    def _record_pass(self, request: Request, lora: ColdLora) -> None:
         assert request.cold is not None  # its adapter was not there at its admission
         request.cold.layers_cpu += lora.layers_on_cpu
         request.cold.layers_device += lora.layers_on_device
         if lora.poisoned:
             log.warning("request %s: a CPU worker failed it; the step is computed again", request.id)
-            request.wants_whole = True
+            request.change_state(RequestState.AWAITING_ADAPTER)
             request.cold.replays += 1
             self._cold.replays += 1

@@ -1,4 +1,4 @@
-"""Which KV-cache block belongs to which requests, and which blocks hold the beginning of a text that may come again.
+"""Owners of KV-cache blocks, and the blocks that hold the beginning of a text that may come again.
 
 A whole block is known by what its keys and values were computed from (`prefixes.py`). Requests that begin so use it as
 it is, also at once: nobody writes to a whole block. One that nobody uses stays known until its memory is needed, the
@@ -26,17 +26,16 @@ class BlockPool:
         self.block_tokens = block_tokens
         self.total = num_blocks - 1
         self._users = [0] * num_blocks
-        """by block"""
+        """number of users by block"""
         self.shared = 0
         """uses beyond each block's first"""
         self._blank = list(range(num_blocks - 1, 0, -1))
         """free, and not known"""
         self._idle = OrderedDict[int, None]()
         """free, and known; the least recently used first"""
-        self._known: dict[bytes, int] = {}
-        """block by key"""
+        self._by_key: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        """the reverse"""
+        """key by block"""
         self._releasing: list[tuple[list[int], Sequence[Event]]] = []
 
     @property
@@ -49,45 +48,45 @@ class BlockPool:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the blocks of these keys, up to the first that is not known."""
-        found = list[int]()
+        blocks = list[int]()
         for key in keys:
-            block = self._known.get(key)
+            block = self._by_key.get(key)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def in_use(self, blocks: Sequence[int]) -> int:
         """Returns how many of the blocks are not free."""
         return sum(self._users[block] > 0 for block in blocks)
 
-    def allocate(self, blocks: int, known: Sequence[int] = ()) -> list[int] | None:
-        """Takes so many blocks, of which the first are the `known` ones, as `find` has just returned them. Returns None
-        when fewer are free."""
-        more = blocks - len(known)
-        if more > self.free - sum(block in self._idle for block in known):
+    def allocate(self, blocks: int, cached: Sequence[int] = ()) -> list[int] | None:
+        """Takes `blocks` blocks, of which the first are the `cached` ones, as `find` has just returned them. Returns
+        None when fewer are free."""
+        more = blocks - len(cached)
+        if more > self.free - sum(block in self._idle for block in cached):
             return None
-        for block in known:
+        for block in cached:
             self._idle.pop(block, None)
-        taken = [*known, *(self._blank.pop() if self._blank else self._forget_oldest() for _ in range(more))]
-        for block in taken:
+        allocated = [*cached, *(self._blank.pop() if self._blank else self._forget_oldest() for _ in range(more))]
+        for block in allocated:
             self.shared += self._users[block] > 0
             self._users[block] += 1
-        return taken
+        return allocated
 
     def learn(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """From now on these whole blocks, which somebody uses, are known by these keys; one whose key another block has
-        is not."""
+        """Makes these whole blocks, which somebody uses, known by these keys. A block whose key another one has does
+        not become known."""
         for key, block in zip(keys, blocks, strict=True):
-            if key not in self._known and block not in self._keys:
-                self._known[key], self._keys[block] = block, key
+            if key not in self._by_key and block not in self._keys:
+                self._by_key[key], self._keys[block] = block, key
 
-    def let_go(self, gone: Counter[int], blocks: Sequence[int]) -> int:
-        """Counts in `gone` that a user of the blocks would go. Returns how many of them would then be free."""
+    def let_go(self, freed: Counter[int], blocks: Sequence[int]) -> int:
+        """Counts in `freed` that a user of the blocks would go. Returns how many of them would then be free."""
         if not self.shared:
             return len(blocks)
-        gone.update(blocks)
-        return sum(gone[block] == self._users[block] for block in blocks)
+        freed.update(blocks)
+        return sum(freed[block] == self._users[block] for block in blocks)
 
     def release(self, blocks: list[int], after: Sequence[Event] = ()) -> None:
         """A user of the blocks goes as soon as every event in `after` has ended and `poll` has seen that."""
@@ -117,5 +116,5 @@ class BlockPool:
 
     def _forget_oldest(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        del self._known[self._keys.pop(block)]
+        del self._by_key[self._keys.pop(block)]
         return block

@@ -1,4 +1,4 @@
-"""What an engine takes at most."""
+"""Limits of an engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ class Limits:
     chunk_tokens: int
     queue_limit: int
     prefix_cache: bool = True
-    """Whether keys and values are kept behind their request's end, for others that begin as it did."""
+    """Keys and values are kept after their request's end, for others that begin as it did."""
     prefetch_waste: float | None = 0.25
     """Share of the bytes of predicted prefetches, 0 to 1, above which they back off; None: there are none."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
 
 from cluster.messages import GenerateRequest
 from node_agent.adapter_memory.store import AdapterStore
@@ -15,7 +14,7 @@ from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.device import Event, EventWatch
 from node_agent.engine.batch import Row, build_lora, build_step
 from node_agent.engine.cold import ColdPasses
-from node_agent.engine.endings import end_of, expired, finished
+from node_agent.engine.events import end_of, expired, finished, score_events, split_scores
 from node_agent.engine.hot import Computed, HotPasses, OutOfMemory
 from node_agent.engine.intake import problem_of, request_of, rules_of
 from node_agent.engine.joining import Joined, Joining
@@ -25,7 +24,6 @@ from node_agent.engine.orders import Orders
 from node_agent.engine.overlap import Overlap
 from node_agent.engine.prefetcher import Prefetcher
 from node_agent.engine.prefixes import Prefixes
-from node_agent.engine.prompt_events import score_events, split_scores
 from node_agent.engine.pulse import Pulse
 from node_agent.engine.request import ColdPhases, Request
 from node_agent.engine.scheduler import HotRows, Scheduler
@@ -33,10 +31,9 @@ from node_agent.ipc import Admitted, EngineEvent, Generated, Top
 from node_agent.performance.drift import Drift
 from node_agent.runner.lora_choice import LoraCode
 from node_agent.runner.prompt_scores import all_finite
-from node_agent.types import LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput, batch_device
-
-if TYPE_CHECKING:
-    from node_agent.coldstart.worker_manager import WorkerManager
+from node_agent.sending_runner import batch_device
+from node_agent.states import RequestState
+from node_agent.types import IdleWork, LoadFailed, ModelRunner, Pass, PassLora, Plan, StepBatch, StepOutput
 
 log = logging.getLogger("garnish.engine")
 
@@ -54,7 +51,7 @@ class Engine:
         lora: LoraCode,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called, in any thread, when the device comes to where a pass that stands still may go on."""
+        """`on_change` is called, in any thread, when the device comes to where a stalled pass may continue."""
         self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
         self.start_lora, self.lora_kernel = lora.start, lora.kernel
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
@@ -72,12 +69,12 @@ class Engine:
         self.overlap = Overlap(self.hot, runner, self.running)
         self.prefetcher = Prefetcher(store, limits.prefetch_waste)
         self.orders = Orders(store, self.prefetcher)
-        self.worker_manager: WorkerManager | None = None
+        self.worker_manager: IdleWork | None = None
         """Starts and judges the CPU LoRA workers; None before the engine is set up."""
         self.drift: Drift | None = None
         """The performance model that the node publishes; None: it has none."""
         self.measuring: float | None = None
-        """How much of the measurement of one is done (0 to 1); None: none goes on."""
+        """Share of the measurement of one that is done (0 to 1); None: none is under way."""
         self._events: list[EngineEvent] = []
 
     @property
@@ -86,7 +83,7 @@ class Engine:
 
     @property
     def assist(self) -> Assist | None:
-        """What needs the CPU LoRA workers; None where there are none."""
+        """Returns the engine's side of the CPU LoRA workers; None where there are none."""
         return self.cold_start.assist
 
     def close(self) -> None:
@@ -111,10 +108,10 @@ class Engine:
         if ended is not None:  # the node before could not say so any more
             self._finish(request, ended)
             return
-        request.after_idle = self.scheduler.callers.note(request)
+        request.after_idle = self.scheduler.callers.record_call(request)
         if request.adapter is not None:
-            request.found = self.store.announce(request.adapter)
-            self.prefetcher.note_call(request.adapter.digest)
+            request.arrival_tier = self.store.announce(request.adapter)
+            self.prefetcher.record_call(request.adapter.digest)
         self.queue.add(request)
 
     def cancel(self, request_id: str) -> None:
@@ -128,7 +125,8 @@ class Engine:
             self._finish(request, "cancelled")
 
     def step(self) -> bool:
-        """One iteration. False when there was nothing to compute: wait for a message, a load or a deadline."""
+        """Runs one iteration. Returns False when there was nothing to compute: wait for a message, a load or a
+        deadline."""
         self.prepare()
         used = self.compute_cold()
         return len(list(self.compute_hot(used))) > 0 or used > 0
@@ -148,18 +146,21 @@ class Engine:
         """The cold passes, before the hot one: the first token of an adapter that is on its way need not wait for the
         others' next ones, if its events are sent now. Returns how many prompt tokens' work this was."""
         self._fail_loads()
+        self.cold.book_loads(self.running.values())
         if self._blocked():
             return 0
         self.cold.plan(self.running.values(), self._is_loaded, self.limits.chunk_tokens)
         return self.cold.advance(self.scheduler.cold_tokens(self.limits, self.drift, self.cold.requests))
 
     def compute_hot(self, used: int) -> Iterator[None]:
-        """The hot passes, after cold ones that have `used` so many of the iteration's prompt tokens. Yields after each:
-        its events can be sent before the next one."""
+        """Computes the hot passes, after cold ones that have `used` some of the iteration's prompt tokens. Yields after
+        each: its events can be sent before the next one."""
+        self.overlap.end_dropped()
         if self.overlap.under_way:
             self._book_computed(*self.overlap.compute())
             yield
         elif not self._blocked():
+            self.cold.begin_waits(self.running.values())
             joining = self.joining.choose(self.running.values(), self._is_loaded)
             for rows in self.scheduler.compose(self.limits, used, self._is_loaded, self.drift, joining):
                 if not joining and self.overlap.begin(rows.rows, rows.n_decode):
@@ -189,9 +190,9 @@ class Engine:
         self._book(computed.rows, computed.output, failed)
 
     def _blocked(self) -> bool:
-        """Returns whether the engine computes nothing now: in the baseline that stands still while a running request's
+        """Returns whether the engine computes nothing now: in the baseline that stalls while a running request's
         adapter loads."""
-        return self.cold_start.way.blocks and any(not self._is_loaded(r) for r in self.running.values())
+        return self.cold_start.mode.blocks and any(not self._is_loaded(r) for r in self.running.values())
 
     def take_events(self) -> list[EngineEvent]:
         """Returns the events since the last call, in order."""
@@ -219,10 +220,10 @@ class Engine:
         if problem is not None or not self.queue.full:
             return problem
         full = "overloaded", f"{self.limits.queue_limit} requests are queued on this node"
-        other = self.queue.gives_way(request)
-        if other is None:
+        displaced = self.queue.displaced_by(request)
+        if displaced is None:
             return full
-        self._finish(other, "error", *full)
+        self._finish(displaced, "error", *full)
         return None
 
     def _expire(self) -> None:
@@ -245,16 +246,17 @@ class Engine:
     def _begin(self, request: Request) -> None:
         """The request has its place."""
         now = time.monotonic()
-        waited = request.held or (request.cold is not None and not request.cold.load)
+        waited = request.held_s or (request.cold is not None and not request.cold.load)
         if request.lease is not None and (waited or not self.store.loaded(request.lease)):
-            request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else request.held)
-            if not request.admitted and request.found == "none":
-                request.found = self.store.source(request.lease)
+            request.cold = ColdPhases(now, exposed=request.cold.exposed if request.cold else request.held_s)
+            if not request.admitted and request.arrival_tier == "none":
+                request.arrival_tier = self.store.source(request.lease)
         self.running[request.id] = request
+        request.change_state(RequestState.RUNNING)
         request.rules = request.rules or rules_of(request, self.eos_ids, batch_device(self.runner))
         if not request.admitted:
             request.admitted = now
-            self._events.append(Admitted(request.id, request.found, request.found_tokens))
+            self._events.append(Admitted(request.id, request.arrival_tier, request.found_tokens))
 
     def _preempt(self, request: Request) -> None:
         """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt."""
@@ -268,7 +270,7 @@ class Engine:
         self.queue.add(request)
 
     def _free(self, request: Request, after: list[Event]) -> None:
-        """Its lease and its blocks are free once these events have ended."""
+        """Frees the request's lease and blocks once these events have ended."""
         if request.lease is not None:
             self.store.release(request.lease, after, served=bool(request.first_token))
             request.lease = None
@@ -280,22 +282,8 @@ class Engine:
             self.store.retract(request.adapter.digest)
 
     def _is_loaded(self, request: Request) -> bool:
-        """Whether the whole adapter is on the device; notes what its load cost the request."""
-        if request.lease is None:
-            return True
-        cold, loaded = request.cold, self.store.loaded(request.lease)
-        if cold is None or cold.load:
-            return loaded
-        now = time.monotonic()
-        if not loaded:
-            if request.decoding or request.wants_whole:  # no cold pass can be opened for its next step
-                cold.waits_since = cold.waits_since or now
-            return False
-        cold.load, cold.fetch = self.store.load_seconds(request.lease), self.store.fetch_seconds(request.lease)
-        if not cold.fetch:
-            self.cold_start.learn_load(*self.store.crossing(request.lease))
-        cold.end_wait(now)
-        return True
+        """Returns whether the whole adapter is on the device. True without an adapter."""
+        return request.lease is None or self.store.loaded(request.lease)
 
     def _fail_loads(self) -> None:
         for request in list(self.running.values()):
@@ -336,7 +324,7 @@ class Engine:
         `failed`. A request that ended before, or ends by its prompt scores, gets no new token."""
         output.done.synchronize()
         tokens = output.token_ids.tolist()
-        wanted = [row for row in rows if row in failed or row.wants_logits]
+        sampled = [row for row in rows if row in failed or row.wants_logits]
         for request, places, scores in split_scores(rows, output.prompt_scores):
             if self.running.get(request.id) is not request:
                 continue
@@ -348,7 +336,7 @@ class Engine:
         for row in rows:
             if row not in failed:
                 row.request.computed += row.length
-        for i, (row, token) in enumerate(zip(wanted, tokens, strict=True)):
+        for i, (row, token) in enumerate(zip(sampled, tokens, strict=True)):
             if row in failed or self.running.get(row.request.id) is not row.request:
                 continue
             if i in output.non_finite:
@@ -389,13 +377,14 @@ class Engine:
         self, request: Request, reason: str, error_type: str = "", error: str = "", *, damaged: bool = False
     ) -> None:
         """Free all that the request holds, then say how it ended."""
-        self._is_loaded(request)  # what came since the last look belongs to what is said
+        self.cold.book_loads([request])  # what came since the last look belongs to what is said
         self._free(request, [*self.cold.drop(request), *self.overlap.drop(request)])
         if self.running.get(request.id) is request:
             del self.running[request.id]
         elif self.queue.get(request.id) is request:
             self.queue.remove(request)
             self._retract(request)
+        request.change_state(RequestState.FINISHED)
         if not self.busy:
             self.queue.shares.reset()
         self._events.append(finished(request, reason, error_type, error, damaged=damaged))

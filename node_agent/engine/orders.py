@@ -1,4 +1,4 @@
-"""What operators ask of a node's adapter memory: what is where, prefetches, evictions."""
+"""Operators' commands for a node's adapter memory: list adapters, prefetch, evict."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from node_agent.engine.prefetcher import Prefetcher
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
 from node_agent.types import LoadFailed, TooLarge
 
-MOST_PREFETCHES = 16
-"""At a time."""
-MOST_TENANT_PREFETCHES = 8
-"""Of those, that one tenant has asked for."""
+MAX_PREFETCHES = 16
+MAX_TENANT_PREFETCHES = 8
 LONGEST_PREFETCH = 600.0
 """Seconds."""
 
@@ -51,7 +49,7 @@ class Orders:
                 self._answers.append(self._evict(id, digest))
 
     def poll(self, may_place: bool) -> None:
-        """Let prefetches go on; with `may_place` they may take room on the device that nobody uses."""
+        """Advances prefetches; with `may_place` they may take room on the device that nobody uses."""
         self._underway = [each for each in self._underway if not self._advance(each, may_place)]
 
     def answers(self) -> list[Answer]:
@@ -70,14 +68,14 @@ class Orders:
 
     def _busy(self, tenant: str) -> str | None:
         """Returns why no other prefetch may begin now, where that is so."""
-        if len(self._underway) >= MOST_PREFETCHES:
-            return f"{MOST_PREFETCHES} prefetches are under way on this node"
-        if tenant and sum(each.order.tenant == tenant for each in self._underway) >= MOST_TENANT_PREFETCHES:
-            return f"{MOST_TENANT_PREFETCHES} prefetches of this tenant are under way on this node"
+        if len(self._underway) >= MAX_PREFETCHES:
+            return f"{MAX_PREFETCHES} prefetches are under way on this node"
+        if tenant and sum(each.order.tenant == tenant for each in self._underway) >= MAX_TENANT_PREFETCHES:
+            return f"{MAX_TENANT_PREFETCHES} prefetches of this tenant are under way on this node"
         return None
 
     def _advance(self, each: _Underway, may_place: bool) -> bool:
-        """Whether it has ended."""
+        """Advances one prefetch. Returns whether it has ended."""
         if time.monotonic() >= each.deadline:
             each.load.end()
             return self._end(each, "timeout", f"the prefetch took longer than {LONGEST_PREFETCH:g} s")

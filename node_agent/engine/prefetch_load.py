@@ -9,12 +9,14 @@ from cluster.residency import HeldTier
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.loads import DeviceAdapter
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.states import HostState
 from node_agent.types import LoadFailed, NoRoom, TooLarge
 
 
 class PrefetchLoad:
-    """It waits for the adapter as a request in the queue does, until all of it lies in host memory, and again while the
-    device copies it. It never leases: a request may take over all that it has brought, or its room, at any time."""
+    """Load of an adapter without a request. It waits for the adapter as a request in the queue does, until all of it
+    lies in host memory, and again while the device copies it. It never leases: a request may take over all that it has
+    loaded, or its room, at any time."""
 
     def __init__(
         self,
@@ -29,7 +31,6 @@ class PrefetchLoad:
         self._store, self.adapter, self._priority = store, adapter, priority
         self._to_device, self._spared = to_device, spared
         self.waits = False
-        """not while it steps back for requests' loads"""
         self._copying: DeviceAdapter | None = None
         host = store.hosts.get(adapter.digest)
         self.was_staged = host is not None and host.complete
@@ -37,8 +38,8 @@ class PrefetchLoad:
         self._wait()
 
     def advance(self, may_place: bool) -> HeldTier | TooLarge | LoadFailed | None:
-        """Goes on as far as it can; with `may_place` it may take room on the device. Returns None while it is under
-        way; else the tier that it has reached, or why it never will, and it has ended."""
+        """Advances as far as it can; with `may_place` it may take room on the device. Returns None while it is under
+        way. Returns the tier that it has reached, or the reason why it never will, once it has ended."""
         outcome = self._advance(may_place)
         if outcome is not None:
             self.end()
@@ -66,14 +67,15 @@ class PrefetchLoad:
             return "device"
         entry = store.device.get(digest)
         self._copying = entry or self._copying
-        if self._copying is not None and self._copying.copy.failed and not self._copying.copy.abandoned:
-            return LoadFailed(self._copying.copy.failed, self._copying.host.damaged)
+        if self._copying is not None and self._copying.copy.failure is not None and not self._copying.copy.abandoned:
+            return self._copying.copy.failure
         if entry is not None:
             return None
         if not self._is_staged():
+            self._wait()
             host = store.hosts.load(self.adapter)
-            if host.failed:  # one that was given up just now is begun anew by the next call
-                return None if host.abandoned else LoadFailed(host.failed, host.damaged)
+            if host.failed:  # one that was given up just now starts again by the next call
+                return None if host.state is HostState.ABANDONED else host.failure
             if host.size > store.largest:
                 store.hosts.forget(host)
                 return TooLarge(host.size, store.largest)
@@ -86,19 +88,16 @@ class PrefetchLoad:
         return self._place()
 
     def _is_staged(self) -> bool:
-        """Whether all of it lies in host memory; waits for it otherwise."""
+        """Returns whether all of it lies in host memory."""
         host = self._store.hosts.get(self.adapter.digest)
-        if host is not None and host.complete and not host.failed:
-            return True
-        self._wait()
-        return False
+        return host is not None and host.complete
 
     def _place(self) -> HeldTier | TooLarge | LoadFailed | None:
         self._wait()
-        found = self._store.place(self.adapter, self._spared)
-        if isinstance(found, NoRoom):
+        refusal = self._store.place(self.adapter, self._spared)
+        if isinstance(refusal, NoRoom):
             return "host"
-        return found if isinstance(found, (TooLarge, LoadFailed)) else None
+        return refusal if isinstance(refusal, (TooLarge, LoadFailed)) else None
 
     def _wait(self) -> None:
         if not self.waits:

@@ -1,23 +1,22 @@
-"""What came of predicted prefetches: bytes that were of use, late or wasted; and how far prefetching backs off."""
+"""Outcome of predicted prefetches: bytes that were of use, late or wasted; and how far prefetching backs off."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 HALF_LIFE_S = 120.0
-"""After which a byte counts half in the share of waste."""
-MOST_AT_ONCE = 2
-"""Prefetches under way."""
+"""Seconds after which a byte counts half in the share of waste."""
+MAX_AT_ONCE = 2
 HELD_BACK_CHANCE = 0.5
 """Least chance of a want that is followed where waste is just above its bound."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Which predicted prefetches may begin."""
+    """Bounds of the predicted prefetches that may begin."""
 
-    at_once: int = MOST_AT_ONCE
-    least_chance: float = 0.0
+    at_once: int = MAX_AT_ONCE
+    min_chance: float = 0.0
 
 
 class PrefetchRecord:
@@ -26,13 +25,13 @@ class PrefetchRecord:
     def __init__(self, waste: float, leeway: int) -> None:
         """`waste`: share of the bytes lately, 0 to 1, above which prefetching backs off. `leeway`: bytes that count as
         of use from the start, and do not fade: a first mistake changes nothing, and without new waste the share falls
-        until prefetching goes on."""
+        until prefetching resumes."""
         self.useful_bytes, self.late_bytes, self.wasted_bytes = 0, 0, 0
-        self._most_waste, self._leeway = waste, leeway
+        self._max_waste, self._leeway = waste, leeway
         self._lately, self._wasted_lately = 0.0, 0.0
         self._at = 0.0
 
-    def note(self, now: float, *, useful: float = 0.0, late: float = 0.0, wasted: float = 0.0) -> None:
+    def count_bytes(self, now: float, *, useful: float = 0.0, late: float = 0.0, wasted: float = 0.0) -> None:
         """Notes bytes whose use is decided at `now` (monotonic seconds)."""
         self.useful_bytes += round(useful)
         self.late_bytes += round(late)
@@ -46,14 +45,15 @@ class PrefetchRecord:
         return self._wasted_lately / max(1.0, self._lately + self._leeway)
 
     def bounds(self, now: float) -> Bounds:
-        """Above the bound of waste: one at a time, and only for a chance that rises with the waste, up to certainty."""
-        over = self.wasted_share(now) - self._most_waste
+        """Returns the bounds for new prefetches. Above the bound of waste it is one at a time, and only for a chance
+        that rises with the waste, up to certainty."""
+        over = self.wasted_share(now) - self._max_waste
         if over <= 0:
             return Bounds()
-        return Bounds(1, HELD_BACK_CHANCE + (1 - HELD_BACK_CHANCE) * over / (1 - self._most_waste))
+        return Bounds(1, HELD_BACK_CHANCE + (1 - HELD_BACK_CHANCE) * over / (1 - self._max_waste))
 
     def _fade(self, now: float) -> None:
-        left = 0.5 ** (max(0.0, now - self._at) / HALF_LIFE_S)
-        self._lately *= left
-        self._wasted_lately *= left
+        share = 0.5 ** (max(0.0, now - self._at) / HALF_LIFE_S)
+        self._lately *= share
+        self._wasted_lately *= share
         self._at = max(self._at, now)

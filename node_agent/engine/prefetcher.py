@@ -1,11 +1,11 @@
-"""What the gateway wants here: predicted prefetches, brought in while link and store have nothing else to do, and
-provisioned copies, which stay.
+"""Follows the gateway's wishes for this node: predicted prefetches, loaded while link and store have nothing else to
+do, and provisioned copies, which stay.
 
-A call always comes first: a prefetch begins only while no load of a request goes on or is awaited; it stands still when
-one begins (node_agent.adapter_memory.loader_threads), and its room is a request's to take. It evicts only adapters that
-are less likely to be called (`Spared`). A provisioned copy is loaded to its tier beside requests as one of them would
-be, and is pinned: a flood of other calls must neither hold it up nor take its room. Where it is wanted in a better tier
-than the policy's, the rest of its way is a prefetch like any other.
+A call always comes first: a prefetch begins only while no load of a request runs or is awaited; it stalls when one
+begins (node_agent.adapter_memory.loader_threads), and its room is a request's to take. It evicts only adapters that are
+less likely to be called (`SparedAdapters`). A provisioned copy is loaded to its tier next to requests as one of them
+would be, and is pinned: a flood of other calls must neither hold it up nor take its room. Where it is wanted in a
+better tier than the policy's, the rest of its way is a prefetch like any other.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.idle_limits import IdleLimits
 from node_agent.engine.prefetch_load import PrefetchLoad
-from node_agent.engine.prefetch_record import MOST_AT_ONCE, Bounds, PrefetchRecord
+from node_agent.engine.prefetch_record import MAX_AT_ONCE, Bounds, PrefetchRecord
 from node_agent.types import LoadFailed, TooLarge
 
 LONGEST_WANT_S = 600.0
-"""For so long at most a message holds."""
+"""Seconds for which a message holds at most."""
 LOOK_INTERVAL_S = 0.1
-"""Between two looks at what to begin, and at what came of earlier prefetches."""
+"""Seconds between two looks at what to begin, and at the outcome of earlier prefetches."""
 UNUSED_S = 300.0
-"""After which a prefetched adapter that is neither wanted nor was called counts as wasted."""
+"""Seconds after which a prefetched adapter that is neither wanted nor was called counts as wasted."""
 HYSTERESIS = 2.0
-"""An adapter is evicted for one whose chance is so many times its own, at least; that is what the gateway says, or what
-its own calls suggest."""
+"""Factor by which a chance must exceed that of an adapter to evict it. Its chance is what the gateway says, or what its
+own calls suggest."""
 FULL_REST_S = 10.0
-"""Before the next try for an adapter that found no room in a tier."""
+"""Seconds before the next try for an adapter that found no room in a tier."""
 PROVISIONED_REST_S = 1.0
 """The same for a provisioned copy: requests end, and then it has room."""
 FAILED_REST_S = 60.0
@@ -51,15 +51,13 @@ class _Underway:
     want: WantedAdapter
     load: PrefetchLoad
     tier: WantedTier
-    """to which it is loaded"""
     is_kept: bool
-    """It is to be provisioned there."""
     progress: float = 0.0
-    """at the last look"""
+    """progress at the last look"""
 
 
 @dataclass(frozen=True)
-class _Brought:
+class _Prefetched:
     """A prefetched adapter that has not been called yet."""
 
     bytes: int
@@ -76,12 +74,12 @@ class Prefetcher:
         self.record = PrefetchRecord(waste or 0.0, store.adapter_memory // LEEWAY)
         self._idle_limits = IdleLimits(store, self.wants)
         self._wants: dict[str, WantedAdapter] = {}
-        """Most wanted first."""
+        """wants by digest, most wanted first"""
         self._until = 0.0
         self._underway: dict[str, _Underway] = {}
-        self._brought: dict[str, _Brought] = {}
+        self._prefetched: dict[str, _Prefetched] = {}
         self._rests: dict[tuple[str, WantedTier], float] = {}
-        """Until when an adapter is not brought to a tier."""
+        """Times until which an adapter is not loaded to a tier."""
         self._look_at = 0.0
 
     @property
@@ -102,7 +100,7 @@ class Prefetcher:
         self._idle_limits.set(residency)
 
     def wants(self, digest: str) -> bool:
-        """Whether the adapter is wanted now."""
+        """Returns whether the adapter is wanted now."""
         return digest in self._wants
 
     def clear(self) -> None:
@@ -115,23 +113,24 @@ class Prefetcher:
         """An operator evicts the adapter: it is not brought in again at once."""
         self._rest(digest, FAILED_REST_S)
         self._drop(digest)
-        self._brought.pop(digest, None)
+        self._prefetched.pop(digest, None)
 
-    def note_call(self, digest: str) -> None:
+    def record_call(self, digest: str) -> None:
         """A request for the adapter has come, and waits for it (AdapterStore.announce): it takes over a prefetch that
         is under way."""
         now = time.monotonic()
-        each, brought = self._underway.pop(digest, None), self._brought.pop(digest, None)
+        each, prefetched = self._underway.pop(digest, None), self._prefetched.pop(digest, None)
         if each is not None:
             size, progress, waits = each.want.adapter.bytes, each.load.progress, each.load.waits
             each.load.end()
             if not each.want.pinned:
-                self.record.note(now, useful=size * progress, late=size * (1 - progress) if waits else 0)
-        if brought is not None:
-            self.record.note(now, useful=brought.bytes)
+                self.record.count_bytes(now, useful=size * progress, late=size * (1 - progress) if waits else 0)
+        if prefetched is not None:
+            self.record.count_bytes(now, useful=prefetched.bytes)
 
     def poll(self) -> None:
-        """Let prefetches go on, note what came of earlier ones, and begin others if nothing else is to be loaded."""
+        """Advances prefetches, records the outcome of earlier ones, and begins others if nothing else is to be
+        loaded."""
         now = time.monotonic()
         if self._wants and now >= self._until:
             self.clear()
@@ -145,15 +144,15 @@ class Prefetcher:
             self._begin(now)
         self._idle_limits.poll()
 
-    def may_go(self, digest: str, wanted: str) -> bool:
-        """Whether an idle adapter may be evicted for a wanted one: it is less likely to be called."""
-        want, other = self._wants.get(wanted), self._wants.get(digest)
+    def may_go(self, digest: str, target: str) -> bool:
+        """Returns whether an idle adapter may be evicted for the target: it is less likely to be called."""
+        want, candidate = self._wants.get(target), self._wants.get(digest)
         if want is None or self._store.hosts.waiting(digest):
             return False
         if self._is_kept(want):
-            return other is None or other.provisioned is None
-        if other is not None:
-            return not other.pinned and other.chance * HYSTERESIS <= _chance(want)
+            return candidate is None or candidate.provisioned is None
+        if candidate is not None:
+            return not candidate.pinned and candidate.chance * HYSTERESIS <= _chance(want)
         return self._store.demand.chance(digest, time.monotonic()) * HYSTERESIS <= _chance(want)
 
     # --- inside
@@ -171,28 +170,28 @@ class Prefetcher:
                 each.want = want
 
     def _drop(self, digest: str) -> None:
-        """What has come of a prefetch is wasted, unless all of it lies in host memory now, for a later call."""
+        """Ends a prefetch. Its bytes are wasted, unless all of them lie in host memory now, for a later call."""
         each = self._underway.pop(digest, None)
         if each is None:
             return
         progress = each.load.progress
         each.load.end()
         if progress == 1:
-            self._note_brought(each)
+            self._record_prefetched(each)
         else:
             self._waste(each, progress)
 
     def _waste(self, each: _Underway, share: float) -> None:
         if not each.want.pinned:
-            self.record.note(time.monotonic(), wasted=each.want.adapter.bytes * share)
+            self.record.count_bytes(time.monotonic(), wasted=each.want.adapter.bytes * share)
 
-    def _note_brought(self, each: _Underway) -> None:
+    def _record_prefetched(self, each: _Underway) -> None:
         if not each.want.pinned:
-            self._brought[each.want.adapter.digest] = _Brought(each.want.adapter.bytes, time.monotonic())
+            self._prefetched[each.want.adapter.digest] = _Prefetched(each.want.adapter.bytes, time.monotonic())
 
     def _advance(self, each: _Underway, may_place: bool) -> None:
         adapter, progress = each.want.adapter, each.load.progress
-        if progress < each.progress:  # a request took its room, and it begins anew
+        if progress < each.progress:  # a request took its room, and it starts again
             self._waste(each, each.progress)
         each.progress = progress
         if self._store.hosts.lacks_room(adapter.digest):
@@ -213,15 +212,15 @@ class Prefetcher:
         if outcome == "host":  # the device has no room, or it may be evicted again at once
             self._rest(adapter.digest, _full_rest(each), each.tier)
         if outcome == "device" or not each.load.was_staged:
-            self._note_brought(each)
+            self._record_prefetched(each)
 
     def _judge(self, now: float) -> None:
-        for digest, brought in list(self._brought.items()):
+        for digest, prefetched in list(self._prefetched.items()):
             is_here = self._store.on_device(digest) or self._is_staged(digest)
-            if is_here and (digest in self._wants or now - brought.at < UNUSED_S):
+            if is_here and (digest in self._wants or now - prefetched.at < UNUSED_S):
                 continue
-            del self._brought[digest]
-            self.record.note(now, wasted=brought.bytes)
+            del self._prefetched[digest]
+            self.record.count_bytes(now, wasted=prefetched.bytes)
 
     def _begin(self, now: float) -> None:
         if not self._wants:
@@ -232,7 +231,7 @@ class Prefetcher:
             tier = want.provisioned if is_kept and want.provisioned is not None else want.tier
             if steps_back and not is_kept:
                 continue
-            if [each.is_kept for each in self._underway.values()].count(is_kept) >= MOST_AT_ONCE:
+            if [each.is_kept for each in self._underway.values()].count(is_kept) >= MAX_AT_ONCE:
                 continue
             if digest in self._underway or (digest, tier) in self._rests or self._store.hosts.waiting(digest):
                 continue
@@ -243,46 +242,46 @@ class Prefetcher:
                 want.adapter,
                 Priority.REQUEST if is_kept else Priority.PREDICTED,
                 to_device=tier == "device",
-                spared=Spared(self, digest),
+                spared=SparedAdapters(self, digest),
             )
             self._underway[digest] = _Underway(want, load, tier, is_kept)
 
     def _is_kept(self, want: WantedAdapter) -> bool:
-        """Whether what has to be done next for the want is to bring a provisioned copy to its tier."""
+        """Returns whether the next thing to do for the want is to load a provisioned copy to its tier."""
         return want.provisioned == "device" or (want.provisioned == "host" and not self._is_staged(want.adapter.digest))
 
     def _is_staged(self, digest: str) -> bool:
-        """Whether all of it lies in host memory."""
+        """Returns whether all of it lies in host memory."""
         host = self._store.hosts.get(digest)
         return host is not None and host.complete
 
     def _is_held_back(self, want: WantedAdapter, bounds: Bounds) -> bool:
         if want.pinned and not _is_above_its_tier(want):
             return False
-        return len(self._underway) >= bounds.at_once or want.chance < bounds.least_chance
+        return len(self._underway) >= bounds.at_once or want.chance < bounds.min_chance
 
     def _is_there(self, want: WantedAdapter) -> bool:
-        """Whether it is where it is wanted, or on its way there."""
+        """Returns whether it is where it is wanted, or on its way there."""
         if self._store.on_device(want.adapter.digest):
             return True
         return want.tier == "host" and self._is_staged(want.adapter.digest)
 
     def _rest(self, digest: str, seconds: float, *tiers: WantedTier) -> None:
-        """Brings the adapter to none of these tiers, or to neither where none is named, for so long."""
+        """Loads the adapter to none of these tiers for `seconds`; to neither tier where none is named."""
         self._rests |= dict.fromkeys(((digest, tier) for tier in tiers or TIERS), time.monotonic() + seconds)
 
     def _end_rests(self, now: float) -> None:
         self._rests = {place: until for place, until in self._rests.items() if until > now}
 
 
-class Spared:
+class SparedAdapters:
     """The adapters that are not to be evicted for a wanted one: a container of digests."""
 
-    def __init__(self, prefetcher: Prefetcher, wanted: str) -> None:
-        self._prefetcher, self._wanted = prefetcher, wanted
+    def __init__(self, prefetcher: Prefetcher, target: str) -> None:
+        self._prefetcher, self._target = prefetcher, target
 
     def __contains__(self, digest: object) -> bool:
-        return not self._prefetcher.may_go(str(digest), self._wanted)
+        return not self._prefetcher.may_go(str(digest), self._target)
 
 
 def _full_rest(each: _Underway) -> float:
@@ -290,8 +289,8 @@ def _full_rest(each: _Underway) -> float:
 
 
 def _is_above_its_tier(want: WantedAdapter) -> bool:
-    """Whether it is wanted on the device, where no policy keeps it, beside a copy that is provisioned in host
-    memory."""
+    """Returns whether it is wanted on the device, where no policy keeps it, in addition to a copy that is provisioned
+    in host memory."""
     return (want.provisioned, want.tier) == ("host", "device")
 
 

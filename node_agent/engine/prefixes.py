@@ -1,7 +1,7 @@
-"""What the blocks of a text are known by, so that a request that begins as another one did need not compute it again.
+"""Keys of a text's blocks, so that a request that begins as another one did need not compute it again.
 
 A key is a hash of all tokens up to its block's end, of the adapter's digest and of the tenant: keys and values depend
-on the first two, and how fast an answer comes must tell nothing of another tenant's texts.
+on the first two, and how fast an answer comes must reveal nothing of another tenant's texts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from node_agent.engine.kv_blocks import BlockPool
 from node_agent.engine.request import Request
 
 WORTH_WAITING = 128
-"""Tokens: for so many that another request is computing one waits. Fewer take no longer than one more pass."""
+"""Shared tokens from which a request waits for another one that is computing them. Fewer take no longer than one more
+pass."""
 URGENCY: dict[SloClass, int] = {"best_effort": 0, "standard": 1, "strict": 2}
 
 
@@ -38,26 +39,27 @@ class Prefixes:
         last = len(self.find(request)) + -(-WORTH_WAITING // self.blocks.block_tokens) - 1
         if not self._may_find(request) or last >= len(request.block_keys):
             return False
-        return any(self._spares(other, request, last) for other in running)
+        return any(self._spares(candidate, request, last) for candidate in running)
 
-    def _spares(self, other: Request, request: Request, last: int) -> bool:
-        """Whether waiting for `other` spares the request its blocks up to number `last`, and is worth it."""
-        keys, others = request.block_keys, other.block_keys
-        if not other.known_blocks <= last < len(others) or others[last] != keys[last]:
+    def _spares(self, candidate: Request, request: Request, last: int) -> bool:
+        """Returns whether waiting for `candidate` spares the request its blocks up to number `last`, and is worth
+        it."""
+        keys, other_keys = request.block_keys, candidate.block_keys
+        if not candidate.known_blocks <= last < len(other_keys) or other_keys[last] != keys[last]:
             return False
         # A key stands for all blocks up to its own: behind the first that differs all do.
-        common = bisect_left(range(min(len(keys), len(others))), True, key=lambda at: keys[at] != others[at])
-        wanted = 2 * common * self.blocks.block_tokens >= other.uncomputed
-        return wanted and URGENCY[other.slo_class] >= URGENCY[request.slo_class]
+        common = bisect_left(range(min(len(keys), len(other_keys))), True, key=lambda at: keys[at] != other_keys[at])
+        is_mostly_shared = 2 * common * self.blocks.block_tokens >= candidate.uncomputed
+        return is_mostly_shared and URGENCY[candidate.slo_class] >= URGENCY[request.slo_class]
 
     def learn(self, request: Request) -> None:
         """The scores behind all that the request has computed have come out finite, and so what they were computed
         from: others may use it."""
-        whole = request.computed // self.blocks.block_tokens
-        if self._enabled and whole > request.known_blocks:
-            new = slice(request.known_blocks, whole)
-            self.blocks.learn(self._keys(request, whole)[new], request.blocks[new])
-            request.known_blocks = whole
+        full_blocks = request.computed // self.blocks.block_tokens
+        if self._enabled and full_blocks > request.known_blocks:
+            new = slice(request.known_blocks, full_blocks)
+            self.blocks.learn(self._keys(request, full_blocks)[new], request.blocks[new])
+            request.known_blocks = full_blocks
 
     def _may_find(self, request: Request) -> bool:
         return self._enabled and request.sampling.prompt_logprobs is None

@@ -1,4 +1,4 @@
-"""One request inside the engine."""
+"""Request inside the engine."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from dataclasses import dataclass, field
 
 from cluster.messages import Adapter, Sampling, SloClass
 from node_agent.runner.score_rules import ScoreRules
+from node_agent.states import REQUEST_TRANSITIONS, RequestState, check_transition
 from node_agent.types import Lease
 
 
 @dataclass
 class ColdPhases:
-    """What an adapter that was not on the device cost a request."""
+    """Delays that a request had because its adapter was not on the device."""
 
-    begun: float
-    """monotonic seconds: its admission"""
+    started_at: float
+    """admission; monotonic seconds"""
     plan: str = "wait"
-    """of its first chunk that was computed before the whole adapter was there"""
+    """plan of its first chunk that was computed before the whole adapter was there"""
     forecast: float = 0.0
     """seconds of exposed load, as planned"""
     exposed: float = 0.0
     """seconds in which its computation waited for adapter bytes, before its admission too"""
     load: float = 0.0
-    """seconds that the adapter's load took; 0 while it goes on"""
+    """seconds that the adapter's load took; 0 while it runs"""
     fetch: float = 0.0
     """seconds of `load` until the adapter was in host memory"""
     layers_cpu: int = 0
     layers_device: int = 0
     """layers of cold chunks, by where the adapter's part was computed"""
     waits_since: float = 0.0
-    """when its next step could be computed, but for adapter bytes that no cold pass can do without; monotonic"""
+    """start of a wait of its next step for adapter bytes that no cold pass can do without; monotonic"""
     opened: bool = False
     """a chunk began before the whole adapter was there"""
     replays: int = 0
@@ -39,7 +40,7 @@ class ColdPhases:
     def end_wait(self, now: float) -> None:
         """Books what it has waited for the load, which has ended or is waited for no more."""
         if not self.opened:
-            self.exposed += now - self.begun
+            self.exposed += now - self.started_at
         elif self.waits_since:
             self.exposed += now - self.waits_since
 
@@ -67,46 +68,58 @@ class Request:
     reserved: int = 0
     ttft: float | None = None
     tpot: float | None = None
-    found: str = "none"
-    """where the adapter was when the request arrived"""
+    arrival_tier: str = "none"
+    """tier of the adapter when the request arrived"""
     arrived: float = field(default_factory=time.monotonic)
     prompt_len: int = 0
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
-    """of its first whole blocks, as far as they were asked for"""
+    """keys of its first whole blocks, as far as they were asked for"""
     known_blocks: int = 0
-    """of `blocks`, the first ones that others may use, too"""
+    """number of its first `blocks` that others may use, too"""
     lease: Lease | None = None
     short_since: float = 0.0
-    """when it first found too little adapter memory"""
+    """first time that it found too little adapter memory"""
     held_at: float = 0.0
-    """when it was last kept out of the batch by its adapter's bytes alone; monotonic, 0: by something else"""
-    held: float = 0.0
-    """seconds in which it was"""
+    """last time that its adapter's bytes alone kept it out of the batch; monotonic, 0: something else did"""
+    held_s: float = 0.0
     device_seconds: float = 0.0
-    """of the passes that computed it, its part"""
+    """seconds of the passes that computed it, its part"""
     admitted: float = 0.0
     first_token: float = 0.0
     cold: ColdPhases | None = None
     """set if its adapter was not on the device when it was admitted"""
-    in_cold_pass: bool = False
-    wants_whole: bool = False
-    """its chunk waits for the whole adapter: so it was planned, a worker failed it, or memory was short"""
+    state: RequestState = RequestState.WAITING
     rules: ScoreRules | None = None
-    """what its parameters change of its scores; made at its admission where they change any"""
+    """changes that its parameters make of its scores; made at its admission where they make any"""
     scored: int = 0
-    """prompt tokens that have been told with their log probabilities, where these are asked for; the first has none"""
+    """prompt tokens whose log probabilities were sent, where these are asked for; the first has none"""
     pauses: int = 0
     """passes in succession that it has sat out for strict requests"""
     pauses_in_all: int = 0
     after_idle: bool = False
-    """its tenant had not called lately: it may take a place of those that have more than their share"""
+    """first request of its tenant for a while: it may take a place of those that have more than their share"""
     preemptions: int = 0
-    """how often it gave its place to another request; what it has computed since the last one is in `computed`"""
+    """number of times that it gave its place to another request; `computed` counts from the last one on"""
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
+
+    def change_state(self, state: RequestState) -> None:
+        """Sets the state. Raises IllegalTransition unless REQUEST_TRANSITIONS has the change."""
+        check_transition(self.state, state, REQUEST_TRANSITIONS)
+        self.state = state
+
+    @property
+    def in_cold_pass(self) -> bool:
+        return self.state is RequestState.COLD_PREFILLING
+
+    @property
+    def awaits_adapter(self) -> bool:
+        """Returns whether its next step waits for the whole adapter: it was planned so, a worker failed it, or memory
+        was short."""
+        return self.state is RequestState.AWAITING_ADAPTER
 
     @property
     def first_token_deadline(self) -> float:
@@ -129,13 +142,14 @@ class Request:
 
     @property
     def found_tokens(self) -> int:
-        """Of the prompt, those whose keys and values it found, before it computes anything. None of one that goes
-        on: its prompt was computed on a node before."""
+        """Returns the prompt tokens whose keys and values were cached, before it computes anything. Returns 0 for one
+        that continues: its prompt was computed on a node before."""
         return 0 if self.generated else self.computed
 
     def begin_again(self) -> None:
-        """It has given its place away, and all that it computed."""
-        self.computed, self.known_blocks, self.wants_whole, self.pauses = 0, 0, False, 0
+        """Resets it: it has given its place away, and all that it computed."""
+        self.change_state(RequestState.PREEMPTED)
+        self.computed, self.known_blocks, self.pauses = 0, 0, 0
         self.preemptions += 1
 
     @property

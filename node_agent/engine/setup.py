@@ -9,31 +9,44 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from adapters.base_model import BaseModel, load_base_model
 from adapters.open_store import open_store
 from cluster.messages import GenerateRequest, Sampling
 from cluster.text import end_token_ids
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart.cold_starts import WAYS, ColdStarts
+from node_agent.coldstart.cold_starts import MODES, ColdStarts
 from node_agent.coldstart.worker_manager import WorkerManager
-from node_agent.config import RUNNERS, EngineConfig
+from node_agent.config import RUNNERS, EngineConfig, default_adapter_memory, pass_memory
 from node_agent.cores import core_share
-from node_agent.device import DTYPES, pick_device
+from node_agent.device import DTYPES, free_memory, gpu_memory, pick_device
 from node_agent.engine.limits import Limits
 from node_agent.engine.loop import Engine
 from node_agent.engine.reserves import Callers
-from node_agent.engine.sizes import kv_blocks, with_sizes
 from node_agent.gpu.numa import home_node, memory_near
 from node_agent.ipc import Finished
 from node_agent.runner.lora_choice import choose_lora, kernel_of
 from node_agent.types import OpenRunner, RunnerSettings
 
-SMALL_MODEL = 8 << 20
-"""Bytes of weights."""
+SMALL_MODEL_BYTES = 8 << 20
 PREPARED_PRODUCTS = 16384
 """Shapes for which torch's CPU library keeps what it has generated. By itself it keeps 1,024: fewer than prompts of
-some lengths have with adapters of some ranks, whose rows are cut at page borders, and each costs a millisecond anew."""
+some lengths have with adapters of some ranks, whose rows are cut at page borders. Each other shape costs a millisecond
+every time."""
+
+
+MAX_CPU_KV_BYTES = 1 << 30
+CPU_KV_PART = 4
+"""Fraction 1/n of a host's free memory for keys and values: others use it, too."""
+
+
+BY_DEVICE = {
+    "cpu": {"max_rows": 32, "max_cold": 2, "chunk_tokens": 512},
+    "cuda": {"max_rows": 256, "max_cold": 4, "chunk_tokens": 2048},
+}
+"""Bounds of passes, as EngineConfig has them. A GPU reads the base model's weights once for 256 rows as for one, and
+2,048 tokens of prompts keep it busy; on a CPU a pass of that size would hold up everybody else's next token."""
 
 
 class WarmUpFailed(RuntimeError):
@@ -78,7 +91,7 @@ def build_engine(
         prefetch_waste=config.prefetch_waste if config.prefetch == "auto" else None,
     )
     lora = choose_lora(limits, runner, store, kernel)
-    starts, eos_ids = ColdStarts(store, base, WAYS[config.cold_start]), end_token_ids(Path(config.model_dir))
+    starts, eos_ids = ColdStarts(store, base, MODES[config.cold_start]), end_token_ids(Path(config.model_dir))
     engine = Engine(limits, runner, store, starts, eos_ids, lora, on_change)
     warm_up(engine)
     engine.worker_manager = WorkerManager(engine, config, base, threads)
@@ -86,13 +99,45 @@ def build_engine(
     return engine, base
 
 
+def with_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Returns the settings with a number in the place of each 0 that stands for "by the device"."""
+    adapter_memory = config.adapter_memory or default_adapter_memory(gpu_memory(device))
+    bounds = {name: getattr(config, name) or size for name, size in BY_DEVICE[device.type].items()}
+    return replace(config, adapter_memory=adapter_memory, **bounds)
+
+
+def kv_blocks(config: EngineConfig, base: BaseModel, device: torch.device, dtype: torch.dtype) -> int:
+    """Returns how many blocks of keys and values of this dtype the device has room for. To be asked once the base model
+    is on it. Raises ValueError when it is fewer than two."""
+    size, how = config.kv_memory, ""
+    if size is None:
+        size, how = _kv_room(config.adapter_memory, device)
+    per_block = base.kv_elements * dtype.itemsize * config.block_tokens
+    blocks = size // per_block
+    if blocks < 2:
+        raise ValueError(
+            f"kv_memory: {size} bytes{how} hold {blocks} blocks of {per_block} bytes; at least 2 are needed"
+        )
+    return int(blocks)
+
+
+def _kv_room(adapters: int, device: torch.device) -> tuple[int, str]:
+    """Returns bytes, and in words how they were found. The adapters' memory is allocated later."""
+    free, total = free_memory(device), gpu_memory(device)
+    if total is None:
+        return min(max(0, free - adapters) // CPU_KV_PART, MAX_CPU_KV_BYTES), ""
+    passes = pass_memory(total)
+    room = max(0, free - adapters - passes)
+    return room, f" (of {free} free on the GPU, less {adapters} of adapter_memory and {passes} for passes)"
+
+
 def find_runner(name: str) -> OpenRunner:
     """Returns what opens the runner of that name. Raises ValueError for a name that is not in RUNNERS."""
     module = RUNNERS.get(name)
     if module is None:
         raise ValueError(f"runner: {name!r} is unknown; use {', '.join(RUNNERS)}")
-    found: OpenRunner = importlib.import_module(module).open_runner
-    return found
+    open_runner: OpenRunner = importlib.import_module(module).open_runner
+    return open_runner
 
 
 def default_threads(model_dir: Path, host_nodes: int = 1) -> int:
@@ -103,7 +148,7 @@ def default_threads(model_dir: Path, host_nodes: int = 1) -> int:
     its length.
     """
     weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    return 1 if weights < SMALL_MODEL else core_share(host_nodes)
+    return 1 if weights < SMALL_MODEL_BYTES else core_share(host_nodes)
 
 
 def warm_up(engine: Engine) -> None:

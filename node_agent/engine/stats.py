@@ -46,9 +46,9 @@ def stats_of(engine: Engine) -> Stats:
 
 def _strict_room(engine: Engine) -> StrictRoom:
     running, rows = list(engine.running.values()), engine.limits.max_rows
-    kept = engine.scheduler.reserves(rows).for_strict()
+    reserved = engine.scheduler.reserves(rows).for_strict()
     free = Room(rows - len(running), engine.blocks.free)
-    room = strict_room(running, engine.queue, kept, free, engine.blocks.shared, engine.scheduler.short)
+    room = strict_room(running, engine.queue, reserved, free, engine.blocks.shared, engine.scheduler.short)
     if engine.drift is None:  # nobody pauses where no promise can be reckoned with
         return room
     paused_rows, paused_contexts = paused_on_average(running)

@@ -11,7 +11,7 @@ from node_agent.engine.request import Request
 
 
 class WaitingQueue:
-    """At most `limit` requests, and those that were preempted. It charges what is served to the shares."""
+    """Queue of `limit` requests at most, and of those that were preempted. It charges what is served to the shares."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -32,21 +32,21 @@ class WaitingQueue:
 
     @property
     def strict(self) -> int:
-        """How many of them are of class strict."""
+        """Returns the number of waiting requests of class strict."""
         return self._classes["strict"]
 
     @property
     def standard(self) -> int:
-        """How many of them are of class standard."""
+        """Returns the number of waiting requests of class standard."""
         return self._classes["standard"]
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those that wait."""
+        """Returns the tenants that wait."""
         return self._queue_shares.tenants
 
     def waiting_of(self, tenant: str) -> int:
-        """Its requests."""
+        """Returns the number of the tenant's waiting requests."""
         return self._queue_shares.count(tenant)
 
     def in_order(self) -> Iterator[Request]:
@@ -58,23 +58,23 @@ class WaitingQueue:
     def full(self) -> bool:
         return len(self._requests) >= self.limit
 
-    def gives_way(self, newcomer: Request) -> Request | None:
-        """Returns the request that gives its place in a full queue to the newcomer: for a strict one the newest
-        best-effort request, whoever's; else the newest of the tenant with most waiting for its weight, if that is more
-        than the newcomer's; else, for a function with places kept for it that fewer wait in, the newest of the tenant's
-        without. Requests that have begun to answer stay. Returns None when the newcomer has to go."""
+    def displaced_by(self, newcomer: Request) -> Request | None:
+        """Returns the request that gives its place in a full queue to the newcomer. For a strict one that is the newest
+        best-effort request, of any tenant; else the newest of the tenant with most waiting for its weight, if that is
+        more than the newcomer's; else, for a function with places kept for it that fewer wait in, the newest of the
+        tenant's without. Requests that have begun to answer stay. Returns None when the newcomer has to go."""
         crowded = self._queue_shares.tenant_to_displace(newcomer.tenant, newcomer.weight)
         # Who has begun to answer must not be sent away.
         going = [r for r in self._requests.values() if not r.generated]
         best_effort = [r for r in going if r.slo_class == "best_effort" and newcomer.slo_class == "strict"]
-        found = best_effort or [r for r in going if r.tenant == crowded] or self._unreserved(newcomer, going)
-        return found[-1] if found else None
+        candidates = best_effort or [r for r in going if r.tenant == crowded] or self._unreserved(newcomer, going)
+        return candidates[-1] if candidates else None
 
     def _unreserved(self, newcomer: Request, going: list[Request]) -> list[Request]:
-        """Returns which of the tenant's requests give way to one within its function's reserved concurrency."""
-        own = [r for r in going if r.tenant == newcomer.tenant]
-        within = sum(r.function == newcomer.function for r in own) < newcomer.reserved
-        return [r for r in own if not r.reserved] if within else []
+        """Returns which of the tenant's requests yield to one within its function's reserved concurrency."""
+        of_tenant = [r for r in going if r.tenant == newcomer.tenant]
+        within = sum(r.function == newcomer.function for r in of_tenant) < newcomer.reserved
+        return [r for r in of_tenant if not r.reserved] if within else []
 
     def add(self, request: Request) -> None:
         self._requests[request.id] = request
@@ -97,10 +97,10 @@ class WaitingQueue:
         self.remove(request)
 
     def charge_token(self, request: Request) -> None:
-        """One was generated."""
+        """Charges one generated token."""
         self._charge(request, token_cost(0, 1, request.rank))
 
-    def turn(self, request: Request) -> float:
+    def counter(self, request: Request) -> float:
         """The counter of its tenant: the least is served first, in the batch, too."""
         return self.shares.tenant(request.tenant)
 

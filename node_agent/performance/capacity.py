@@ -1,25 +1,38 @@
-"""What a node is good for, logged at its start: tokens a second, and room for adapters and for running requests."""
+"""Capacity of a node, logged at its start: tokens a second, and room for adapters and for running requests."""
 
 from __future__ import annotations
+
+import time
+from statistics import median
 
 import msgspec
 
 from adapters.base_model import PROJECTIONS, BaseModel
+from cluster.messages import GenerateRequest, Sampling
 from node_agent.adapter_memory.pool import Pool
 from node_agent.engine.loop import Engine
-from node_agent.performance.speed import tokens_per_second
+from node_agent.engine.reserves import Callers
+from node_agent.ipc import Finished, Generated
 
 RANKS = (8, 16, 32, 64, 128)
+CALLERS = (1, 8)
+CONTEXT = 64
+"""Tokens of each caller, for which the model is asked."""
+SECONDS = 0.3
+"""Seconds that a run of dummy requests decodes, for each of CALLERS; one step at least."""
+STEPS = 24
+SLOW_STEP_S = 0.1
+"""Steps that take longer are not measured with more callers: the start would wait for it."""
 
 
 class Capacity(msgspec.Struct, frozen=True):
     kv_tokens: int
     """Prompt and output tokens of all running requests together."""
     device_adapters: dict[str, int]
-    """By rank: how many adapters of all seven projections fit at once, if no others are there."""
+    """Number of adapters of all seven projections that fit at once, if no others are there. By rank."""
     host_adapters: dict[str, int]
     tokens_per_second: dict[str, float] = {}
-    """By number of callers: what all of them get together, without adapters. Empty: not known."""
+    """Tokens a second of all callers together, without adapters. By number of callers; empty: not known."""
     device: str = ""
     dtype: str = ""
 
@@ -39,3 +52,47 @@ def capacity_of(engine: Engine, base: BaseModel) -> Capacity:
 def fitting(pool: Pool, base: BaseModel, rank: int) -> int:
     """Returns how many adapters of one rank, on all projections of all layers, an empty pool takes."""
     return pool.pages.count // pool.uniform_layout(base, rank, range(len(PROJECTIONS))).pages
+
+
+def tokens_per_second(engine: Engine) -> dict[str, float]:
+    """Returns by number of callers what all of them get together, without adapters. Leaves out what is more than the
+    node takes at once, and what can't be measured."""
+    callers = [rows for rows in CALLERS if rows <= min(engine.limits.max_rows, engine.blocks.free)]
+    if engine.drift is not None:
+        model = engine.drift.measured.decode
+        return {str(rows): rows / model.seconds(rows, rows * CONTEXT, 0) for rows in callers}
+    rates: dict[str, float] = {}
+    for rows in callers:
+        seconds = _step_seconds(engine, rows)
+        if seconds is None:
+            break
+        rates[str(rows)] = rows / seconds
+        if seconds > SLOW_STEP_S:
+            break
+    return rates
+
+
+def _step_seconds(engine: Engine, rows: int) -> float | None:
+    """Returns the median time of decode steps of `rows` dummy requests; None if they ended before one was timed."""
+    names = [f"speed-{row}" for row in range(rows)]
+    for name in names:
+        engine.submit(GenerateRequest(name, "", "", [1], STEPS, Sampling(temperature=0), timeout=30.0, ignore_eos=True))
+    took: list[float] = []
+    started = set[str]()
+    end = float("inf")
+    while engine.busy and (not took or time.monotonic() < end):
+        begin, all_started = time.monotonic(), len(started) == rows
+        engine.step()
+        events = engine.take_events()
+        if any(isinstance(event, Finished) for event in events):
+            break
+        if all_started:
+            took.append(time.monotonic() - begin)
+        else:
+            started.update(event.id for event in events if isinstance(event, Generated))
+            end = time.monotonic() + SECONDS
+    for name in names:
+        engine.cancel(name)
+    engine.take_events()
+    engine.scheduler.callers = Callers()  # no place is kept for the dummies' tenant
+    return median(took) if took else None

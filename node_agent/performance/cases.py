@@ -1,4 +1,4 @@
-"""Which passes a sweep measures: batch sizes, mixes of ranks, contexts and prompt lengths."""
+"""Passes that a sweep measures: batch sizes, mixes of ranks, contexts and prompt lengths."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LONG_ROWS = 4
 
 @dataclass(frozen=True)
 class CaseRow:
-    """One row of a pass: `length` tokens behind `context` that are in the cache. `adapter` is an index into the lent
-    ones; -1: the base alone."""
+    """Row of a pass: `length` tokens behind `context` that are in the cache. `adapter` is an index into the lent ones;
+    -1: the base alone."""
 
     context: int
     length: int
@@ -34,10 +34,10 @@ class Effort:
     rows: tuple[int, ...]
     ranks: tuple[int, ...]
     draws: int
-    """of contexts, for each number of rows and mix of ranks"""
+    """draws of contexts, for each number of rows and mix of ranks"""
     tokens: tuple[int, ...]
     rounds: int
-    """of which the first is dropped"""
+    """rounds, of which the first is dropped"""
     cache: int
     """tokens in the cache, over all rows"""
 
@@ -52,27 +52,27 @@ LONG = Effort(
 
 @dataclass(frozen=True)
 class Bounds:
-    """What this node allows."""
+    """Bounds of this node."""
 
     chunk_tokens: int
     contexts: tuple[int, ...]
     """tokens that each row's part of the cache holds, the longest first"""
     ranks: tuple[int, ...]
-    """of the adapters that are lent"""
+    """ranks of the adapters that are lent"""
 
 
 def row_contexts(effort: Effort, max_rows: int, max_context: int, cache_tokens: int, block_tokens: int) -> list[int]:
     """Returns each row's part of the cache, in tokens, the longest first: whole blocks. Half of the cache is for a few
     rows; there are no more others than get a block each."""
     tokens = min(effort.cache, cache_tokens)
-    most = LONG_ROWS + tokens // 2 // block_tokens
-    count = max((rows for rows in effort.rows if rows <= min(max_rows, most)), default=1)
+    max_rows_cached = LONG_ROWS + tokens // 2 // block_tokens
+    count = max((rows for rows in effort.rows if rows <= min(max_rows, max_rows_cached)), default=1)
     few = min(LONG_ROWS, -(-count // 2))
     shares = [tokens // 2 // few] * few
     if count > few:
         shares += [tokens // 2 // (count - few)] * (count - few)
-    whole = [min(share, max_context) // block_tokens * block_tokens for share in shares]
-    return sorted((share for share in whole if share), reverse=True)
+    contexts = [min(share, max_context) // block_tokens * block_tokens for share in shares]
+    return sorted((share for share in contexts if share), reverse=True)
 
 
 def decode_cases(effort: Effort, bounds: Bounds, seed: int) -> list[Case]:
@@ -85,9 +85,9 @@ def decode_cases(effort: Effort, bounds: Bounds, seed: int) -> list[Case]:
         if count > len(bounds.contexts):
             continue
         for number, mix in enumerate(_mixes(effort, bounds.ranks)):
-            for turn in range(effort.draws):
+            for draw_number in range(effort.draws):
                 adapters = [mix(i) for i in range(count)]
-                share = draw.uniform(0.6, 1.0) if (number + turn) % 2 else draw.uniform(0.05, 0.4)
+                share = draw.uniform(0.6, 1.0) if (number + draw_number) % 2 else draw.uniform(0.05, 0.4)
                 contexts = [max(1, int(bounds.contexts[i] * share * draw.uniform(0.5, 1.0)) - 1) for i in range(count)]
                 rows = (CaseRow(c, 1, a) for c, a in zip(contexts, adapters, strict=True))
                 cases.append(Case(True, tuple(rows)))
@@ -95,8 +95,8 @@ def decode_cases(effort: Effort, bounds: Bounds, seed: int) -> list[Case]:
 
 
 def prefill_cases(effort: Effort, bounds: Bounds) -> list[Case]:
-    """Returns prompt passes of every length with no adapter and with each rank, as one prompt; as four prompts; as the
-    end of a longer one."""
+    """Returns prompt passes of every length with no adapter and with each rank. Each is one prompt, four prompts, or
+    the end of a longer one."""
     cases = []
     longest = max(bounds.contexts, default=0)
     for tokens in effort.tokens:
@@ -160,8 +160,8 @@ def _in_turn(lent: Sequence[int], ranks: Sequence[int]) -> Mix:
 
 
 def _of_rank(lent: Sequence[int], rank: int) -> list[int]:
-    return [i for i, found in enumerate(lent) if found == rank]
+    return [i for i, lent_rank in enumerate(lent) if lent_rank == rank]
 
 
 def _firsts(effort: Effort, lent: Sequence[int]) -> list[int]:
-    return [found[0] for rank in effort.ranks if (found := _of_rank(lent, rank))]
+    return [of_rank[0] for rank in effort.ranks if (of_rank := _of_rank(lent, rank))]

@@ -36,7 +36,7 @@ log = logging.getLogger("garnish.engine")
 
 
 class Factor:
-    """By how much one kind of pass takes longer than its forecast."""
+    """Factor by which one kind of pass takes longer than its forecast."""
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -53,10 +53,10 @@ class Factor:
         if self._since_step < EVERY:
             return False
         self._since_step = 0
-        wanted = min(BOUND, max(1 / BOUND, median(self._ratios)))
-        if abs(wanted / self.value - 1) <= WORTH:
+        target = min(BOUND, max(1 / BOUND, median(self._ratios)))
+        if abs(target / self.value - 1) <= WORTH:
             return False
-        self.value *= min(STEP, max(1 / STEP, wanted / self.value))
+        self.value *= min(STEP, max(1 / STEP, target / self.value))
         return True
 
     def ratios(self) -> list[float]:
@@ -71,7 +71,7 @@ class Drift:
         self.measured = self.published = measured
         self.decode, self.prefill = Factor(), Factor()
         self.both = Factor()
-        """Of passes over decode rows and prompts together, by the model as published; not part of it."""
+        """Factor of passes over decode rows and prompts together, by the model as published; not part of it."""
 
     def observe(self, rows: Sequence[Row], n_decode: int, seconds: float) -> None:
         """Takes in a pass that is about to be booked. One of both kinds teaches nothing of either: the two share what

@@ -1,7 +1,7 @@
-"""Measures a node's performance model while the node has nothing to do, in slices that give way to calls at once.
+"""Measures a node's performance model while the node has nothing to do, in slices that yield to calls at once.
 
-A slice borrows rows, cache and adapter memory, and has given them back when it ends: whatever comes between two slices
-finds the engine as it was. Only what was timed is carried over.
+A slice borrows rows, cache and adapter memory, and has given them back when it ends: a request that comes between two
+slices finds the engine as it was. Only what was timed is carried over.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from node_agent.performance.setup import cold_costs, fit, performance_file, prof
 from node_agent.performance.sweep import Bench, GaveWay, Run, SweepTooSlow, all_cases, bench, passes, sweep_of
 
 QUIET_S = 3.0
-"""A node without requests and loads for so long is idle: whoever has called twice may call again."""
+"""Seconds without requests and loads after which a node is idle: a caller that has called twice may call again."""
 SLICE_S = 0.2
 """A slice begins no pass after it."""
 BUSY_SHARE = 0.25
-"""Of the cores' time: beside other processes that use so much the node counts as one that shares its host."""
+"""Share of the cores' time that other processes use for the node to count as one that shares its host."""
 SHARED_PAUSE_S = 9 * SLICE_S
-"""Between two slices on such a host, so that they take a tenth of the time. Waiting until the others have ended might
-take for ever."""
+"""Seconds between two slices on such a host, so that they take a tenth of the time. Waiting until the others have ended
+might take for ever."""
 BUDGET_S = 180.0
-"""Of work, over all slices of a try; fewer repeats then."""
+"""Seconds of work, over all slices of a try; fewer repeats then."""
 FASTEST = 0.5
-"""Of a case's passes, so many count. The host of an idle node may have other things to do, which only ever lengthen a
-pass; what they are to calls, too, is followed when calls come (node_agent.performance.drift)."""
+"""Share of a case's passes that count, the fastest ones. The host of an idle node may have other things to do, which
+only ever lengthen a pass; what they are to calls, too, is followed when calls come (node_agent.performance.drift)."""
 TRIES = 3
 PAUSE_S = 60.0
-"""Between two tries: what has disturbed the first may have ended."""
+"""Seconds between two tries: what has disturbed the first may have ended."""
 
 log = logging.getLogger("garnish.engine")
 
@@ -53,7 +53,7 @@ class IdleMeasurement:
         """blocks of the cache"""
         self._tries_left, self._begin_at, self._worked = TRIES, 0.0, 0.0
         self._cold_costs = cold_costs(engine, base)
-        """from before the first call: later adapters lie where a link is measured"""
+        """costs from before the first call: later adapters lie where a link is measured"""
         engine.measuring = 0.0
         self._fits: Future[tuple[DecodeFit, PrefillFit]] | None = None
         self._begin_anew(None)
@@ -61,33 +61,34 @@ class IdleMeasurement:
 
     @property
     def ended(self) -> bool:
-        """Whether there is a model, or there will be none."""
+        """Returns whether there is a model, or there will be none."""
         return self.engine.drift is not None or not self._tries_left
 
-    def work(self, gives_way: Callable[[], bool]) -> bool:
-        """Works for one slice: about SLICE_S, or one pass where that takes longer; less as soon as `gives_way`, which
-        is asked before passes and, on a CPU, between their layers. Returns False when there is nothing to do now."""
-        if self.ended or time.monotonic() < self._begin_at or gives_way():
+    def work(self, should_yield: Callable[[], bool]) -> bool:
+        """Works for one slice: about SLICE_S, or one pass where that takes longer; less as soon as `should_yield`,
+        which is asked before passes and, on a CPU, between their layers. Returns False when there is nothing to do
+        now."""
+        if self.ended or time.monotonic() < self._begin_at or should_yield():
             return False
         if self._fits is not None:
             return self._take_fits(self._fits)
-        begun, cores = time.monotonic(), core_times()
+        started_at, cores = time.monotonic(), core_times()
         try:
             with bench(
-                self.engine, self.base, IDLE, budget=SLICE_S, gives_way=gives_way, written=self._written
-            ) as made:
-                if made.bounds != self._bounds:
-                    self._begin_anew(made.bounds)
-                self._run(made)
+                self.engine, self.base, IDLE, budget=SLICE_S, should_yield=should_yield, written=self._written
+            ) as timed:
+                if timed.bounds != self._bounds:
+                    self._begin_anew(timed.bounds)
+                self._run(timed)
         except (GaveWay, SweepTooSlow):
-            pass  # the next slice goes on
+            pass  # the next slice continues
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             self._fail("there was too little memory")
             return True
         ended = time.monotonic()
-        self._worked += ended - begun
+        self._worked += ended - started_at
         if others_share(cores, core_times()) > BUSY_SHARE:
             self._begin_at = ended + SHARED_PAUSE_S
         self._tell_progress()
@@ -106,10 +107,10 @@ class IdleMeasurement:
         self._ahead = passes(self._cases, IDLE.rounds)[::-1]
         """the last one is next"""
 
-    def _run(self, made: Bench) -> None:
+    def _run(self, timed: Bench) -> None:
         until = time.monotonic() + SLICE_S
         while self._ahead:
-            sample = made.run(self._ahead[-1])
+            sample = timed.run(self._ahead[-1])
             self._runs.setdefault(self._ahead.pop(), []).append(sample)
             if time.monotonic() > until:
                 return
@@ -120,8 +121,8 @@ class IdleMeasurement:
         self.engine.measuring = min(1.0, round(max(by_passes, self._worked / BUDGET_S), 2))
 
     def _begin_fit(self) -> None:
-        """Starts the fit of the model in a thread of its own: it takes longer than a call may wait. If too few cases
-        were measured, counts it as a failed try."""
+        """Starts the fit of the model in a separate thread: it takes longer than a call may wait. If too few cases were
+        measured, counts it as a failed try."""
         try:
             sweep = sweep_of(self._runs, max(1, len(self._cases)), FASTEST)
         except SweepTooSlow as error:

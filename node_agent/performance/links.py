@@ -1,4 +1,4 @@
-"""What it costs to read from the object store, measured by reading what lies there."""
+"""Cost of reads from the object store, measured by reading what lies there."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def measure_store(config: EngineConfig, base: BaseModel) -> Transfer | None:
     """Measures ranged reads of one artifact of this base. Returns None when there is none yet, or reads of any length
     take as long. Raises StoreUnavailable."""
     objects = open_store(config.registry)
-    found = objects.list(artifact_key(base.fingerprint, ""), limit=LOOKED_AT)
-    if not found:
+    artifacts = objects.list(artifact_key(base.fingerprint, ""), limit=LOOKED_AT)
+    if not artifacts:
         return None
-    largest = max(found, key=lambda info: info.size)
+    largest = max(artifacts, key=lambda info: info.size)
     buffer = bytearray(min(largest.size, SIZES[-1]))
     samples = []
     for _ in range(ROUNDS):
         for size in sorted({min(size, len(buffer)) for size in SIZES}):
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             objects.get_range_into(largest.key, 0, memoryview(buffer)[:size])
-            samples.append(TransferSample(size, time.perf_counter() - begun))
+            samples.append(TransferSample(size, time.perf_counter() - started_at))
     try:
         return fit_transfer(samples)
     except (BadFit, BadSample):

@@ -28,7 +28,7 @@ from cluster.performance_fit import (
     fit_prefill,
 )
 from cluster.performance_model import ModelKey, Transfer, rank_terms
-from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.cold_starts import ColdStartMode
 from node_agent.coldstart.costs import pipelined_costs
 from node_agent.coldstart.measure import measure_link
 from node_agent.coldstart.planner import choose
@@ -71,7 +71,7 @@ def model_key(engine: Engine, base: BaseModel) -> ModelKey:
 
 
 def performance_file(profile: str) -> Path:
-    """Returns the path beside the cold-start profile."""
+    """Returns the path of the file in the folder of the cold-start profile."""
     return Path(profile).with_suffix(".performance.json")
 
 
@@ -87,7 +87,7 @@ def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> bo
 
 
 def publish(profile: PerformanceProfile, engine: Engine, config: EngineConfig, costs: ColdCosts) -> None:
-    """Makes the profile's model the engine's, and with it that of its node's records; the links' costs are those that
+    """Makes the profile's model the engine's, and with it that of its node's records. The links' costs are those that
     were measured with cold starts (`costs`) and the store's."""
     # the links are measured with cold starts, and may be others than when the profile was made
     to_device, exposed = costs
@@ -100,9 +100,9 @@ def measure_performance(
 ) -> PerformanceProfile:
     """Measures the node by the thorough sweep, a minute or several. Raises BadFit, BadSample when the node is too small
     to be swept, SweepTooSlow, and StoreUnavailable."""
-    with bench(engine, base, LONG, progress, LONG_BUDGET) as made:
-        sweep = made.measure(all_cases(LONG, made.bounds), LONG.rounds, progress)
-        grid = measure_grid(made, LONG.rounds, progress)
+    with bench(engine, base, LONG, progress, LONG_BUDGET) as timed:
+        sweep = timed.measure(all_cases(LONG, timed.bounds), LONG.rounds, progress)
+        grid = measure_grid(timed, LONG.rounds, progress)
     progress("measuring reads from the store", 0.0)
     profile = profile_of(engine, base, *fit(sweep, engine.lora_kernel), cold_costs(engine, base))
     return replace(
@@ -114,9 +114,9 @@ def measure_performance(
     )
 
 
-def measure_grid(made: Bench, rounds: int, progress: Progress = lambda *_: None) -> list[DecodeSample]:
+def measure_grid(timed: Bench, rounds: int, progress: Progress = lambda *_: None) -> list[DecodeSample]:
     """Measures steps on the grid of Toppings' figure 11; fewer where the node has fewer rows. Raises SweepTooSlow."""
-    return made.measure(grid_cases(GRID_RANKS, made.bounds, GRID_CONTEXT), rounds, progress).decode
+    return timed.measure(grid_cases(GRID_RANKS, timed.bounds, GRID_CONTEXT), rounds, progress).decode
 
 
 def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
@@ -127,10 +127,10 @@ def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
         return ()
 
 
-def fit(sweep: Sweep, kernel: str, most_error: float = MAX_ERROR) -> tuple[DecodeFit, PrefillFit]:
-    """Fits both models to a sweep. `kernel`: of decode rows, as measured; `most_error`: held out, of a fit with a poor
+def fit(sweep: Sweep, kernel: str, max_error: float = MAX_ERROR) -> tuple[DecodeFit, PrefillFit]:
+    """Fits both models to a sweep. `kernel`: of decode rows, as measured; `max_error`: held out, of a fit with a poor
     R^2. Takes some tenths of a second. Raises BadFit or BadSample."""
-    return fit_decode(sweep.decode, most_error, rank_terms(kernel)), fit_prefill(sweep.prefill, most_error)
+    return fit_decode(sweep.decode, max_error, rank_terms(kernel)), fit_prefill(sweep.prefill, max_error)
 
 
 def profile_of(
@@ -157,14 +157,14 @@ def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
     measured, on pages that no adapter has: call it before any is there."""
     profile = engine.cold_start.profile
     link = profile.link if profile is not None else measure_link(engine.store, LINK_ROUNDS)
-    share = 1.0 if profile is None else exposed_share(profile, engine.cold_start.way, engine, base)
+    share = 1.0 if profile is None else exposed_share(profile, engine.cold_start.mode, engine, base)
     return Transfer(link.latency, link.bandwidth), share
 
 
-def exposed_share(profile: Profile, way: Way, engine: Engine, base: BaseModel) -> float:
+def exposed_share(profile: Profile, mode: ColdStartMode, engine: Engine, base: BaseModel) -> float:
     """Returns what a cold request waits beyond a warm one's prefill, as a share (1 at most) of the load alone on its
-    link, by the planner's forecast without CPU workers: the median over ranks and prompt lengths."""
-    plans = tuple(plan for plan in way.plans if plan != "assist")
+    link. It is the planner's forecast without CPU workers: the median over ranks and prompt lengths."""
+    plans = tuple(plan for plan in mode.plans if plan != "assist")
     shares = []
     for rank in RANKS:
         layout = engine.store.pool.uniform_layout(base, rank, TARGETS)

@@ -21,11 +21,11 @@ from node_agent.performance.terms import decode_sample, prefill_sample
 from node_agent.types import GROUPS, Lease
 
 TARGETS = GROUPS["qkv"]
-"""What made-up adapters adapt, as the adapters of the papers do."""
+"""Projections that made-up adapters adapt, as the adapters of the papers do."""
 FILL_TOKENS = 64
 
 Progress = Callable[[str, float], None]
-"""What is being done, and which share of it is done."""
+"""Callback with the name of the current step, and the share of it that is done."""
 
 
 Run = DecodeSample | PrefillSample
@@ -41,7 +41,7 @@ class GaveWay(Exception):
 
 @dataclass
 class Sweep:
-    """What was measured."""
+    """Samples of a sweep."""
 
     decode: list[DecodeSample] = field(default_factory=list)
     prefill: list[PrefillSample] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Bench:
     leases: list[Lease]
     bounds: Bounds
     deadline: float
-    gives_way: Callable[[], bool] | None
+    should_yield: Callable[[], bool] | None
 
     def run(self, case: Case) -> Run:
         """Runs one pass, timed as the engine's hot passes are. Raises GaveWay."""
@@ -67,13 +67,13 @@ class Bench:
             request.tokens = [1] * (row.context + row.length)
             rows.append(Row(request, row.length))
         rows.sort(key=lambda row: -1 if row.request.lease is None else row.request.lease.slot)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         self._forward(rows, len(rows) if case.decode else 0)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started_at
         return decode_sample(rows, seconds) if case.decode else prefill_sample(rows, seconds)
 
     def _forward(self, rows: list[Row], n_decode: int) -> None:
-        if self.engine.hot.forward(rows, n_decode, self.gives_way) is None:
+        if self.engine.hot.forward(rows, n_decode, self.should_yield) is None:
             raise GaveWay
 
     def fill(self, written: set[int], progress: Progress) -> None:
@@ -123,15 +123,15 @@ def sweep_of(runs: Mapping[Case, list[Run]], cases: int, fastest: float = 1.0) -
     `fastest` share. Raises SweepTooSlow when fewer than half of `cases` have any."""
     if len(runs) < cases / 2:
         raise SweepTooSlow(f"{len(runs)} of {cases} passes took all the time that was given")
-    found = Sweep()
+    sweep = Sweep()
     for of_case in runs.values():
         counted = sorted(of_case[1:] or of_case, key=lambda run: run.seconds)
         for sample in counted[: math.ceil(fastest * len(counted))]:
             if isinstance(sample, DecodeSample):
-                found.decode.append(sample)
+                sweep.decode.append(sample)
             else:
-                found.prefill.append(sample)
-    return found
+                sweep.prefill.append(sample)
+    return sweep
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def bench(
     progress: Progress = lambda *_: None,
     budget: float = float("inf"),
     *,
-    gives_way: Callable[[], bool] | None = None,
+    should_yield: Callable[[], bool] | None = None,
     written: set[int] | None = None,
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[Bench]:
@@ -154,19 +154,19 @@ def bench(
     free = blocks.free * blocks.block_tokens
     contexts = row_contexts(effort, limits.max_rows, limits.max_context, free, blocks.block_tokens)
     requests = []
-    with lent_adapters(engine.store, base, effort.ranks, len(contexts), gives_way, targets=targets) as leases:
+    with lent_adapters(engine.store, base, effort.ranks, len(contexts), should_yield, targets=targets) as leases:
         bounds = Bounds(limits.chunk_tokens, tuple(contexts), tuple(max(lease.ranks) for lease in leases))
         deadline = time.monotonic() + budget
         try:
             for i, context in enumerate(contexts):
                 request = Request(f"bench-{i}", "", [1], 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
-                taken = blocks.allocate(blocks.blocks_for(context))
-                assert taken is not None  # the parts make no more than is free
-                request.blocks = taken
+                allocated = blocks.allocate(blocks.blocks_for(context))
+                assert allocated is not None  # the parts make no more than is free
+                request.blocks = allocated
                 requests.append(request)
-            made = Bench(engine, requests, leases, bounds, deadline, gives_way)
-            made.fill(set() if written is None else written, progress)
-            yield made
+            timed = Bench(engine, requests, leases, bounds, deadline, should_yield)
+            timed.fill(set() if written is None else written, progress)
+            yield timed
         finally:
             for request in reversed(requests):  # each gets the same ones again, if nobody comes between
                 blocks.release(request.blocks)
@@ -178,21 +178,21 @@ def lent_adapters(
     base: BaseModel,
     ranks: Sequence[int],
     each: int,
-    gives_way: Callable[[], bool] | None = None,
+    should_yield: Callable[[], bool] | None = None,
     *,
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[list[Lease]]:
     """Lends up to `each` made-up adapters of every rank, in turn, as long as there is room for another, and yields
-    their leases. They push out idle ones, but with `gives_way`: what calls have brought stays where it is then. Raises
-    GaveWay."""
+    their leases. They push out idle ones, but with `should_yield`: what calls have brought stays where it is then.
+    Raises GaveWay."""
     layouts = {rank: store.pool.uniform_layout(base, rank, targets) for rank in ranks}
     leases: list[Lease] = []
     try:
         for number in range(each):
             for rank in ranks:
-                if gives_way is not None and gives_way():
+                if should_yield is not None and should_yield():
                     raise GaveWay
-                lease = store.lend(f"lent-{rank}-{number}", layouts[rank], evicts=gives_way is None)
+                lease = store.lend(f"lent-{rank}-{number}", layouts[rank], evicts=should_yield is None)
                 if lease is not None:
                     leases.append(lease)
         yield leases

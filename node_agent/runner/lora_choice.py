@@ -11,7 +11,8 @@ import torch
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.engine.limits import Limits
 from node_agent.runner.lora import SegmentedLora, compiled_lora
-from node_agent.types import LoraBatch, ModelRunner, PassLora, SendingRunner
+from node_agent.sending_runner import SendingRunner
+from node_agent.types import LoraBatch, ModelRunner, PassLora
 
 StartLora = Callable[[LoraBatch, bool], PassLora]
 """(batch, True if all rows have one token) -> the pass's LoRA"""

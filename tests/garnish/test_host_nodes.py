@@ -20,7 +20,7 @@ from infra.render import render
 from node_agent import supervisor
 from node_agent.config import EngineConfig, NodeConfig
 from node_agent.cores import core_share, usable_cores
-from node_agent.engine.setup import SMALL_MODEL, default_threads
+from node_agent.engine.setup import SMALL_MODEL_BYTES, default_threads
 
 POOLS = {"here": {"backend": "local", "desired": 1, "max": 3}}
 
@@ -89,7 +89,7 @@ def test_nodes_of_a_pool_are_profiled_with_their_share(settings: Settings) -> No
 def test_threads_of_a_node(tmp_path: Path, nodes: int) -> None:
     """A share of the cores; one for a small model, whatever the share."""
     with (tmp_path / "model.safetensors").open("wb") as weights:
-        weights.truncate(SMALL_MODEL)
+        weights.truncate(SMALL_MODEL_BYTES)
         assert default_threads(tmp_path, nodes) == core_share(nodes) <= usable_cores()
-        weights.truncate(SMALL_MODEL - 1)
+        weights.truncate(SMALL_MODEL_BYTES - 1)
         assert default_threads(tmp_path, nodes) == 1

@@ -134,7 +134,7 @@ def assert_nothing_held(store: AdapterStore, prefetcher: Prefetcher) -> None:
 def call(store: AdapterStore, prefetcher: Prefetcher, adapter: Adapter) -> None:
     """As a request that comes to the engine."""
     store.announce(adapter)
-    prefetcher.note_call(adapter.digest)
+    prefetcher.record_call(adapter.digest)
 
 
 def bring(store: AdapterStore, *adapters: Adapter) -> None:

@@ -137,7 +137,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 5))
     def forget_on_the_host(self, i: int) -> None:
         host = self.store.hosts.get(self.world.adapters[i].digest)
-        if host is not None and host.complete and not host.placed:
+        if host is not None and host.complete and not host.copying:
             self.store.hosts.forget(host)
 
     @rule(i=st.integers(0, 5), pinned=st.booleans())

@@ -22,7 +22,7 @@ from cluster.residency import (
 )
 from node_agent.api import adapters as api_adapters
 from node_agent.api import questions as api_questions
-from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Want
+from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, PrefetchHints
 from tests.node_agent.served_node import Node, run_scenario, served_node
 
 DIGEST = "d" * 64
@@ -73,7 +73,7 @@ def test_questions_reach_the_engine_and_answers_their_askers(tmp_path: Path, sto
 
 def test_no_question_is_waited_for_for_ever(tmp_path: Path, stories_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_adapters, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(api_questions, "MOST_OPEN", 1)
+    monkeypatch.setattr(api_questions, "MAX_OPEN", 1)
 
     async def scenario() -> None:
         async with served_node(tmp_path, stories_dir) as node:
@@ -164,7 +164,7 @@ def test_what_is_wanted_reaches_the_engine(tmp_path: Path, stories_dir: Path) ->
             engine = await node.engine()
             for body in (packed(most), msgspec.msgpack.encode(later)):
                 assert await ask(node, "/adapters/wanted", body) == (204, b"")
-                assert await engine.hear() == Want(most)
+                assert await engine.hear() == PrefetchHints(most)
 
     run_scenario(scenario())
 
@@ -200,6 +200,6 @@ def test_wants_that_are_none_do_not_reach_the_engine(tmp_path: Path, stories_dir
             for bad, expected in bodies:
                 assert (await ask(node, "/adapters/wanted", bad))[0] == expected
             assert (await ask(node, "/adapters/wanted", body()))[0] == 204
-            assert isinstance(await engine.hear(), Want), "the first that it hears of"
+            assert isinstance(await engine.hear(), PrefetchHints), "the first that it hears of"
 
     run_scenario(scenario())

@@ -11,7 +11,7 @@ import pytest
 
 from node_agent.engine import promises
 from node_agent.engine.admission import STARVED_AFTER
-from node_agent.engine.promises import LEAST_BESIDE_FLOOD, UNKNOWN_SHARE
+from node_agent.engine.promises import MIN_BESIDE_FLOOD, UNKNOWN_SHARE
 from node_agent.engine.reserves import AWAITED_SECONDS
 from node_agent.performance.drift import Drift
 from node_agent.runner.transformers_runner import LoadModel
@@ -75,7 +75,7 @@ def test_a_batchs_passes_are_short_while_others_call(
     own = call(engine, 1)
     engine.run(until=lambda: engine.outcomes[own].finished is not None)
     step = MODEL.decode.seconds(16, 16 * 110, 0) / MODEL.prefill.per_token if modelled else 256 // UNKNOWN_SHARE
-    assert longest_of(6) <= max(step, 256 // LEAST_BESIDE_FLOOD)
+    assert longest_of(6) <= max(step, 256 // MIN_BESIDE_FLOOD)
     engine.engine.scheduler.callers._awaited_at = time.monotonic() - AWAITED_SECONDS
     assert longest_of(6) > 200
 

@@ -17,7 +17,7 @@ from cluster.performance_model import DecodeModel, PrefillModel
 from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine.joining import Joined
-from node_agent.engine.promises import MOST_PAUSES, within_promise
+from node_agent.engine.promises import MAX_PAUSES, within_promise
 from node_agent.engine.request import Request
 from node_agent.engine.stats import stats_of
 from node_agent.performance.drift import Drift
@@ -83,7 +83,7 @@ def test_without_a_strict_promise_or_a_model_there_is_no_limit() -> None:
     st.integers(1, 300),
     st.integers(1, 256),
     st.lists(
-        st.tuples(st.sampled_from(["strict", "standard", "best_effort"]), st.integers(0, MOST_PAUSES)), max_size=24
+        st.tuples(st.sampled_from(["strict", "standard", "best_effort"]), st.integers(0, MAX_PAUSES)), max_size=24
     ),
     st.floats(ALONE, 0.2),
 )
@@ -94,7 +94,7 @@ def test_best_effort_sits_out_as_few_as_will_do(
     rows = [decoding(20, "strict", tpot), *(decoding(20, slo_class) for slo_class, _ in others)]
     for request, (_, pauses) in zip(rows[1:], others, strict=True):
         request.pauses = pauses
-    may_pause = [pauses for slo_class, pauses in others if slo_class == "best_effort" and pauses < MOST_PAUSES]
+    may_pause = [pauses for slo_class, pauses in others if slo_class == "best_effort" and pauses < MAX_PAUSES]
     wanted, needed = min(length, most), len(may_pause)
     for pausing in reversed(range(len(may_pause) + 1)):
         n = len(rows) - pausing
@@ -172,9 +172,9 @@ def test_best_effort_goes_on_in_every_fourth_pass(make_engine: MakeEngine, monke
     monkeypatch.setattr(engine.engine.hot, "compute", counted)
     engine.run(until=lambda: engine.outcomes[call].finished is not None)
     first = taking_part.index(True)  # it may have sat out some before
-    assert first <= MOST_PAUSES
+    assert first <= MAX_PAUSES
     assert taking_part[first + 1 : first + 9] == [False, False, False, True] * 2
-    passes = zip(*(taking_part[i:] for i in range(MOST_PAUSES + 1)), strict=False)
+    passes = zip(*(taking_part[i:] for i in range(MAX_PAUSES + 1)), strict=False)
     assert all(sum(four) == 1 for four in passes)
     assert not any(engine.outcomes[each].finished for each in prompts[1:])
     engine.run()

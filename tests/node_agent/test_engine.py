@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.messages import Adapter, GenerateRequest, Sampling
-from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.cold_starts import ColdStartMode
 from node_agent.engine.batch import Row
 from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished
@@ -107,7 +107,7 @@ def test_two_requests_of_one_id(make_engine: MakeEngine) -> None:
 def test_cancel_in_every_state(make_engine: MakeEngine, adapter_dir: Path) -> None:
     """Queued, in an open cold pass, prefilling in chunks, decoding, ended, unknown."""
     engine = make_engine(max_rows=2, chunk_tokens=8)
-    engine.engine.cold_start.way = Way(("pipeline",))
+    engine.engine.cold_start.mode = ColdStartMode(("pipeline",))
     gate = Gate(engine)
     adapter = engine.deploy(adapter_dir)
     decoding = engine.submit(STORY, 200, ignore_eos=True)

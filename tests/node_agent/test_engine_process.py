@@ -13,6 +13,7 @@ import pytest
 from cluster.frames import Frames
 from cluster.messages import GenerateRequest, Sampling
 from node_agent.coldstart.auto_workers import TYPICAL
+from node_agent.coldstart.worker_manager import WorkerManager
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.engine.batch import Row
@@ -66,7 +67,7 @@ def test_a_call_is_told_its_first_token_before_the_batch_goes_on(
         late = GenerateRequest("late", "", "v0", STORY, 2, Sampling(temperature=0), timeout=60.0, ignore_eos=True)
         peer.sendall(encode([Cancel(computed[0]), Submit(late)]))
         loop = Loop(engine.engine, ready_message(engine.engine, engine.base), wake, lambda: False)
-        loop._turn(channel, selector)
+        loop._iterate(channel, selector)
         assert told == [[computed[0]], ["late"]], "who is cancelled is told before any pass"
         rest = [event.id for event in received(peer) if isinstance(event, Generated | Finished)]
         assert {*computed[1:], "late"} <= set(rest), "the batch, with the newcomer's next token"
@@ -148,7 +149,7 @@ def test_layers_that_arrive_do_not_end_a_measurement_of_cold_calls(
         assert not starts.times.is_measured(TYPICAL) and TYPICAL in starts.unmeasured
         channel.receive()
         manager = engine.engine.worker_manager
-        assert manager is not None
+        assert isinstance(manager, WorkerManager)
         manager._retry_at = 0.0
         assert loop._measure(channel, selector)
         assert starts.times.is_measured(TYPICAL) and TYPICAL not in starts.unmeasured

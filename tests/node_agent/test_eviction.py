@@ -68,7 +68,7 @@ def test_the_score_is_the_formula(
     history: dict[str, list[float]] = {name: [] for name in NAMES}
     for name, gap in calls:
         now += gap
-        demand.note_call(name, now)
+        demand.record_call(name, now)
         history[name].append(now)
     demand.expect(dict.fromkeys(NAMES, 1.0))  # replaced by the next
     demand.expect(chances)
@@ -88,10 +88,10 @@ def test_the_score_is_the_formula(
 
 
 def test_calls_of_only_so_many_adapters_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demand_module, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(demand_module, "MAX_REMEMBERED", 2)
     demand = Demand()
     for at, name in enumerate("abcab"):  # c goes for a, and a for b
-        demand.note_call(name, float(at))
+        demand.record_call(name, float(at))
     assert [demand.calls(name) for name in "abc"] == [1, 1, 0]
     assert len(demand._levels) == len(demand._calls) == 2
 
@@ -108,7 +108,7 @@ def test_an_adapter_that_has_just_come_stays_among_equals() -> None:
     demand = Demand()
     policy = POLICIES["cost"](demand)
     for name in "ab":
-        demand.note_call(name, 0.0)
+        demand.record_call(name, 0.0)
     now = 1000.0
 
     def leaves(better: float, ago: float) -> str:
@@ -135,7 +135,7 @@ def test_adapters_called_once_do_not_displace_one_in_use(name: str) -> None:
                 del here[policy.order(candidates, now)[0]]
             loads += called == "steady" and called not in here
             here[called] = here.pop(called, float(now))
-            demand.note_call(called, now)
+            demand.record_call(called, now)
     assert loads == (2 if name == "cost" else 60)
 
 
@@ -200,11 +200,11 @@ def test_alternatives_are_what_their_names_say(
         order = iter(policy.order([Candidate(each, size[each], cost[each], 0.0) for each in here], now))
         while called not in here and sum(size[each] for each in here) + size[called] > pages:
             gone.append(next(order))
-            policy.note_eviction(gone[-1])
+            policy.record_eviction(gone[-1])
             here.remove(gone[-1])
         here = [*(each for each in here if each != called), called]
-        demand.note_call(called, now)
-        policy.note_call(called)
+        demand.record_call(called, now)
+        policy.record_call(called)
         assert gone == reference.call(called)
         left += len(gone)
     assert policy.evictions == left
@@ -260,14 +260,14 @@ def _check_candidates(store: AdapterStore) -> None:
     def on_device(candidates: Sequence[Candidate], now: float) -> list[str]:
         for each in candidates:
             entry = room.adapters[each.digest]
-            assert entry.leases == 0 and entry.settled and entry.copy.ended.is_set()
+            assert entry.leases == 0 and entry.settled and entry.copy.ended
             assert each.digest not in room.pinned and each.pages == len(entry.pages)
         return order_device(candidates, now)
 
     def on_host(candidates: Sequence[Candidate], now: float) -> list[str]:
         for each in candidates:
             host = hosts.get(each.digest)
-            assert host is not None and host.complete and not (host.placed or host.holds or hosts.waiting(each.digest))
+            assert host is not None and host.complete and not (host.copying or host.holds or hosts.waiting(each.digest))
             assert each.pages == len(host.pages or ())
         return order_host(candidates, now)
 
@@ -327,9 +327,9 @@ def test_what_bringing_back_costs(world: World, make_store: Callable[..., Adapte
 def test_rates_are_of_the_latest_loads(world: World, make_store: Callable[..., AdapterStore]) -> None:
     rates = LoadRates()
     for _ in range(40):
-        rates.note("absent", 10**8, 2.0)
-    rates.note("absent", 0, 1.0)
-    rates.note("disk", 10, 0.0)
+        rates.record_load("absent", 10**8, 2.0)
+    rates.record_load("absent", 0, 1.0)
+    rates.record_load("disk", 10, 0.0)
     assert rates.seconds("absent", 10**8) == pytest.approx(2.0, rel=0.05)
     assert rates.bytes_per_s["disk"] == FIRST_RATES["disk"]
     store = make_store()

@@ -12,7 +12,7 @@ from cluster.performance_fit import decode_forecast
 from node_agent.engine.batch import Row
 from node_agent.engine.hot import Computed, OutOfMemory
 from node_agent.engine.joining import Joined
-from node_agent.engine.promises import BESIDE_FLOOD, LEAST_BESIDE_FLOOD, UNKNOWN_SHARE
+from node_agent.engine.promises import BESIDE_FLOOD, MIN_BESIDE_FLOOD, UNKNOWN_SHARE
 from node_agent.performance.drift import Drift
 from node_agent.performance.terms import decode_sample
 from tests.node_agent.test_chunks_within_promises import MODEL
@@ -159,7 +159,7 @@ def test_chunks_are_cut_beside_a_flood_alone(
     assert any(engine.outcomes[request].finished for request in flood)
     assert len(beside) > 10
     for rows, n_decode in beside:
-        tokens, least = sum(row.length for row in rows[n_decode:]), most // LEAST_BESIDE_FLOOD
+        tokens, least = sum(row.length for row in rows[n_decode:]), most // MIN_BESIDE_FLOOD
         if model is None:
             assert tokens <= most // UNKNOWN_SHARE
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.messages import Done, Failed, Started, Token
-from node_agent.api import engine_watch, requests
+from node_agent.api import app, requests
 from node_agent.engine.pulse import FIRST_S, LONGEST_S, Pulse
 from node_agent.heartbeat import NAME, Heartbeat, Watch
 from node_agent.supervisor import LONGEST_SILENCE_S, LOOK_S, Child
@@ -29,7 +29,7 @@ LOOK, SILENT, FAILED = 0.02, 0.2, 0.5
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The API process looks at the heartbeat, and draws its conclusions, ten times as soon. It counts silence in its
     own looks, on the loop on which the test beats: a busy host delays both."""
-    monkeypatch.setattr(engine_watch, "LOOK_S", LOOK)
+    monkeypatch.setattr(app, "LOOK_S", LOOK)
     monkeypatch.setattr(requests, "SILENT_S", SILENT)
     monkeypatch.setattr(requests, "FAILED_S", FAILED)
 
@@ -50,17 +50,17 @@ async def beating(heart: Heartbeat) -> AsyncIterator[None]:
 
 def test_silence_is_counted_from_the_last_beat_in_the_watcher_s_looks(tmp_path: Path) -> None:
     watch, now = Watch(tmp_path / NAME, interval=1.0), 100.0
-    assert watch.look(now) == 0.0, "there is no file"
+    assert watch.silence(now) == 0.0, "there is no file"
     heart = Heartbeat(tmp_path / NAME)
     for _ in range(5):
         now += 1.0
-        assert watch.look(now) == 0.0, "no beat has come yet"
+        assert watch.silence(now) == 0.0, "no beat has come yet"
     heart.beat()
-    assert [watch.look(now + i) for i in range(4)] == [0.0, 1.0, 2.0, 3.0]
+    assert [watch.silence(now + i) for i in range(4)] == [0.0, 1.0, 2.0, 3.0]
     heart.beat()
-    assert watch.look(now + 4.0) == 0.0
-    assert watch.look(now + 500.0) == 2.0, "a watcher that stood still itself has not seen a silence"
-    assert watch.look(now + 501.0, os.getpid() + 1) == 0.0, "what another process says counts for nothing"
+    assert watch.silence(now + 4.0) == 0.0
+    assert watch.silence(now + 500.0) == 2.0, "a watcher that stood still itself has not seen a silence"
+    assert watch.silence(now + 501.0, os.getpid() + 1) == 0.0, "what another process says counts for nothing"
 
 
 def test_an_announced_silence_is_not_overdue(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_supervisor_kills_an_engine_that_stands_still(tmp_path: Path, monkey
 def test_how_long_a_stretch_takes_is_learnt_by_its_size() -> None:
     told: list[float] = []
     pulse = Pulse(compiles=False)
-    pulse.tell = told.append
+    pulse.report = told.append
     with pulse.computing("layers", 100):
         assert told == [0.0], "nothing is known yet"
         time.sleep(0.1)
@@ -187,7 +187,7 @@ def test_how_long_a_stretch_takes_is_learnt_by_its_size() -> None:
 def test_kernels_may_be_compiled_at_first() -> None:
     told: list[float] = []
     pulse = Pulse(compiles=True)
-    pulse.tell = told.append
+    pulse.report = told.append
     for size in (8, 8, 100):
         with pulse.computing("layers", size):
             pass
@@ -200,7 +200,7 @@ def test_an_engine_beats_before_whatever_it_computes(make_engine: MakeEngine, mo
     engine = make_engine()
     prompt = [1, *range(10, 40)]
     told: list[float] = []
-    engine.engine.pulse.tell = told.append
+    engine.engine.pulse.report = told.append
     layer = engine.engine.runner.layers[2]
     forward = layer.forward
 

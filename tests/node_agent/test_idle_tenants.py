@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from node_agent.engine import reserves
-from node_agent.engine.preemption import MOST_PREEMPTIONS
+from node_agent.engine.preemption import MAX_PREEMPTIONS
 from node_agent.ipc import Finished
 from tests.node_agent.test_preemption import BLOCK_BYTES, STORY, ended
 from tests.support.exact import Case, Tally, check
@@ -86,7 +86,7 @@ def test_nobody_falls_below_an_equal_share(make_engine: MakeEngine) -> None:
     engine.engine.scheduler.callers = reserves.Callers()
     flooded(engine)
     for request in engine.engine.running.values():
-        request.preemptions = MOST_PREEMPTIONS
+        request.preemptions = MAX_PREEMPTIONS
     later = engine.submit(STORY, 2, tenant="later", ignore_eos=True)
     engine.step()
     assert not engine.outcomes[later].admitted

@@ -8,10 +8,11 @@ import pytest
 
 from adapters.artifact import read_header
 from cluster.messages import Adapter
-from node_agent.adapter_memory.fetch import RANGES_IN_FLIGHT, TRIES
+from node_agent.adapter_memory.fetch import RANGES_IN_FLIGHT, TRIES, UNWANTED
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.loads import NEARLY_DONE, HostAdapter
 from node_agent.adapter_memory.store import AdapterStore
+from node_agent.states import HostState
 from node_agent.types import LayerState, Lease, Pending
 from tests.node_agent.adapter_world import (
     LAYERS,
@@ -230,7 +231,7 @@ def test_a_load_that_is_given_up_as_its_adapter_is_called_again_fails_no_call(
         host = real(wanted)
         if not given_up:
             given_up.append(host)
-            host.abandoned, host.failed = True, "nobody waits for it any more"
+            host.failure, host.state = UNWANTED, HostState.ABANDONED
         return host
 
     with monkeypatch.context() as patch:

@@ -30,14 +30,14 @@ class Pieces:
     def over(self) -> bool:
         return self.left == 0
 
-    def take(self, now: float, held: bool) -> Callable[[], None] | None:
+    def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
         self.asked += 1
-        if held or not self.left:
+        if is_blocked or not self.left:
             return None
         self.left -= 1
         return lambda: self._worked(self.name)
 
-    def due(self) -> float | None:
+    def wake_at(self) -> float | None:
         return None
 
 
@@ -96,10 +96,10 @@ class Standing:
     def __init__(self, priority: Priority) -> None:
         self.load, self.priority, self.over, self.may_end = self, priority, False, False
 
-    def take(self, now: float, held: bool) -> None:
+    def take(self, now: float, is_blocked: bool) -> None:
         self.over = self.may_end
 
-    def due(self) -> None:
+    def wake_at(self) -> None:
         return None
 
 
@@ -120,7 +120,7 @@ def test_a_job_that_is_held_up_is_not_asked_over_and_over() -> None:
     """Its time to be asked again has come; the threads sleep all the same until something changes."""
     threads = LoaderThreads("test", 2)
     overdue = Pieces("a", 1, Priority.PREDICTED, lambda _: None)
-    overdue.due = lambda: time.monotonic() - 1  # type: ignore[method-assign]
+    overdue.wake_at = lambda: time.monotonic() - 1  # type: ignore[method-assign]
     threads.add(Standing(Priority.REQUEST))
     threads.add(overdue)
     time.sleep(0.1)

@@ -37,13 +37,13 @@ class Steps:
     def over(self) -> bool:
         return self.left == 0
 
-    def take(self, now: float, held: bool) -> Callable[[], None] | None:
-        if held or not self.left or now < self.not_before:
+    def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
+        if is_blocked or not self.left or now < self.not_before:
             return None
         self.left -= 1
         return self._work
 
-    def due(self) -> float | None:
+    def wake_at(self) -> float | None:
         return self.not_before if self.left else None
 
     def _work(self) -> None:

@@ -140,17 +140,15 @@ def test_a_prefetch_does_not_go_before_requests(make_engine: MakeEngine, by_size
 def test_one_tenant_has_only_some_of_the_places(make_engine: MakeEngine, by_size: list[Path]) -> None:
     engine = make_engine()
     adapter = engine.deploy(by_size[0])
-    others = [replace(adapter, digest=f"{number:064}") for number in range(orders.MOST_PREFETCHES + 2)]
-    own = orders.MOST_TENANT_PREFETCHES
+    others = [replace(adapter, digest=f"{number:064}") for number in range(orders.MAX_PREFETCHES + 2)]
+    own = orders.MAX_TENANT_PREFETCHES
     took = engine.engine.orders
     for number, each in enumerate(others[: own + 1]):
         took.take(Prefetch(str(number), each, "a"))
     assert [(each.id, each.error_type) for each in took.answers()] == [(str(own), "overloaded")]
     for number, each in enumerate(others[own + 1 :]):
         took.take(Prefetch(str(number), each))
-    assert [(each.id, each.error_type) for each in took.answers()] == [
-        (str(orders.MOST_PREFETCHES - own), "overloaded")
-    ]
+    assert [(each.id, each.error_type) for each in took.answers()] == [(str(orders.MAX_PREFETCHES - own), "overloaded")]
 
 
 def test_a_prefetch_that_steps_back_holds_no_host_memory(make_engine: MakeEngine, by_size: list[Path]) -> None:
@@ -211,7 +209,7 @@ def test_what_can_not_be_prefetched_is_told(make_engine: MakeEngine, by_size: li
 def test_prefetches_are_bounded_in_number_and_time(
     make_engine: MakeEngine, turnstile_of: PutTurnstile, by_size: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders, "MOST_PREFETCHES", 1)
+    monkeypatch.setattr(orders, "MAX_PREFETCHES", 1)
     engine = make_engine()
     first, second = (engine.deploy(path) for path in by_size[:2])
     turnstile = turnstile_of(engine)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.messages import Adapter, Sampling
-from node_agent.engine.preemption import MOST_PREEMPTIONS
+from node_agent.engine.preemption import MAX_PREEMPTIONS
 from node_agent.engine.stats import stats_of
 from node_agent.ipc import Finished
 from tests.node_agent.test_engine import Gate
@@ -114,7 +114,7 @@ def test_a_request_is_preempted_so_often_and_no_more(make_engine: MakeEngine) ->
     engine = make_engine(max_rows=1)
     (request,) = flood(engine, 1, 100)
     engine.run(until=lambda: bool(engine.engine.running))
-    for _ in range(MOST_PREEMPTIONS):
+    for _ in range(MAX_PREEMPTIONS):
         call = strict(engine)
         engine.step()
         assert engine.outcomes[call].admitted
@@ -124,7 +124,7 @@ def test_a_request_is_preempted_so_often_and_no_more(make_engine: MakeEngine) ->
     engine.step()
     assert not engine.outcomes[last].admitted
     engine.run()
-    assert ended(engine, request).preemptions == MOST_PREEMPTIONS
+    assert ended(engine, request).preemptions == MAX_PREEMPTIONS
     assert len(engine.outcomes[request].tokens) == 100
 
 
@@ -248,7 +248,7 @@ def test_waits_for_an_adapter_are_told_of_one_that_was_preempted_meanwhile(
     gate = Gate(engine)
     begun = time.monotonic()
     cheap = engine.submit(STORY, 5, adapter, ignore_eos=True, tenant="cheap", slo_class="best_effort")
-    engine.run(until=lambda: cheap in engine.engine.running and engine.engine.running[cheap].wants_whole)
+    engine.run(until=lambda: cheap in engine.engine.running and engine.engine.running[cheap].awaits_adapter)
     time.sleep(0.05)
     call = strict(engine, 100)
     engine.step()

@@ -53,7 +53,7 @@ def test_what_may_be_evicted_for_a_prefetch(
     there, wished = world.adapters[:3], world.adapters[3]
     bring(store, *there)
     for index in called * 100:
-        store.demand.note_call(there[index].digest, time.monotonic())
+        store.demand.record_call(there[index].digest, time.monotonic())
     known = [want(a, chance) for a, chance in zip(there, chances, strict=True) if chance is not None]
     prefetcher.want(wanted(want(wished, pinned=pinned), *known))
     poll_until(store, prefetcher, lambda: here(store, wished) > 0 and not prefetcher.underway)
@@ -141,7 +141,7 @@ def test_bytes_of_a_staged_adapter_are_late_until_they_are_on_the_device(
     for adapter in world.adapters:
         prefetcher.want(wanted(want(adapter, tier="host")))
         poll_until(store, prefetcher, lambda: prefetcher._is_staged(adapter.digest) and not prefetcher.underway)  # noqa: B023
-        prefetcher._brought.clear()
+        prefetcher._prefetched.clear()
         before = sums(prefetcher)
         link = begin_predicted_copy(store, prefetcher, stile, adapter)
         call(store, prefetcher, adapter)
@@ -251,8 +251,8 @@ def test_waste_holds_back_unlikely_adapters_and_none_that_are_pinned(
     store, prefetcher, stile = make_prefetcher()
     unlikely, likely, second, pinned = world.adapters[:4]
     leeway = store.adapter_memory // module.LEEWAY
-    prefetcher.record.note(time.monotonic(), wasted=leeway)
-    least = prefetcher.record.bounds(time.monotonic()).least_chance
+    prefetcher.record.count_bytes(time.monotonic(), wasted=leeway)
+    least = prefetcher.record.bounds(time.monotonic()).min_chance
     assert 0.5 < least < 0.9
     prefetcher.want(wanted(want(unlikely, 0.5), want(likely, 0.9), want(second, 0.9), want(pinned, 0.0, pinned=True)))
     poll_until(store, prefetcher, lambda: prefetcher.underway == 2)

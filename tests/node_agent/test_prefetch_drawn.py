@@ -13,7 +13,7 @@ from node_agent.adapter_memory import fetch, ranges
 from node_agent.adapter_memory.integrity import check_memory
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.config import LinkConfig
-from node_agent.engine.prefetch_record import MOST_AT_ONCE
+from node_agent.engine.prefetch_record import MAX_AT_ONCE
 from node_agent.engine.prefetcher import Prefetcher
 from node_agent.types import LayerState, Lease
 from tests.node_agent.adapter_world import LAYERS, World, assert_layer
@@ -62,7 +62,7 @@ class Caller:
 
     def check(self) -> None:
         store = self.store
-        assert self.prefetcher.underway <= MOST_AT_ONCE
+        assert self.prefetcher.underway <= MAX_AT_ONCE
         assert check_memory(store) == []
         for held in self.held:
             for layer in range(LAYERS):

@@ -10,6 +10,7 @@ from node_agent.adapter_memory import loader
 from node_agent.adapter_memory.loader_threads import Priority
 from node_agent.types import LayerState, Lease, NoRoom, Pending, TooLarge
 from tests.node_agent.adapter_world import LAYERS, World, assert_contents, lease, until
+from tests.node_agent.coldstart.pools import eventually
 from tests.node_agent.prefetch_world import (
     MakePrefetcher,
     begin_predicted_copy,
@@ -235,7 +236,7 @@ def test_what_a_copy_took_before_its_adapter_was_called_is_not_the_requests(
     entry.began -= 100.0
     if ended:
         link.passes.release(LAYERS)
-        assert entry.copy.ended.wait(60)
+        eventually(lambda: entry.copy.ended)
     call(store, prefetcher, adapter)
     held = store.acquire(adapter)
     assert isinstance(held, Lease)

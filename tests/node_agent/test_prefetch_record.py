@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from node_agent.engine.prefetch_record import HALF_LIFE_S, HELD_BACK_CHANCE, MOST_AT_ONCE, Bounds, PrefetchRecord
+from node_agent.engine.prefetch_record import HALF_LIFE_S, HELD_BACK_CHANCE, MAX_AT_ONCE, Bounds, PrefetchRecord
 
 MB = 1_000_000
 
@@ -20,7 +20,7 @@ def test_sums_and_shares_are_those_of_the_formula(seed: int) -> None:
     for _ in range(60):
         now += rng.choice([0.0, 0.1, 5.0, 400.0]) * rng.random()
         useful, late, wasted = (rng.choice([0, rng.randrange(5 * MB)]) for _ in range(3))
-        record.note(now, useful=useful, late=late, wasted=wasted)
+        record.count_bytes(now, useful=useful, late=late, wasted=wasted)
         noted.append((now, useful, late, wasted))
         asked = now + rng.choice([0.0, 30.0])
         weights = [0.5 ** ((asked - at) / HALF_LIFE_S) for at, *_ in noted]
@@ -29,7 +29,7 @@ def test_sums_and_shares_are_those_of_the_formula(seed: int) -> None:
         now = asked
         assert record.wasted_share(asked) == pytest.approx(share, abs=1e-9)
         if share <= bound:
-            expected = Bounds(MOST_AT_ONCE, 0.0)
+            expected = Bounds(MAX_AT_ONCE, 0.0)
         else:
             least = HELD_BACK_CHANCE + (1 - HELD_BACK_CHANCE) * (share - bound) / (1 - bound)
             expected = Bounds(1, pytest.approx(least))  # type: ignore[arg-type]
@@ -41,29 +41,29 @@ def test_sums_and_shares_are_those_of_the_formula(seed: int) -> None:
 
 def test_a_first_mistake_changes_nothing() -> None:
     record = PrefetchRecord(0.25, 30 * MB)
-    record.note(0.0, wasted=9 * MB)
+    record.count_bytes(0.0, wasted=9 * MB)
     assert record.bounds(0.0) == Bounds()
 
 
 def test_it_backs_off_further_the_more_is_wasted_and_recovers_by_itself() -> None:
     record, least = PrefetchRecord(0.25, 30 * MB), list[float]()
     for minute in range(5):
-        record.note(60.0 * minute, wasted=30 * MB, useful=MB)
-        least.append(record.bounds(60.0 * minute).least_chance)
+        record.count_bytes(60.0 * minute, wasted=30 * MB, useful=MB)
+        least.append(record.bounds(60.0 * minute).min_chance)
     assert least == sorted(least) and least[0] > HELD_BACK_CHANCE and 0.7 < least[-1] < 1
     assert record.bounds(240.0 + 10 * HALF_LIFE_S) == Bounds()
 
 
 def test_it_recovers_sooner_when_prefetches_are_of_use() -> None:
     record = PrefetchRecord(0.25, 30 * MB)
-    record.note(0.0, wasted=60 * MB)
+    record.count_bytes(0.0, wasted=60 * MB)
     assert record.bounds(0.0).at_once == 1
-    record.note(1.0, useful=200 * MB)
+    record.count_bytes(1.0, useful=200 * MB)
     assert record.bounds(1.0) == Bounds()
 
 
 def test_a_bound_of_one_never_holds_back_and_one_of_zero_at_once() -> None:
     for bound, held_back in ((1.0, False), (0.0, True)):
         record = PrefetchRecord(bound, 0)
-        record.note(0.0, wasted=MB)
+        record.count_bytes(0.0, wasted=MB)
         assert (record.bounds(0.0).at_once == 1) == held_back

@@ -34,10 +34,10 @@ def test_only_calls_within_what_is_kept_push_others_of_their_tenant_out(seed: in
     for kept in range(1, 9):
         newcomer = request("new", "t", "f", reserved=kept)
         within = sum(r.function == "f" and r is not begun for r in waiting) < kept
-        assert queue.gives_way(newcomer) is (others[-1] if within and others else None)
-    assert queue.gives_way(request("new", "t", "g")) is None
-    assert queue.gives_way(request("new", "t", "h", reserved=0)) is None
-    assert queue.gives_way(request("new", "u", "f")) in waiting, "another tenant has its own share"
+        assert queue.displaced_by(newcomer) is (others[-1] if within and others else None)
+    assert queue.displaced_by(request("new", "t", "g")) is None
+    assert queue.displaced_by(request("new", "t", "h", reserved=0)) is None
+    assert queue.displaced_by(request("new", "u", "f")) in waiting, "another tenant has its own share"
 
 
 def test_a_reserved_call_gets_into_a_queue_that_its_own_tenant_has_filled(make_engine: MakeEngine) -> None:

@@ -13,7 +13,7 @@ import torch
 from adapters.store import Arrived
 from cluster.messages import Adapter
 from node_agent.adapter_memory.fetch import TRIES
-from node_agent.coldstart.cold_starts import Way
+from node_agent.coldstart.cold_starts import ColdStartMode
 from node_agent.engine import admission
 from node_agent.engine.batch import Row, build_lora
 from node_agent.engine.request import Request
@@ -185,7 +185,7 @@ def test_a_long_request_is_not_passed_by_short_ones(make_engine: MakeEngine) -> 
 
 def test_at_most_max_cold_passes_are_open(make_engine: MakeEngine, by_size: list[Path]) -> None:
     engine = make_engine(max_cold=2, max_rows=32)
-    engine.engine.cold_start.way = Way(("pipeline",))
+    engine.engine.cold_start.mode = ColdStartMode(("pipeline",))
     adapters = [engine.deploy(path) for path in by_size[:5]]
     valve = Valve(engine)
     valve.hold(*adapters)

@@ -219,7 +219,7 @@ def test_a_copy_that_fails_leaves_the_pages_to_the_fetch_that_still_runs(
     for layer in (0, 1):
         turnstile.await_waiting(RANGES_IN_FLIGHT)
         turnstile.let(offsets[layer])
-    until(store, lambda: "the device is gone" in getattr(store.failure(held), "reason", "") and not host.placed)
+    until(store, lambda: "the device is gone" in getattr(store.failure(held), "reason", "") and not host.copying)
     store.release(held, [])
     store.poll()
     assert host.pages is not None and store.hosts.pool.pages.owner[host.pages[0]] == adapter.digest

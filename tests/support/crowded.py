@@ -11,8 +11,7 @@ from adapters.base_model import BaseModel
 from node_agent.adapter_memory.store import AdapterStore
 from node_agent.coldstart import setup
 from node_agent.coldstart.engine_cores import EngineCores
-from node_agent.coldstart.shared import DTYPES, Layout
-from node_agent.coldstart.worker_process import WorkerConfig
+from node_agent.coldstart.shared import DTYPES, Layout, WorkerConfig
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.config import EngineConfig
 
@@ -31,9 +30,9 @@ class CrowdedPool(WorkerPool):
 def make_crowded_pool(
     config: EngineConfig, store: AdapterStore, base: BaseModel, cores: Sequence[int], threads: int
 ) -> WorkerPool:
-    """Makes a pool of CROWD workers in the place of `worker_manager.make_pool`."""
+    """Makes a pool of CROWD workers in the place of `worker_start.make_pool`."""
     dtype = DTYPES.index(store.pool.data.dtype)
-    layout = Layout(setup.HANDOFF_SLOTS, CROWD, setup.most_tokens(config), base.widths, dtype)
+    layout = Layout(setup.HANDOFF_SLOTS, CROWD, setup.max_tokens(config), base.widths, dtype)
     pool = CrowdedPool(store.host_map, layout, range(CROWD))
     pool.engine_cores = EngineCores(threads, cores)
     return pool

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from node_agent.coldstart.cold_starts import ColdStarts
 from node_agent.coldstart.planner import Contention
-from node_agent.coldstart.row_costs import MOST_JOINED
+from node_agent.coldstart.row_costs import MAX_JOINED
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.engine.loop import Engine
 from node_agent.types import Lease, Plan
@@ -42,7 +42,7 @@ class ForcedStarts(ColdStarts):
     beginning, or a step that is joined, meets a worker that is killed or stopped."""
 
     def __init__(self, inner: ColdStarts, workers: WorkerPool | None, rng: random.Random, faults: float) -> None:
-        super().__init__(inner.store, inner.base, inner.way, inner.profile, inner.workers)
+        super().__init__(inner.store, inner.base, inner.mode, inner.profile, inner.workers)
         self.pool, self.rng, self.faults = workers, rng, faults
         self.plans = dict.fromkeys(PLANS, 0)
         self.kills = self.stops = self.joined = 0
@@ -60,7 +60,7 @@ class ForcedStarts(ColdStarts):
     def joining(self, waiting: Iterable[tuple[Lease, int]], others: int) -> set[str]:
         chosen: set[str] = set()
         for lease, rows in waiting:
-            if len(chosen) < MOST_JOINED and self.can_step(lease) and self.rng.random() > 0.3:
+            if len(chosen) < MAX_JOINED and self.can_step(lease) and self.rng.random() > 0.3:
                 chosen.add(lease.digest)
                 self.joined += rows
                 if self.rng.random() < self.faults:

@@ -151,7 +151,7 @@ class PlayedEngine:
         sharing = call.others if together else sum(other.loaded for other in self.running)
         apart = sharing * LAYERS * self.host.device[0]
         costs = ChunkCosts(
-            device, np.full(LAYERS, device + extra), load, np.zeros(LAYERS), ahead=ahead, others=call.others,
+            device, np.full(LAYERS, device + extra), load, np.zeros(LAYERS), ahead=ahead, other_requests=call.others,
             apart=apart, decode=decode if call.answer > 1 else None,
         )  # fmt: skip
         call.assisted = self.way.plan(costs)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from node_agent.coldstart import setup, worker_manager
+from node_agent.coldstart import setup, worker_manager, worker_start
 from node_agent.coldstart.auto_workers import (
     MAX_WORKERS,
     MIN_GAIN,
@@ -168,8 +168,8 @@ def test_workers_are_kept_if_measured_calls_gain(
     seconds = {"pipeline": 1.0, "assist": 2.0 if slow else 0.5, "wait": 1.2}
     monkeypatch.setattr(MadeUpCalls, "seconds", seconds, raising=False)
     monkeypatch.setattr(worker_manager, "Calibration", MadeUpCalls)
-    make = worker_manager.make_pool
-    monkeypatch.setattr(worker_manager, "make_pool", lambda *of: starts.append(len(of[3])) or make(*of))
+    make = worker_start.make_pool
+    monkeypatch.setattr(worker_start, "make_pool", lambda *of: starts.append(len(of[3])) or make(*of))
     for _ in range(2):
         with closing(
             LocalEngine(

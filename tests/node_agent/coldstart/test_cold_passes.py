@@ -19,7 +19,7 @@ from node_agent.coldstart.planner import Contention
 from node_agent.config import LinkConfig
 from node_agent.cores import spare_cores
 from node_agent.ipc import Generated
-from node_agent.types import LayerState, Lease, Plan
+from node_agent.types import LayerState, Lease, LoadFailed, Plan
 from tests.node_agent.coldstart.held_link import HeldLink
 from tests.node_agent.coldstart.kept import pool_of
 from tests.node_agent.coldstart.pools import counted, eventually
@@ -306,7 +306,7 @@ def test_a_load_that_fails_in_the_midst_of_a_pass_fails_its_request_alone(
         if found == LayerState.DEVICE and not failed:
             failed.append(layer)
         elif failed == [0] and layer == 0:  # the pass asks: it has begun
-            store.device[lease.digest].copy.failed = "layer 3 is not what was written"
+            store.device[lease.digest].copy.failure = LoadFailed("layer 3 is not what was written")
             failed.append(3)
         return found
 
@@ -331,7 +331,7 @@ def test_no_layer_of_a_failed_load_is_begun(assisted: LocalEngine, adapter_dir: 
     assert lease is not None
     starts, copy = assisted.engine.cold_start, assisted.engine.store.device[lease.digest].copy
     plan = starts.plan(lease, len(STORY), Contention())
-    copy.failed = "layer 0 is not what was written"
+    copy.failure = LoadFailed("layer 0 is not what was written")
     assert starts.ready_until(lease, plan, 0) == 0
     link.open()
     assisted.run()

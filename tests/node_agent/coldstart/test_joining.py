@@ -265,7 +265,9 @@ def test_a_prompt_asks_slow_workers_where_it_is_alone(worker_engine: LocalEngine
     slow = type(profile.link)(0.0, starts.link.cost.bandwidth * whole / (4e-3 * layers))
     starts.use(type(profile)(profile.key, ((64, 1e-3),), cpu, slow, passes=passes), starts.workers)
     starts.row_cpu = Correction()  # what was learnt until now is of another host
-    beside = [Contention(others=others, ready=ready, decodes=8) for others, ready in ((0, 0), (20, 0), (20, 20))]
+    beside = [
+        Contention(other_requests=others, ready=ready, decodes=8) for others, ready in ((0, 0), (20, 0), (20, 20))
+    ]
     assert [starts.plan(lease, 40, each).name for each in beside] == ["assist", "pipeline", "wait"]
     starts.use(profile, starts.workers)
     link.open()

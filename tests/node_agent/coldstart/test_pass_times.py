@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from node_agent.coldstart.pass_times import (
     ANY_SPREAD,
-    LEAST_SPREAD,
     MAX_KINDS,
     MAX_SAMPLES,
+    MIN_SPREAD,
     ROUNDS,
     CallKind,
     PassSample,
@@ -56,7 +56,7 @@ def test_the_bounds_of_a_kind_are_those_of_its_median(noise: float, seed: int) -
         seconds = [sample.seconds for sample in samples]
         assert likely[0] == pytest.approx(np.median(seconds))
         notch = 1.57 * (np.quantile(seconds, 0.75) - np.quantile(seconds, 0.25)) / len(seconds) ** 0.5
-        assert high[0] - likely[0] == pytest.approx(max(notch, LEAST_SPREAD * likely[0]))
+        assert high[0] - likely[0] == pytest.approx(max(notch, MIN_SPREAD * likely[0]))
         assert likely[0] - low[0] == pytest.approx(high[0] - likely[0])
 
 
@@ -145,5 +145,5 @@ def test_a_forecast_far_beyond_measured_ones_has_wide_bounds() -> None:
     """As many calls at once have: a fit of single ones says little of them."""
     times = PassTimes([PassSample(kind(64, 64), "assist", 0.1, 0.2) for _ in range(ROUNDS)])
     low, likely, high = times.bounds(kind(64, 64), "assist", np.array([0.15, 0.3]))
-    np.testing.assert_allclose(high / likely - 1, [LEAST_SPREAD, ANY_SPREAD])
-    np.testing.assert_allclose(1 - low / likely, [LEAST_SPREAD, ANY_SPREAD])
+    np.testing.assert_allclose(high / likely - 1, [MIN_SPREAD, ANY_SPREAD])
+    np.testing.assert_allclose(1 - low / likely, [MIN_SPREAD, ANY_SPREAD])

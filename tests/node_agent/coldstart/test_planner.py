@@ -37,7 +37,7 @@ def costs(draw: st.DrawFn) -> ChunkCosts:
         in_host=np.array(draw(st.one_of(st.just([0.0] * n), per_layer.map(lambda gaps: list(accumulate(gaps)))))),
         latency=draw(st.sampled_from([0.0, 0.1])),
         ahead=draw(st.sampled_from([0.0, 0.5, 5.0])),
-        others=draw(st.sampled_from([0, 1, 3, 30])),
+        other_requests=draw(st.sampled_from([0, 1, 3, 30])),
         apart=draw(st.sampled_from([0.0, 0.01, 1.0])),
         results=draw(st.one_of(st.none(), per_layer.map(np.array))),
         decode=draw(st.one_of(st.none(), decodes())),
@@ -118,7 +118,7 @@ def lost_by_others(costs: ChunkCosts, name: str, assisted: int) -> float:
     """Seconds of all others together: only a chunk that waits joins their pass."""
     if name == "wait":
         return 0.0
-    return costs.apart + costs.others * engine_waits(costs, assisted)
+    return costs.apart + costs.other_requests * engine_waits(costs, assisted)
 
 
 def answer_end(costs: ChunkCosts, end: float, assisted: int) -> float:
@@ -242,8 +242,10 @@ def test_workers_that_hold_up_many_are_asked_by_one_alone() -> None:
     """A layer on them takes twice a layer on the device, and a load twice that: for one call they are worth it."""
     slow = uniform(device=1e-3, cpu=2e-3, load=4e-3)
     assert choose(slow).name == "assist"
-    assert choose(replace(slow, others=20)).name == "pipeline"
-    assert choose(replace(uniform(device=1e-3, cpu=1e-3, load=4e-3), others=20)).name == "assist"  # they hold up nobody
+    assert choose(replace(slow, other_requests=20)).name == "pipeline"
+    assert (
+        choose(replace(uniform(device=1e-3, cpu=1e-3, load=4e-3), other_requests=20)).name == "assist"
+    )  # they hold up nobody
 
 
 def test_a_pass_of_its_own_is_worth_what_the_others_lose_by_it() -> None:
@@ -254,11 +256,11 @@ def test_a_pass_of_its_own_is_worth_what_the_others_lose_by_it() -> None:
 
 def test_a_first_token_before_others_is_no_gain_if_decoding_waits_for_the_load() -> None:
     """All end together no sooner, and the others later."""
-    slow = replace(uniform(device=1e-3, cpu=2e-3, load=4e-3), others=1)
+    slow = replace(uniform(device=1e-3, cpu=2e-3, load=4e-3), other_requests=1)
     assert choose(slow).name == "assist"
     waits = DecodeCosts(tokens=8, step=32e-3, longer=float("inf"))
     assert choose(replace(slow, decode=waits)).name == "pipeline"
-    assert choose(replace(slow, others=0, decode=waits)).name == "assist"  # it is no loss either
+    assert choose(replace(slow, other_requests=0, decode=waits)).name == "assist"  # it is no loss either
 
 
 def test_results_that_delay_the_load_lose_the_answer() -> None:
@@ -276,7 +278,7 @@ def played(step: StepCosts, join: bool, tokens: int) -> float:
     longer, mine, now, done = step.longer if join else 0.0, tokens, 0.0, 0.0
     now += step.device + longer
     mine -= join
-    done += step.others * (now + (tokens - 1) * step.device)
+    done += step.other_requests * (now + (tokens - 1) * step.device)
     return done + step.rows * (now + mine * step.device)
 
 
@@ -289,10 +291,10 @@ def played(step: StepCosts, join: bool, tokens: int) -> float:
     st.integers(2, 9),
 )
 def test_rows_join_where_all_together_gain(
-    device: float, longer: float, before: float, rows: int, others: int, tokens: int
+    device: float, longer: float, before: float, rows: int, other_requests: int, tokens: int
 ) -> None:
     """Against both courses played out: rows that sit a step out decode from the next one on."""
-    step = StepCosts(device, longer * device, before * device, 1e9, rows, others)
+    step = StepCosts(device, longer * device, before * device, 1e9, rows, other_requests)
     gain = played(step, join=False, tokens=tokens) - played(step, join=True, tokens=tokens)
     within = longer + before <= JOINS_AT_MOST
     assume(abs(gain) > 1e-9 * device and abs(longer + before - JOINS_AT_MOST) > 1e-9)
@@ -300,10 +302,10 @@ def test_rows_join_where_all_together_gain(
 
 
 def test_rows_alone_join_if_that_is_sooner_than_their_load() -> None:
-    alone = StepCosts(device=1.0, longer=3.0, before=0.0, left=4.0, rows=1, others=0)
+    alone = StepCosts(device=1.0, longer=3.0, before=0.0, load_left=4.0, rows=1, other_requests=0)
     assert joins(alone)
     assert not joins(replace(alone, results=1.5))
-    assert not joins(replace(alone, left=2.0))
+    assert not joins(replace(alone, load_left=2.0))
 
 
 def test_only_what_is_allowed_is_chosen() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from adapters.base_model import BaseModel, load_base_model
 from node_agent.adapter_memory.layout import AdapterLayout, lay_out_uniform
-from node_agent.coldstart.cold_starts import WAYS, ColdStarts
+from node_agent.coldstart.cold_starts import MODES, ColdStarts
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileKey
-from node_agent.coldstart.row_costs import MOST_JOINED, JoinedStep, RowCosts, RowPart
-from node_agent.coldstart.slices import LEAST_SHARE
+from node_agent.coldstart.row_costs import MAX_JOINED, JoinedStep, RowCosts, RowPart
+from node_agent.coldstart.slices import MIN_SHARE
 from node_agent.types import GROUPS, Lease
 
 LAYER_S = 1e-3
@@ -59,7 +59,7 @@ def test_a_chunk_of_few_tokens_costs_each_worker_its_share_of_the_weights(base: 
     costs, tokens = RowCosts(profile(fixed, per_element), base), 3
     whole = layout(base, 512, (0, 1, 2))
     elements = 512 * sum(sum(base.widths[p]) for p in (0, 1, 2))
-    shares = elements // LEAST_SHARE
+    shares = elements // MIN_SHARE
     assert shares > 1
     for workers in (1, 2, 100):
         found = costs.slices(whole, tokens, workers)[0, 0]
@@ -87,14 +87,14 @@ def test_a_step_takes_what_all_that_joined_make_it_take(
 
     for rows, seconds, seed in drawn:
         if step.full:
-            assert len(joined) == MOST_JOINED
+            assert len(joined) == MAX_JOINED
             break
         work = np.random.default_rng(seed).uniform(0, seconds, (layers, len(GROUPS)))
-        part = RowPart(rows, work, 0.0, 0.0, left=1.0)
+        part = RowPart(rows, work, 0.0, 0.0, load_left=1.0)
         found = step.costs(part)
         assert found.longer == pytest.approx(longer([*joined, work]) - longer(joined), abs=1e-12)
         assert found.before == pytest.approx(longer(joined), abs=1e-12)
-        assert found.others == others
+        assert found.other_requests == others
         if step.join(part):
             joined.append(work)
             others += rows
@@ -105,8 +105,8 @@ def test_several_workers_share_several_parts(base: BaseModel) -> None:
     costs = RowCosts(profile(0.0), base)
     steps = [JoinedStep(costs, workers, 0) for workers in (1, 2)]
     for step in steps:
-        assert step.join(RowPart(1, work, 0.0, 0.0, left=9.0))
-    alone, shared = (step.costs(RowPart(1, work, 0.0, 0.0, left=9.0)).longer for step in steps)
+        assert step.join(RowPart(1, work, 0.0, 0.0, load_left=9.0))
+    alone, shared = (step.costs(RowPart(1, work, 0.0, 0.0, load_left=9.0)).longer for step in steps)
     assert alone == pytest.approx(4 * base.num_layers * 1e-2)
     assert shared == pytest.approx(0.0)
 
@@ -116,7 +116,7 @@ def test_rows_that_wait_for_each_other_do_not_make_their_worker_slow(base: BaseM
     """It takes `slower` times its profile for each of two adapters, and the second one's rows wait for both."""
     wide = layout(base, 8, tuple(range(7)))
     store = SimpleNamespace(layout=lambda _: wide, pool=SimpleNamespace(data=torch.zeros(1)))
-    starts = ColdStarts(store, base, WAYS["auto"], profile(2e-3), SimpleNamespace(usable=1))  # type: ignore[arg-type]
+    starts = ColdStarts(store, base, MODES["auto"], profile(2e-3), SimpleNamespace(usable=1))  # type: ignore[arg-type]
     layers = base.num_layers
     work = slower * 2e-3 * 4 * layers
     first, second = work - LAYER_S * layers, work
@@ -139,7 +139,7 @@ def test_a_worker_that_ends_while_its_step_is_judged_teaches_nothing_wrong(base:
 
     wide = layout(base, 8, tuple(range(7)))
     store = SimpleNamespace(layout=lambda _: wide, pool=SimpleNamespace(data=torch.zeros(1)))
-    starts = ColdStarts(store, base, WAYS["auto"], profile(2e-3), Ending())  # type: ignore[arg-type]
+    starts = ColdStarts(store, base, MODES["auto"], profile(2e-3), Ending())  # type: ignore[arg-type]
     waited = 2e-3 * 4 * base.num_layers - LAYER_S * base.num_layers
     lora = SimpleNamespace(layers_on_cpu=base.num_layers, waited=waited)
     starts.observe_joined([(Lease("", 0, (8,)), 1, lora)])  # type: ignore[list-item]

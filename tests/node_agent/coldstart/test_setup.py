@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node_agent.coldstart import measure, worker_manager
-from node_agent.coldstart.cold_starts import WAYS, ColdStarts
+from node_agent.coldstart import measure, worker_start
+from node_agent.coldstart.cold_starts import MODES, ColdStarts
 from node_agent.coldstart.pass_times import PassSample, kind_of
 from node_agent.coldstart.planner import PLANS, Contention
 from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError, ProfileKey, read_profile
@@ -120,9 +120,9 @@ def test_workers_are_on_the_cores_behind_those_nearest_the_gpu(
         found.append(list(given[3]))  # type: ignore[call-overload]
         raise ValueError("seen enough")
 
-    monkeypatch.setattr(worker_manager, "home_node", lambda gpu, allowed: 5)
-    monkeypatch.setattr(worker_manager, "nearest_first", lambda allowed, node: sorted(allowed, reverse=node == 5))
-    monkeypatch.setattr(worker_manager, "make_pool", make_pool)
+    monkeypatch.setattr(worker_start, "home_node", lambda gpu, allowed: 5)
+    monkeypatch.setattr(worker_start, "nearest_first", lambda allowed, node: sorted(allowed, reverse=node == 5))
+    monkeypatch.setattr(worker_start, "make_pool", make_pool)
     with pytest.raises(ValueError, match="seen enough"):
         make_engine(cpu_workers=1)
     assert found == [[sorted(os.sched_getaffinity(0))[-2]]]
@@ -158,7 +158,7 @@ def held(world: World) -> Iterator[tuple[ColdStarts, Lease]]:
     """An adapter of which nothing crosses the link."""
     store = world.store()
     store.loader.copying.close(wait=True)
-    yield ColdStarts(store, world.base, WAYS["auto"]), lease(store, world.adapters[0])
+    yield ColdStarts(store, world.base, MODES["auto"]), lease(store, world.adapters[0])
     store.close()
 
 
@@ -205,5 +205,5 @@ def test_every_profile_that_is_accepted_makes_a_plan(
         return
     starts.use(profile, OneWorker())  # type: ignore[arg-type]
     plan = starts.plan(found, tokens, Contention(ahead, others, decodes=decodes))
-    assert plan.name in starts.way.plans and plan.exposed >= 0
+    assert plan.name in starts.mode.plans and plan.exposed >= 0
     assert 0 <= starts.ready_until(found, plan, 0) <= starts.base.num_layers

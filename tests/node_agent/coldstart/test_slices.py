@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node_agent.coldstart.slices import (
-    LEAST_SHARE,
-    MOST_SPLIT_TOKENS,
+    MAX_SPLIT_TOKENS,
+    MIN_SHARE,
     Segment,
     by_projection,
     cut,
@@ -89,13 +89,13 @@ def listed(cut_out: tuple[int, int], sizes: list[int]) -> list[tuple[int, int]]:
 
 
 def test_weights_are_split_where_tokens_are_few() -> None:
-    row = Segment(0, 1, 1, 8 * LEAST_SHARE)
+    row = Segment(0, 1, 1, 8 * MIN_SHARE)
     assert [weight_shares([row], workers) for workers in (0, 1, 2, 6, 14)] == [0, 0, 2, 6, 8]
     assert weight_shares([row] * 2, 14) == 14, "what there is of several adapters counts together"
     assert weight_shares([row._replace(elements=0)], 14) == 0
-    assert weight_shares([row._replace(elements=2 * LEAST_SHARE - 1)], 14) == 0, "not worth a second worker"
+    assert weight_shares([row._replace(elements=2 * MIN_SHARE - 1)], 14) == 0, "not worth a second worker"
     assert weight_shares([row._replace(tokens=14)], 14) == 0, "a slice for each"
     assert weight_shares([row._replace(tokens=9)], 14) == 0, "more slices than shares"
     assert weight_shares([row._replace(tokens=8)], 14) == 8
-    most = row._replace(tokens=MOST_SPLIT_TOKENS, slice_tokens=MOST_SPLIT_TOKENS)
+    most = row._replace(tokens=MAX_SPLIT_TOKENS, slice_tokens=MAX_SPLIT_TOKENS)
     assert weight_shares([most], 14) == 8 and weight_shares([most, row], 14) == 0

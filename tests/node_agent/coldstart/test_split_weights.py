@@ -21,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.compiled import COLUMNS
-from node_agent.coldstart import slices, worker_manager
+from node_agent.coldstart import slices, worker_start
 from node_agent.coldstart.handoffs import Handoff, Part
 from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.product import Product
 from node_agent.coldstart.shared import DTYPES, MAX_RANK, Layout
-from node_agent.coldstart.slices import LEAST_SHARE, Segment, cut_columns, cut_rows
+from node_agent.coldstart.slices import MIN_SHARE, Segment, cut_columns, cut_rows
 from node_agent.coldstart.workers import WorkerPool
 from node_agent.cores import spare_cores
 from node_agent.types import GROUPS
@@ -125,7 +125,7 @@ def _armed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def split(pool: WorkerPool, x: torch.Tensor, drawn: list[tuple[int, int]], group: str, shares: int) -> Handoff:
     """A handoff of rows of adapters (slot, tokens), whose weights are as many as make so many shares."""
-    elements = -(-shares * LEAST_SHARE // len(drawn))
+    elements = -(-shares * MIN_SHARE // len(drawn))
     segments = [Segment(slot, tokens, MAX_TOKENS * len(drawn), elements) for slot, tokens in drawn]
     handoff = pool.open(x, segments, 0, group)
     assert handoff is not None and len(handoff._parts) == shares
@@ -177,7 +177,7 @@ def test_slowed_workers_answer_the_same(uneven: HostCase, pool: WorkerPool) -> N
 
 
 def test_only_free_workers_split(uneven: HostCase, pool: WorkerPool) -> None:
-    x, segment = draw_x(1, 40, torch.bfloat16), Segment(0, 1, 1, 100 * LEAST_SHARE)
+    x, segment = draw_x(1, 40, torch.bfloat16), Segment(0, 1, 1, 100 * MIN_SHARE)
     first = split(pool, x, [(0, 1)], "qkv", 2)
     others = [pool.open(x, [segment], 0, "qkv") for _ in range(2)]
     assert [len(handoff._parts) for handoff in others if handoff] == [2, 1]
@@ -269,7 +269,7 @@ def test_failing_at_any_point(uneven: HostCase, pool: WorkerPool, seed: int, wan
         while right < wanted or not counted(pool, before).takeovers:
             drawn = [(draw.randrange(SLOTS), draw.randint(1, 4)) for _ in range(draw.randint(1, 2))]
             x = draw_x(sum(tokens for _, tokens in drawn), 40, torch.bfloat16, draw.randrange(99))
-            segments = [Segment(slot, tokens, 99, 3 * LEAST_SHARE) for slot, tokens in drawn]
+            segments = [Segment(slot, tokens, 99, 3 * MIN_SHARE) for slot, tokens in drawn]
             handoff = pool.open(x, segments, 0, "qkv")
             if handoff is not None:
                 if handoff.wait(LONG):
@@ -289,8 +289,8 @@ def test_an_engine_with_drawn_plans_and_faults(
     make_engine: MakeEngine, reference: PeftReference, drawn_adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are PEFT's alone."""
-    monkeypatch.setattr(slices, "LEAST_SHARE", 1)
-    monkeypatch.setattr(worker_manager, "make_pool", make_crowded_pool)
+    monkeypatch.setattr(slices, "MIN_SHARE", 1)
+    monkeypatch.setattr(worker_start, "make_pool", make_crowded_pool)
     engine = make_engine(cpu_workers=1, adapter_memory=2 << 20, max_rows=16, block_tokens=4)
     assert engine.engine.assist is not None
     written, counts = engine.engine.assist.workers.write, Counter[bool]()

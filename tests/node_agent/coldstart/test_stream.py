@@ -18,7 +18,7 @@ from node_agent.coldstart import stream
 from node_agent.coldstart.handoffs import Part
 from node_agent.coldstart.measure import measure_handoff
 from node_agent.coldstart.shared import DTYPES, Layout
-from node_agent.coldstart.slices import LEAST_SHARE, Segment
+from node_agent.coldstart.slices import MIN_SHARE, Segment
 from node_agent.coldstart.stream import BrokenHandoff, StreamPass, StreamPool
 from tests.node_agent.coldstart.held_event import HeldEvent
 from tests.node_agent.coldstart.pools import (
@@ -167,7 +167,7 @@ def test_workers_split_weights(case: HostCase) -> None:
         one = begun(pool)
         for number in range(4):
             x = draw_x(9, 40, case.host.torch_dtype, number)
-            handoff = one.open(x, [Segment(2, 5, 99, 2 * LEAST_SHARE), Segment(0, 4, 99, LEAST_SHARE)], 0, "gate_up")
+            handoff = one.open(x, [Segment(2, 5, 99, 2 * MIN_SHARE), Segment(0, 4, 99, MIN_SHARE)], 0, "gate_up")
             assert handoff is not None and len(one.handoffs[-1]) == 2 and handoff.wait()
             for rows, slot in ((slice(0, 5), 2), (slice(5, 9), 0)):
                 found = SimpleNamespace(outputs=[y[rows] for y in handoff.outputs])

@@ -19,7 +19,7 @@ import torch
 from adapters.base_model import BaseModel
 from node_agent.adapter_memory import device_copy
 from node_agent.adapter_memory.store import AdapterStore
-from node_agent.coldstart import setup, worker_manager
+from node_agent.coldstart import setup, worker_start
 from node_agent.coldstart.cold_lora import ColdLora
 from node_agent.coldstart.measure import SHORT
 from node_agent.coldstart.shared import DTYPES
@@ -57,7 +57,7 @@ def stream_pools(soon_again: None) -> Iterator[None]:
         return StreamPool(store.host_map, layout, cores, CPU, HostKernels(), wait_limit=2.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_manager, "make_pool", make)
+        patch.setattr(worker_start, "make_pool", make)
         yield
 
 

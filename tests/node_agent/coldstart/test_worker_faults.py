@@ -20,8 +20,7 @@ import torch
 
 from node_agent.adapter_memory.host_map import HostMap
 from node_agent.coldstart.assist import Assist
-from node_agent.coldstart.shared import Layout
-from node_agent.coldstart.worker_process import WorkerConfig
+from node_agent.coldstart.shared import Layout, WorkerConfig
 from node_agent.coldstart.workers import WorkerPool
 from tests.node_agent.coldstart.pools import (
     CORES,
@@ -285,16 +284,16 @@ def test_a_spare_worker_takes_over(case: HostCase) -> None:
             assert pool.usable == 1 and counters_of(pool).in_quarantine == 1
             check_exact(pool, case)  # by the spare one
         eventually(lambda: counters_of(pool).in_quarantine == 0)
-        assert pool.able[0].process.pid == first
+        assert pool.available[0].process.pid == first
         with stopped(first):
             handoff = hand_over(pool, x, 1, 0, "gate_up", 20)
             os.kill(first, signal.SIGKILL)
             assert handoff.wait(LONG) and is_right(handoff, case, x, 1, 0, "gate_up")
             handoff.close()
-        assert [worker.process.pid for worker in pool.able] == [spare]
+        assert [worker.process.pid for worker in pool.available] == [spare]
         check_exact(pool, case)
         eventually(lambda: first not in pool.pids())
-        assert pool.wait_ready(LONG, 2) == 2 and pool.able[0].process.pid not in (first, spare)
+        assert pool.wait_ready(LONG, 2) == 2 and pool.available[0].process.pid not in (first, spare)
         check_exact(pool, case)
         counters = counters_of(pool)
         assert (counters.deaths, counters.timeouts, counters.takeovers) == (1, 0, 2)

@@ -27,7 +27,7 @@ needs_core = pytest.mark.skipif(not spare_cores(1), reason="NOT RUN: a CPU worke
 
 def manager_of(engine: LocalEngine) -> WorkerManager:
     manager = engine.engine.worker_manager
-    assert manager is not None
+    assert isinstance(manager, WorkerManager)
     return manager
 
 
@@ -142,7 +142,7 @@ def test_a_call_that_comes_ends_a_measurement_at_once(linked: LocalEngine) -> No
     manager = manager_of(linked)
     assert manager.work(soon)
     assert len(asked) <= 8, "asked before every step"
-    assert TYPICAL in starts.unmeasured and starts.way.plans == ("wait", "pipeline", "assist") and starts.learns
+    assert TYPICAL in starts.unmeasured and starts.mode.plans == ("wait", "pipeline", "assist") and starts.learns
     assert not manager.work(never), "another try only later"
     linked.run()
     linked.assert_clean()

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from cluster.node_table import ASSUMED
 from cluster.performance_file import read_performance, write_performance
 from cluster.performance_model import DecodeModel, PrefillModel, Transfer
-from node_agent.coldstart.cold_starts import WAYS
+from node_agent.coldstart.cold_starts import MODES
 from node_agent.coldstart.measure import measure_link
 from node_agent.coldstart.profile import LinkCost, Profile, ProfileKey
 from node_agent.config import EngineConfig, LinkConfig
@@ -265,8 +265,8 @@ def test_the_slower_the_link_the_more_of_a_load_is_exposed(engine: LocalEngine) 
     shares = {}
     for bandwidth in (1e12, 1e8, 1e6, 1e4):
         profile = Profile(COLD_KEY, ((64, 1e-3), (512, 8e-3)), None, LinkCost(0.0, bandwidth))
-        shares[bandwidth] = exposed_share(profile, WAYS["auto"], engine.engine, engine.base)
-        assert exposed_share(profile, WAYS["wait"], engine.engine, engine.base) == pytest.approx(1.0)
+        shares[bandwidth] = exposed_share(profile, MODES["auto"], engine.engine, engine.base)
+        assert exposed_share(profile, MODES["wait"], engine.engine, engine.base) == pytest.approx(1.0)
     assert shares[1e12] == pytest.approx(1.0)
     assert 0 < shares[1e8] < 0.4 < shares[1e6] < shares[1e4] <= 1
     assert shares[1e4] > 0.95

@@ -1,0 +1,70 @@
+"""Starts the processes of CPU LoRA workers on cores near the GPU, and measures what they cost."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from msgspec.structs import replace
+
+from adapters.base_model import BaseModel
+from node_agent.adapter_memory.store import AdapterStore
+from node_agent.coldstart.measure import SHORT, crosses_link, measure_cpu, measure_handoff, measure_layers
+from node_agent.coldstart.profile import CpuLora, LinkCost, Profile, ProfileError
+from node_agent.coldstart.setup import make_pool
+from node_agent.coldstart.workers import WorkerPool
+from node_agent.config import EngineConfig
+from node_agent.cores import spare_cores, usable_cores
+from node_agent.engine.kv_blocks import BlockPool
+from node_agent.gpu.numa import home_node, memory_near, nearest_first
+from node_agent.sending_runner import SendingRunner
+from node_agent.types import ModelRunner
+
+log = logging.getLogger("garnish.engine")
+
+
+def worker_cores(config: EngineConfig, count: int, threads: int) -> list[int]:
+    """Returns the cores of up to `count` workers: those near the GPU, but for the engine's `threads` cores."""
+    if config.host_nodes > 1:
+        return []
+    allowed = os.sched_getaffinity(0)
+    order = nearest_first(allowed, home_node(config.gpu, allowed))
+    engine_cores = max(1, min(threads, usable_cores() - count))
+    return spare_cores(engine_cores, order=order)[:count]
+
+
+def make_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, count: int, threads: int) -> WorkerPool:
+    """Returns a pool of up to `count` workers, not started yet, with memory near the GPU. Raises ValueError,
+    UnsupportedMachine."""
+    allowed = os.sched_getaffinity(0)
+    with memory_near(home_node(config.gpu, allowed), allowed):
+        return make_pool(config, store, base, worker_cores(config, count, threads), threads)
+
+
+def start_warm(pool: WorkerPool, limit_s: float) -> None:
+    """Starts the workers and waits until they are warm, `limit_s` at most. Logs a warning where some are not."""
+    pool.start()
+    ready = pool.wait_ready(limit_s)
+    if ready < pool.layout.workers:
+        log.warning("some CPU workers are not warm yet", extra={"ready": ready, "workers": pool.layout.workers})
+
+
+def measure_workers(store: AdapterStore, pool: WorkerPool) -> tuple[CpuLora | None, LinkCost | None]:
+    """Returns what a worker's slice and a handoff cost. The first is None where no worker answered, or their answers
+    take too long to cross the link."""
+    cpu = measure_cpu(store, pool, SHORT)
+    if cpu is None or not crosses_link(pool):
+        return cpu, None
+    try:
+        return cpu, measure_handoff(pool, store.pool.data.device, SHORT.rounds)
+    except ProfileError as error:
+        log.warning("handoffs could not be measured", extra={"reason": str(error)})
+        return None, None
+
+
+def prepare_handoffs(runner: ModelRunner, blocks: BlockPool, profile: Profile) -> Profile:
+    """Has a GPU's runner prepare passes whose layers are handed over to workers. Returns the profile with what a layer
+    of such a pass takes."""
+    if isinstance(runner, SendingRunner):
+        runner.capture_handoffs()
+    return replace(profile, layer=measure_layers(runner, blocks, SHORT, assisted=True))
