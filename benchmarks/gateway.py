@@ -46,7 +46,7 @@ async def measure(found: Rig, settings: dict[str, Any]) -> tuple[list[dict[str, 
 
 async def _steady(found: Rig, server: str, settings: dict[str, Any]) -> dict[str, float]:
     async with found.streams(found.stub if server == "direct" else found.gateway) as streams:
-        begin, stolen = _cpu_seconds(found.pid), _stolen_seconds()
+        begin, stolen = cpu_seconds(found.pid), stolen_seconds()
         samples = await steady(streams, settings["streams"], settings["tokens"], 1 / RATE, settings["seconds"])
     good = [sample for sample in samples if not sample.error]
     gaps = [after - before for sample in good for before, after in pairwise(sample.times)]
@@ -55,8 +55,8 @@ async def _steady(found: Rig, server: str, settings: dict[str, Any]) -> dict[str
         "requests": len(samples),
         "errors": len(samples) - len(good),
         "tok_s": sum(len(sample.times) for sample in good) / span,
-        "gateway_cpu_share": (_cpu_seconds(found.pid) - begin) / span,
-        "stolen_share": (_stolen_seconds() - stolen) / span / (os.cpu_count() or 1),
+        "gateway_cpu_share": (cpu_seconds(found.pid) - begin) / span,
+        "stolen_share": (stolen_seconds() - stolen) / span / (os.cpu_count() or 1),
         **percentiles("ttft", [sample.ttft for sample in good]),
         **percentiles("gap", gaps),
         **percentiles("delay", streams.delays),
@@ -86,12 +86,12 @@ async def _idle(found: Rig, count: int, seconds: float) -> float:
     return float(len(good)) if began < ended else 0.0
 
 
-def _stolen_seconds() -> float:
+def stolen_seconds() -> float:
     """Of all processors, by the host of this virtual machine."""
     return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / 100
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """Of the process and its children, the gateway's workers."""
     total = 0.0
     for line in [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]:

@@ -58,9 +58,10 @@ class Rig:
 
 @contextmanager
 def rig(
-    model_dir: Path, adapter: Path, root: Path, gap: float, prefill: float, workers: int = 1, redis: str | None = None
-) -> Iterator[Rig]:
-    """Both processes, and `adapter` deployed as `pirate`."""
+    model_dir: Path, adapter: Path, root: Path, gap: float, prefill: float, workers: int = 1, redis: str | None = None,
+    tree: Path | None = None,
+) -> Iterator[Rig]:  # fmt: skip
+    """Both processes, and `adapter` deployed as `pirate`; `tree`: whose code the gateway runs."""
     base = load_base_model(model_dir, model_dir.name)
     tenants = Tenants(LocalStore(root / "registry"))
     tenants.put("bench")
@@ -73,7 +74,7 @@ def rig(
     url = f"http://127.0.0.1:{port}"
     with ExitStack() as stack:
         log = root / "gateway.log"
-        gateway = stack.enter_context(process(["-c", GATEWAY], msgspec.json.encode(config), log))
+        gateway = stack.enter_context(process(["-c", GATEWAY], msgspec.json.encode(config), log, tree))
         told = msgspec.json.encode(StubConfig(url, secret, base.fingerprint, base.id, gap, prefill)) + b"\n"
         node = stack.enter_context(process(["-m", "benchmarks.stub_node"], told, root / "stub.log"))
         assert node.stdout is not None
