@@ -25,6 +25,7 @@ import uvloop
 from aiohttp import web
 
 from cluster.messages import ColdStart, Done, Event, GenerateRequest, Started, Timing, Token, encode_event
+from cluster.node_table import Demand
 from cluster.state import MemoryClusterState
 from gateway.scheduling.placement import Trace, place
 from gateway.scheduling.policy import make_policy
@@ -229,15 +230,20 @@ async def placements(wanted: Wanted) -> dict[str, float]:
             await publish(index)
         digest = draw.choice(draw.choice(nodes).population)
         request = PlacementRequest(
-            id=str(number), prompt_tokens=100, max_tokens=100, digest=digest, adapter_bytes=10_000_000, rank=16,
-            expected_tokens=50.0,
-        )  # fmt: skip
+            id=str(number), digest=digest, adapter_bytes=10_000_000, expected_tokens=50.0, **_size()
+        )
         begin = time.thread_time()
         placed = await place(state, policy, wanted.base, request, trace=Trace())
         spent.append(1e3 * (time.thread_time() - begin))
         await state.release(placed.node_id, request.id)
     spent.sort()
     return {"p50_ms": spent[len(spent) // 2], "p99_ms": spent[int(0.99 * len(spent))], "most_ms": spent[-1]}
+
+
+def _size() -> dict[str, Any]:
+    """Returns how much the requests ask of a node; the earlier release has these fields in the request itself."""
+    fields: dict[str, Any] = {"rank": 16, "prompt_tokens": 100, "max_tokens": 100}
+    return {"demand": Demand(**fields)} if "demand" in PlacementRequest.__struct_fields__ else fields
 
 
 def main() -> None:

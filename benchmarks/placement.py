@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.report import arguments, contention_probe, publish, report
 from cluster.news import ABSENT_TIER, Changes, News, NodeRecord, Resident, heartbeat_of, rank_sums, whole
-from cluster.node_table import ASSUMED
+from cluster.node_table import ASSUMED, Demand
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState
@@ -97,17 +97,15 @@ def digest(draw: random.Random) -> str:
 
 
 def request(draw: random.Random, number: int) -> PlacementRequest:
+    prompt_tokens, wanted, rank = draw.randrange(1, 1000), digest(draw), draw.choice(RANKS)
     return PlacementRequest(
         id=f"inv_{number}-0",
-        prompt_tokens=draw.randrange(1, 1000),
-        max_tokens=256,
-        digest=digest(draw),
+        demand=Demand(rank, prompt_tokens, max_tokens=256, tpot=0.06),
+        digest=wanted,
         adapter_bytes=10**7,
-        rank=draw.choice(RANKS),
         expected_tokens=draw.uniform(10, 250),
         typical_tokens=100.0,
         ttft=5.0,
-        tpot=0.06,
     )
 
 

@@ -12,8 +12,8 @@ from adapters.errors import InvalidRequest
 from adapters.s3_url import parse_s3_url
 from cluster.news import RECORD_EXPIRY
 from cluster.redis_url import url_problem
-from gateway.events.webhook_hosts import parse_webhook_hosts
-from gateway.usage.prices import Prices
+from gateway.prices import Prices
+from gateway.webhook_hosts import parse_webhook_hosts
 
 MAX_TIMEOUT = 3600.0
 """Seconds: the longest call."""

@@ -21,8 +21,8 @@ from garnish.simulation.job import Job
 from garnish.simulation.node import Pace, SimulatedNode
 from garnish.simulation.oracle import Oracle
 from garnish.simulation.profile import NodeProfile
+from gateway.scheduling.dlora import Migrates, Movable
 from gateway.scheduling.lengths import ResponseLengths
-from gateway.scheduling.moves import Migrates, Movable
 from gateway.scheduling.placement import able
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
@@ -139,7 +139,7 @@ class Simulator:
             job.end, job.outcome = self.now, "rejected"
             self._left -= 1
             return
-        table.reserve(row, request.id, Demand(job.rank, job.prompt, job.max_tokens, job.tpot_slo))
+        table.reserve(row, request.id, request.demand)
         self._submit(job, self.nodes[row])
 
     def _fits(self, job: Job) -> bool:
@@ -154,16 +154,13 @@ class Simulator:
         expected = self.lengths.expected(job.tenant, job.digest or "", job.max_tokens)
         return PlacementRequest(
             id=str(job.number),
-            prompt_tokens=job.prompt,
-            max_tokens=job.max_tokens,
+            demand=Demand(job.rank, job.prompt, job.max_tokens, job.tpot_slo),
             digest=job.digest,
             adapter_bytes=job.bytes,
-            rank=job.rank,
             expected_tokens=expected,
             expected_inverse=self.lengths.inverse(expected),
             typical_tokens=self.lengths.typical(),
             ttft=job.ttft_slo,
-            tpot=job.tpot_slo,
         )
 
     def _submit(self, job: Job, node: SimulatedNode) -> None:

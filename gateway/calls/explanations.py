@@ -14,7 +14,8 @@ MAX_PLACEMENTS = 4096
 MAX_OF_CALL = 16
 """Of one call, which may have many choices, each of them placed twice."""
 OF_PLACEMENT = ("outcome", "node", "policy", "at", "took", "tries")
-OF_REQUEST = ("prompt_tokens", "max_tokens", "rank", "adapter_bytes", "slo_class", "ttft", "tpot")
+OF_DEMAND = ("prompt_tokens", "max_tokens", "rank", "slo_class", "tpot")
+OF_REQUEST = ("adapter_bytes", "ttft")
 """What a decision repeats."""
 
 
@@ -37,6 +38,7 @@ class Placement(msgspec.Struct, frozen=True):
         wanted = self.request
         return Decision(
             **{name: getattr(self, name) for name in OF_PLACEMENT},
+            **{name: getattr(wanted.demand, name) for name in OF_DEMAND},
             **{name: getattr(wanted, name) for name in OF_REQUEST},
             excluded=list(self.excluded),
             expected_tokens=wanted.answer_tokens,
@@ -46,7 +48,7 @@ class Placement(msgspec.Struct, frozen=True):
         )
 
 
-class PlacedCall(msgspec.Struct, frozen=True):
+class CallKey(msgspec.Struct, frozen=True):
     """Whose placements they are."""
 
     id: str
@@ -58,7 +60,7 @@ class PlacedCall(msgspec.Struct, frozen=True):
 
 
 class Explained(msgspec.Struct):
-    call: PlacedCall
+    call: CallKey
     placements: list[Placement] = []
     left_out: int = 0
     """Further placements of this call that were not kept."""
@@ -108,7 +110,7 @@ class Explanations:
         self._named: dict[tuple[str | None, str], str] = {}
         """(tenant, request id) -> its latest call; and (None, request id) -> anybody's"""
 
-    def keep(self, call: PlacedCall, placement: Placement) -> None:
+    def keep(self, call: CallKey, placement: Placement) -> None:
         known = self._calls.get(call.id) or self._add(call)
         if len(known.placements) == MAX_OF_CALL:
             known.left_out += 1
@@ -128,7 +130,7 @@ class Explanations:
                 return found
         return None
 
-    def _add(self, call: PlacedCall) -> Explained:
+    def _add(self, call: CallKey) -> Explained:
         self._tenants.setdefault(call.tenant, _Tenant()).calls[call.id] = None
         for whose in (call.tenant, None):
             self._named[whose, call.request_id] = call.id

@@ -52,7 +52,7 @@ class Hold:
             return False
         return not serving(await self._state.table(), self._base, without)
 
-    async def wait(self, until: float, cut: asyncio.Future[ServiceError]) -> None:
+    async def wait(self, until: float, cut: asyncio.Future[Exception]) -> None:
         """Returns when a node is ready, at `until` (by the clock), or when `cut` has a result. Raises what looking for
         nodes raises."""
         if self._waiting is None or self._waiting.done():

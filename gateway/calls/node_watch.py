@@ -48,6 +48,11 @@ class WatchedStream:
         if not self.given_up.done():
             self.given_up.set_result(reason)
 
+    def interrupt(self, reason: asyncio.Future[Exception]) -> None:
+        """Gives the stream up for what `reason` has got."""
+        if not reason.cancelled():
+            self.give_up(reason.result())
+
     def note_bytes(self) -> None:
         """Something has come from the node."""
         self._watch.last_bytes = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import cast
 
 import msgspec
@@ -11,11 +10,40 @@ import msgspec
 from cluster.errors import ServiceError
 from cluster.messages import Done, GenerateRequest, Token, TokenLogprob
 from gateway.api import schema
-from gateway.calls.choices import Outcome, merged
-from gateway.calls.dispatch import Generation
-from gateway.calls.invocation import Invocation
+from gateway.calls.dispatch import Generation, events_of
+from gateway.calls.request import Invocation
 from gateway.http.errors import native_body
 from gateway.http.event_stream import sse
+
+
+class Outcome(msgspec.Struct):
+    """A generation at its end."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+    done: Done
+    prompt_logprobs: list[TokenLogprob] = []
+    """Entries of the prompt's tokens but the first, where they were asked for."""
+
+
+async def collect(generations: Sequence[Generation]) -> list[Outcome]:
+    """Runs all to their ends. Raises the first ServiceError, and cancels the others."""
+    pieces: list[list[str]] = [[] for _ in generations]
+    logprobs: list[list[TokenLogprob]] = [[] for _ in generations]
+    ends: dict[int, Done] = {}
+    async with events_of(generations) as events:
+        async for index, event in events:
+            pieces[index].append(event.text)
+            if isinstance(event, Done):
+                ends[index] = event
+            else:
+                logprobs[index] += event.logprobs
+    if len(ends) != len(generations):
+        raise ServiceError("node_failed", "the node ended without an outcome")
+    return [
+        Outcome("".join(pieces[index]), logprobs[index], ends[index], generation.prompt_logprobs)
+        for index, generation in enumerate(generations)
+    ]
 
 
 def invoke_reply(generations: Sequence[Generation], outcomes: Sequence[Outcome]) -> schema.InvokeReply:
@@ -52,13 +80,13 @@ def _prompt_logprobs(request: GenerateRequest, entries: list[TokenLogprob]) -> l
 
 async def invoke_events(generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
     """The native stream: `token` events, then `done`. Raises ServiceError."""
-    begun: set[int] = set()
+    unbegun = set(range(len(generations)))
     several = len(generations) > 1
-    async with aclosing(merged(generations)) as events:
+    async with events_of(generations) as events:
         async for index, event in events:
             choice = index if several else None
-            if index not in begun:
-                begun.add(index)
+            if index in unbegun:
+                unbegun.discard(index)
                 first = _prompt_event(index, generations[index], choice)
                 if first is not None:
                     yield sse(first, "token")
@@ -139,7 +167,8 @@ def usage(ends: Sequence[Done]) -> schema.Usage:
 
 def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
     """`done`: of the first."""
-    generation, cold = generations[0], done.timing.cold_start
+    times, cold = generations[0].times, done.timing.cold_start
+    ends = [each.times.done_at for each in generations if each.times.done_at is not None]
     return schema.Timing(
         queue_ms=_ms(done.timing.queue),
         cold_start=schema.ColdStartTiming(
@@ -153,9 +182,9 @@ def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
             replays=cold.replays,
             forecast_ms=_ms(cold.forecast),
         ),
-        ttft_ms=None if generation.ttft is None else _ms(generation.ttft),
-        tpot_ms=None if generation.tpot is None else _ms(generation.tpot),
-        total_ms=_ms(max(each.done_at for each in generations if each.done_at is not None) - generation.received),
+        ttft_ms=None if times.ttft is None else _ms(times.ttft),
+        tpot_ms=None if times.tpot is None else _ms(times.tpot),
+        total_ms=_ms(max(ends) - times.received),
         resumed=max(each.resumed for each in generations),
         device_ms=_ms(sum(each.done.timing.device for each in generations if each.done is not None)),
     )
@@ -176,10 +205,10 @@ def invocation_headers(generation: Generation) -> dict[str, str]:
 
 def server_timing(generation: Generation) -> str:
     """Steps in milliseconds. The node's own figures where it has told them, else what the gateway saw."""
-    steps = {**generation.invocation.steps, "schedule": generation.schedule}
-    if generation.held:
-        steps = {"hold": generation.held, **steps}
-    done, sent, started, first = generation.done, generation.sent_at, generation.started_at, generation.first_at
+    done, times = generation.done, generation.times
+    steps = {**generation.invocation.steps, "schedule": times.schedule}
+    if times.held:
+        steps = {"hold": times.held, **steps}
     if done is not None:
         cold = done.timing.cold_start
         steps |= {
@@ -191,10 +220,10 @@ def server_timing(generation: Generation) -> str:
         }
         steps["decode"] = max(0.0, done.timing.total - done.timing.queue - done.timing.prefill)
     else:
-        if sent is not None and started is not None:
-            steps["queue"] = started - sent
-        if started is not None and first is not None:
-            steps["prefill"] = first - started
+        if times.sent_at is not None and times.started_at is not None:
+            steps["queue"] = times.started_at - times.sent_at
+        if times.started_at is not None and times.first_at is not None:
+            steps["prefill"] = times.first_at - times.started_at
     told = [f"{name};dur={seconds * 1000:.2f}" for name, seconds in steps.items()]
     if done is not None and done.timing.cold_start.plan != "none":
         cold = done.timing.cold_start

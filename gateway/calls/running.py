@@ -21,19 +21,19 @@ MAX_HEARD = 1_000
 
 class Running:
     def __init__(self) -> None:
-        self._revoked: dict[Owner, set[asyncio.Future[ServiceError]]] = {}
+        self._revoked: dict[Owner, set[asyncio.Future[Exception]]] = {}
         self._heard: deque[str] = deque(maxlen=MAX_HEARD)
         self._revocations: OrderedDict[Owner, tuple[float, ServiceError]] = OrderedDict()
 
     @contextmanager
-    def track(self, tenant: str, function: str, received: float) -> Iterator[asyncio.Future[ServiceError]]:
+    def track(self, tenant: str, function: str, received: float) -> Iterator[asyncio.Future[Exception]]:
         """Yields a future that gets the reason when the generation must end early. Raises the reason itself when the
         call was `received` (monotonic seconds) before the function was revoked."""
         owner = (tenant, function)
         since, reason = self._revocations.get(owner, (received, None))
         if reason is not None and received <= since:
             raise reason
-        revoked: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
+        revoked: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._revoked.setdefault(owner, set()).add(revoked)
         try:
             yield revoked
@@ -59,16 +59,3 @@ class Running:
         for future in self._revoked.get((tenant, function), ()):
             if not future.done():
                 future.set_result(reason)
-
-
-def interruptible(revoked: asyncio.Future[ServiceError]) -> asyncio.Future[Exception]:
-    """Returns a future for one attempt of a generation: whoever sets it ends the attempt's stream with that reason;
-    `revoked` does."""
-    interrupted: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-
-    def revoke(reason: asyncio.Future[ServiceError]) -> None:
-        if not reason.cancelled() and not interrupted.done():
-            interrupted.set_result(reason.result())
-
-    revoked.add_done_callback(revoke)
-    return interrupted

@@ -9,8 +9,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from urllib.parse import urlsplit
 
-import msgspec
 from starlette.requests import Request
 
 from adapters.errors import NotFound, StoreUnavailable
@@ -20,9 +20,9 @@ from cluster.errors import ServiceError
 from gateway.catalog.cache import GraceCache
 from gateway.catalog.key_lookups import LOOKUPS_PER_SECOND, KeyLookups
 from gateway.catalog.threads import StoreThreads
-from gateway.config import GatewayConfig, share
-from gateway.http.local_only import check_local
+from gateway.config import GatewayConfig, is_loopback, share
 from gateway.http.params import TENANT_HEADER
+from gateway.http.routing import Caller
 
 OPEN_TENANT = "default"
 """Whose functions are served when `auth` is `none`."""
@@ -31,14 +31,6 @@ MAX_NAMES = 50_000
 """Tenants whose names are kept."""
 REFUSAL_SECONDS = 0.05
 """A key is refused after a multiple of this, so that the time tells nothing of whether its tenant exists."""
-
-
-class Caller(msgspec.Struct, frozen=True):
-    """`tenant` is the one that the key belongs to; None for an admin key. `key_id` is None while there are no keys."""
-
-    tenant: str | None
-    admin: bool
-    key_id: str | None = None
 
 
 class Callers:
@@ -78,7 +70,7 @@ class Callers:
         """Raises ServiceError: `unauthenticated` without a valid key; `forbidden` for another site's page while there
         are no keys."""
         if self._open:
-            check_local(request, self._host)
+            _check_local(request, self._host)
             return Caller(tenant=OPEN_TENANT, admin=True)
         text = _key_text(request)
         claim = parse_key(text)
@@ -195,3 +187,29 @@ def _key_text(request: Request) -> str:
 
 def _invalid_key() -> ServiceError:
     return ServiceError("unauthenticated", "the key is not valid")
+
+
+def _check_local(request: Request, bound_host: str) -> None:
+    """Lets only local addresses and pages call: without keys, any web page in a browser on this host could.
+
+    Raises ServiceError `forbidden` for what a page of another site can make a browser send.
+
+    A browser names the page's site in `Origin` with everything but plain reads, and can't read the replies to those;
+    where a site's name was made to point to this host (DNS rebinding), `Host` still has that name.
+    """
+    host = request.headers.get("host")
+    if host is not None and not _is_local(host, bound_host):
+        raise ServiceError(
+            "forbidden", "while `auth` is `none`, only loopback addresses are served: Host names another"
+        )
+    for origin in request.headers.getlist("origin"):
+        if host is None or origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
+            raise ServiceError("forbidden", "while `auth` is `none`, pages of other sites may not call: see Origin")
+
+
+def _is_local(host: str, bound_host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    return name is not None and (is_loopback(name) or name == bound_host.lower())

@@ -112,7 +112,7 @@ async def _with_suggestion(error: Exception, scope: Scope) -> Exception:
     if not isinstance(error, NoSuchFunction):
         return error
     of_functions = scope["path"].startswith(("/functions/", "/deploy/"))
-    helpful: Exception = await scope["state"]["services"].suggestions.add_to(error, with_base=not of_functions)
+    helpful: Exception = await scope["state"]["suggestions"].add_to(error, with_base=not of_functions)
     return helpful
 
 

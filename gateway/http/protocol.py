@@ -32,8 +32,8 @@ class GatewayHttp(BoundedHttp):
     def refusal(self, error: ServiceError) -> tuple[dict[str, str], Any]:
         """Returns headers and body in the contract's shape; there is no route yet that could have another one. Counts
         the broken request."""
-        if "services" in self.app_state:
-            self.app_state["services"].metrics.count_request(UNPARSABLE, error.status)
+        if "metrics" in self.app_state:
+            self.app_state["metrics"].count_request(UNPARSABLE, error.status)
         request_id = f"req_{secrets.token_hex(12)}"
         return {"x-request-id": request_id}, native_body(error, request_id)
 

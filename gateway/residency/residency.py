@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from adapters.errors import StoreUnavailable
+from adapters.standing import Memory
 from cluster.messages import Adapter
 from cluster.node_table import HOST, NodeTable
 from cluster.residency import MAX_IDLE_TTLS
@@ -39,7 +40,7 @@ from gateway.residency.orders import NodeOrder, ResidencyOrders
 from gateway.residency.plan import Plan, Want, Wish
 from gateway.residency.reports import ForecastAnswered, ForecastAsked, HeldAsked, Message
 from gateway.residency.schedules import WarmSchedules
-from gateway.residency.standing import StandingPolicies
+from gateway.residency.standing import StandingPolicies, memory_of
 from gateway.usage.residents import Owners
 from gateway.workers.channel import Channel
 
@@ -125,6 +126,10 @@ class Residency:
             node: {want.adapter.digest: want.provisioned for want in wants if want.provisioned is not None}
             for node, wants in self._wants.items()
         }
+
+    async def provisionable(self) -> Memory:
+        """Returns what of the nodes' memory provisioned copies may take."""
+        return memory_of((node.record for node in await self._cluster.nodes()), self._base)
 
     async def forecast_of(self, tenant: str, function: str) -> ForecastReply:
         """Returns what the leader knows; nothing where none answers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from adapters.function_changes import check_generation
 from adapters.functions import FunctionRecord
 from adapters.names import NAME_RULE, is_alias
 from adapters.nearest import did_you_mean
+from gateway.groups import Catalog
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
 from gateway.http.params import etag, flag, if_match
@@ -23,10 +24,7 @@ from gateway.http.responses import json_response
 from gateway.http.routing import Routes
 from gateway.residency.before_traffic import WARM, warm_targets
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Catalog)
 
 VersionNumber = Annotated[int, Meta(ge=1, le=999_999_999)]
 VersionText = Annotated[str, Meta(pattern="^[1-9][0-9]{0,8}$")]
@@ -82,8 +80,8 @@ class AliasReply(msgspec.Struct, frozen=True):
     {200: AliasReply},
     etag=True,
 )
-async def get_alias(request: Request, services: Services, tenant: str) -> Response:
-    record = await services.threads.read(services.registry.function, tenant, request.path_params["name"])
+async def get_alias(request: Request, catalog: Catalog, tenant: str) -> Response:
+    record = await catalog.threads.read(catalog.registry.function, tenant, request.path_params["name"])
     return _reply(record, request.path_params["alias"])
 
 
@@ -97,9 +95,9 @@ async def get_alias(request: Request, services: Services, tenant: str) -> Respon
     etag=True,
     if_match=True,
 )
-async def put_alias(request: Request, services: Services, tenant: str) -> Response:
+async def put_alias(request: Request, catalog: Catalog, tenant: str) -> Response:
     name, moved = request.path_params["name"], request.path_params["alias"]
-    wanted = await read_message(request, services.config, AliasTarget)
+    wanted = await read_message(request, catalog.config, AliasTarget)
     if (wanted.version is None) == (wanted.weights is None):
         raise invalid("version", "send exactly one of version and weights")
     if not is_alias(moved):
@@ -107,9 +105,9 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
     weights = {str(wanted.version): 1.0} if wanted.weights is None else checked_weights(wanted.weights)
     matches, warnings = if_match(request), list[str]()
     if flag(request, "warm"):
-        check_generation(await services.threads.read(services.registry.function, tenant, name), matches)
-        warnings = await warm_targets(services, tenant, name, weights)
-    record = await services.functions.change(services.registry.changes.set_alias, tenant, name, moved, weights, matches)
+        check_generation(await catalog.threads.read(catalog.registry.function, tenant, name), matches)
+        warnings = await warm_targets(catalog.warming, tenant, name, weights)
+    record = await catalog.functions.change(catalog.registry.changes.set_alias, tenant, name, moved, weights, matches)
     return _reply(record, moved, warnings)
 
 
@@ -123,27 +121,27 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
     etag=True,
     if_match=True,
 )
-async def roll_back(request: Request, services: Services, tenant: str) -> Response:
+async def roll_back(request: Request, catalog: Catalog, tenant: str) -> Response:
     name = request.path_params["name"]
-    wanted = await read_message(request, services.config, Rollback, absent=b"{}")
+    wanted = await read_message(request, catalog.config, Rollback, absent=b"{}")
     matches, warnings = if_match(request), list[str]()
     if flag(request, "warm"):
-        warnings = await _warm_earlier(services, tenant, name, wanted.alias, matches)
-    record = await services.functions.change(services.registry.changes.roll_back, tenant, name, wanted.alias, matches)
+        warnings = await _warm_earlier(catalog, tenant, name, wanted.alias, matches)
+    record = await catalog.functions.change(catalog.registry.changes.roll_back, tenant, name, wanted.alias, matches)
     return _reply(record, wanted.alias, warnings)
 
 
 async def _warm_earlier(
-    services: Services, tenant: str, name: str, alias: str, matches: frozenset[int] | None
+    catalog: Catalog, tenant: str, name: str, alias: str, matches: frozenset[int] | None
 ) -> list[str]:
     """As warm_targets, of what a rollback would point to; it says itself when there is nothing."""
-    record = await services.threads.read(services.registry.function, tenant, name)
+    record = await catalog.threads.read(catalog.registry.function, tenant, name)
     check_generation(record, matches)
     known = record.aliases.get(alias)
     if known is None:
         return []
     weights = rolled_back(known, record.numbers(), known.when).weights
-    return await warm_targets(services, tenant, name, weights)
+    return await warm_targets(catalog.warming, tenant, name, weights)
 
 
 def _reply(record: FunctionRecord, name: str, warnings: Sequence[str] = ()) -> Response:

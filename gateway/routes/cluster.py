@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,13 +14,11 @@ from cluster.old_record import OldRecord, decode_news, news_of_old
 from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized
 from cluster.state import PublishResult
+from gateway.groups import Nodes
 from gateway.http.bodies import read_body
 from gateway.http.routing import Routes
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Nodes)
 
 RECORD_LIMIT = 4 << 20
 """Bytes of a record: some 20,000 resident adapters."""
@@ -31,16 +27,16 @@ RECORD_SECONDS = 5.0
 
 @routes.public("POST /cluster/record")
 async def record(request: Request) -> Response:
-    services: Services = request.state.services
-    if not is_authorized(request.headers.get("authorization"), services.secret):
+    nodes = routes.group(request)
+    if not is_authorized(request.headers.get("authorization"), nodes.secret):
         raise ServiceError("unauthenticated", "the cluster secret is missing or wrong")
     body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
     try:
         told = decode_news(body)
         node = told.id if isinstance(told, OldRecord) else told.heartbeat.id
-        if not services.record_rates.allows(node):
+        if not nodes.record_rates.allows(node):
             raise ServiceError("rate_limited", f"node {node[:60]} sends too many records", retry_after=1.0)
-        taken = await take_news(services, told, request.client.host if request.client else "")
+        taken = await take_news(nodes, told, request.client.host if request.client else "")
     except msgspec.DecodeError as error:
         raise ServiceError("invalid_request", f"not a node record: {error}") from error
     except (VersionMismatch, BadRecord) as error:
@@ -52,9 +48,9 @@ async def record(request: Request) -> Response:
     return Response(status_code=204)
 
 
-async def take_news(services: Services, told: News | OldRecord, peer: str) -> PublishResult:
+async def take_news(nodes: Nodes, told: News | OldRecord, peer: str) -> PublishResult:
     """`peer`: where they came from. Raises BadRecord, VersionMismatch, TooManyNodes."""
-    cluster, hosts = services.cluster, services.config.node_hosts
+    cluster, hosts = nodes.cluster, nodes.config.node_hosts
     if isinstance(told, News):
         check_news(told, peer, hosts)
         return await cluster.publish(told)

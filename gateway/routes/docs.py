@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway.http.page_files import FOREVER, page_file, page_headers
 from gateway.http.routing import Routes
 
-routes = Routes()
+routes: Routes[None] = Routes()
 
 GATEWAY = Path(__file__).parents[1]
 FOLDER, OPENAPI = GATEWAY / "docs_page", GATEWAY / "openapi.json"

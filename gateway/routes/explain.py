@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters.errors import NotFound
 from gateway.calls.explanations import ExplainReply
+from gateway.groups import Calls
 from gateway.http.params import TENANT_HEADER
 from gateway.http.responses import json_response
-from gateway.http.routing import TENANT, Routes, parameter
+from gateway.http.routing import TENANT, Caller, Routes, parameter
 
-if TYPE_CHECKING:
-    from gateway.catalog.callers import Caller
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Calls)
 _ID = parameter("path", "id", "The call's id, or the x-request-id of its reply", {"type": "string", "maxLength": 200})
 
 
@@ -29,14 +24,14 @@ _ID = parameter("path", "id", "The call's id, or the x-request-id of its reply",
     parameters=(_ID, TENANT),
     errors=(400,),
 )
-async def explain(request: Request, services: Services, caller: Caller) -> Response:
+async def explain(request: Request, calls: Calls, caller: Caller) -> Response:
     named = TENANT_HEADER in request.headers
-    whose = None if caller.admin and not named else await services.callers.tenant(request)
+    whose = None if caller.admin and not named else await calls.callers.tenant(request)
     wanted = request.path_params["id"]
-    found = services.dispatcher.placer.explanations.find(wanted, whose)
+    found = calls.dispatcher.router.explanations.find(wanted, whose)
     if found is not None:
         return json_response(found.reply())
-    told = await services.peers.explain(wanted, whose)
+    told = await calls.peers.explain(wanted, whose)
     if told is None:
         # Another tenant's call answers the same.
         raise NotFound(f"no call {wanted[:100]!r} is remembered; the latest few thousand are")

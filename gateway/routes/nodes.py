@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,16 +28,14 @@ from cluster.residency import (
     PrefetchOrder,
 )
 from gateway.catalog.functions import adapter_of
+from gateway.groups import Nodes
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
 from gateway.http.responses import json_response
 from gateway.http.routing import TENANT, Routes, parameter
 from gateway.routes.cluster import take_news
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Nodes)
 _NODE = parameter("path", "id", "The node, as GET /nodes names it")
 _TENANT = {**TENANT, "description": "Whose function is meant"}
 NODE_ERRORS = (502, 504)
@@ -99,8 +97,8 @@ class MovedReply(msgspec.Struct, frozen=True):
 
 
 @routes.admin("GET /nodes", "The nodes as the scheduler sees them", {200: NodeList})
-async def list_nodes(_: Request, services: Services) -> Response:
-    return json_response(NodeList(nodes=[_item(services, node) for node in await services.cluster.nodes()]))
+async def list_nodes(_: Request, nodes: Nodes) -> Response:
+    return json_response(NodeList(nodes=[_item(nodes, node) for node in await nodes.cluster.nodes()]))
 
 
 @routes.admin(
@@ -110,9 +108,9 @@ async def list_nodes(_: Request, services: Services) -> Response:
     parameters=(_NODE,),
     errors=NODE_ERRORS,
 )
-async def list_node_adapters(request: Request, services: Services) -> Response:
-    node = await _node(services, request)
-    _, found = await services.node_calls.ask(node, "/adapters", AdapterStates)
+async def list_node_adapters(request: Request, nodes: Nodes) -> Response:
+    node = await _node(nodes, request)
+    _, found = await nodes.node_calls.ask(node, "/adapters", AdapterStates)
     listed = [_adapter(state) for state in found.adapters]
     return json_response(NodeAdapters(node=node.id, adapters=listed, unnamed=found.unnamed))
 
@@ -125,10 +123,10 @@ async def list_node_adapters(request: Request, services: Services) -> Response:
     body=AdapterRef,
     errors=(409, *NODE_ERRORS),
 )
-async def prefetch(request: Request, services: Services) -> Response:
-    adapter = await _named(services, request, await _ref(services, request))
-    node = await _node(services, request)
-    status, moved = await services.node_calls.ask(node, "/adapters/prefetch", Moved, PrefetchOrder(adapter))
+async def prefetch(request: Request, nodes: Nodes) -> Response:
+    adapter = await _named(nodes, request, await _ref(nodes, request))
+    node = await _node(nodes, request)
+    status, moved = await nodes.node_calls.ask(node, "/adapters/prefetch", Moved, PrefetchOrder(adapter))
     return _moved(node, moved, status)
 
 
@@ -140,11 +138,11 @@ async def prefetch(request: Request, services: Services) -> Response:
     body=AdapterRef,
     errors=(409, *NODE_ERRORS),
 )
-async def evict(request: Request, services: Services) -> Response:
-    ref = await _ref(services, request)
-    digest = ref.digest or (await _named(services, request, ref)).digest
-    node = await _node(services, request)
-    status, moved = await services.node_calls.ask(node, "/adapters/evict", Moved, EvictOrder(digest))
+async def evict(request: Request, nodes: Nodes) -> Response:
+    ref = await _ref(nodes, request)
+    digest = ref.digest or (await _named(nodes, request, ref)).digest
+    node = await _node(nodes, request)
+    status, moved = await nodes.node_calls.ask(node, "/adapters/evict", Moved, EvictOrder(digest))
     return _moved(node, moved, status)
 
 
@@ -155,51 +153,51 @@ async def evict(request: Request, services: Services) -> Response:
     parameters=(_NODE,),
     errors=NODE_ERRORS,
 )
-async def drain_node(request: Request, services: Services) -> Response:
-    return await _set_draining(request, services, "/drain")
+async def drain_node(request: Request, nodes: Nodes) -> Response:
+    return await _set_draining(request, nodes, "/drain")
 
 
 @routes.admin(
     "POST /nodes/{id}/undrain", "Give it requests again", {200: NodeItem}, parameters=(_NODE,), errors=NODE_ERRORS
 )
-async def undrain_node(request: Request, services: Services) -> Response:
-    return await _set_draining(request, services, "/undrain")
+async def undrain_node(request: Request, nodes: Nodes) -> Response:
+    return await _set_draining(request, nodes, "/undrain")
 
 
-async def _set_draining(request: Request, services: Services, path: str) -> Response:
+async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
     """The node refuses by itself from now on; its new record is taken in here, so that none is sent there in vain."""
-    node = await _node(services, request)
-    await services.node_calls.order(node, path)
-    told = await services.node_calls.ask_news(node)
+    node = await _node(nodes, request)
+    await nodes.node_calls.order(node, path)
+    told = await nodes.node_calls.ask_news(node)
     try:
-        await take_news(services, told, urlsplit(node.url).hostname or "")
+        await take_news(nodes, told, urlsplit(node.url).hostname or "")
     except BadRecord as error:
         raise ServiceError("node_failed", f"node {node.id} says something that can't be: {error}") from error
-    for view in await services.cluster.nodes():
+    for view in await nodes.cluster.nodes():
         if view.record.id == node.id:
-            return json_response(_item(services, view))
+            return json_response(_item(nodes, view))
     raise ServiceError("node_failed", f"node {node.id} has fallen silent")
 
 
-async def _node(services: Services, request: Request) -> NodeRecord:
+async def _node(nodes: Nodes, request: Request) -> NodeRecord:
     """Raises NotFound. The id is compared, and used for nothing else."""
     wanted = request.path_params["id"]
-    for view in await services.cluster.nodes():
+    for view in await nodes.cluster.nodes():
         if view.record.id == wanted:
             return view.record
     raise NotFound(f"there is no node {wanted[:100]!r}")
 
 
-async def _ref(services: Services, request: Request) -> AdapterRef:
-    ref = await read_message(request, services.config, AdapterRef)
+async def _ref(nodes: Nodes, request: Request) -> AdapterRef:
+    ref = await read_message(request, nodes.config, AdapterRef)
     if (ref.function is None) == (ref.digest is None):
         raise invalid("function", "send exactly one of function and digest")
     return ref
 
 
-async def _named(services: Services, request: Request, ref: AdapterRef) -> Adapter:
+async def _named(nodes: Nodes, request: Request, ref: AdapterRef) -> Adapter:
     """Raises NotFound when the registry has no such version, or no artifact of it for this base."""
-    registry, read = services.registry, services.threads.read
+    registry, read = nodes.registry, nodes.threads.read
     if ref.digest is not None:
         key = artifact_key(registry.base.fingerprint, ref.digest)  # the message type has checked that it is hexadecimal
         info = await read(registry.store.head, key)
@@ -208,12 +206,12 @@ async def _named(services: Services, request: Request, ref: AdapterRef) -> Adapt
         return Adapter(digest=ref.digest, artifact=key, bytes=info.size, ranks=())
     assert ref.function is not None
     name, colon, qualifier = ref.function.partition(":")
-    tenant = await services.callers.tenant(request)
+    tenant = await nodes.callers.tenant(request)
     found = await read(registry.resolve, tenant, name, qualifier if colon else None)
     return adapter_of(found)
 
 
-def _item(services: Services, node: NodeView) -> NodeItem:
+def _item(nodes: Nodes, node: NodeView) -> NodeItem:
     record = node.record
     strict = msgspec.structs.asdict(record.strict) if record.strict is not None else None
     load = _gpu_load(record.gpu_load) if record.gpu_load is not None else None
@@ -224,7 +222,7 @@ def _item(services: Services, node: NodeView) -> NodeItem:
         record=told,
         reserved=node.reserved,
         age=round(node.age, 3),
-        circuit=services.dispatcher.client.breakers.circuit(record.id, record.epoch),
+        circuit=nodes.breakers.circuit(record.id, record.epoch),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -15,15 +15,13 @@ from cluster.errors import ServiceError
 from cluster.node_table import NodeTable
 from cluster.redis_link import RedisAway
 from gateway.calls.holding import AUTOSCALER, autoscaler
+from gateway.groups import Nodes
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
 from gateway.workers.pool_loads import PoolLoad
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Nodes)
 
 RETRY_AFTER = 1.0
 
@@ -76,21 +74,21 @@ class LeaseReply(msgspec.Struct, frozen=True):
 
 
 @routes.admin("GET /pools", "What calls ask of the node pools now", {200: PoolList})
-async def list_pools(_: Request, services: Services) -> Response:
-    loads, workers = await services.windows.loads()
-    nodes = await services.cluster.table()
-    counted = Counter(nodes.record(row).pool for row in nodes.rows() if nodes.live[row])
-    ready = Counter(nodes.record(row).pool for row in nodes.rows() if nodes.live[row] and nodes.ready[row])
+async def list_pools(_: Request, nodes: Nodes) -> Response:
+    loads, workers = await nodes.windows.loads()
+    table = await nodes.cluster.table()
+    counted = Counter(table.record(row).pool for row in table.rows() if table.live[row])
+    ready = Counter(table.record(row).pool for row in table.rows() if table.live[row] and table.ready[row])
     listed = [
-        _pool(name, loads.get(name) or PoolLoad(name), counted[name], ready[name], _occupied(nodes, name))
+        _pool(name, loads.get(name) or PoolLoad(name), counted[name], ready[name], _occupied(table, name))
         for name in sorted({*counted, *(name for name, load in loads.items() if name is not None and load.open)})
     ]
     reply = PoolList(
         pools=listed,
         unplaced=Load(**_fields(loads.get(None) or PoolLoad(None))),
         workers=workers,
-        stale=services.cluster.stale,
-        autoscaler=await autoscaler(services.leases),
+        stale=nodes.cluster.stale,
+        autoscaler=await autoscaler(nodes.leases),
     )
     return json_response(reply)
 
@@ -101,14 +99,14 @@ async def list_pools(_: Request, services: Services) -> Response:
     {200: LeaseReply},
     body=LeaseRequest,
 )
-async def lease_autoscaler(request: Request, services: Services) -> Response:
-    asked = await read_message(request, services.config, LeaseRequest)
+async def lease_autoscaler(request: Request, nodes: Nodes) -> Response:
+    asked = await read_message(request, nodes.config, LeaseRequest)
     try:
         if asked.seconds > 0:
-            held = await services.leases.take(AUTOSCALER, asked.holder, asked.seconds)
+            held = await nodes.leases.take(AUTOSCALER, asked.holder, asked.seconds)
         else:
-            await services.leases.free(AUTOSCALER, asked.holder)
-            held = await services.leases.look(AUTOSCALER)
+            await nodes.leases.free(AUTOSCALER, asked.holder)
+            held = await nodes.leases.look(AUTOSCALER)
     except RedisAway as error:
         raise ServiceError(
             "unavailable", "the lease can't be had while the cluster state is away", retry_after=RETRY_AFTER

@@ -31,7 +31,7 @@ class FirstFit:
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
         requests, rows = nodes.requests[candidates], nodes.capacity[candidates]
         fits = requests < np.where(rows < np.inf, rows, ASSUMED_ROWS)
-        fits &= nodes.kv_room[candidates, STANDARD] >= request.prompt_tokens + request.max_tokens
+        fits &= nodes.kv_room[candidates, STANDARD] >= request.demand.prompt_tokens + request.demand.max_tokens
         wanted = np.where(fits, requests, -1) if fits.any() else -requests
         equal: list[int] = candidates[wanted == wanted.max()].tolist()
         return min(equal, key=lambda row: nodes.ids[row] or "")

@@ -90,7 +90,8 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
     """`candidates` i64[C], ascending, C >= 1. Odd numbers in `nodes` make odd terms, and numpy's warnings."""
     everybody = candidates[-1] == candidates.size - 1  # a slice costs nothing, and picking rows does
     at = nodes.table[: candidates.size] if everybody else nodes.table[candidates]
-    after, tokens, rank = at["requests"] + 1.0, float(request.prompt_tokens), float(request.rank)
+    demand, after = request.demand, at["requests"] + 1.0
+    tokens, rank = float(demand.prompt_tokens), float(demand.rank)
     prefill = tokens * (
         at["prefill_per_token"] + tokens * at["prefill_per_token2"] + rank * at["prefill_per_token_rank"]
     )
@@ -109,7 +110,7 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
         step=step,
         wait=wait,
         ttft=wait + at["prefill_base"] + prefill + exposed,
-        tpot_limit=promised if request.tpot is None else np.minimum(promised, request.tpot),
+        tpot_limit=promised if demand.tpot is None else np.minimum(promised, demand.tpot),
         ttft_limit=np.inf if request.ttft is None else request.ttft,
         answer=request.answer_tokens,
         inverse=request.inverse_tokens,
@@ -119,7 +120,7 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
 def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.ndarray:
     """bool[C]: the node could keep what the request was promised if it had nothing else to do. Where none could,
     waiting is in vain."""
-    tokens, rank = request.prompt_tokens, request.rank
+    tokens, rank, tpot = request.demand.prompt_tokens, request.demand.rank, request.demand.tpot
     kept = np.zeros(made.candidates.size, np.bool_)
     sizes = _on_device(request, nodes.adapter_itemsize[made.candidates])
     rows = zip(made.candidates.tolist(), made.tier.tolist(), sizes.tolist(), strict=True)
@@ -129,7 +130,7 @@ def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.n
         load += model.from_store.seconds(request.adapter_bytes) if tier in (DISK, ABSENT) else 0.0
         ttft = model.prefill.seconds(tokens, tokens * tokens, tokens * rank) + load * model.exposed_share
         step = model.decode.seconds(1, tokens + request.answer_tokens / 2, rank)
-        kept[index] = ttft <= made.ttft_limit and (request.tpot is None or step <= request.tpot)
+        kept[index] = ttft <= made.ttft_limit and (tpot is None or step <= tpot)
     return kept
 
 
@@ -137,7 +138,7 @@ def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: P
     """Returns f64[C]: the seconds that one more row, its context (on average over its answer) and its rank add to a
     step."""
     # R(there + request) - R(there) by the node's own rank term (cluster.performance_model).
-    ranks = np.full(candidates.size, float(request.rank))
+    ranks = np.full(candidates.size, float(request.demand.rank))
     padded = at["rank_term"] == MAX_RANK
     if padded.any():  # everybody is computed as the largest one
         largest = np.maximum(at["max_rank"], ranks)
@@ -145,7 +146,7 @@ def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: P
     if request.digest and (users := nodes.users(request.digest)):  # their batches have the adapter's rank already
         index = _indices(candidates, users)
         ranks[index[at["rank_term"][index] == ADAPTER_RANKS]] = 0.0
-    context = request.prompt_tokens + request.answer_tokens / 2
+    context = request.demand.prompt_tokens + request.answer_tokens / 2
     made: np.ndarray = at["decode_next_row"] + context * at["decode_per_context"] + ranks * at["decode_per_rank"]
     return made
 
@@ -191,20 +192,20 @@ def _step_and_wait(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A step with the request, and the time until its prompt is begun: the prompts before it, and then whichever takes
     longer, a row or KV memory."""
-    strict = request.slo_class == "strict"
+    demand, strict = request.demand, request.demand.slo_class == "strict"
     kind = STRICT if strict else STANDARD
     base, capacity = at["decode_base"], at["capacity"]
     # Rows beyond what the node computes at once wait: a step has no more than that.
     computed = np.minimum(1.0, capacity / after)
     step = base + computed * (at["decode_there"] + decode - base)
-    if strict and request.tpot is not None:  # best effort pauses, but no more than the tightest strict promise asks for
+    if strict and demand.tpot is not None:  # best effort pauses, but no more than the tightest strict promise asks for
         least = np.maximum(step - computed * at["strict_saved"], base)
-        planned = MARGIN * np.minimum(at["tightest_tpot"][:, STRICT], request.tpot)
+        planned = MARGIN * np.minimum(at["tightest_tpot"][:, STRICT], demand.tpot)
         step = np.minimum(np.maximum(planned, least), step)
     # A row, and its memory, come free whenever one of those that have them has its answer: a reserved place, too.
     answer = (request.typical_tokens or request.answer_tokens) * step
     room = at["kv_room"][:, kind]
-    over, short = 1.0 - at["rows_free"][:, kind], request.prompt_tokens + request.max_tokens - room
+    over, short = 1.0 - at["rows_free"][:, kind], demand.prompt_tokens + demand.max_tokens - room
     row = np.where(over > 0, over * answer / capacity, 0.0)
     held = np.maximum(at["kv_tokens"] - np.maximum(room, 0.0), 1.0)
     memory = np.where(short > 0, answer * short / held, 0.0)

@@ -184,7 +184,7 @@ def _broken(told: dict[str, float], request: PlacementRequest) -> list[str]:
         return []
     reasons = []
     if not told["step"] <= told["tpot_limit"]:
-        whose = "its own" if request.tpot == told["tpot_limit"] else "another request's there"
+        whose = "its own" if request.demand.tpot == told["tpot_limit"] else "another request's there"
         reasons.append(f"a step of {told['step']:.4g} s breaks {told['tpot_limit']:.4g} s between tokens, {whose}")
     if request.ttft is not None and not told["ttft"] <= request.ttft:
         reasons.append(f"a first token after {told['ttft']:.4g} s breaks its own {request.ttft:.4g} s")

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from cluster.errors import ServiceError
-from cluster.node_table import Demand, NodeTable
+from cluster.node_table import NodeTable
 from cluster.state import ClusterState
 from gateway.scheduling.cost import Scores, ScoringPolicy
 from gateway.scheduling.decision import Picture, picture
@@ -57,21 +57,14 @@ async def place(
 ) -> Placed:
     """Reserve a place, and fill `trace`. Raises ServiceError: `unavailable` when no node could serve, `overloaded` when
     all are full or the policy refuses them all."""
-    demand = Demand(
-        request.rank,
-        request.prompt_tokens,
-        request.max_tokens,
-        request.tpot,
-        request.displaces,
-        request.slo_class,
-    )
+    demand = request.demand
     for attempt in range(ATTEMPTS):
         nodes = await state.table()
         serving = able(nodes, base, request, excluded)
         if not serving.size:
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
         free = serving[~nodes.full[serving]]
-        if not free.size and request.displaces:
+        if not free.size and demand.displaces:
             free = serving[~nodes.crammed[serving]]
         if not free.size:
             break
@@ -84,7 +77,7 @@ async def place(
         record = nodes.record(row)
         # Whatever has changed meanwhile, another look could lead nowhere else when this is the only one, unless to a
         # refusal; and the last attempt takes the place if there is one.
-        looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or request.slo_class == "strict")
+        looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or demand.slo_class == "strict")
         seen = int(nodes.generation[row]) if looks_again else None
         number = await state.reserve(record.id, request.id, demand, seen)
         if number is not None:
@@ -96,7 +89,7 @@ async def place(
 def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
     """i64[C]: rows of the nodes that could serve the request if they had a free place, ascending; not to be changed."""
     serving = nodes.serving(base)
-    rows, needed = serving.rows, request.prompt_tokens + request.max_tokens
+    rows, needed = serving.rows, request.demand.prompt_tokens + request.demand.max_tokens
     if needed > serving.shortest:
         rows = rows[nodes.max_context[rows] >= needed]
     if excluded:

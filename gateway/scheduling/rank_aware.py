@@ -38,7 +38,7 @@ class RankAware(ScoringPolicy):
         with np.errstate(all="ignore"):
             scores = self.last = self._score(nodes, candidates, request)
             best = _best(nodes, scores)
-            if best is None and request.slo_class == "strict" and not scores.widened.any():
+            if best is None and request.demand.slo_class == "strict" and not scores.widened.any():
                 later = attainable(nodes, scores.terms, request)
                 if later.any():
                     scores.retry_after = _retry_after(scores.terms, later)

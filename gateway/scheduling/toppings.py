@@ -24,8 +24,9 @@ class Toppings(ScoringPolicy):
         with np.errstate(all="ignore"):
             made = terms(nodes, candidates, request)
             cost = made.prefill / (request.typical_tokens or made.answer) + made.decode
-            if request.tpot is not None:  # by decode(there + request), all of whom the algorithm takes for running
-                broken = nodes.decode_there[candidates] + made.decode > request.tpot
+            tpot = request.demand.tpot
+            if tpot is not None:  # by decode(there + request), all of whom the algorithm takes for running
+                broken = nodes.decode_there[candidates] + made.decode > tpot
                 cost = cost + np.where(broken, PENALTY, 0.0)
             totals = cost * (made.requests - 1.0)
             totals = np.where(totals >= 0.0, totals, np.inf)

@@ -20,10 +20,11 @@ def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:
     """
     if not nodes.modelled[row]:
         return None
-    tokens, answer, model = request.prompt_tokens, request.answer_tokens, nodes.model(row)
-    prefill = model.prefill.seconds(tokens, tokens * tokens, tokens * request.rank)
+    tokens, rank = request.demand.prompt_tokens, request.demand.rank
+    answer, model = request.answer_tokens, nodes.model(row)
+    prefill = model.prefill.seconds(tokens, tokens * tokens, tokens * rank)
     together = rows_together(nodes.load(row), tokens + answer)
-    contexts, ranks = together * (tokens + answer / 2), together * request.rank
+    contexts, ranks = together * (tokens + answer / 2), together * rank
     step = model.decode.seconds(together, contexts, ranks) / together
     ratio = nodes.record(row).forecast_ratio
     if ratio is None or not math.isfinite(ratio):

@@ -1,8 +1,13 @@
-"""The counters, and the objects of the registry that hold them."""
+"""The counters of usage, and what they cost."""
 
 from __future__ import annotations
 
 import msgspec
+
+from gateway.prices import Prices
+
+MILLION = 1e6
+HOUR_S = 3600.0
 
 
 class UsageCounts(msgspec.Struct, omit_defaults=True):
@@ -45,3 +50,17 @@ BASE = "base"
 
 def add_to(functions: Functions, function: str, version: str, counts: UsageCounts) -> None:
     functions.setdefault(function, {}).setdefault(version, UsageCounts()).add(counts)
+
+
+def cost_of(counts: UsageCounts, prices: Prices) -> float:
+    """Returns the cost, rounded to millionths."""
+    gb_seconds = (
+        counts.device_gb_seconds
+        + counts.host_gb_seconds
+        + counts.device_pinned_gb_seconds
+        + counts.host_pinned_gb_seconds
+    )
+    cost = counts.prompt_tokens / MILLION * prices.input_tokens_1m
+    cost += counts.completion_tokens / MILLION * prices.output_tokens_1m
+    cost += counts.device_seconds * prices.device_second
+    return round(cost + gb_seconds / HOUR_S * prices.adapter_gb_hour, 6)

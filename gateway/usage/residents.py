@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
 from adapters.registry import Registry
@@ -21,9 +19,6 @@ from cluster.state import ClusterState
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
 from gateway.usage.counts import UsageCounts
-
-if TYPE_CHECKING:
-    from gateway.services import Services
 
 METER_SECONDS = 10.0
 LONGEST_GAP = 60.0
@@ -159,19 +154,6 @@ class ResidentMeter:
                     part = _counted(resident, kept == resident.tier, seconds / len(owners))
                     sums.setdefault(owner, UsageCounts()).add(part)
         return sums
-
-
-def meter_of(services: Services) -> ResidentMeter:
-    residency = services.residency
-    return ResidentMeter(
-        services.cluster,
-        services.registry,
-        services.threads,
-        residency.owners,
-        pinned=residency.provisioned,
-        count=services.usage.add,
-        clock=time.monotonic,
-    )
 
 
 def _counted(resident: Resident, pinned: bool, seconds: float) -> UsageCounts:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from gateway.calls.explanations import MAX_OF_CALL, Explained, Explanations, PlacedCall, Placement
+from cluster.node_table import Demand
+from gateway.calls.explanations import MAX_OF_CALL, CallKey, Explained, Explanations, Placement
 from gateway.scheduling.request import PlacementRequest
 
 
 def placement(request_id: str = "inv_1-0") -> Placement:
-    request = PlacementRequest(id=request_id, prompt_tokens=1, max_tokens=1, digest=None, adapter_bytes=0)
+    request = PlacementRequest(request_id, Demand(0, 1, 1), digest=None, adapter_bytes=0)
     return Placement(request, "placed", "n", "rank_aware", 0.0, 0.0, 1, (), None)
 
 
-def call(number: int, tenant: str = "t", request_id: str | None = None) -> PlacedCall:
-    return PlacedCall(f"inv_{number}", request_id or f"req_{number}", tenant, "f")
+def call(number: int, tenant: str = "t", request_id: str | None = None) -> CallKey:
+    return CallKey(f"inv_{number}", request_id or f"req_{number}", tenant, "f")
 
 
-def keep(store: Explanations, made: PlacedCall) -> None:
+def keep(store: Explanations, made: CallKey) -> None:
     store.keep(made, placement(f"{made.id}-0"))
 
 

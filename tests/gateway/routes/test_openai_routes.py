@@ -11,8 +11,8 @@ from stub_node import StubNode, done, hang_before_first, timing
 
 from cluster.messages import Done, Event, GenerateRequest, Started, Token, TokenLogprob, TopLogprob
 from gateway.api.openai_schema import Chat
-from gateway.calls.choices import Outcome
 from gateway.calls.openai_reply import Head, whole
+from gateway.calls.reply import Outcome
 
 
 @pytest.fixture

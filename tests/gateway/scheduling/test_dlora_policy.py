@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.scheduling.dlora import LEAST_GAP, RUNNING_GAP, Dlora
-from gateway.scheduling.moves import Movable
+from gateway.scheduling.dlora import LEAST_GAP, RUNNING_GAP, Dlora, Movable
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.integers(1, 500)), max_size=40)
 UNMOVABLE = st.lists(st.integers(0, 12), min_size=1, max_size=5)

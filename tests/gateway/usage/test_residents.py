@@ -17,11 +17,11 @@ from adapters.errors import NoSuchFunction, StoreUnavailable
 from adapters.functions import FunctionRecord, VersionEntry
 from cluster.news import Resident
 from gateway.leader.turn import Turn
+from gateway.prices import Prices
 from gateway.usage import residents
 from gateway.usage.cells import Cell
-from gateway.usage.counts import UsageCounts
+from gateway.usage.counts import UsageCounts, cost_of
 from gateway.usage.objects import MergedRecord, decode_merged, encode_merged
-from gateway.usage.prices import Prices, cost_of
 from gateway.usage.residents import GB, LONGEST_GAP, Owners, ResidentMeter
 
 DIGESTS = [f"{number:064x}" for number in range(9)]
