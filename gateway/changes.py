@@ -36,6 +36,8 @@ log = logging.getLogger("gateway")
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
+    """Publishes changes to other workers, and forgets what they make invalid."""
+
     store: ObjectStore
     threads: StoreThreads
     callers: Callers
@@ -82,7 +84,7 @@ class Changes:
                 self.callers.forget(None)
 
     def forget_all(self) -> None:
-        """Forgets all records, where more may have changed than the registry's epoch tells."""
+        """Forgets all records, where more may have changed than the registry's epoch shows."""
         self.functions.forget_all()
         self.callers.forget_all()
 

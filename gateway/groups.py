@@ -1,4 +1,4 @@
-"""What routes get of the gateway's parts: one of four groups, by what a module of routes is about.
+"""Groups of the gateway's parts for routes: one of four, by what a module of routes is about.
 
 Only type checkers import the parts: the command line imports the routes' messages, and none of what serves them.
 """

@@ -79,7 +79,7 @@ SOURCE_THREADS = 4
 EVENT_THREADS = 8
 """Writes of asynchronous calls at once."""
 CLOCK_SECONDS = 60.0
-"""By which this host's clock may differ from the store's without a word."""
+"""Clock skew (seconds) between this host and the store above which we log a warning."""
 
 log = logging.getLogger("gateway")
 
@@ -104,7 +104,7 @@ def _compare_clocks(store: ObjectStore) -> None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """What of the services is not made here, but lies in files, in the store, or with other processes."""
+    """Parts that are not made here, but lie in files, in the store, or with other processes."""
 
     base: BaseModel
     inspector: Inspector
@@ -144,7 +144,7 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
 
 
 async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, running: AsyncExitStack) -> Services:
-    """Makes the parts, connects those that tell each other of changes, and has `running` run them."""
+    """Makes the parts, connects those that report changes to each other, and has `running` run them."""
     shared, store, base, fingerprint = opened.shared, opened.store, opened.base, opened.base.fingerprint
     registry, tenants = Registry(store, base, opened.inspector.inspect), Tenants(store)
     # Deploys take long: however many there are, a rollback finds a thread.

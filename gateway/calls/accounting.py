@@ -19,7 +19,7 @@ JUDGED = frozenset({"ok", "overloaded", "timeout", "unavailable", "node_failed",
 
 @dataclass(slots=True)
 class Times:
-    """When what became of a generation, in monotonic seconds; None: not yet. Durations are in seconds."""
+    """Times of one generation in monotonic seconds, None before they come, and durations in seconds."""
 
     received: float
     sent_at: float | None = None
@@ -34,7 +34,7 @@ class Times:
     schedule: float = 0.0
     """Routing, all attempts together."""
     forecast: float | None = None
-    """From `sent_at` to the first token, by the scheduler."""
+    """Time from `sent_at` to the first token, by the scheduler."""
     tokens: int = 0
 
     @property
@@ -52,7 +52,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Accounting:
-    """What one gateway worker counts of its generations."""
+    """Counts the generations of one gateway worker."""
 
     metrics: Metrics
     last_hour: LastHour = field(default_factory=partial(LastHour, time.monotonic))

@@ -1,4 +1,4 @@
-"""A tenant's limits at the door: a call takes what it asks for before its first choice begins, or is refused."""
+"""Enforces a tenant's limits: a call reserves what it asks for before its first choice starts, or is refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from gateway.workers.metrics import Metrics
 T = TypeVar("T")
 
 YIELDED_SHARE = 1 / 8
-"""Of a tenant's and of a function's places: batches and asynchronous calls leave it, rounded up, to all others."""
+"""Share of a tenant's and of a function's places that batches and asynchronous calls leave to all others, rounded
+up."""
 RETRY_AFTER = 1.0
-"""Seconds, where nobody knows when a place gets free."""
+"""Seconds after which to retry where nobody knows when a place gets free."""
 
 
 def call_of(
@@ -111,7 +112,7 @@ def _refused(refusal: Refusal, call: Call) -> ServiceError:
 
 
 def _yielding(owner: Owner, places: int) -> Owner:
-    """Returns the owner with less than its limit, but with room for a call of so many places."""
+    """Returns the owner with less than its limit, but with room for a call of `places`."""
     limit = owner.limit
     return owner if limit is None else Owner(owner.name, max(places, limit - math.ceil(limit * YIELDED_SHARE)))
 

@@ -33,7 +33,7 @@ from gateway.scheduling.placement import RETRY_AFTER, Placed
 from gateway.workers.called import CalledDigests
 
 ATTEMPTS = 2
-"""To get a first token."""
+"""Attempts to get a first token."""
 MAX_RESUMPTIONS = 2
 """Resumptions of one request: one that ends its nodes must not go through all of them."""
 NODE_ERRORS = ("node_failed", "unavailable")
@@ -51,12 +51,12 @@ class Rerouted(Exception):
 
 
 class Generation:
-    """One choice of a call. Its attributes have what became known of it on the way."""
+    """Runs one choice of a call, and keeps what became known of it on the way."""
 
     def __init__(self, dispatcher: Dispatcher, invocation: Invocation, index: int) -> None:
         self.shared, self.invocation, self.index = dispatcher, invocation, index
         self.request = invocation.requests[index]
-        """As the call asks for it; `_sent` makes of it what each node gets."""
+        """The choice as the call asks for it; `_sent` makes of it what each node gets."""
         self.function = invocation.target.function
         self.times = Times(invocation.received)
         self.key = CallKey(invocation.id, invocation.request_id, self.request.tenant, self.function)
@@ -303,7 +303,7 @@ class Dispatcher:
     accounting: Accounting
     called: CalledDigests
     record_call: Callable[[str, str, Adapter], None]
-    """Takes tenant, function and adapter of each call of a version."""
+    """Called with tenant, function and adapter of each call of a version."""
     generation: Callable[[Dispatcher, Invocation, int], Generation] = Generation
     """Makes one; a policy that moves generations has its own (gateway.calls.migration)."""
     running: Running = field(default_factory=Running)

@@ -1,4 +1,4 @@
-"""How the latest requests were placed, so that it can be asked afterwards. Bounded, and shared fairly by tenants."""
+"""Log of the latest routing decisions, bounded and shared fairly by tenants, from which `/explain` answers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from gateway.scheduling.decision import Decision, Outcome, Picture
 from gateway.scheduling.request import PlacementRequest
 
 MAX_PLACEMENTS = 4096
-"""Some 4 kB each."""
+"""Decisions that are kept, of some 4 kB each."""
 MAX_OF_CALL = 16
-"""Of one call, which may have many choices, each of them placed twice."""
+"""Decisions that are kept of one call, which may have many choices, each of them routed twice."""
 OF_PLACEMENT = ("outcome", "node", "policy", "at", "took", "tries")
 OF_DEMAND = ("prompt_tokens", "max_tokens", "rank", "slo_class", "tpot")
 OF_REQUEST = ("adapter_bytes", "ttft")
-"""What a decision repeats."""
+"""Fields of other structs that a decision repeats."""
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """One decision, as it is kept."""
+    """A routing decision, as it is kept."""
 
     request: PlacementRequest
     outcome: Outcome
@@ -49,12 +49,12 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class CallKey(msgspec.Struct, frozen=True):
-    """Whose placements they are."""
+    """Names the call that was routed."""
 
     id: str
-    """The invocation's."""
+    """Id of the invocation."""
     request_id: str
-    """As in `x-request-id`."""
+    """Value of `x-request-id`."""
     tenant: str
     function: str
 
@@ -74,7 +74,7 @@ class Explained(msgspec.Struct):
 
 
 class ExplainReply(msgspec.Struct, frozen=True):
-    """How the generations of one call were placed."""
+    """Routing decisions of the generations of one call."""
 
     id: str
     """The call's, as its reply names it."""
@@ -82,9 +82,9 @@ class ExplainReply(msgspec.Struct, frozen=True):
     tenant: str
     function: str
     placements: list[ExplainedPlacement]
-    """In their order: one per choice of the call, one more for each that was placed again after a node had failed."""
+    """Decisions in their order: one per choice of the call, and one for each retry after a node had failed."""
     left_out: int
-    """So many more were not kept."""
+    """Number of further decisions, which were not kept."""
 
 
 class ExplainedPlacement(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class _Tenant:
 
 
 class Explanations:
-    """Of this process. Whoever has more than an equal share makes room first: no tenant can push out another's."""
+    """Decisions of this process. A tenant with more than an equal share makes room first: none pushes out others'."""
 
     def __init__(self, max_placements: int = MAX_PLACEMENTS) -> None:
         self._max_placements = max_placements
@@ -122,8 +122,9 @@ class Explanations:
             self._drop(call.tenant)
 
     def find(self, wanted: str, tenant: str | None) -> Explained | None:
-        """`wanted`: an invocation's id, the id of one of its generations, or a request id (then the latest call that
-        had it). `tenant`: whose call it must be; None: anybody's."""
+        """Returns the call of an invocation's id, of a generation's, or of a request id (the latest that had it).
+
+        `tenant`: the call's; None: any."""
         for name in (wanted, wanted.rpartition("-")[0], self._named.get((tenant, wanted))):
             found = self._calls.get(name) if name else None
             if found is not None and tenant in (None, found.call.tenant):
@@ -138,7 +139,7 @@ class Explanations:
         return self._calls[call.id]
 
     def _drop(self, adding: str) -> None:
-        """The oldest call of the tenant that adds, if it has more than its share; else the oldest of all."""
+        """Drops the oldest call of the tenant that adds, if it has more than its share; else the oldest of all."""
         share = max(MAX_OF_CALL, self._max_placements // len(self._tenants))
         own = self._tenants.get(adding)
         oldest = next(iter(self._calls if own is None or own.placements <= share else own.calls))

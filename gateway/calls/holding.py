@@ -1,6 +1,6 @@
-"""Calls that meet an empty cluster: held for a while where an autoscaler is there to start a node.
+"""Scale from zero: calls that find no node wait for the first one, where an autoscaler is there to start it.
 
-Without an autoscaler nothing would come of waiting, and they are answered at once.
+Without an autoscaler no node would come, and they are answered at once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from cluster.redis_link import RedisAway
 from cluster.state import ClusterState
 
 AUTOSCALER = "autoscaler"
-"""The lease of whoever decides the pools' sizes."""
+"""Name of the lease of the autoscaler, which decides the pools' sizes."""
 LED_SECONDS, UNLED_SECONDS = 1.0, 0.1
-"""So long it counts that the lease was seen with a holder, or without: one who comes must not be missed for long."""
+"""Seconds for which a check of the lease is cached: with an autoscaler, and without one, which may come soon."""
 POLL_SECONDS = 0.05
-"""Between two looks for a node while calls are held."""
+"""Pause between two checks for a node while calls wait."""
 AGAIN_SECONDS = 1.0
-"""After which a held call that found the first node full tries again."""
+"""Pause of a waiting call that found the first node full."""
 LEAST_RETRY, MOST_RETRY = 1.0, 600.0
 
 
 class Hold:
-    """`seconds`: the longest hold; 0: never. `clock` is monotonic seconds."""
+    """Lets calls wait for a first node. `seconds`: the longest wait; 0: none. `clock`: monotonic seconds."""
 
     def __init__(
         self, state: ClusterState, leases: Leases, base: str, seconds: float, clock: Callable[[], float]
@@ -40,20 +40,20 @@ class Hold:
         self._waiting: asyncio.Task[None] | None = None
         self._held = 0
         self._since: float | None = None
-        """Since when calls have been waiting for a first node, with pauses of MOST_RETRY at most."""
+        """Start of the wait for a first node, with pauses of MAX_RETRY_S at most."""
         self._last = -math.inf
-        """When the last of them gave up."""
+        """End of the latest call's wait."""
         self._took: float | None = None
-        """How long they had to, the last time that one came."""
+        """Wait for the first node, the last time one started (seconds)."""
 
     async def applies(self, without: Collection[str] = ()) -> bool:
-        """Whether a call that no node can take now would wait for one; those `without` have refused it."""
+        """Returns whether a call that no node can take now would wait for one. Nodes in `without` have refused it."""
         if self.seconds <= 0 or not await self._is_led():
             return False
         return not serving(await self._state.table(), self._base, without)
 
     async def wait(self, until: float, cut: asyncio.Future[Exception]) -> None:
-        """Returns when a node is ready, at `until` (by the clock), or when `cut` has a result. Raises what looking for
+        """Waits for a node that is ready, for `until` (by the clock), or for a result of `cut`. Raises what reading the
         nodes raises."""
         if self._waiting is None or self._waiting.done():
             if self._since is None or self._clock() - self._last > MOST_RETRY:
@@ -72,8 +72,8 @@ class Hold:
                 self._waiting.cancel()
 
     def given_up(self) -> ServiceError:
-        """Returns the error that answers a call which was held for as long as may be. A first node may be there, by how
-        long the last one took, else after as long again as has passed."""
+        """Returns the error for a call that has waited for the longest time. Its retry time is what the last start of a
+        first node took, less what has passed; else as long again as has passed."""
         passed = 0.0 if self._since is None else self._clock() - self._since
         expected = passed if self._took is None or self._took <= passed else self._took - passed
         why = f"no node became ready to serve this model within {self.seconds:g} s; one has been asked for"
@@ -94,7 +94,7 @@ class Hold:
 
 
 async def autoscaler(leases: Leases) -> str | None:
-    """Returns who decides the pools' sizes; None: nobody, or it can't be told."""
+    """Returns the holder of the autoscaler's lease; None: nobody, or it is unknown."""
     try:
         return (await leases.look(AUTOSCALER)).holder or None
     except RedisAway:
@@ -102,5 +102,5 @@ async def autoscaler(leases: Leases) -> str | None:
 
 
 def serving(nodes: NodeTable, base: str, without: Collection[str] = ()) -> bool:
-    """Whether any other node is ready to serve this base."""
+    """Returns whether any node but those in `without` is ready to serve this base."""
     return any(nodes.ids[row] not in without for row in nodes.serving(base).rows.tolist())

@@ -73,7 +73,7 @@ class MovableGeneration(Generation):
         super().__init__(dispatcher, invocation, index)
         self._migration = migration
         self.moved = False
-        """Whether it was moved: it is not moved again."""
+        """True once it was moved: it is not moved again."""
         self._attempt: asyncio.Future[Exception] | None = None
         """Ends the attempt that runs, with the reason as result."""
 

@@ -1,4 +1,4 @@
-"""Short questions and orders to one node, each bounded in time and in the size of its answer."""
+"""Sends short queries and commands to one node, each bounded in time and in the size of its answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cluster.secret import authorization
 T = TypeVar("T")
 
 ANSWER_SECONDS = 15.0
-"""Longer than a node gives its engine."""
+"""Longest wait for an answer, more than a node gives its engine."""
 ANSWER_BYTES = 8 << 20
 OUR_FAULT = ("unauthenticated", "invalid_request", "method_not_allowed", "unsupported_media_type")
 """A node that says so does not speak as we do; the operator who asked can't help it."""
@@ -31,7 +31,7 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 class PathUnknown(ServiceError):
-    """The node is of a release that does not take such orders."""
+    """Raised for a node of a release that does not know the command."""
 
 
 class NodeCalls:
@@ -43,8 +43,8 @@ class NodeCalls:
     async def ask(
         self, node: NodeRecord, path: str, kind: type[T], order: msgspec.Struct | None = None
     ) -> tuple[int, T]:
-        """GET, or POST with an order: the status, and the answer as `kind`. Raises ServiceError: what the node says, or
-        `node_failed`, PathUnknown."""
+        """Sends a GET, or a POST with an order. Returns the status, and the answer as `kind`. Raises ServiceError: what
+        the node answers, or `node_failed`; PathUnknown."""
         method = "GET" if order is None else "POST"
         status, body = await self._call(node, method, path, b"" if order is None else msgspec.msgpack.encode(order))
         try:
@@ -53,7 +53,7 @@ class NodeCalls:
             raise _failed(node, f"said something that is no answer ({error})") from error
 
     async def ask_news(self, node: NodeRecord) -> News | OldRecord:
-        """All that the node has to tell. Raises as `ask`."""
+        """Returns the node's full report. Raises as `ask`."""
         _, body = await self._call(node, "GET", "/record", b"")
         try:
             return decode_news(body)
@@ -61,7 +61,7 @@ class NodeCalls:
             raise _failed(node, f"said something that is no record ({error})") from error
 
     async def order(self, node: NodeRecord, path: str, order: msgspec.Struct | None = None) -> None:
-        """POST without an answer. Raises as `ask`, and PathUnknown."""
+        """Sends a POST without an answer. Raises as `ask`."""
         status, body = await self._exchange(node, "POST", path, b"" if order is None else msgspec.msgpack.encode(order))
         if status == 404:
             raise _unknown(node, path)

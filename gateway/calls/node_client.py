@@ -1,4 +1,4 @@
-"""One request on one node: sent over HTTP, its events read as they come, given up when the node dies."""
+"""Sends one request to one node over HTTP, and reads its events as they come, until the node ends it or dies."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from gateway.http.connected import cut_short
 from gateway.scheduling.placement import Placed
 
 ANSWER_SECONDS = 5.0
-"""Within which a node says that it has the request; it does so before it queues it."""
+"""Longest wait for a node's status line, which it sends before it queues the request."""
 EVENT_LIMIT = 4 << 20
-"""Bytes of the largest event: a token with its log probabilities."""
+"""Largest event in bytes: a token with its log probabilities."""
 DEADLINE_SLACK = 10.0
 """Nodes end requests at their deadline; the gateway gives up this much later."""
 EOF_SECONDS = 0.2
 
 
 class NodeClient:
-    """`connect`: seconds that a connection to a node may take to be made."""
+    """Streams from nodes. `connect`: seconds that a connection may take to be made."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Generations in OpenAI's shapes: whole replies and chunks of a stream."""
+"""Formats generations as OpenAI does: full replies, and chunks of a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ StreamedChoice = openai.ChunkChoice | openai.CompletionChoice
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What all chunks of one reply repeat."""
+    """Fields that all chunks of one reply repeat, and what its chunks are to have."""
 
     id: str
     model: str
@@ -33,12 +33,12 @@ class Head(msgspec.Struct, frozen=True):
     choices: int = 1
     """Generations per prompt."""
     alternatives: int = 0
-    """How many of the likeliest tokens `logprobs` names per token."""
+    """Likeliest tokens that `logprobs` names per token."""
     echo: list[Echo] = []
-    """What the texts of each prompt begin with; empty where nothing is to be echoed."""
+    """Texts that the outputs of each prompt begin with; empty where nothing is to be echoed."""
     prompt_logprobs: bool = False
     continuous_usage: bool = False
-    """Whether each chunk has the usage so far."""
+    """Adds the usage up to that chunk to each."""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def echo_of(self, index: int) -> Echo | None:
@@ -99,7 +99,7 @@ async def chunks(head: Head, generations: Sequence[Generation]) -> AsyncGenerato
 
 
 class _StreamedChoices:
-    """What the chunks of one generation say."""
+    """Makes the chunks' choices of one generation."""
 
     def __init__(self, head: Head, index: int, generation: Generation) -> None:
         self._head, self._index, self._generation = head, index, generation
@@ -110,7 +110,7 @@ class _StreamedChoices:
         """Tokens up to the latest chunk."""
 
     def of(self, event: Token | Done) -> Iterator[StreamedChoice]:
-        """Yields what the event adds: each is one chunk's."""
+        """Yields the choices that the event adds, each for one chunk."""
         head, index = self._head, self._index
         if not self._is_begun:
             self._is_begun = True
@@ -197,7 +197,7 @@ def _bytes(token: str) -> list[int] | None:
 
 
 def _echoed_tokens(head: Head, scored: list[TokenLogprob]) -> list[TokenLogprob]:
-    """The prompt's tokens but the first, with as many alternatives as `logprobs` asks for."""
+    """Returns the prompt's tokens but the first, with as many alternatives as `logprobs` asks for."""
     if not (head.echo and head.logprobs):
         return []
     return [msgspec.structs.replace(entry, top=entry.top[: head.alternatives]) for entry in scored]

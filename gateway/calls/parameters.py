@@ -1,4 +1,4 @@
-"""A call's parameters: what it states, over the function's defaults, as nodes take them
+"""Resolves a call's parameters: what it states, over the function's defaults, as nodes take them
 (docs/design/decisions/generation-params.md)."""
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MAX_PROMPT_LOGPROBS = 1 << 16
 MAX_SEED = (1 << 63) - 1
 """Nodes take 63 bits; OpenAI's seeds may be negative."""
 PASSED_ON = sorted({*GenerationParams.__struct_fields__} & {*Sampling.__struct_fields__})
-"""What a call states under the name that nodes read."""
+"""Fields that a call states under the name that nodes read."""
 
 DEFAULTED = sorted({*GenerationParams.__struct_fields__} & {*Defaults.__struct_fields__})
-"""What a call may leave to its function."""
+"""Fields that a call may leave to its function."""
 
 Params = TypeVar("Params", bound=GenerationParams)
 
 
 def merge(stated: Params, defaults: Defaults) -> Params:
-    """The call's own values, then the function's."""
+    """Returns the call with the function's defaults for what it leaves out."""
     unset = {name: getattr(defaults, name) for name in DEFAULTED if getattr(stated, name) is None}
     return msgspec.structs.replace(stated, **unset)
 
@@ -73,8 +73,9 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
 
 
 def prompt_logprobs(call: GenerationParams) -> int | None:
-    """How many of the likeliest tokens are wanted at each of the prompt's tokens. As in vLLM, `echo` wants as many as
-    `logprobs`. None: no log probabilities of the prompt."""
+    """Returns the number of likeliest tokens to report at each of the prompt's tokens; None: no log probabilities.
+
+    As in vLLM, `echo` asks for as many as `logprobs`."""
     echoed = call.alternatives if call.echoes else None
     return max((k for k in (call.prompt_logprobs, echoed) if k is not None), default=None)
 
@@ -96,8 +97,9 @@ def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, c
 
 
 def kept_tokens(merged: GenerationParams, context: int) -> int | None:
-    """How many of a prompt's last tokens are kept; None: all. -1 keeps what leaves room for `max_tokens`; for the
-    service's default of it no more than half the context is left.
+    """Returns the number of a prompt's last tokens to keep; None: all.
+
+    -1 keeps what leaves room for `max_tokens`; for the service's default of it, no more than half the context.
 
     Raises ServiceError when it is more than the context.
     """

@@ -1,4 +1,4 @@
-"""What a caller reads about an invocation: the reply, its headers, the events of a stream."""
+"""Formats an invocation for its caller: the reply, its headers, the events of a stream."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _prompt_logprobs(request: GenerateRequest, entries: list[TokenLogprob]) -> l
 
 
 async def invoke_events(generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
-    """The native stream: `token` events, then `done`. Raises ServiceError."""
+    """Yields the native stream: `token` events, then `done`. Raises ServiceError."""
     unbegun = set(range(len(generations)))
     several = len(generations) > 1
     async with events_of(generations) as events:
@@ -96,7 +96,7 @@ async def invoke_events(generations: Sequence[Generation]) -> AsyncGenerator[byt
 
 
 def _prompt_event(index: int, generation: Generation, choice: int | None) -> schema.TokenEvent | None:
-    """Returns the event that tells of the prompt before the first token; None when there is nothing to tell."""
+    """Returns the event about the prompt, which precedes the first token; None without an echo or log probabilities."""
     echo = generation.invocation.echo_of(index)
     logprobs = _prompt_logprobs(generation.request, generation.prompt_logprobs)
     if echo is None and logprobs is None:
@@ -106,7 +106,7 @@ def _prompt_event(index: int, generation: Generation, choice: int | None) -> sch
 
 
 def token_events(event: Token | Done, choice: int | None = None) -> list[schema.TokenEvent]:
-    """One event per token; when several came at once, the last one carries their text. Of Done, its text."""
+    """Returns an event per token, of which the last carries the text of all; for Done, one with its text, if any."""
     ids = [] if isinstance(event, Done) else event.token_ids
     if isinstance(event, Done) or not ids:
         index = event.completion_tokens if isinstance(event, Done) else event.index
@@ -166,7 +166,7 @@ def usage(ends: Sequence[Done]) -> schema.Usage:
 
 
 def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
-    """`done`: of the first."""
+    """Returns the timing of a call. `done`: the first generation's."""
     times, cold = generations[0].times, done.timing.cold_start
     ends = [each.times.done_at for each in generations if each.times.done_at is not None]
     return schema.Timing(
@@ -191,7 +191,7 @@ def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
 
 
 def invocation_headers(generation: Generation) -> dict[str, str]:
-    """Returns the headers that tell of the invocation, as far as they are known when the reply begins."""
+    """Returns the headers about the invocation, as far as they are known when the reply begins."""
     target = generation.invocation.target
     headers = {"x-garnish-function": target.function, "server-timing": server_timing(generation)}
     if target.version is not None:
@@ -204,7 +204,7 @@ def invocation_headers(generation: Generation) -> dict[str, str]:
 
 
 def server_timing(generation: Generation) -> str:
-    """Steps in milliseconds. The node's own figures where it has told them, else what the gateway saw."""
+    """Returns the steps in milliseconds: the node's figures once it has reported them, else the gateway's."""
     done, times = generation.done, generation.times
     steps = {**generation.invocation.steps, "schedule": times.schedule}
     if times.held:

@@ -60,11 +60,11 @@ class Echo(msgspec.Struct, frozen=True):
 
     text: str
     first_token: str
-    """It has no log probability: nothing stands before it."""
+    """Text of the first token, which has no log probability: nothing precedes it."""
 
 
 class Invocation(msgspec.Struct, frozen=True):
-    """One call; `requests` holds one entry per choice, those of a prompt one after the other."""
+    """A call that is ready for nodes. `requests` has one entry per choice, those of a prompt one after the other."""
 
     id: str
     tenant: str
@@ -75,14 +75,14 @@ class Invocation(msgspec.Struct, frozen=True):
     steps: dict[str, float]
     """Seconds of the steps before routing, for Server-Timing."""
     call: Call
-    """What it takes of the tenant's and the function's limits."""
+    """Amounts that it takes of the tenant's and the function's limits."""
     meter: Meter
     request_id: str = ""
-    """As in `x-request-id`."""
+    """Value of `x-request-id`."""
     choices: int = 1
-    """Of each prompt."""
+    """Choices of each prompt."""
     echo: list[Echo] = []
-    """Of each prompt, where the text is to begin with it."""
+    """Echo of each prompt; empty where nothing is to be echoed."""
 
     def echo_of(self, index: int) -> Echo | None:
         """Returns what the text of the request at `index` begins with; None where nothing is to be echoed."""
@@ -184,8 +184,10 @@ class InputProcessor:
         return min(self.base.max_context, longest or self.base.max_context)
 
     def split_model(self, model: str) -> tuple[str, str | None]:
-        """Splits `model` of OpenAI's and vLLM's requests into a function's name, or the base model's id, and a
-        qualifier (an alias or a version; None where none is stated)."""
+        """Splits the `model` of OpenAI's and vLLM's requests into a name and a qualifier.
+
+        The name is a function's or the base model's id; the qualifier an alias or a version, None where none is
+        stated."""
         if model == self.base.id:
             return model, None
         name, colon, qualifier = model.partition(":")
@@ -193,8 +195,8 @@ class InputProcessor:
         return name, (qualifier or ":") if colon else None
 
     async def policy_of(self, tenant: str, model: str) -> Policy:
-        """Returns the policy of the function that `model` names; the base has none of its own. Raises NotFound unless
-        a call of the tenant could name it."""
+        """Returns the policy of the function that `model` names; an empty one for the base. Raises NotFound unless a
+        call of the tenant could name it."""
         if model == self.base.id:
             return Policy()
         choices = await self.functions.choices(tenant, *self.split_model(model))
@@ -262,8 +264,9 @@ def is_background(request: Request) -> bool:
 
 
 def background_request(request_id: str, path: str = "", body: bytes = b"") -> Request:
-    """Makes the request of a call that comes over no connection, as the server would of a client that waits for its
-    reply however long it takes. Its call runs in spare capacity."""
+    """Makes the request of a call that comes over no connection, and runs in spare capacity.
+
+    It is as the server would make it for a client that waits for its reply however long it takes."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -284,7 +287,7 @@ def background_request(request_id: str, path: str = "", body: bytes = b"") -> Re
 
 
 def _opaque(target: Target) -> str:
-    """Returns the function's name as nodes know it: it tells only which calls are of one function."""
+    """Returns a hash of the function's name, by which nodes see which calls are of one function; empty for the base."""
     return "" if target.adapter is None else hashlib.blake2b(target.function.encode(), digest_size=8).hexdigest()
 
 

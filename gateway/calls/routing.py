@@ -90,8 +90,9 @@ class Router:
         return crowded is not None or request.slo_class == "strict" or request.reserved > 0
 
     def _refused_work(self, nodes: NodeTable, request: PlacementRequest) -> float | None:
-        """Returns the seconds of work that a refused request would be to a node that could serve it; None without such
-        a node, or where its costs were never measured."""
+        """Returns the seconds of a node's work that a refused request asks for.
+
+        None without a node that could serve it, or where its costs were never measured."""
         rows = able(nodes, self.base, request, frozenset())
         return work(nodes, int(rows[0]), request) if rows.size else None
 

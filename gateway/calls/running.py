@@ -13,10 +13,10 @@ from cluster.errors import ServiceError
 Owner = tuple[str, str]
 """Tenant and function."""
 MAX_REVOCATIONS = 10_000
-"""Remembered for calls that were on their way here; the oldest is forgotten."""
+"""Revocations that are kept for calls that were on their way here; the oldest is forgotten."""
 
 MAX_HEARD = 1_000
-"""Revocations by whose ids a second message of one is known."""
+"""Ids of revocations that are kept, so that each counts once."""
 
 
 class Running:
@@ -44,10 +44,10 @@ class Running:
                 del self._revoked[owner]
 
     def revoke(self, tenant: str, function: str, reason: ServiceError, id: str = "") -> None:
-        """Tells the function's generations to end. Calls received until now that come here later are told, too.
+        """Ends the function's generations, and calls received until now that come here later.
 
-        `id`: of the revocation, which counts once however often it is heard of; calls of a function that was made again
-        meanwhile go on.
+        `id`: the revocation's, which counts once however often it is received: calls of a function that was made again
+        meanwhile are not ended.
         """
         if id and id in self._heard:
             return

@@ -51,7 +51,7 @@ UNSERVED: dict[str, Unserved] = {
 CHAT_UNSERVED = {
     "echo": Unserved((None, False), "use /v1/completions, or prompt_logprobs"),
 }
-"""On /v1/chat/completions alone."""
+"""Fields that /v1/chat/completions alone refuses."""
 
 
 ROLES = {"tool": _TOOLS, "function": _TOOLS}
@@ -59,11 +59,11 @@ PARTS = dict.fromkeys(
     ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file"),
     "the base reads text alone: say in words what it is to know",
 )
-"""Of a message: roles, and kinds of parts of its content."""
+"""Roles of messages, and kinds of parts of their content, that are refused."""
 
 
 def served_fields(body: Any, unserved: dict[str, Unserved], ignored: tuple[str, ...] = ()) -> Any:
-    """The body without fields that ask for nothing. Raises ServiceError for one that asks for what is not served."""
+    """Returns the body without fields that ask for nothing. Raises ServiceError for one that is not supported."""
     if not isinstance(body, dict):
         return body
     for field in unserved.keys() & body.keys():

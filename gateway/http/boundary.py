@@ -26,7 +26,7 @@ log = logging.getLogger("gateway")
 
 
 class OpenRequests:
-    """How many there are, and a way to wait for the last one."""
+    """Counts the open requests, and waits for the end of the last one."""
 
     def __init__(self) -> None:
         self.count = 0

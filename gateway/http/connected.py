@@ -1,6 +1,6 @@
 """Work that ends when nobody waits for its outcome any more, or for another reason that comes from outside.
 
-It runs in its caller's own task: one of its own would begin, and be noticed to end, a turn of the event loop later,
+It runs in its caller's task: another one would begin, and be noticed to end, a turn of the event loop later,
 and each turn makes a caller wait for the tokens of all other streams.
 """
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The result of `work`; when the caller closes the connection, `work` is cancelled and ClientGone raised.
+    """Returns the result of `work`; when the caller closes the connection, `work` is cancelled and ClientGone raised.
 
     The request's body must have been read to its end.
     """

@@ -60,7 +60,7 @@ def to_service_error(error: BaseException) -> ServiceError:
 
 
 def is_unexpected(error: BaseException) -> bool:
-    """Whether the log must hold the stack trace."""
+    """Returns whether the log must have the stack trace."""
     return to_service_error(error).type == "internal"
 
 

@@ -88,7 +88,7 @@ class EventStream:
             await wire.put(last, more=False)
 
     async def _beat(self, wire: _Wire) -> None:
-        """The headers if the first chunk is late, and keep-alives while none comes."""
+        """Sends the headers if the first chunk is late, and keep-alives while none comes."""
         due = time.monotonic() + self.config.header_seconds
         while True:
             if wire.begun:
@@ -109,9 +109,9 @@ class _Wire:
         self._headers = headers
         self._lock = asyncio.Lock()
         self.begun = False
-        """Whether the headers were sent."""
+        """True once the headers were sent."""
         self.last = 0.0
-        """When something was last sent (monotonic)."""
+        """Time at which something was last sent (monotonic)."""
 
     async def begin(self) -> None:
         async with self._lock:

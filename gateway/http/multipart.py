@@ -80,7 +80,7 @@ async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterat
 
 @contextmanager
 def disk_needed() -> Iterator[None]:
-    """A full or broken disk is told as what it is, in the log with its reason. Raises ServiceError `unavailable`."""
+    """Logs a full or broken disk with its reason. Raises ServiceError `unavailable` for it."""
     try:
         yield
     except OSError as error:
@@ -107,10 +107,10 @@ class FormParts:
 
     def __init__(self, request: Request, form: Form) -> None:
         self.filenames: dict[str, str] = {}
-        """Of the parts that have come, empty where none is stated."""
+        """File names of the parts that have come, empty where none is stated."""
         self.small: dict[str, bytearray] = {}
         self.large = bytearray()
-        """What has come of the large part; whoever takes it clears it."""
+        """Bytes of the large part that have come; the caller clears them when it uses them."""
         self._form = form
         self._into = self.large
         self._limit: int | None = None

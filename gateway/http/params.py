@@ -48,7 +48,7 @@ def integer(request: Request, name: str, default: int, low: int, high: int) -> i
 
 
 def asks_for_events(accept: str) -> bool:
-    """Whether an Accept header names text/event-stream, with a weight above 0."""
+    """Returns whether an Accept header names text/event-stream, with a weight above 0."""
     for entry in accept.split(","):
         kind, *parameters = (part.strip().lower() for part in entry.split(";"))
         if kind == "text/event-stream":

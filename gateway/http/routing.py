@@ -1,13 +1,13 @@
-"""The table of routes: each is declared once, beside its handler; what Starlette serves and openapi.json come from it.
+"""The table of routes: each is declared once, at its handler; what Starlette serves and openapi.json come from it.
 
     routes = Routes(Catalog)
 
     @routes.tenant("GET /functions/{name}", "One function", {200: FunctionReply})
     async def get_function(request: Request, catalog: Catalog, tenant: str) -> Response: ...
 
-A module's routes get one group of the gateway's parts (gateway.groups), of which Routes is told the type. The decorator
-says who may call the handler, and so what else it is given. Query parameters that are not declared are refused before
-it. Its name is the operation's id in the document and the route's in the metrics.
+A module's routes get one group of the gateway's parts (gateway.groups), whose type is the argument of Routes. The
+decorator says who may call the handler, and so what else it is given. Query parameters that are not declared are
+refused before it. Its name is the operation's id in the document and the route's in the metrics.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Declare = Callable[[H], H]
 """A decorator of handlers, which returns them as they are."""
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Parameter = Mapping[str, Any]
-"""As the document has it."""
+"""A parameter as the document has it."""
 Replies = Mapping[int, type[Any] | None]
 """Message types by status; str: plain text; bytes: of any type."""
 
@@ -60,7 +60,7 @@ PATH_PARAMETERS = {
     "secret_id": parameter("path", "secret_id", "Its id"),
     "id": parameter("path", "id", "The invocation's id"),
 }
-"""What the names in paths mean, where a route does not say otherwise."""
+"""Parameters of paths by their names, where a route has no others."""
 TENANT = parameter("header", TENANT_HEADER, "With an admin key: whose functions are meant", NAME_TEXT)
 IF_MATCH = parameter("header", "if-match", "An ETag of the function: answered 412 when it has changed since")
 SESSION = parameter(
@@ -92,11 +92,11 @@ class Authenticator(Protocol):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one path."""
+    """A method of a path."""
 
     method: str
     path: str
-    """As Starlette reads it."""
+    """Path as Starlette reads it."""
     endpoint: Endpoint
     summary: str
     """Empty: not in the document."""
@@ -108,24 +108,24 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Details(TypedDict, total=False):
-    """What a route may have beyond method, path, summary and replies."""
+    """Optional details of a route."""
 
     body: type[Any]
     """The message type of its JSON."""
     parameters: Sequence[Parameter]
-    """Its own: of the query, headers, and those of the path that PATH_PARAMETERS has not."""
+    """Parameters of the query, headers, and those of the path that PATH_PARAMETERS has not."""
     errors: Sequence[int]
     """Statuses beyond those that follow from who may call it, its path and its body."""
     media: str
-    """Of a reply that is text: text/plain, where it is not stated."""
+    """Media type of a reply that is text; default: text/plain."""
     stream: str
-    """What the reply is as text/event-stream, if it can be."""
+    """Events of the reply as text/event-stream, if it can be one."""
     multipart: Mapping[str, Any]
     """The JSON schema of the form that is taken as the body, too."""
     etag: bool
-    """Whether a successful reply has one."""
+    """True if a successful reply has an ETag."""
     if_match: bool
-    """Whether it heeds If-Match."""
+    """True if it heeds If-Match."""
 
 
 class Routes(list[Operation], Generic[G]):
@@ -204,7 +204,7 @@ class Routes(list[Operation], Generic[G]):
         *,
         key: bool = True,
     ) -> Callable[[Any], Any]:
-        """`enter` checks the caller, and returns what the handler is given beside the request."""
+        """Declares a route. `enter` checks the caller, and returns the handler's arguments after the request."""
         method, path = target.split(" ")
         parameters = _parameters(path, details, headers)
         queries = [each["name"] for each in parameters if each["in"] == "query"]

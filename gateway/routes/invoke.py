@@ -62,7 +62,7 @@ async def invoke(request: Request, calls: Calls, tenant: str, watch: Stopwatch) 
 
 
 def _is_event(request: Request, call: schema.InvokeRequest) -> bool:
-    """Whether nobody waits for the call. Raises ServiceError for what fits only one of both kinds of calls."""
+    """Returns whether the call is asynchronous. Raises ServiceError for what fits only one of both kinds of calls."""
     stated = request.headers.get(TYPE_HEADER, "")
     if stated.lower() not in ("", "event", "requestresponse"):
         raise invalid(TYPE_HEADER, "it must be Event or RequestResponse")

@@ -40,7 +40,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """The tokenizer's, around the text. Default, as in calls: true for a prompt, false for messages, whose template
     writes its own."""
     add_generation_prompt: bool | None = None
-    """Of messages: whether the assistant's turn is opened. Default: true."""
+    """Opens the assistant's turn after the messages. Default: true."""
     return_token_strs: bool | None = None
 
 

@@ -10,7 +10,7 @@ from cluster.node_table import ABSENT, STANDARD, NodeTable
 from gateway.scheduling.request import PlacementRequest
 
 ASSUMED_ROWS = 32
-"""Punica's largest batch, of a node that does not tell its own."""
+"""Punica's largest batch, of a node that does not report its own."""
 
 
 class MostIdle:

@@ -1,4 +1,4 @@
-"""What a request would cost on each node, and how it would fare there: the terms that policies decide by.
+"""Cost model: what a request would add to each node, and its forecast times there, by which policies decide.
 
 Toppings' Algorithm 1 weighs what a request adds to prefill and decode:
 
@@ -25,7 +25,7 @@ from cluster.performance_model import RankTerm
 from gateway.scheduling.request import PlacementRequest
 
 MAX_RANK, ADAPTER_RANKS = (get_args(RankTerm).index(name) for name in ("max_rank", "adapter_ranks"))
-"""As the column `rank_term` has them."""
+"""Codes of rank terms in the column `rank_term`."""
 
 
 class Terms(msgspec.Struct, dict=True):
@@ -53,7 +53,7 @@ class Terms(msgspec.Struct, dict=True):
     ttft: np.ndarray
     """from its arrival to its first token"""
     tpot_limit: np.ndarray
-    """the least that anyone there, or the request, was promised; infinite where nobody was"""
+    """tightest TPOT target of the requests there and this one; infinite without any"""
     ttft_limit: float
     answer: float
     """tokens that its answer will have, as expected"""
@@ -62,17 +62,17 @@ class Terms(msgspec.Struct, dict=True):
 
     @cached_property
     def strain(self) -> np.ndarray:
-        """How much of its promise the worse of the two forecasts uses up: above 1 it breaks it, and NaN counts so."""
+        """The larger of forecast / limit for step and TTFT: above 1 an SLO is broken, as with NaN."""
         strain: np.ndarray = np.maximum(self.step / self.tpot_limit, self.ttft / self.ttft_limit)
         return strain
 
 
 class Scores(msgspec.Struct, gc=False):
-    """What a policy that weighs nodes against each other made of the terms; columns as there."""
+    """A policy's scores of the candidates; columns as in Terms."""
 
     terms: Terms
     totals: np.ndarray
-    """The least wins; infinite where a promise would be broken."""
+    """Total cost, of which the least wins; infinite where an SLO would be broken."""
     widened: np.ndarray
     """bool[C]: what is forecast of the node refuses nobody"""
     retry_after: float = 0.0
@@ -80,10 +80,10 @@ class Scores(msgspec.Struct, gc=False):
 
 
 class ScoringPolicy:
-    """A policy that can tell afterwards why it chose."""
+    """A policy that keeps the scores by which it chose."""
 
     last: Scores | None = None
-    """Of the latest choice: it is to be read before anything else can run."""
+    """Scores of the latest choice, to be read before anything else can run."""
 
 
 def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
@@ -118,8 +118,8 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
 
 
 def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.ndarray:
-    """bool[C]: the node could keep what the request was promised if it had nothing else to do. Where none could,
-    waiting is in vain."""
+    """Returns bool[C]: whether the node would attain the request's SLO if it were idle. Where none would, waiting does
+    not help."""
     tokens, rank, tpot = request.demand.prompt_tokens, request.demand.rank, request.demand.tpot
     kept = np.zeros(made.candidates.size, np.bool_)
     sizes = _on_device(request, nodes.adapter_itemsize[made.candidates])

@@ -1,6 +1,6 @@
-"""What a placement saw and chose, kept so that it can be told later.
+"""Snapshots of routing decisions: what the policy saw and chose, for `/explain`.
 
-Taking it costs a few gathers of numbers; they are turned into words only when somebody asks.
+Taking one costs a few gathers of numbers; they become a reply only when somebody asks.
 """
 
 from __future__ import annotations
@@ -16,55 +16,54 @@ from gateway.scheduling.cost import Scores
 from gateway.scheduling.request import PlacementRequest
 
 MOST_CANDIDATES = 16
-"""Told of one placement: the chosen one and the best of the others."""
+"""Candidates that a decision lists: the chosen one and the best of the rest."""
 
 Outcome = Literal["placed", "overloaded", "unavailable"]
 TIER_NAMES = {number: name for name, number in TIERS.items()} | {ABSENT: "absent"}
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A node that was able to serve the request. Times are in seconds; null where the policy does not reckon with
-    them, and where the node has no performance model of its own: nothing is forecast of it then."""
+    """A node that was able to serve the request. Times are in seconds, and null where the policy does not use them, or
+    the node has not published a performance model: then nothing is forecast."""
 
     node: str
     chosen: bool
     age: float | None
-    """Since the record that it was judged by came in."""
+    """Age of the record by which it was judged."""
     tier: Literal["device", "host", "disk", "absent"]
-    """Where the adapter was, as far as was known; `device` for the base alone."""
+    """Tier of the adapter, as far as was known; `device` for the base alone."""
     running: int
     queued: int
     reserved: int
-    """Places given away there that no record had told of yet."""
+    """Places reserved there that no record had acknowledged yet."""
     model: Literal["measured", "assumed"]
-    """Whether the node was judged by its own performance model, or by one of a mid-size GPU, of which no times are
-    told."""
+    """`measured`: judged by its own performance model; `assumed`: by that of a mid-size GPU, without times here."""
     model_problem: str | None
-    """Why the one that it publishes is not used."""
+    """Reason for which the published model is not used."""
     widened: bool = False
-    """Its passes have taken other than its model says for a minute: what is forecast of it refuses nobody."""
+    """True if its passes have not taken what its model forecasts for a minute: then its forecasts refuse no request."""
     prefill: float | None = None
-    """What the prompt adds to the prompts that wait."""
+    """Time that the prompt adds to the prompts that wait."""
     exposed_load: float | None = None
-    """What the first token waits for the adapter's bytes."""
+    """Wait of the first token for the adapter's bytes."""
     decode: float | None = None
-    """What the request adds to every step."""
+    """Time that the request adds to every step."""
     step: float | None = None
     """A decode step with the request in the batch."""
     wait: float | None = None
-    """Before its prompt is begun."""
+    """Wait before its prompt starts."""
     ttft: float | None = None
-    """From its placement to its first token."""
+    """Time from its routing to its first token."""
     spreading: float | None = None
     """Charged for one more copy of the adapter, for the request and for each one there."""
     total: float | None = None
-    """The least wins; null where it is infinite, see `broken`."""
+    """Total cost, of which the least wins; null where it is infinite, see `broken`."""
     broken: list[str] = []
-    """Which promises would be."""
+    """SLO targets that would be broken."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One placement. Times are in seconds."""
+    """A routing decision. Times are in seconds."""
 
     outcome: Outcome
     node: str | None
@@ -85,22 +84,22 @@ class Decision(msgspec.Struct, frozen=True):
     adapter_bytes: int
     slo_class: str
     ttft: float | None
-    """What was left of the promise when the request was placed."""
+    """Remainder of the TTFT target when the request was routed."""
     tpot: float | None
     candidates: list[Candidate]
     more: int
-    """Candidates that are not told."""
+    """Number of further candidates."""
 
 
 ONLY = np.zeros(1, np.int64)
 SCORED = ("prefill", "exposed_load", "decode", "step", "wait", "ttft", "spreading", "total")
 FIELDS = ("age", "running", "queued", "reserved", "modelled", "tier", *SCORED, "tpot_limit")
 TERMS = ("tier", "prefill", "exposed", "decode", "step", "wait", "ttft", "spreading")
-"""Of gateway.scheduling.cost.Terms, in the order that their FIELDS have."""
+"""Columns of gateway.scheduling.cost.Terms, in the order of FIELDS."""
 
 
 class Picture(msgspec.Struct):
-    """The candidates of one choice, as they were then."""
+    """Candidates of one choice, as they were then."""
 
     nodes: list[str]
     problems: list[str | None]
@@ -163,7 +162,7 @@ def picture(
 
 
 def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Scores | None) -> np.ndarray:
-    """Indices of those to be told, the best first."""
+    """Returns the indices of the candidates to list, the best first."""
     if candidates.size == 1:
         return ONLY
     order = scores.totals if scores is not None else nodes.requests[candidates]

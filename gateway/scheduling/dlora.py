@@ -1,4 +1,4 @@
-"""dLoRA's way, for comparison: requests go to the least loaded node, and every while some move to one with less.
+"""dLoRA's policy, for comparison: requests go to the least loaded node, and now and then some move to one with less.
 
 Waiting requests move first. A running one moves only where the difference is large; its KV memory is not sent, so that
 its prompt and its tokens are computed again where it arrives. Each request moves once at most.
@@ -69,8 +69,9 @@ class Dlora(MostIdle):
 
 
 def _movable(requests: Sequence[Movable], gap: float) -> Movable | None:
-    """Returns the request that came last of those that wait, or the running one that has computed least; None when
-    the gap is too small for any."""
+    """Returns the waiting request that came last, else the running one that has computed least.
+
+    None when the gap is too small for any."""
     if gap < LEAST_GAP:
         return None
     waiting = next((request for request in reversed(requests) if not request.runs), None)

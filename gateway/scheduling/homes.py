@@ -1,4 +1,4 @@
-"""Where an adapter is brought before it is called: nodes that hold it already, then those that its digest draws.
+"""Home nodes of adapters, where they are brought before a call: those that have it, then those its digest draws.
 
 Routing charges a node for what a call would wait for its adapter (rank_aware: `exposed`, `copy`), so that calls go
 where an adapter was brought. Rendezvous hashing draws the same nodes in every gateway worker, spreads adapters evenly,
@@ -18,7 +18,7 @@ _STEP, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1C
 
 
 class Homes:
-    """Of the nodes that serve a base now; to be made anew when they may have changed."""
+    """Home nodes among those that serve a base now; to be made again when they may have changed."""
 
     def __init__(self, nodes: NodeTable, base: str) -> None:
         self._nodes = nodes

@@ -1,4 +1,4 @@
-"""How long answers become: learnt per function from those that ended; a request's own is not known beforehand."""
+"""Expected lengths of answers, learnt per function from those that ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Mean:
 
 
 class _Means(Generic[K]):
-    """Of the keys that were added to last."""
+    """Means of the keys that were added to last."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -55,7 +55,7 @@ class ResponseLengths:
         self._tokens, self._inverses = _Mean(SPREAD_MEMORY), _Mean(SPREAD_MEMORY)
 
     def note(self, tenant: str, function: str, tokens: int) -> None:
-        """An answer ended by itself, or at its `max_tokens`."""
+        """Records an answer that ended by itself, or at its `max_tokens`."""
         self._functions.add((tenant, function), tokens)
         self._tenants.add(tenant, tokens)
         self._all.add(tokens)
@@ -73,8 +73,10 @@ class ResponseLengths:
         return max(1.0, min(known, float(max_tokens)))
 
     def inverse(self, expected: float) -> float:
-        """The mean of 1 / tokens where so many tokens are expected: more than 1 / expected, for short answers weigh
-        more in it than long ones. Answers of a function are taken to be as unlike as everybody's. At most 1."""
+        """Returns the mean of 1 / tokens, at most 1, where `expected` tokens are expected.
+
+        It is more than 1 / expected, for short answers weigh more in it than long ones. Answers of a function are taken
+        to be as unlike as everybody's."""
         spread = self._tokens.value * self._inverses.value
         return min(1.0, max(1.0, spread) / expected)
 

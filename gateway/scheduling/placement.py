@@ -34,17 +34,17 @@ class Placed(msgspec.Struct, frozen=True):
     pool: str = ""
     """The node's."""
     work: float | None = None
-    """As gateway.scheduling.work reckons it."""
+    """Seconds of the node's time (gateway.scheduling.work)."""
     number: int = 0
-    """Of the reservation. The node repeats it in its record once the request has arrived."""
+    """Number of the reservation, which the node repeats in its record once the request has arrived."""
 
 
 class Trace(msgspec.Struct):
-    """How a placement went, for whoever is asked about it later."""
+    """Trace of one routing, for `/explain`."""
 
     tries: int = 0
     picture: Picture | None = None
-    """Of the last choice; None when there was nothing to choose from."""
+    """Snapshot of the last choice; None when there was nothing to choose from."""
 
 
 async def place(
@@ -55,8 +55,8 @@ async def place(
     excluded: frozenset[str] = frozenset(),
     trace: Trace | None = None,
 ) -> Placed:
-    """Reserve a place, and fill `trace`. Raises ServiceError: `unavailable` when no node could serve, `overloaded` when
-    all are full or the policy refuses them all."""
+    """Reserves a place, and fills `trace`. Raises ServiceError: `unavailable` when no node could serve, `overloaded`
+    when all are full or the policy refuses them all."""
     demand = request.demand
     for attempt in range(ATTEMPTS):
         nodes = await state.table()

@@ -65,7 +65,7 @@ class RankAware(ScoringPolicy):
         return plain
 
     def _least_bad(self, scores: Scores) -> int:
-        """The index of the node where promises are broken by the smallest part, as far as its forecasts are
+        """Returns the index of the node where SLOs are broken by the smallest part, as far as its forecasts are
         believed."""
         made = scores.terms
         finite = [np.where(values >= 0.0, values, np.inf) for values in (self._total_cost(made), made.strain)]

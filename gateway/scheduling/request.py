@@ -1,4 +1,4 @@
-"""What a policy may know of the request that it places."""
+"""The request as a policy sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
 
     id: str
     demand: Demand
-    """What its place will ask of a node."""
+    """Demand of its place on a node."""
     digest: str | None
     """Adapter version; None for the base alone."""
     adapter_bytes: int

@@ -1,6 +1,6 @@
 """Nodes whose performance model has been off for a while: what it forecasts refuses nobody until it is right again.
 
-Each node tells how long its last passes took over what its model says of them (`forecast_ratio`). A request that no
+Each node reports how long its last passes took over what its model forecasts (`forecast_ratio`). A request that no
 node could serve in time is refused at once, by forecasts alone; where these are wrong, it would be for nothing.
 """
 
@@ -30,12 +30,12 @@ class Widening:
         self._clock = clock
         self._looked = -math.inf
         self._since: dict[str, float] = {}
-        """By node, since when its model is off."""
+        """Start of the time for which a node's model is off, by node."""
         self._widened: frozenset[str] = frozenset()
 
     def look(self, nodes: NodeTable) -> None:
-        """Notes which nodes' models have been off for PATIENCE seconds. To be called before every choice; most calls do
-        nothing."""
+        """Records which nodes' models have been off for PATIENCE seconds. To be called before every choice; most calls
+        do nothing."""
         now = self._clock()
         if now - self._looked < EVERY:
             return

@@ -1,4 +1,4 @@
-"""How much of a node a request takes up: its share of a node that is full, by the node's own cost model."""
+"""Work of a request: its share of a node that is full, by the node's own cost model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:
 
 
 def rows_together(load: NodeLoad, tokens: float) -> float:
-    """Requests of so many tokens that a node computes at once: at least 1."""
+    """Returns how many requests of `tokens` a node computes at once: at least 1."""
     most = [float(load.max_rows)] if load.max_rows else []
     if load.kv_tokens:
         most.append(load.kv_tokens / tokens)
