@@ -10,8 +10,7 @@ from scheduling_world import ask, chosen, node, table_of
 from cluster.model_check import OFF
 from cluster.node_table import NodeTable
 from gateway.scheduling.decision import picture
-from gateway.scheduling.rank_aware import RankAware
-from gateway.scheduling.widening import EVERY, PATIENCE, Widening
+from gateway.scheduling.rank_aware import EVERY, PATIENCE, RankAware, Widening
 from tests.support.told import tell
 
 FULL = node("full", *[8] * 32, tier="device", queued=50)
