@@ -31,9 +31,9 @@ from gateway.workers.metrics import Metrics
 ROUTES = mounted(ALL)
 
 STOP_SECONDS = 3.0
-"""For which the end of the server waits for requests that it has cancelled."""
+"""Seconds for which the end of the server waits for requests that it has cancelled."""
 FLUSH_SECONDS = 0.05
-"""For the last bytes to leave the process."""
+"""Seconds for the last bytes to leave the process."""
 
 
 def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None) -> Starlette:

@@ -1,4 +1,4 @@
-"""What usage costs, by the operator's prices: numbers without a currency."""
+"""The operator's prices of usage: numbers without a currency."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Price = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is left out costs nothing."""
+    """Prices by kind of usage; a kind that is left out is free."""
 
     input_tokens_1m: Price = 0.0
     """A million tokens of prompts."""

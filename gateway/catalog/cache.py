@@ -1,4 +1,5 @@
-"""What the registry said: valid for a second since that was last known, for a minute while it is away."""
+"""A cache of answers of the registry: valid for a second since they were last confirmed, for a minute while it is
+away."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ V = TypeVar("V")
 
 
 KEPT_SECONDS = 600.0
-"""For which confirmations count. An answer in use is renewed after half of it: a gateway of a release that marks
-nothing (adapters.epoch) may have written to the registry."""
+"""Seconds for which confirmations count. An answer in use is renewed after half of it: a gateway of a release that
+marks nothing (adapters.epoch) may have written to the registry."""
 MAX_KNOWN = 50_000
 """Answers that are kept, about a kilobyte each."""
 PATIENCE = 1.0
@@ -39,11 +40,11 @@ class GraceCache(Generic[K, V]):
     limit: int = MAX_KNOWN
     patience: float = PATIENCE
     confirmed: Callable[[K], float] = lambda _: float("-inf")
-    """When it was last known, by `clock`, that an answer which is kept would still be the same."""
+    """Returns when, by `clock`, it was last known that a cached answer would still be the same."""
     _known: OrderedDict[K, tuple[V, float]] = field(default_factory=OrderedDict, init=False)
     _loading: dict[K, asyncio.Task[V]] = field(default_factory=dict, init=False)
     _patience_ends: dict[K, float] = field(default_factory=dict, init=False)
-    """By the event loop's time, for each load under way."""
+    """End of patience by the event loop's time, for each load in progress."""
 
     async def get(self, key: K) -> V:
         """Raises what `load` raises; StoreUnavailable only when nothing younger than the grace is known."""
@@ -64,7 +65,7 @@ class GraceCache(Generic[K, V]):
         return load.result()
 
     def forget_where(self, matches: Callable[[K], bool]) -> None:
-        """The next `get` of these asks anew, and a load of them that began before does not count."""
+        """Forgets matching answers: the next `get` loads them again, and a load that began before does not count."""
         for key in [key for key in self._known if matches(key)]:
             del self._known[key]
         for key in [key for key in self._loading if matches(key)]:

@@ -1,4 +1,4 @@
-"""Who calls: keys to tenants, by what the registry says of their owner.
+"""Authenticates callers: keys to tenants, by what the registry has of their owner.
 
 A key that is not in it is looked up, as far as there is room for such look-ups.
 """
@@ -25,12 +25,12 @@ from gateway.http.params import TENANT_HEADER
 from gateway.http.routing import Caller
 
 OPEN_TENANT = "default"
-"""Whose functions are served when `auth` is `none`."""
+"""Tenant whose functions are served when `auth` is `none`."""
 MAX_KEY_TEXT = 512
 MAX_NAMES = 50_000
 """Tenants whose names are kept."""
 REFUSAL_SECONDS = 0.05
-"""A key is refused after a multiple of this, so that the time tells nothing of whether its tenant exists."""
+"""Refusals of keys take a multiple of this, so that their time does not show whether the tenant exists."""
 
 
 class Callers:
@@ -111,7 +111,8 @@ class Callers:
             raise
 
     async def is_valid(self, tenant: str | None, key_id: str) -> bool:
-        """Whether this key, of a tenant or (None) of an administrator, is not revoked. Raises StoreUnavailable."""
+        """Returns whether this key, of a tenant or (None) of an administrator, is not revoked. Raises
+        StoreUnavailable."""
         try:
             return (await self._known.get(tenant)).has_id(key_id)
         except NotFound:
@@ -134,7 +135,7 @@ class Callers:
             raise ServiceError("forbidden", "this route needs an admin key")
 
     async def _is_known(self, text: str, claim: Principal) -> bool:
-        """Whether it is a valid key by what is known of its owner; False where nothing is."""
+        """Returns whether it is a valid key by the cached record of its owner; False where there is none."""
         if claim.tenant is not None and claim.tenant not in self._names:
             return False
         try:
@@ -157,7 +158,7 @@ class Callers:
 
 
 class _Owner:
-    """Of keys. Administrators together are a tenant without a name, of which nothing but its keys is asked."""
+    """Owner of keys. Administrators together are a tenant without a name, of which only the keys are used."""
 
     __slots__ = ("_keys", "record")
 

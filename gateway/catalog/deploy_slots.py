@@ -1,4 +1,4 @@
-"""How many deploys there may be at once, so that no tenant's uploads keep the other tenants from deploying."""
+"""Limits concurrent deploys, so that no tenant's uploads keep the other tenants from deploying."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class _Share:
 
 
 class DeploySlots:
-    """An upload takes memory and disk for as long as its sender likes, so each tenant has a few of its own.
-
-    Checking and storing takes a thread: these places are for all, and a tenant gets only some of them at once.
-    """
+    """Slots for deploys. An upload takes memory and disk for as long as its sender likes, so each tenant has a few
+    slots for itself. Checking and storing takes a thread: these slots are for all, and a tenant gets only some of them
+    at once."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._free_uploads = share(config.max_uploads, config)

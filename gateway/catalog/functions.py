@@ -29,13 +29,13 @@ Key = tuple[str, str, str]
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What an invocation runs: one version of a function, or the base model alone (`adapter` None)."""
+    """The target of an invocation: one version of a function, or the base model alone (`adapter` None)."""
 
     function: str
     version: int | None = None
     adapter: Adapter | None = None
     policy: Policy = Policy()
-    """The function's; the base model has none of its own."""
+    """Policy of the function; empty for the base model."""
 
     @property
     def digest(self) -> str | None:
@@ -53,7 +53,7 @@ class Functions:
     ) -> None:
         """`confirmed`: when it was last known that a record is as it was read, by its key."""
         self.on_change: Callable[[str, str], None] = lambda *_: None
-        """Told of each function (tenant, name) that this process has changed."""
+        """Called with each function (tenant, name) that this process has changed."""
         self._registry = registry
         self._threads = threads
         self._rebuilds = Rebuilds(registry, self.forget)
@@ -108,7 +108,8 @@ class Functions:
         self._cache.forget_where(lambda key: key[0] == tenant)
 
     def remake(self, tenant: str, target: Target) -> ServiceError:
-        """Begin to make the artifact again, which a node has found damaged; what that node's caller is told."""
+        """Starts to make the artifact again, which a node has found damaged. Returns the error for that node's
+        caller."""
         assert target.version is not None and target.digest is not None  # nodes find no fault with the base alone
         self._rebuilds.request(tenant, target.function, target.version, target.digest)
         found = f"the artifact of version {target.version} of function {target.function} was damaged"
@@ -124,7 +125,7 @@ class Functions:
 
 
 def adapter_of(found: Resolved) -> Adapter:
-    """Returns the version as nodes are told of it."""
+    """Returns the version as nodes get it."""
     return Adapter(
         digest=found.digest,
         artifact=found.artifact_key,

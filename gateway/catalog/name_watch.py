@@ -1,7 +1,8 @@
-"""How long what was read of a record stays valid: until the registry's epoch says that it may have changed.
+"""Validity of cached records: they are valid until the registry's epoch shows that they may have changed. See
+adapters.epoch.
 
-See adapters.epoch. An answer is from after every change that was committed `cache_seconds` ago: an epoch that was read
-within that time has marks of all of those. Without one, while the store is slow, answers are valid for `cache_seconds`.
+An answer is from after every change that was committed `cache_seconds` ago: an epoch that was read within that time has
+marks of all of those. Without one, while the store is slow, answers are valid for `cache_seconds`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ log = logging.getLogger("gateway")
 
 
 class NameWatch:
-    """Of one worker. `on_mark` is told of each mark once, and of those before the first reading never."""
+    """Reads the epoch for one worker. `on_mark` is called with each mark once, and never with those before the first
+    reading."""
 
     def __init__(self, store: ObjectStore, threads: StoreThreads, clock: Callable[[], float], seconds: float) -> None:
         self._store = store
@@ -33,9 +35,9 @@ class NameWatch:
         self._seconds = seconds
         self._known: Epoch | None = None
         self.read_at = float("-inf")
-        """When the newest reading began."""
+        """Start of the newest reading."""
         self._dirty: dict[str, float] = {}
-        """Until when each marked record may still be committed."""
+        """Time until which each marked record may still be committed."""
         self._all_dirty_until: float | None = None
         self.on_mark: Callable[[Mark], None] = lambda _: None
         self.forget_all: Callable[[], None] = lambda: None
@@ -46,8 +48,8 @@ class NameWatch:
         return epoch, self._store.now() if self._begins_anew(epoch) else None
 
     def confirmed(self, key: str) -> float:
-        """Returns until when, by `clock`, nothing was committed of the record since it was last read or forgotten; -inf
-        while a marked change of it may still be committed."""
+        """Returns the time, by `clock`, until which nothing was committed of the record since it was last read or
+        forgotten; -inf while a marked change of it may still be committed."""
         return float("-inf") if key in self._dirty or self._all_dirty_until is not None else self.read_at
 
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -68,8 +70,8 @@ class NameWatch:
             await asyncio.sleep(max(0.0, POLL_SHARE * self._seconds - (self._clock() - began)))
 
     def apply(self, epoch: Epoch, now: float | None, began: float) -> None:
-        """Takes in what `read` has returned; `began`: when that reading began, by `clock`. Tells `on_mark` of the new
-        marks, and calls `forget_all` when marks may have been missed."""
+        """Takes in what `read` has returned. Calls `on_mark` with the new marks, and `forget_all` when marks may have
+        been missed. `began`: start of the reading, by `clock`."""
         known, self._known = self._known, epoch
         marks = epoch.marks
         if now is None:
@@ -88,7 +90,7 @@ class NameWatch:
         self.read_at = began
 
     def _begins_anew(self, epoch: Epoch) -> bool:
-        """Whether there may be marks that this worker has not seen and that the epoch no longer names."""
+        """Returns whether there may be marks that this worker has not seen and that the epoch no longer names."""
         known = self._known
         if known is None or known.id != epoch.id or epoch.number < known.number:
             return True

@@ -20,10 +20,10 @@ log = logging.getLogger("gateway")
 
 
 class Rebuilds:
-    """Each digest is made once, however many ask. Failures are kept by the registry's contents, and told by them."""
+    """Makes each digest's artifact once, however many ask. Failures are cached by the registry's contents."""
 
     def __init__(self, registry: Registry, made: Callable[[str, str], None]) -> None:
-        """`made` is told of the function (tenant, name) whose artifact was made, or can't be."""
+        """`made` is called with the function (tenant, name) whose artifact was made, or can't be."""
         self._registry = registry
         self._made = made
         self._threads = LeavableThreads(THREADS)

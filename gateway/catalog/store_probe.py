@@ -1,4 +1,4 @@
-"""Whether the registry answers and can be written to: anyone may ask that without a key, so it is asked rarely."""
+"""Probes whether the registry answers and can be written to: rarely, for anyone may ask that without a key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.catalog.threads import LeavableThreads, StoreThreads
 from gateway.config import GatewayConfig
 
 READ_KEY = "admin.json"
-"""Whether this object exists does not matter: the store must only answer."""
+"""Key of an object that need not exist: the store must only answer."""
 WRITE_KEY = "probes/ready"
 WRITE_BYTES = 4096
 WRITE_EVERY = 10.0

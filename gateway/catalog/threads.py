@@ -22,8 +22,8 @@ WRITE_THREADS = 4
 
 
 class LeavableThreads:
-    """At most `count` calls at once, each in a thread of its own. Whoever waits for one may leave (be cancelled), but
-    its place is free only when the thread has ended: calls that hang can't pile up."""
+    """Runs at most `count` calls at once, each in its own thread. A caller may leave (be cancelled), but its place is
+    free only when the thread has ended: calls that hang can't pile up."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -81,8 +81,11 @@ class StoreThreads:
         self._write_limiter = anyio.CapacityLimiter(writes)
 
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Raises StoreUnavailable when the store (or a free thread) does not answer in time; at once while earlier
-        reads that were given up hang in all threads."""
+        """Returns the result of a read. Raises StoreUnavailable when the store (or a free thread) does not answer in
+        time.
+
+        Raises it at once while earlier reads that were given up hang in all threads.
+        """
         if self._reads.left >= self._reads.count:
             raise StoreUnavailable(f"{self._reads.left} earlier reads of the registry still hang")
         try:

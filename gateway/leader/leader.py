@@ -25,11 +25,11 @@ BEATS_A_LEASE = 3
 """A killed leader is replaced within a lease and two beats: its last write may be seen a beat late, and its end another
 one. With Redis, whose clock ends the lease, a beat less: 3.3 s, and a job's pause behind it."""
 ANSWER_SECONDS = 2.0
-"""For the lease to be read and written."""
+"""Seconds for the lease to be read and written."""
 TURN_SECONDS = 10.0
 """Deadline of a turn."""
 OVERTIME_SECONDS = 30.0
-"""After the deadline a turn that has not ended is given up: longer than one call of the store may take."""
+"""Seconds after the deadline when a turn that has not ended is given up: longer than one call of the store may take."""
 
 log = logging.getLogger("gateway")
 
@@ -53,7 +53,8 @@ class Leader:
         *,
         alone: bool = False,
     ) -> None:
-        """`alone`: no other worker knows the same nodes, so that this one does their jobs whoever has the lease."""
+        """`alone`: no other worker knows the same nodes, so that this one does their jobs whether it has the lease or
+        not."""
         self.name = name
         self._leases = leases
         self._jobs = jobs
@@ -64,11 +65,12 @@ class Leader:
         self._until = -math.inf
         """The lease's end, by the clock."""
         self._since = -math.inf
-        """When it was taken last and not prolonged, by the clock."""
+        """Time when it was taken last and not prolonged, by the clock."""
         self._led = self._failing = False
 
     def leads(self) -> bool:
-        """Whether this process leads: false from the lease's end on, also when the process was stopped over it."""
+        """Returns whether this process leads: false from the lease's end on, also when the process was stopped over
+        it."""
         return self._clock() < self._until
 
     @asynccontextmanager

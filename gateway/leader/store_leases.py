@@ -26,9 +26,9 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     holder: str
     """Empty: nobody."""
     seconds: float
-    """For which it is held from its last write on."""
+    """Seconds for which it is held from its last write on."""
     writes: int
-    """So that each write has another etag."""
+    """Number of writes, so that each has another etag."""
 
 
 class StoreLeases:

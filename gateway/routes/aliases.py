@@ -41,7 +41,7 @@ class AliasTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which alias to point to what it pointed to before."""
+    """The alias to point to what it pointed to before."""
 
     alias: str = "latest"
 
@@ -56,7 +56,7 @@ class AliasPast(msgspec.Struct, frozen=True):
 
 
 class AliasReply(msgspec.Struct, frozen=True):
-    """Where an alias points. `version` is null while it splits its calls."""
+    """The target of an alias. `version` is null while it splits its calls."""
 
     function: str
     alias: str
@@ -65,13 +65,13 @@ class AliasReply(msgspec.Struct, frozen=True):
     since: float
     """Unix time."""
     changes: int
-    """How often it was moved, its first target included."""
+    """Number of its moves, its first target included."""
     generation: int
-    """Of the function, as in the ETag."""
+    """Generation of the function, as in the ETag."""
     history: list[AliasPast]
     """Earlier targets, the latest first."""
     warnings: list[str] = []
-    """What was not warm when the alias was moved."""
+    """Versions that were not warm when the alias was moved."""
 
 
 @routes.tenant(
@@ -134,7 +134,7 @@ async def roll_back(request: Request, catalog: Catalog, tenant: str) -> Response
 async def _warm_earlier(
     catalog: Catalog, tenant: str, name: str, alias: str, matches: frozenset[int] | None
 ) -> list[str]:
-    """As warm_targets, of what a rollback would point to; it says itself when there is nothing."""
+    """Warms what a rollback would point to, as warm_targets; the rollback itself reports that there is nothing."""
     record = await catalog.threads.read(catalog.registry.function, tenant, name)
     check_generation(record, matches)
     known = record.aliases.get(alias)

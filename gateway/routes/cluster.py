@@ -1,4 +1,4 @@
-"""What nodes tell the gateway (cluster secret)."""
+"""Routes for nodes, which report to the gateway (cluster secret)."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ async def _from_source(catalog: Catalog, request: Request, tenant: str, name: st
 
 
 class _Given(NamedTuple):
-    """What is to be deployed; `weights` is a file that goes away afterwards."""
+    """Arguments of a deploy; `weights` is a file that goes away afterwards."""
 
     config: bytes
     weights: Path

@@ -1,6 +1,6 @@
 """GET /docs: the API as a page, drawn in the browser from /openapi.json; no key needed, nothing from elsewhere.
 
-`python -m gateway.routes.openapi` makes openapi.json anew; a test compares it with the routes.
+`python -m gateway.routes.openapi` makes openapi.json again; a test compares it with the routes.
 """
 
 from __future__ import annotations

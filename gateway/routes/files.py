@@ -31,7 +31,7 @@ FILE_FORM = {
     },
 }
 MAX_PAGE = 10_000
-"""As OpenAI has it; a tenant has far fewer files."""
+"""Largest page, as OpenAI has it; a tenant has far fewer files."""
 PURPOSES = ("batch", "batch_output")
 FILE_ID = parameter("path", "file_id", "The file")
 
@@ -89,7 +89,7 @@ async def delete_file(request: Request, calls: Calls, tenant: str) -> Response:
 
 
 async def _check_tenant(calls: Calls, tenant: str, made: FileRecord) -> None:
-    """Removes the file if its tenant was deleted during the upload: whoever is given the name next must not see it.
+    """Removes the file if its tenant was deleted during the upload: a tenant that gets the name next must not see it.
     Raises NotFound then."""
     try:
         await calls.callers.account(tenant)

@@ -29,8 +29,8 @@ MAX_PAGE = 1000
 
 
 class Residency(msgspec.Struct, frozen=True):
-    """Where a version is: on which node, in which tier. Known of versions that the tenant has called since the gateway
-    started, or has provisioned."""
+    """A place of a version: node and tier. Known of versions that the tenant has called since the gateway started, or
+    has provisioned."""
 
     version: int
     node: str
@@ -42,11 +42,12 @@ class FunctionItem(msgspec.Struct, frozen=True):
     versions: list[int]
     aliases: dict[str, int | dict[str, float]]
     ranks: list[int]
-    """Of the version that `latest` points to, like `bytes`; of that with the largest share, if there are several."""
+    """Ranks of the version that `latest` points to, like `bytes`; of that with the largest share, if there are
+    several."""
     bytes: int
     residency: list[Residency]
     error: str | None = None
-    """Why nothing else is known of it; null in good order."""
+    """Reason for which nothing else is known of it; null in good order."""
 
 
 class FunctionList(msgspec.Struct, frozen=True):
@@ -82,7 +83,7 @@ class VersionReply(msgspec.Struct, frozen=True):
     created: float
     """Unix time."""
     source: str | None = None
-    """Where the files came from, if not with the request."""
+    """Place of the files, if they did not come with the request."""
 
 
 class VersionList(msgspec.Struct, frozen=True):
@@ -90,7 +91,7 @@ class VersionList(msgspec.Struct, frozen=True):
 
 
 class LastHour(msgspec.Struct, frozen=True):
-    """What this gateway saw of the function in the last 60 minutes."""
+    """Counts of the function in the last 60 minutes, on this gateway."""
 
     invocations: int
     failures: int

@@ -1,4 +1,4 @@
-"""Whether the process lives, and whether it can serve now."""
+"""Health checks: whether the process lives, and whether it can serve now."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ async def readyz(request: Request) -> Response:
 
 
 async def _store(nodes: Nodes) -> Check:
-    """A store that can only be read is told, but calls are served from it: to take the gateway out would end them."""
+    """Checks the registry. A store that can only be read is reported, but calls are served from it: to take the gateway
+    out would end them."""
     try:
         await nodes.probe.check_answers()
     except StoreUnavailable:
@@ -71,7 +72,8 @@ async def _store(nodes: Nodes) -> Check:
 
 
 def _cluster(nodes: Nodes) -> Check:
-    """A stale picture is told, but served from: to take the gateway out would make an outage of it."""
+    """Checks the cluster state. A stale one is reported, but served from: to take the gateway out would make an outage
+    of it."""
     stale = nodes.cluster.stale
     if stale is None:
         return Check(ok=True)

@@ -42,8 +42,9 @@ NODE_ERRORS = (502, 504)
 
 
 class NodeItem(msgspec.Struct, frozen=True):
-    """`age` is in seconds since the node's last record; `reserved` counts places that it has not acknowledged yet;
-    `circuit` is whether the gateway worker that answers can reach it (`half_open`: one request may try)."""
+    """A node as the scheduler sees it. `age`: seconds since the node's last record. `reserved`: places that it has not
+    acknowledged yet. `circuit`: whether the gateway worker that answers can reach it (`half_open`: one request may
+    try)."""
 
     record: dict[str, Any]
     reserved: int
@@ -68,28 +69,28 @@ class NodeAdapter(msgspec.Struct, frozen=True):
 
     digest: str
     tier: HeldTier
-    """Where all of it is; `absent`: it is arriving from the registry."""
+    """Tier that has all of it; `absent`: it is arriving from the registry."""
     bytes: int
-    """In memory, or of its file on the disk; 0 until that is known."""
+    """Bytes in memory, or of its file on the disk; 0 until that is known."""
     ranks: list[int]
-    """Of its projections, without repeats. Empty for one that is on the disk alone."""
+    """Ranks of its projections, without repeats. Empty for one that is on the disk alone."""
     in_use: int
     """Requests that are computed with it."""
     waiting: int
     """Requests and prefetches that wait for it."""
     layers: list[LayerName] | None
-    """While it loads: how far each layer has come. Null when it does not."""
+    """Progress of each layer while it loads; null when it does not."""
 
 
 class NodeAdapters(msgspec.Struct, frozen=True):
     node: str
     adapters: list[NodeAdapter]
     unnamed: int
-    """So many more are on the disk alone."""
+    """Number of further adapters, which are on the disk alone."""
 
 
 class MovedReply(msgspec.Struct, frozen=True):
-    """`tier` is where the adapter is now; null while its load goes on."""
+    """The result of a move. `tier`: where the adapter is now; null while its load continues."""
 
     node: str
     digest: str
@@ -165,7 +166,8 @@ async def undrain_node(request: Request, nodes: Nodes) -> Response:
 
 
 async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
-    """The node refuses by itself from now on; its new record is taken in here, so that none is sent there in vain."""
+    """Starts or ends the draining of a node, which refuses calls by itself from now on. Its new record is taken in
+    here, so that no call is sent there to be refused."""
     node = await _node(nodes, request)
     await nodes.node_calls.order(node, path)
     told = await nodes.node_calls.ask_news(node)

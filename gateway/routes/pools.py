@@ -27,7 +27,7 @@ RETRY_AFTER = 1.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What calls ask, over the last ten seconds. Work is in nodes' time, by the nodes' cost models."""
+    """Demand of calls over the last ten seconds. Work is in nodes' time, by the nodes' cost models."""
 
     open_requests: int
     queue_wait: float
@@ -44,7 +44,7 @@ class Pool(Load, frozen=True, kw_only=True):
     pool: str | None
     """Null: nodes of no pool."""
     nodes: int
-    """That report."""
+    """Nodes that report."""
     ready: int
 
 
@@ -57,20 +57,20 @@ class PoolList(msgspec.Struct, frozen=True):
     stale: float | None
     """Seconds since the gateway's workers were last in step; null while they are."""
     autoscaler: str | None
-    """Who holds the autoscaler's lease; null: nobody, or it can't be told."""
+    """Holder of the autoscaler's lease; null: nobody, or it is unknown."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     holder: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,200}$", max_length=200)]
     seconds: Annotated[float, Meta(ge=0, le=300)]
-    """For so long from now; 0 gives it back."""
+    """Duration of the lease from now; 0 gives it back."""
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
     holder: str | None
-    """Who has it now."""
+    """Holder of the lease now."""
     seconds: float
-    """Until it ends by itself."""
+    """Time until it ends by itself."""
 
 
 @routes.admin("GET /pools", "What calls ask of the node pools now", {200: PoolList})

@@ -35,12 +35,12 @@ class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slo: Slo | None = None
     limits: Limits | None = None
     weight: Weight = 1.0
-    """Its share of the nodes is to the others' as its weight is to theirs."""
+    """Weight of its share of the nodes, relative to the other tenants' weights."""
     webhook_hosts: Annotated[list[WebhookHost], Meta(max_length=MAX_WEBHOOK_HOSTS)] = []
-    """Where its webhooks may go beside `gateway.webhook_hosts`: hosts, `*.domain`, addresses and networks, which may be
-    private."""
+    """Allowed destinations of its webhooks in addition to `gateway.webhook_hosts`: hosts, `*.domain`, addresses and
+    networks, which may be private."""
     file_bytes: FileBytes = FILE_BYTES
-    """Of all its files (/v1/files) together."""
+    """Limit of all its files (/v1/files) together."""
 
 
 class KeyItem(msgspec.Struct, frozen=True):
@@ -71,10 +71,10 @@ class TenantReply(msgspec.Struct, frozen=True):
     webhook_hosts: list[str]
     file_bytes: int
     declared: bool
-    """Whether serverless.yml declares it: then only its keys can be changed here."""
+    """True if serverless.yml declares it: then only its keys can be changed here."""
     keys: list[KeyItem]
     attainment: list[Attainment]
-    """Of the SLO, over the last minute, ten minutes and hour; empty while nothing is promised."""
+    """SLO attainment over the last minute, ten minutes and hour; empty without an SLO."""
 
 
 class NewKeyReply(msgspec.Struct, frozen=True):

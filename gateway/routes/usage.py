@@ -43,7 +43,7 @@ class UsageSums(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cold_starts: int
     device_seconds: float = 0.0
-    """Of the passes that computed the calls, their part."""
+    """Share of the passes that computed the calls."""
     device_gb_seconds: float = 0.0
     """10^9 bytes of an adapter for a second on a device; the same in host memory; and both of provisioned copies."""
     host_gb_seconds: float = 0.0

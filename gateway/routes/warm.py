@@ -19,8 +19,8 @@ routes = Routes(Catalog)
 
 
 class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the versions are to be. `version`: a number or an alias; null: `latest`, with all the versions that it
-    splits its calls between."""
+    """Targets of warming. `version`: a number or an alias; null: `latest`, with all the versions that it splits its
+    calls between."""
 
     tier: Tier = "device"
     copies: Annotated[int, Meta(ge=1, le=MAX_COPIES)] = 1

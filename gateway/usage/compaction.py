@@ -9,7 +9,7 @@ hold more than was merged:
 - A day is sealed by compare-and-swap before it is merged. Then nobody adds to it, and its name is never used again.
 - A month is never removed.
 
-An object that can't be read stays where it is, for reports name it; the others are merged beside it.
+An object that can't be read stays where it is, for reports name it; the others are merged all the same.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ from gateway.usage.objects import (
 T = TypeVar("T")
 
 CLOSED_SECONDS = 600.0
-"""After its end an hour is closed: by then a gateway that reaches the store has written it for the last time."""
+"""Seconds after its end when an hour is closed: by then a gateway that reaches the store has written it for the last
+time."""
 QUIET_SECONDS = 60.0
 PAGE = 128
 """Objects that are merged at once, so that one step is short also on a slow store."""
 MAX_BYTES = 4 << 20
 """A merged object of this size gets no more cells; the next ones go into another one of the same day or month."""
 ATTEMPTS = 10
-"""At a write that another compactor was faster with."""
+"""Attempts at a write that another compactor was faster with."""
 TENANTS = 100
 
 log = logging.getLogger("gateway")
@@ -90,7 +91,8 @@ class UsageCompaction:
         self._next_round = self._clock() + HOUR - (now - CLOSED_SECONDS) % HOUR
 
     def _begin_tenant(self, turn: Turn) -> str | None:
-        """Returns None at the round's end. A tenant that fails waits for the next round, so that the others go on."""
+        """Returns the round's next tenant, or None at its end. A tenant that fails waits for the next round, so that
+        the others continue."""
         if not self._pending:
             turn.check()
             self._pending = list(self._store.folders("tenants/", self._after, TENANTS))

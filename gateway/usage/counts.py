@@ -15,12 +15,12 @@ class UsageCounts(msgspec.Struct, omit_defaults=True):
 
     requests: int = 0
     prompt_tokens: int = 0
-    """As in the replies' `usage`: the prompt of a call with several choices counts once."""
+    """Prompt tokens as in the replies' `usage`: the prompt of a call with several choices counts once."""
     completion_tokens: int = 0
     cold_starts: int = 0
     """Calls whose adapter was not on the device when they reached the node."""
     device_seconds: float = 0.0
-    """Of the passes that computed the calls, their part."""
+    """Share of the passes that computed the calls."""
     device_gb_seconds: float = 0.0
     """GB (10^9 bytes) of the adapter x seconds on devices, but for pinned copies; so is the next, in host memory."""
     host_gb_seconds: float = 0.0
@@ -44,7 +44,7 @@ class UsageCounts(msgspec.Struct, omit_defaults=True):
 
 
 Functions = dict[str, dict[str, UsageCounts]]
-"""By function and version; the base model has the version `base`."""
+"""Counts by function and version; the base model has the version `base`."""
 BASE = "base"
 
 

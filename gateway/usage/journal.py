@@ -31,7 +31,7 @@ class JournalError(Exception):
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """One call in a log."""
+    """A call in a log."""
 
     tenant: str
     hour: str
@@ -47,7 +47,7 @@ class Sums(msgspec.Struct):
     tenant: str
     hour: str
     part: int
-    """Tells apart the objects of one hour: sums that were forgotten are never written over."""
+    """Number that distinguishes the objects of one hour: sums that were forgotten are never written over."""
     functions: Functions
     changes: int = 0
     flushed: int = 0
@@ -63,7 +63,7 @@ class Sums(msgspec.Struct):
 
 
 class Journal:
-    """One slot, with its lock. Only `append` is for the event loop; the rest blocks."""
+    """A slot, with its lock. Only `append` is for the event loop; the rest blocks."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         """Raises OSError."""
@@ -104,9 +104,8 @@ class Journal:
         self._log, self.segment, self.size = opened, number, 0
 
     def append(self, line: Line) -> None:
-        """Into the kernel's page cache, where the end of this process does not reach: that takes microseconds, which is
-        why the event loop may do it. Raises OSError, for example when the disk is full; then nothing was appended.
-        """
+        """Appends to the kernel's page cache, which outlives this process: that takes microseconds, so the event loop
+        may do it. Raises OSError, for example when the disk is full; then nothing was appended."""
         assert self._log is not None
         data = msgspec.json.encode(line) + b"\n"
         try:

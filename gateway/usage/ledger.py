@@ -23,14 +23,15 @@ from gateway.usage.objects import UsageRecord, usage_key
 
 FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0
-"""For the last writing when the gateway stops; what it does not reach is in the journal, for the next start."""
+"""Seconds for the last writing when the gateway stops; what it does not reach is in the journal, for the next start."""
 MAX_WRITES = 200
 """Objects written in one round; the others wait for the next."""
 LATE_SECONDS = 300.0
-"""After its hour's end an object is written under a new name each time: the old one may be removed any moment, once it
-is merged. Less than the compaction's CLOSED_SECONDS, by as much as this host's clock may be behind the store's."""
+"""Seconds after its hour's end from which an object is written under a new name each time: the old one may be removed
+any moment, once it is merged. Less than the compaction's CLOSED_SECONDS, by as much as this host's clock may be behind
+the store's."""
 LOG_BYTES = 1 << 20
-"""From which the journal begins anew with its sums."""
+"""Size from which the journal starts again with its sums."""
 
 log = logging.getLogger("gateway")
 
@@ -45,14 +46,14 @@ class UsageLedger:
         self._threads = LeavableThreads(1)
         self._sums: dict[tuple[str, str, int], Sums] = {}
         self._open: dict[tuple[str, str], Sums] = {}
-        """Those that calls are added to, by tenant and hour."""
+        """Sums that calls are added to, by tenant and hour."""
         self._unwritten = False
-        """Whether lines are missing in the journal."""
+        """True if lines are missing in the journal."""
         self.away = False
-        """Whether the registry did not take what was last written."""
+        """True if the registry did not take what was last written."""
 
     def add(self, tenant: str, function: str, version: str, counts: UsageCounts) -> None:
-        """One call. When this returns, a kill of the process does not lose it."""
+        """Counts a call. When this returns, a kill of the process does not lose it."""
         hour = hour_name(self._clock())
         sums = self._open.get((tenant, hour))
         if sums is None:

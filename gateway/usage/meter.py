@@ -1,4 +1,4 @@
-"""What one call used, over all its choices."""
+"""Usage of one call, over all its choices."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from gateway.usage.counts import Functions, UsageCounts
 from gateway.usage.hours import hour_start
 
 FORMAT = 1
-"""Of merged objects; a later one is refused."""
+"""Format of merged objects; a later one is refused."""
 DAY = len("2026-11-21")
 MONTH = len("2026-11")
 """An hour's name begins with its day's, and that with its month's."""

@@ -1,4 +1,4 @@
-"""Which adapters each tenant has had run, or provisioned, so that it is shown the residency of no others."""
+"""Adapters that each tenant has had run, or provisioned, so that it is shown the residency of no others."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ MAX_DIGESTS = 1024
 
 @dataclass(kw_only=True)
 class CalledDigests:
-    """Equal adapters of two tenants have one digest, and one copy on a node. Whoever never called it would learn from
-    its residency that another tenant does.
-    """
+    """Digests that each tenant has called. Equal adapters of two tenants have one digest, and one copy on a node: a
+    tenant that never called it would learn from its residency that another one does."""
 
     on_first: Callable[[str, str], None] = lambda *_: None
     """Called with each tenant and digest that `run` notes for the first time."""

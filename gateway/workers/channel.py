@@ -35,7 +35,7 @@ log = logging.getLogger("gateway")
 
 
 class Channel(Generic[M]):
-    """Of one worker. Without a link there are no others."""
+    """Channel of one worker. Without a link there are no others."""
 
     def __init__(self, link: RedisLink | None, name: str, messages: Any, most: int = MAX_WAITING) -> None:
         """`messages`: the union of the messages' types; at most `most` wait."""
@@ -50,7 +50,7 @@ class Channel(Generic[M]):
 
     @property
     def is_up(self) -> bool:
-        """Whether what is published goes out now."""
+        """Returns whether messages are sent at once."""
         return self._link is not None and self._link.is_up
 
     def publish(self, message: M) -> None:

@@ -161,8 +161,8 @@ class Metrics:
     def render(
         self, nodes: Iterable[NodeView], attained: Mapping[str, list[Kept]] | None = None, stale: float | None = None
     ) -> bytes:
-        """Prometheus text format, of all workers, of the nodes as they are known now, and of what was kept of promises
-        by tenant and window; `stale`: since how many seconds it knows no better."""
+        """Returns the Prometheus text of all workers, of the nodes as they are known now, and of SLO attainment by
+        tenant and window. `stale`: seconds since when it knows no better."""
         counted, told, views = self.registry, CollectorRegistry(), list(nodes)
         if MULTIPROCESS in os.environ:
             counted = CollectorRegistry()
@@ -187,7 +187,7 @@ class Metrics:
 
 
 class _Told(Collector):
-    """What is known now, and was never counted here."""
+    """Gauges that are known now, and were never counted here."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

@@ -1,4 +1,4 @@
-"""What calls ask of the node pools, as this gateway worker sees it.
+"""Loads of the node pools, as this gateway worker sees them.
 
 Counts are of requests to nodes (a call has one per choice). Those that no node could take, held or refused, belong to
 no pool: they are kept under None.
@@ -16,7 +16,8 @@ WINDOW = 10
 
 
 class PoolLoad(msgspec.Struct, array_like=True):
-    """Of one pool, by one worker or by several together. Work is in seconds of one node's time, by its cost model."""
+    """Load of one pool, by one worker or by several together. Work is in seconds of one node's time, by its cost
+    model."""
 
     pool: str | None
     """Empty: nodes of no pool; None: no node could take these requests."""
@@ -30,7 +31,7 @@ class PoolLoad(msgspec.Struct, array_like=True):
     promised: int = 0
     """Calls that ended within the window and to which something was promised."""
     held: int = 0
-    """Of them those that got it."""
+    """Calls among them that attained it."""
 
     def add(self, other: PoolLoad) -> None:
         self.queue_wait = max(self.queue_wait, other.queue_wait)
@@ -67,7 +68,7 @@ class _Pool:
 
 
 class Stay:
-    """One request among the pools' loads, from its first wait to its end."""
+    """A request among the pools' loads, from its first wait to its end."""
 
     def __init__(self, loads: PoolLoads, since: float) -> None:
         self._loads = loads
@@ -108,7 +109,7 @@ class Stay:
         self.since = self._loads.clock()
 
     def judge(self, kept: bool) -> None:
-        """Its call has ended, and something had been promised."""
+        """Counts the end of its call, which had an SLO."""
         counts = self._loads.slice(self.pool)
         counts.promised += 1
         counts.held += kept

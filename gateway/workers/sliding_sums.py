@@ -39,7 +39,7 @@ class SlidingSums(Generic[Sum]):
                 self._unreported.setdefault(at, {})[name] = msgspec.structs.replace(counts)
 
     def take_unreported(self, most: int) -> list[tuple[str, int, Sum]]:
-        """Up to so many sums (name, slice) of what was counted since they were last taken."""
+        """Returns up to `most` sums (name, slice) of what was counted since they were last taken."""
         taken: list[tuple[str, int, Sum]] = []
         while self._unreported and len(taken) < most:
             at, sums = next(iter(self._unreported.items()))
@@ -64,7 +64,7 @@ class SlidingSums(Generic[Sum]):
                 unreported.setdefault(name, self.empty()).add(counts)
 
     def of(self, name: str) -> list[Sum]:
-        """One per window."""
+        """Returns a sum per window."""
         sums, now = [self.empty() for _ in self.windows], self._now()
         for at, counts in self._slices.get(name, {}).items():
             for window, total in zip(self.windows, sums, strict=True):

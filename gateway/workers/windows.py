@@ -1,9 +1,11 @@
-"""What functions did in the last hour, what was kept of promises, and the pools' loads: of all gateway workers.
+"""Sums of all gateway workers: what functions did in the last hour, SLO attainment, and the pools' loads.
 
 They are sums in Redis, by slices of time, that expire with their window. A worker adds to them once a second what it
-has counted, and whoever asks reads them. Slices are by Redis's clock, which all workers share (those of their hosts
-may differ): a worker says how long ago it counted. What can't be reported waits until Redis is back, within its window;
-what Redis has lost a worker reports again. Meanwhile, and without Redis, the answer is what this worker has counted.
+has counted, and any worker that is asked reads them. Slices are by Redis's clock, which all workers share (those of
+their hosts may differ): a worker reports how long ago it counted.
+
+What can't be reported waits until Redis is back, within its window; what Redis has lost a worker reports again.
+Meanwhile, and without Redis, the answer is what this worker has counted.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ FLUSH_SECONDS = 1.0
 READ_SECONDS = 2.0
 """Longest wait for the sums of all workers."""
 LOAD_SECONDS = 5.0
-"""What a worker sees of the pools' loads is believed for so long."""
+"""Seconds for which a worker's report of the pools' loads counts."""
 SUMS_TOGETHER = 500
 SLICES_TOGETHER = 30
-"""Scripts that add or read more would hold up whoever reserves a place."""
+"""Slices of one script: those that add or read more would delay reservations of places."""
 
 AWAY = (RedisAway, TimeoutError)
 
 
 class Windows:
-    """Of one worker. Without a link there are no others."""
+    """Windows of one worker. Without a link there are no others."""
 
     def __init__(self, link: RedisLink | None, hour: LastHour, attainment: Attainment, loads: PoolLoads) -> None:
         self._link, self._hour, self._attainment, self._loads = link, hour, attainment, loads
