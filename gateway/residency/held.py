@@ -1,4 +1,5 @@
-"""What was warmed by hand, which stays wanted for some minutes. Every gateway worker keeps it: any may lead next."""
+"""Adapters that were warmed by hand, which stay wanted for some minutes. Every gateway worker keeps them: any may lead
+next."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from cluster.messages import Adapter
 from gateway.residency.messages import Tier
 
 HELD_SECONDS = 300.0
-"""From the last order on."""
+"""Seconds from the last order on."""
 MAX_HELD = 1000
 MAX_TENANT_HELD = 64
 """The one that was ordered least recently is forgotten, here and above."""
@@ -26,7 +27,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     node: str
     tier: Tier
     seconds: float = HELD_SECONDS
-    """For which it is still wanted."""
+    """Seconds for which it is still wanted."""
 
 
 class HeldWants:
@@ -35,7 +36,7 @@ class HeldWants:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._until: OrderedDict[tuple[str, str, str, str], tuple[Held, float]] = OrderedDict()
-        """By tenant, function, digest and node."""
+        """Adapters and the end of their time, by tenant, function, digest and node."""
 
     def hold(self, want: Held) -> None:
         key = (want.tenant, want.function, want.adapter.digest, want.node)

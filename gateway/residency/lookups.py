@@ -1,5 +1,8 @@
-"""What calls of many functions get. A few are looked up at a time: who begins to lead may know none of them yet, and
-nodes keep what the leader before wanted for some seconds only."""
+"""Looks up what calls of many functions get.
+
+A few are looked up at a time: a new leader may know none of them yet, and nodes keep what the leader before wanted for
+some seconds only.
+"""
 
 from __future__ import annotations
 

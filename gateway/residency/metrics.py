@@ -1,4 +1,4 @@
-"""What /metrics says of forecasts, and of what nodes are told to have ready."""
+"""Metrics of forecasts, and of orders to nodes."""
 
 from __future__ import annotations
 

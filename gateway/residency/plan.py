@@ -1,5 +1,5 @@
-"""Which adapters each node is to have ready: provisioned copies first, then what operators and tenants asked for, then
-what is forecast."""
+"""Plans which adapters each node is to have ready: provisioned copies first, then what operators and tenants asked for,
+then what is forecast."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from gateway.residency.messages import Cause, LeftOut, Tier
 from gateway.scheduling.homes import Homes
 
 DEVICE_CHANCE = 0.5
-"""Of a call within 30 s, from which an adapter is brought to the device at once."""
+"""Least chance of a call within 30 s for which an adapter is brought to the device at once."""
 WANTED_SHARE = 0.75
-"""Of each tier of a node's adapter memory that what it is asked to have there may take: calls that nobody foresaw have
-the rest. Tuned, as DEVICE_CHANCE, on one half of the traces of benchmarks/prefetch.py."""
+"""Share of each tier of a node's adapter memory that wanted adapters may take: calls that nobody foresaw have the rest.
+Tuned, as DEVICE_CHANCE, on one half of the traces of benchmarks/prefetch.py."""
 PROVISIONED_SHARE = 0.5
 """The same of copies that are provisioned there, which calls' adapters can't push out."""
 TENANT_PROVISIONED_SHARE = 0.5
-"""Of what all provisioned copies may take, that one tenant's may."""
+"""Share of what all provisioned copies may take, for those of one tenant."""
 TENANT_SHARE = 0.125
-"""Of each tier of a node's adapter memory, that one tenant's own orders and schedules may take."""
+"""Share of each tier of a node's adapter memory that one tenant's own orders and schedules may take."""
 TENANT_WANTED = 16
 """Adapters on one node that one tenant's own orders and schedules may name."""
 MAX_LEFT_OUT = 1000
-"""Wishes of which it is told why they are left out."""
+"""Wishes whose reasons for being left out are kept."""
 MAX_NODES = 4
-"""Of those that have an adapter in memory, on which a forecast keeps it."""
+"""Nodes with an adapter in memory on which a forecast keeps it."""
 WHERE: Mapping[Tier, str] = {"device": "the device", "host": "host memory"}
-"""How reasons name the tiers."""
+"""Names of the tiers in reasons."""
 STEPS = 20
-"""Chances are told in so many steps: a list that hardly changed is not sent again."""
+"""Steps of chances in orders: a list that hardly changed is not sent again."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Wish:
     tier: Tier = "device"
     copies: int = 1
     node: str | None = None
-    """On which it is to be; None: on its homes."""
+    """Node on which it is to be; None: its homes."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Want:
     tier: Tier
     chance: float
     causes: dict[str, Cause] = field(default_factory=dict)
-    """By function."""
+    """Causes by function."""
     provisioned: Tier | None = None
     """The best tier in which a function's policy keeps it."""
 
@@ -70,7 +70,7 @@ class Want:
 
     @property
     def steps(self) -> int:
-        """Returns the chance as it is told, of STEPS."""
+        """Returns the chance as orders have it, of STEPS."""
         return round(self.chance * STEPS)
 
     def message(self) -> WantedAdapter:
@@ -79,14 +79,14 @@ class Want:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """What a plan knows of a node's memory."""
+    """Memory of a node, as a plan knows it."""
 
     bytes: Mapping[Tier, float]
-    """By tier; infinite where the node does not tell."""
+    """Bytes by tier; infinite where the node reports none."""
     itemsize: int = 0
-    """Bytes of an element of an adapter there; 0: not told."""
+    """Bytes of an element of an adapter there; 0: not reported."""
     takes_wants: bool = True
-    """As in Facts."""
+    """Capability of the node, as in Facts."""
 
     def taken_by(self, adapter: Adapter) -> float:
         """Returns bytes."""
@@ -112,17 +112,17 @@ def node_memory(node: NodeRecord) -> NodeMemory:
 
 @dataclass
 class NodeWants:
-    """What a node is asked for, and what of it may still be."""
+    """Wants of a node, and the room that they leave."""
 
     memory: NodeMemory
     wants: dict[str, Want] = field(default_factory=dict)
-    """By digest."""
+    """Wants by digest."""
     tenants: dict[str, dict[str, tuple[Tier, float]]] = field(default_factory=dict)
-    """By tenant and digest, the bytes that its own orders and schedules have taken, and where."""
+    """Bytes, and their tier, that each tenant's own orders and schedules have taken, by digest."""
     room: dict[Tier, float] = field(init=False)
     """Bytes left in each tier."""
     kept_room: dict[Tier, float] = field(init=False)
-    """As `room`, of provisioned copies alone."""
+    """Room, of provisioned copies alone."""
 
     def __post_init__(self) -> None:
         self.room = {tier: WANTED_SHARE * size for tier, size in self.memory.bytes.items()}
@@ -187,11 +187,11 @@ class Plan:
         self._table, self._homes = nodes, Homes(nodes, base)
         self._records = {row: nodes.record(row) for row in self._homes.rows}
         self._planned: dict[int, NodeWants] = {}
-        """By row."""
+        """Wants by row."""
         self._copies: dict[tuple[str, str], set[int]] = {}
         """Rows with a provisioned copy, by function and digest."""
         self.left_out: dict[str, list[LeftOut]] = {}
-        """By function: what was asked for and is not wanted."""
+        """Wishes that were asked for and are not wanted, by function."""
 
     def add(self, wish: Wish) -> None:
         if wish.cause == "provisioned":
@@ -210,8 +210,11 @@ class Plan:
         return list(self._records.values())
 
     def wants(self) -> dict[str, Sequence[Want]]:
-        """Returns what each node that serves is to have: provisioned copies as they were added, those on devices first;
-        then other pinned ones, and the rest by chance as it is told: the same list as long as it says the same."""
+        """Returns what each node that serves is to have.
+
+        Provisioned copies come as they were added, those on devices first; then other pinned ones, and the rest by
+        chance as orders have it: the list stays equal as long as its content does.
+        """
         found: dict[str, Sequence[Want]] = {}
         for row, record in self._records.items():
             wants = self._planned[row].wants.values() if row in self._planned else ()

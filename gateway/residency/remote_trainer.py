@@ -22,13 +22,13 @@ from gateway.residency.trainer_process import Job, Weights, embeddings_of, lot_o
 
 MIX, WITH_LSTM = "mix", "mix_with_lstm"
 CHOICES = (MIX, *PARTS, "lstm", WITH_LSTM)
-"""Of `gateway.predictor`."""
+"""Choices of `gateway.predictor`."""
 MAX_LOTS = 320
-"""That wait for an update, as many as a Trainer keeps; the oldest give way."""
+"""Lots that wait for an update, as many as a Trainer keeps; the oldest are dropped."""
 MAX_JOBS = 4
 """Updates that wait; there is one a second at most, and beyond these it is left out."""
 ANSWER_SECONDS = 60.0
-"""For one job, the start of the process included; one that takes longer is killed."""
+"""Seconds for one job, the start of the process included; one that takes longer is killed."""
 END_SECONDS = 2.0
 
 log = logging.getLogger("gateway")
@@ -54,7 +54,7 @@ class RemoteTrainer:
         )
         self._lots: deque[Observations] = deque(maxlen=MAX_LOTS)
         self._jobs: Queue[Job | None] = Queue(MAX_JOBS)
-        """None wakes a thread that is to end."""
+        """Jobs; None wakes a thread that is to end."""
         self._closed = False
         self._thread: Thread | None = None
 

@@ -1,4 +1,4 @@
-"""Predicted prefetch: counts calls, forecasts them where this worker leads, and tells nodes what to have ready.
+"""Predicted prefetch: counts calls, forecasts them where this worker leads, and orders nodes to have adapters ready.
 
 every worker                  the leader
 ------------                  ----------
@@ -47,18 +47,19 @@ from gateway.workers.channel import Channel
 SECOND = 1.0
 PLAN_SECONDS = 2.0
 NODES_SECONDS = 0.5
-"""Between two looks whether nodes came or went: then it is planned at once, so that lost copies are soon restored."""
+"""Pause between two checks whether nodes came or went: then it is planned at once, so that lost copies are soon
+restored."""
 TOGETHER_PLANNED = 64
 """Wishes that are planned without a pause for the event loop."""
 MAX_RESOLVED = 32
 """Functions that are looked up in one turn, because it is not known what their calls get."""
 RESOLVE_SECONDS = 1.0
-"""For all of them together."""
+"""Seconds for all of them together."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the leader's half is made of."""
+    """Parts of the leader's half."""
 
     history: CallHistory
     schedules: WarmSchedules
@@ -69,7 +70,7 @@ class Parts:
 
 
 class Residency:
-    """Of one gateway worker. `clock`: monotonic seconds; `unix`: the time of day."""
+    """Prewarms for one gateway worker. `clock`: monotonic seconds; `unix`: the time of day."""
 
     def __init__(
         self,
@@ -88,20 +89,20 @@ class Residency:
         self._planned: frozenset[tuple[str, str]] = frozenset()
         """Id and epoch of the nodes that the last plan was made for."""
         self._plan_at = -math.inf
-        """When the next one is made, whatever they are."""
+        """Time when the next one is made, whatever the nodes are."""
         self.owners = parts.owners
         self._held = HeldWants(clock)
         self._changed: set[str] = set()
         """Functions with what is held for them, which may be gone."""
         self._counter = ArrivalCounter()
         self._wants: Mapping[str, Sequence[Want]] = {}
-        """By node, as last ordered."""
+        """Wants by node, as last ordered."""
         self._left_out: Mapping[str, list[LeftOut]] = {}
-        """By function, of the last plan."""
+        """Wishes that the last plan left out, by function."""
         self._since: dict[tuple[str, str], float] = {}
         """Unix time, by node and digest."""
         self.on_provisioned: Callable[[str, str], None] = lambda *_: None
-        """Told of each tenant and digest of which it keeps copies."""
+        """Called with each tenant and digest of which it keeps copies."""
         channel.on_message = self._heard
 
     def note_call(self, tenant: str, function: str, adapter: Adapter) -> None:
@@ -109,7 +110,7 @@ class Residency:
         self._counter.note(tenant, function, adapter)
 
     def hold(self, want: Held) -> None:
-        """Keeps it wanted for a while, whoever leads."""
+        """Keeps it wanted for a while, whichever worker leads."""
         self._held.hold(want)
         self._channel.publish(want)
 
@@ -149,7 +150,8 @@ class Residency:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Reports calls to whoever leads, and forgets orders of deleted functions, as long as the context lasts."""
+        """Reports calls to the worker that leads, and forgets orders of deleted functions, as long as the context
+        lasts."""
         async with self._channel.running(), background(self._each_second):
             yield
 
@@ -165,7 +167,7 @@ class Residency:
                     self._channel.publish(CallsCounted(arrivals[first : first + TOGETHER]))
 
     async def _forget_deleted(self) -> None:
-        """Of functions that are gone nothing stays wanted. While the registry is away, they are looked up again."""
+        """Forgets what is wanted of functions that are gone. While the registry is away, they are looked up again."""
         with suppress(StoreUnavailable):
             for key in list(self._changed):
                 if await choices_of(self._functions, key) is None:
@@ -252,9 +254,12 @@ class Residency:
                 await asyncio.gather(*map(resolve, unknown))
 
     def _wishes(self, forecast: Forecast) -> Iterator[Wish]:
-        """What is provisioned, then what was ordered, the latest first, and scheduled, then what is forecast, the
-        likeliest first. Left out are forecasts of functions whose policy says so, and of adapters with an idle
-        limit, which are to leave."""
+        """Yields what is provisioned, then what was ordered, the latest first, and scheduled, then what is forecast,
+        the likeliest first.
+
+        Forecasts are left out of functions whose policy says so, and of adapters with an idle limit, which are to
+        leave.
+        """
         yield from self._parts.standing.wishes
         for held in reversed(self._held.now()):
             key = function_key(held.tenant, held.function)

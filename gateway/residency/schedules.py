@@ -18,13 +18,13 @@ from gateway.residency.lookups import look_up
 from gateway.residency.plan import Wish
 
 LOOK_SECONDS = 10.0
-"""Between two looks at the schedules: a window opens and closes so late at most."""
+"""Pause between two checks of the schedules: the longest delay of a window's opening and closing."""
 
 log = logging.getLogger("gateway")
 
 
 class WarmSchedules:
-    """Of the leader. `unix`: the time of day."""
+    """Warm schedules, for the leader. `unix`: the time of day."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class WarmSchedules:
         self._store, self._threads, self._functions, self._unix = store, threads, functions, unix
         self._known = Known("warm windows")
         self.wishes: list[Wish] = []
-        """What is wanted now, as it was LOOK_SECONDS ago; while the registry is away, as it was."""
+        """Wishes that hold now, as of LOOK_SECONDS ago; while the registry is away, as they were."""
         self._states: dict[WarmWindow, tuple[bool, float]] = {}
-        """Whether windows are open, and until when that stays so."""
+        """States of windows: whether they are open, and until when that stays so."""
 
     def job(self) -> Job:
         return Job("schedules", self.look, LOOK_SECONDS, "nodes")

@@ -23,15 +23,16 @@ from gateway.residency.messages import Tier
 from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, Wish
 
 LOOK_SECONDS = 3.0
-"""Between two looks at the policies: a change is carried out so late at most."""
+"""Pause between two checks of the policies: the longest delay of a change."""
 SETTLED_SECONDS = 60.0
-"""After which an entry that no policy asks for is taken out: before, its policy may be about to be committed."""
+"""Seconds after which an entry that no policy asks for is taken out: before, its policy may be about to be
+committed."""
 
 log = logging.getLogger("gateway")
 
 
 class _Found(NamedTuple):
-    """What a function's policy wants of nodes."""
+    """Wishes of a function's policy."""
 
     since: float
     policy: Policy
@@ -41,13 +42,13 @@ class _Found(NamedTuple):
 
 
 class StandingPolicies:
-    """Of the leader."""
+    """Provisioned policies, for the leader."""
 
     def __init__(self, store: ObjectStore, threads: StoreThreads, functions: Functions) -> None:
         self._store, self._threads, self._functions = store, threads, functions
         self._known = Known("standing policies")
         self.has_looked = False
-        """Before, it is not known what nodes are to keep."""
+        """True once the policies were read: before, it is not known what nodes are to keep."""
         self.wishes: list[Wish] = []
         """Provisioned copies, the most important first, as of the last look; while the registry is away, as before."""
         self.idle_ttls: Mapping[str, float] = {}

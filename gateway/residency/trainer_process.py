@@ -17,7 +17,8 @@ from cluster.forecast.lstm_training import Observations, Trainer
 from cluster.forecast.table import Array
 
 IDLE_SECONDS = 3600.0
-"""Without a job, after which the process ends, as that of a worker that leads no more; the next job finds a new one."""
+"""Seconds without a job after which the process ends, as that of a worker that leads no more; the next job finds a new
+one."""
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -25,7 +26,7 @@ class Weights(msgspec.Struct, frozen=True):
 
     parameters: dict[str, bytes]
     embeddings: dict[str, bytes]
-    """By function."""
+    """Embeddings by function."""
 
 
 class Lot(msgspec.Struct, frozen=True):

@@ -24,14 +24,14 @@ from gateway.scheduling.homes import Homes
 from gateway.scheduling.placement import RETRY_AFTER
 
 MAX_UNDERWAY = 256
-"""Loads that this gateway worker has ordered and that go on."""
+"""Loads in progress that this gateway worker has ordered."""
 MAX_TENANT_UNDERWAY = 32
 ANSWER_SECONDS = 2.0
-"""For which a caller waits for the nodes; loads go on behind it."""
+"""Seconds for which a caller waits for the nodes; loads continue after it."""
 AGAIN_SECONDS = 60.0
-"""A load that goes on is not ordered again for so long."""
+"""Seconds for which a load in progress is not ordered again."""
 LOOK_SECONDS = 0.2
-"""Between the first two looks meanwhile; then twice as long each time, up to MAX_LOOK_SECONDS."""
+"""Pause between the first two checks meanwhile; then twice as long each time, up to MAX_LOOK_SECONDS."""
 MAX_LOOK_SECONDS = 2.0
 NAMES: Mapping[int, HeldTier] = {DEVICE: "device", HOST: "host", DISK: "disk", ABSENT: "absent"}
 
@@ -41,7 +41,7 @@ Place = tuple[Version, NodeRecord]
 
 
 class _Load(NamedTuple):
-    """That a node was told to begin."""
+    """A load that was ordered of a node."""
 
     tenant: str
     answer: asyncio.Task[Moved]
@@ -50,7 +50,7 @@ class _Load(NamedTuple):
 
 
 class Warming:
-    """Of one gateway worker. `hold` is told what is to stay wanted."""
+    """Warms for one gateway worker. `hold` is called with what is to stay wanted."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Warming:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs what warms. At its end nobody waits for nodes any more; they finish what they were told."""
+        """Runs the warming. At its end nobody waits for nodes any more; they finish what was ordered."""
         try:
             yield
         finally:
@@ -152,7 +152,7 @@ class Warming:
         return (await self._node_calls.ask(node, "/adapters/prefetch", Moved, order))[1]
 
     def _end(self, key: Key, answer: asyncio.Task[Moved]) -> None:
-        """Forgets a load that has ended; one that goes on is remembered, and not ordered again."""
+        """Forgets a load that has ended; one in progress is remembered, and not ordered again."""
         if answer.cancelled() or answer.exception() is not None or answer.result().tier is not None:
             self._loads.pop(key, None)
 
