@@ -79,8 +79,9 @@ class Generation:
     async def events(self) -> AsyncGenerator[Item, None]:
         """Yields (index, Token) and at last (index, Done). Raises ServiceError. Must be closed (`aclosing`): that
         cancels the request on the node."""
-        shared, outcome = self.shared, "cancelled"
-        excluded, failure, moved = frozenset[str](), None, None
+        shared, outcome, excluded = self.shared, "cancelled", frozenset[str]()
+        failure: ServiceError | None = None
+        moved: Placed | None = None
         shared.accounting.metrics.change_open(1)
         try:
             with self._tracked() as self._revoked:
