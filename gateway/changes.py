@@ -13,8 +13,8 @@ from adapters.errors import StoreUnavailable
 from adapters.standing import function_key
 from adapters.store import ObjectStore
 from cluster.errors import ServiceError
+from gateway.calls.active_calls import Running
 from gateway.calls.explanations import Explanations
-from gateway.calls.running import Running
 from gateway.catalog.callers import Callers
 from gateway.catalog.functions import Functions
 from gateway.catalog.threads import StoreThreads
@@ -102,9 +102,9 @@ class Changes:
             case DigestCalled(tenant, digest):
                 self.called.note(tenant, digest)
             case ExplanationAsked(number, call, whose):
-                found = self.explanations.find(call, whose)
-                if found is not None:
-                    self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(found.reply())))
+                explained = self.explanations.find(call, whose)
+                if explained is not None:
+                    self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(explained.reply())))
             case ExplanationAnswered(number, reply):
                 self.peers.answer(number, reply)
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from gateway.calls.breaker import Breakers
     from gateway.calls.chat_templates import ChatTemplates
     from gateway.calls.dispatch import Dispatcher
-    from gateway.calls.holding import Hold
     from gateway.calls.node_calls import NodeCalls
     from gateway.calls.request import InputProcessor
+    from gateway.calls.scale_from_zero import Hold
     from gateway.catalog.callers import Callers
     from gateway.catalog.deploy_slots import DeploySlots
     from gateway.catalog.functions import Functions

@@ -29,13 +29,13 @@ from gateway.calls.accounting import Accounting
 from gateway.calls.breaker import Breakers
 from gateway.calls.chat_templates import ChatTemplates
 from gateway.calls.dispatch import Dispatcher, Generation
-from gateway.calls.holding import Hold
 from gateway.calls.migration import Migration
 from gateway.calls.node_calls import NodeCalls
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeWatches
 from gateway.calls.request import InputProcessor
 from gateway.calls.routing import Router
+from gateway.calls.scale_from_zero import Hold
 from gateway.catalog.callers import Callers
 from gateway.catalog.deploy_slots import DeploySlots
 from gateway.catalog.functions import Functions

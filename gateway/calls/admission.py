@@ -36,9 +36,9 @@ def call_of(
     tenant, limits = account.id, account.limits
     reserved = account.reserved if limits.concurrent is not None else {}
     owners = (Owner(tenant, limits.concurrent), Owner(f"{tenant}/{function}", max_concurrency))
-    for owner, whose in zip(owners, ("the tenant", f"function {function}"), strict=True):
+    for owner, owner_text in zip(owners, ("the tenant", f"function {function}"), strict=True):
         if owner.limit is not None and len(requests) > owner.limit:
-            why = f"the call has {len(requests)} choices, and {whose} may have {owner.limit} at once"
+            why = f"the call has {len(requests)} choices, and {owner_text} may have {owner.limit} at once"
             raise ServiceError("validation_failed", why)
     if yields:
         owners = (_yielding(owners[0], len(requests)), _yielding(owners[1], len(requests)))
@@ -104,8 +104,8 @@ def _refused(refusal: Refusal, call: Call) -> ServiceError:
         function = owner.name.partition("/")[2]
         why = f"the tenant may have {owner.limit} generations under way at once"
         if call.others:
-            kept = sum(other.limit or 0 for other in call.others)
-            why += f", {kept} of which are reserved for other functions (reserved_concurrency)"
+            reserved = sum(other.limit or 0 for other in call.others)
+            why += f", {reserved} of which are reserved for other functions (reserved_concurrency)"
         if function:
             why = f"function {function} runs {owner.limit} generations already, its max_concurrency"
     return ServiceError("rate_limited", f"{why}; try again later", retry_after=refusal.seconds or RETRY_AFTER)

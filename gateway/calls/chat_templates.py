@@ -90,8 +90,8 @@ class ChatTemplates:
             raise ServiceError("timeout", "the timeout passed before the chat template was rendered") from None
 
     async def _in_turn(self, tenant: str, job: Job) -> str:
-        turn = self._tenants.setdefault(tenant, asyncio.Lock())
-        async with turn:
+        tenant_lock = self._tenants.setdefault(tenant, asyncio.Lock())
+        async with tenant_lock:
             return await self._thread.run(lambda: self._ask(job))
 
     def _ask(self, job: Job) -> str:

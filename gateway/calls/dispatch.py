@@ -19,15 +19,15 @@ from cluster.messages import RESUMPTION_VERSION, Adapter, Done, Failed, Generate
 from cluster.news import RECORD_EXPIRY
 from cluster.state import ClusterState
 from gateway.calls.accounting import Accounting, Times
+from gateway.calls.active_calls import Running
 from gateway.calls.admission import admitted
 from gateway.calls.choices import Item, merged
 from gateway.calls.explanations import CallKey
-from gateway.calls.holding import AGAIN_SECONDS, Hold
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeFailure
 from gateway.calls.request import Invocation
 from gateway.calls.routing import Router, ttft_left
-from gateway.calls.running import Running
+from gateway.calls.scale_from_zero import AGAIN_SECONDS, Hold
 from gateway.catalog.functions import Functions
 from gateway.scheduling.placement import RETRY_AFTER, Placed
 from gateway.workers.called import CalledDigests
@@ -222,13 +222,13 @@ class Generation:
         if not self.resumed:
             self.times.sent_at, self.times.started_at, self.times.forecast = now, None, placed.forecast
             self.prompt_logprobs = []
-        request, left = self.request, self._deadline - now
+        request, remaining_s = self.request, self._deadline - now
         if self.times.first_at is None:
             ttft = ttft_left(request, self.times.received)
-            return msgspec.structs.replace(request, timeout=left, ttft=ttft, place=placed.number)
+            return msgspec.structs.replace(request, timeout=remaining_s, ttft=ttft, place=placed.number)
         return msgspec.structs.replace(
             request,
-            timeout=left,
+            timeout=remaining_s,
             ttft=None,
             place=placed.number,
             generated=list(self._generated),

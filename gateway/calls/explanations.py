@@ -35,15 +35,15 @@ class Placement(msgspec.Struct, frozen=True):
     picture: Picture | None
 
     def decision(self) -> Decision:
-        wanted = self.request
+        request = self.request
         return Decision(
             **{name: getattr(self, name) for name in OF_PLACEMENT},
-            **{name: getattr(wanted.demand, name) for name in OF_DEMAND},
-            **{name: getattr(wanted, name) for name in OF_REQUEST},
+            **{name: getattr(request.demand, name) for name in OF_DEMAND},
+            **{name: getattr(request, name) for name in OF_REQUEST},
             excluded=list(self.excluded),
-            expected_tokens=wanted.answer_tokens,
-            expected_inverse=wanted.inverse_tokens,
-            candidates=self.picture.candidates(wanted) if self.picture else [],
+            expected_tokens=request.answer_tokens,
+            expected_inverse=request.inverse_tokens,
+            candidates=self.picture.candidates(request) if self.picture else [],
             more=self.picture.more if self.picture else 0,
         )
 
@@ -68,7 +68,9 @@ class Explained(msgspec.Struct):
     def reply(self) -> ExplainReply:
         return ExplainReply(
             **msgspec.structs.asdict(self.call),
-            placements=[ExplainedPlacement(kept.request.id, kept.decision()) for kept in self.placements],
+            placements=[
+                ExplainedPlacement(placement.request.id, placement.decision()) for placement in self.placements
+            ],
             left_out=self.left_out,
         )
 
@@ -111,38 +113,40 @@ class Explanations:
         """(tenant, request id) -> its latest call; and (None, request id) -> anybody's"""
 
     def keep(self, call: CallKey, placement: Placement) -> None:
-        known = self._calls.get(call.id) or self._add(call)
-        if len(known.placements) == MAX_OF_CALL:
-            known.left_out += 1
+        explained = self._calls.get(call.id) or self._add(call)
+        if len(explained.placements) == MAX_OF_CALL:
+            explained.left_out += 1
             return
-        known.placements.append(placement)
+        explained.placements.append(placement)
         self._placements += 1
         self._tenants[call.tenant].placements += 1
         while self._placements > self._max_placements:
             self._drop(call.tenant)
 
-    def find(self, wanted: str, tenant: str | None) -> Explained | None:
+    def find(self, id: str, tenant: str | None) -> Explained | None:
         """Returns the call of an invocation's id, of a generation's, or of a request id (the latest that had it).
 
         `tenant`: the call's; None: any."""
-        for name in (wanted, wanted.rpartition("-")[0], self._named.get((tenant, wanted))):
-            found = self._calls.get(name) if name else None
-            if found is not None and tenant in (None, found.call.tenant):
-                return found
+        for name in (id, id.rpartition("-")[0], self._named.get((tenant, id))):
+            explained = self._calls.get(name) if name else None
+            if explained is not None and tenant in (None, explained.call.tenant):
+                return explained
         return None
 
     def _add(self, call: CallKey) -> Explained:
         self._tenants.setdefault(call.tenant, _Tenant()).calls[call.id] = None
-        for whose in (call.tenant, None):
-            self._named[whose, call.request_id] = call.id
+        for tenant in (call.tenant, None):
+            self._named[tenant, call.request_id] = call.id
         self._calls[call.id] = Explained(call)
         return self._calls[call.id]
 
     def _drop(self, adding: str) -> None:
         """Drops the oldest call of the tenant that adds, if it has more than its share; else the oldest of all."""
         share = max(MAX_OF_CALL, self._max_placements // len(self._tenants))
-        own = self._tenants.get(adding)
-        oldest = next(iter(self._calls if own is None or own.placements <= share else own.calls))
+        adding_tenant = self._tenants.get(adding)
+        oldest = next(
+            iter(self._calls if adding_tenant is None or adding_tenant.placements <= share else adding_tenant.calls)
+        )
         dropped = self._calls.pop(oldest)
         call, theirs = dropped.call, self._tenants[dropped.call.tenant]
         del theirs.calls[oldest]
@@ -150,6 +154,6 @@ class Explanations:
         self._placements -= len(dropped.placements)
         if not theirs.calls:
             del self._tenants[call.tenant]
-        for whose in (call.tenant, None):
-            if self._named.get((whose, call.request_id)) == oldest:
-                del self._named[whose, call.request_id]
+        for tenant in (call.tenant, None):
+            if self._named.get((tenant, call.request_id)) == oldest:
+                del self._named[tenant, call.request_id]

@@ -91,12 +91,12 @@ class NodeCalls:
 
 def _refusal(node: NodeRecord, path: str, status: int, body: bytes) -> ServiceError:
     try:
-        told = msgspec.json.decode(body, type=_Refusal).error
+        error = msgspec.json.decode(body, type=_Refusal).error
     except msgspec.DecodeError:
         return _unknown(node, path) if status == 404 else _failed(node, f"answered with status {status}")
-    if told.type not in STATUS or told.type in OUR_FAULT:
-        return _failed(node, f"refused the gateway ({told.type[:50]})")
-    return ServiceError(told.type, told.message, retry_after=1.0 if STATUS[told.type] in (429, 503) else None)
+    if error.type not in STATUS or error.type in OUR_FAULT:
+        return _failed(node, f"refused the gateway ({error.type[:50]})")
+    return ServiceError(error.type, error.message, retry_after=1.0 if STATUS[error.type] in (429, 503) else None)
 
 
 def _unknown(node: NodeRecord, path: str) -> PathUnknown:

@@ -227,7 +227,7 @@ def _prompt_logprobs(head: Head, outcome: Outcome) -> openai.PromptLogprobs | No
 def _by_id(entry: TokenLogprob) -> dict[str, openai.RankedLogprob]:
     """Returns ranked logprobs by token id, as vLLM does: the prompt's own token first, then the likeliest ones that it
     is not."""
-    found = {str(entry.token_id): openai.RankedLogprob(entry.logprob, entry.rank, entry.token)}
+    by_id = {str(entry.token_id): openai.RankedLogprob(entry.logprob, entry.rank, entry.token)}
     for rank, top in enumerate(entry.top, start=1):
-        found.setdefault(str(top.token_id), openai.RankedLogprob(top.logprob, rank, top.token))
-    return found
+        by_id.setdefault(str(top.token_id), openai.RankedLogprob(top.logprob, rank, top.token))
+    return by_id

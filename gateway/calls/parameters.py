@@ -56,7 +56,7 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
     passed_on = {name: value for name in PASSED_ON if (value := getattr(merged, name)) is not None}
     stop_ids = list(dict.fromkeys(merged.stop_token_ids or []))
     check_ids(stop_ids, vocab_size, "stop_token_ids")
-    made = {
+    adjusted = {
         "temperature": 0.0 if passed_on.get("temperature", 1.0) < GREEDY_BELOW else passed_on.get("temperature", 1.0),
         "top_k": max(merged.top_k or 0, 0),
         "seed": secrets.randbits(63) if merged.seed is None else merged.seed & MAX_SEED,
@@ -67,7 +67,7 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
         "prompt_logprobs": prompt_logprobs(merged),
         "include_stop": bool(merged.include_stop_str_in_output),
     }
-    sampling = Sampling(**{**passed_on, **made})
+    sampling = Sampling(**{**passed_on, **adjusted})
     stop = [merged.stop] if isinstance(merged.stop, str) else list(merged.stop or [])
     return {"sampling": sampling, "stop": stop, "ignore_eos": bool(merged.ignore_eos), "v": version_for(sampling)}
 
@@ -82,18 +82,18 @@ def prompt_logprobs(call: GenerationParams) -> int | None:
 
 def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, context: int, prompt_field: str) -> int:
     """`declared`: the call's own; `prompt`: its tokens. Raises ServiceError when they don't fit the context."""
-    left = context - prompt
-    if left < 1:
+    room = context - prompt
+    if room < 1:
         why = f"the prompt has {prompt} tokens, and prompt and output together may have {context}"
         raise invalid(prompt_field, why)
-    if declared is not None and declared > left:
-        why = f"max_tokens is {declared}, but the prompt of {prompt} tokens leaves {left} of the context of {context}"
+    if declared is not None and declared > room:
+        why = f"max_tokens is {declared}, but the prompt of {prompt} tokens leaves {room} of the context of {context}"
         raise invalid(merged.limit_field, why)
-    most = min(merged.limit or DEFAULT_MAX_TOKENS, left)
-    if (merged.min_tokens or 0) > most:
-        why = f"min_tokens is {merged.min_tokens}, but the output may have {most} tokens (max_tokens)"
+    max_tokens = min(merged.limit or DEFAULT_MAX_TOKENS, room)
+    if (merged.min_tokens or 0) > max_tokens:
+        why = f"min_tokens is {merged.min_tokens}, but the output may have {max_tokens} tokens (max_tokens)"
         raise invalid("min_tokens", why)
-    return most
+    return max_tokens
 
 
 def kept_tokens(merged: GenerationParams, context: int) -> int | None:
@@ -103,13 +103,13 @@ def kept_tokens(merged: GenerationParams, context: int) -> int | None:
 
     Raises ServiceError when it is more than the context.
     """
-    kept = merged.truncate_prompt_tokens
-    if kept == -1:
+    count = merged.truncate_prompt_tokens
+    if count == -1:
         return max(context - (merged.limit or min(DEFAULT_MAX_TOKENS, context // 2)), 1)
-    if kept is not None and not 1 <= kept <= context:
-        why = f"truncate_prompt_tokens is {kept}; it may be -1 or 1 to {context}, the context"
+    if count is not None and not 1 <= count <= context:
+        why = f"truncate_prompt_tokens is {count}; it may be -1 or 1 to {context}, the context"
         raise invalid("truncate_prompt_tokens", why)
-    return kept
+    return count
 
 
 def check_prompt_logprobs(call: GenerationParams, prompt_tokens: int) -> None:

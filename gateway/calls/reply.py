@@ -224,12 +224,12 @@ def server_timing(generation: Generation) -> str:
             steps["queue"] = times.started_at - times.sent_at
         if times.started_at is not None and times.first_at is not None:
             steps["prefill"] = times.first_at - times.started_at
-    told = [f"{name};dur={seconds * 1000:.2f}" for name, seconds in steps.items()]
+    entries = [f"{name};dur={seconds * 1000:.2f}" for name, seconds in steps.items()]
     if done is not None and done.timing.cold_start.plan != "none":
         cold = done.timing.cold_start
         layers = f"{cold.layers_cpu} layers on CPU workers and {cold.layers_device} on the device"
-        told.append(f'cold;desc="{cold.plan}: {layers}; {cold.replays} replays"')
-    return ", ".join(told)
+        entries.append(f'cold;desc="{cold.plan}: {layers}; {cold.replays} replays"')
+    return ", ".join(entries)
 
 
 def _ms(seconds: float) -> float:

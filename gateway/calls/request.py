@@ -243,11 +243,11 @@ class InputProcessor:
         """Returns the echo of each prompt; empty where nothing is to be echoed. Decodes long prompts in a thread."""
         if not merged.echoes or not isinstance(source, Prompts):
             return []
-        text, own = self.text, source
+        text, prompt_source = self.text, source
         skip, truncated = merged.skip_special_tokens is not False, merged.truncate_prompt_tokens is not None
 
         def decode() -> list[Echo]:
-            texts = own.texts(text, prompts, truncated=truncated, skip_special=skip)
+            texts = prompt_source.texts(text, prompts, truncated=truncated, skip_special=skip)
             firsts = [text.tokenizer.decode(tokens[:1], skip_special_tokens=False) for tokens in prompts]
             return [Echo(*pair) for pair in zip(texts, firsts, strict=True)]
 

@@ -62,18 +62,18 @@ class Router:
         """
         nodes = await self.state.table()
         excluded |= self.breakers.blocked(nodes) | _too_old(nodes, request, generated)
-        wanted = self._placement_request(call, request, generated, received, displaces)
+        placement_request = self._placement_request(call, request, generated, received, displaces)
         began, at, trace = time.monotonic(), time.time(), Trace()
         outcome: Outcome = "placed"
         node: str | None = None
         try:
-            placed = await place(self.state, self.policy, self.base, wanted, excluded, trace)
+            placed = await place(self.state, self.policy, self.base, placement_request, excluded, trace)
             node = placed.node_id
             return placed
         except ServiceError as error:
             outcome = "unavailable" if error.type == "unavailable" else "overloaded"
             if counts_refusal and error.type == "overloaded":
-                self.loads.refuse(self._refused_work(await self.state.table(), wanted))
+                self.loads.refuse(self._refused_work(await self.state.table(), placement_request))
             raise
         finally:
             took = time.monotonic() - began
@@ -81,7 +81,17 @@ class Router:
             excluded_ids = tuple(sorted(excluded))
             self.explanations.keep(
                 call,
-                Placement(wanted, outcome, node, self.policy_name, at, took, trace.tries, excluded_ids, trace.picture),
+                Placement(
+                    placement_request,
+                    outcome,
+                    node,
+                    self.policy_name,
+                    at,
+                    took,
+                    trace.tries,
+                    excluded_ids,
+                    trace.picture,
+                ),
             )
 
     def displaces(self, request: GenerateRequest) -> bool:

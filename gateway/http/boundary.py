@@ -118,8 +118,8 @@ async def _with_suggestion(error: Exception, scope: Scope) -> Exception:
 
 def _request_id(scope: Scope) -> str:
     """Returns the caller's x-request-id where it can do no harm in headers and logs (SANE_ID), else a new one."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    text: str = given.decode("latin-1")
+    header = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    text: str = header.decode("latin-1")
     return text if SANE_ID.fullmatch(text) else f"req_{secrets.token_hex(12)}"
 
 

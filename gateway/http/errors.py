@@ -72,9 +72,9 @@ def _from_starlette(error: HTTPException) -> ServiceError:
     return ServiceError("invalid_request", str(error.detail))
 
 
-def cut(text: str, most: int) -> str:
+def cut(text: str, max_characters: int) -> str:
     """The text, or its beginning with `…` when it has more than `most` characters."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
 def native_body(error: ServiceError, request_id: str) -> dict[str, Any]:

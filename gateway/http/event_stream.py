@@ -89,12 +89,12 @@ class EventStream:
 
     async def _beat(self, wire: _Wire) -> None:
         """Sends the headers if the first chunk is late, and keep-alives while none comes."""
-        due = time.monotonic() + self.config.header_seconds
+        deadline = time.monotonic() + self.config.header_seconds
         while True:
             if wire.begun:
-                due = wire.last + self.config.keepalive_seconds
-            if (left := due - time.monotonic()) > 0:
-                await asyncio.sleep(min(left, self.config.keepalive_seconds))
+                deadline = wire.last + self.config.keepalive_seconds
+            if (remaining_s := deadline - time.monotonic()) > 0:
+                await asyncio.sleep(min(remaining_s, self.config.keepalive_seconds))
             elif wire.begun:
                 await wire.put(self.keepalive)
             else:

@@ -61,9 +61,9 @@ async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterat
     """
     parts = FormParts(request, ADAPTER)
     with disk_needed():
-        own = tempfile.TemporaryDirectory(dir=config.tmp_dir, prefix=upload_prefix())
-    with own:
-        weights = Path(own.name) / WEIGHTS_FILE
+        folder = tempfile.TemporaryDirectory(dir=config.tmp_dir, prefix=upload_prefix())
+    with folder:
+        weights = Path(folder.name) / WEIGHTS_FILE
         with disk_needed(), weights.open("wb") as out:
             body = stream_body(request, config.deploy_body, config.deploy_seconds, config.body_idle_seconds)
             async with aclosing(body) as chunks:

@@ -21,13 +21,13 @@ def known_only(request: Request, *known: str) -> None:
     """Raises ServiceError `validation_failed` for a parameter that the route has not, or that is there twice."""
     if not request.scope["query_string"]:
         return
-    seen: set[str] = set()
+    present: set[str] = set()
     for name, _ in request.query_params.multi_items():
         if name not in known:
             raise invalid(name[:100], f"unknown query parameter {name[:100]!r}{did_you_mean(name, known)}")
-        if name in seen:
+        if name in present:
             raise invalid(name, f"the query parameter {name} is there more than once")
-        seen.add(name)
+        present.add(name)
 
 
 def flag(request: Request, name: str) -> bool:

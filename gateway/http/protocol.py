@@ -74,11 +74,11 @@ class GatewayHttp(BoundedHttp):
 
     def _end_unwritten(self, before: int) -> None:
         """`before`: bytes that were left at the last look."""
-        left = self.transport.get_write_buffer_size()
-        if left > before - READ_BYTES:
+        unwritten = self.transport.get_write_buffer_size()
+        if unwritten > before - READ_BYTES:
             self.transport.abort()
         else:
-            self._write_timer.start(WRITE_SECONDS, self._end_unwritten, left)
+            self._write_timer.start(WRITE_SECONDS, self._end_unwritten, unwritten)
 
     def _probe(self, pauses: tuple[float, ...]) -> None:
         cycle = self._answered

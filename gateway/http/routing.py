@@ -212,9 +212,9 @@ class Routes(list[Operation], Generic[G]):
         def declared(handler: Callable[..., Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:
             @wraps(handler)
             async def endpoint(request: Request) -> ASGIApp:
-                given = await enter(request)
+                arguments = await enter(request)
                 known_only(request, *queries)
-                return await handler(request, *given)
+                return await handler(request, *arguments)
 
             self.append(
                 Operation(
@@ -246,27 +246,27 @@ def _authenticator(request: Request) -> Authenticator:
 
 def _parameters(path: str, details: Details, headers: Sequence[Parameter]) -> list[Parameter]:
     """Returns all parameters: of the path, of the query, headers."""
-    own = details.get("parameters", ())
-    in_path = PATH_PARAMETERS | {each["name"]: each for each in own if each["in"] == "path"}
+    stated = details.get("parameters", ())
+    in_path = PATH_PARAMETERS | {each["name"]: each for each in stated if each["in"] == "path"}
     return [
         *(in_path[name] for name in re.findall(r"{(\w+)", path)),
-        *(each for each in own if each["in"] == "query"),
+        *(each for each in stated if each["in"] == "query"),
         *headers,
-        *(each for each in own if each["in"] == "header"),
+        *(each for each in stated if each["in"] == "header"),
         *([IF_MATCH] if details.get("if_match") else []),
     ]
 
 
 def _errors(path: str, details: Details, errors: Sequence[int]) -> frozenset[int]:
     """Returns the statuses of errors that the route may answer. OpenAI's clients know no 422: on /v1 it is 400."""
-    found = {*errors, *details.get("errors", ())}
+    statuses = {*errors, *details.get("errors", ())}
     if "{" in path:
-        found.add(404)
+        statuses.add(404)
     if "body" in details or "multipart" in details:
-        found.update(BODY_ERRORS)
+        statuses.update(BODY_ERRORS)
     if details.get("if_match"):
-        found.add(412)
-    return frozenset(found if path.startswith("/v1/") else {*found, 422})
+        statuses.add(412)
+    return frozenset(statuses if path.startswith("/v1/") else {*statuses, 422})
 
 
 class ExactRoute(Route):

@@ -12,7 +12,7 @@ from cluster.news import NodeRecord
 from cluster.node_table import ABSENT, HOST, NodeTable
 from cluster.residency import MAX_WANTED, WantedAdapter
 from gateway.residency.messages import Cause, LeftOut, Tier
-from gateway.scheduling.homes import Homes
+from gateway.scheduling.home_nodes import Homes
 
 DEVICE_CHANCE = 0.5
 """Least chance of a call within 30 s for which an adapter is brought to the device at once."""

@@ -20,7 +20,7 @@ from gateway.catalog.functions import Functions, adapter_of
 from gateway.residency.held import Held
 from gateway.residency.messages import Tier, Version, WarmOrder, WarmPlace, WarmReply
 from gateway.residency.plan import node_memory
-from gateway.scheduling.homes import Homes
+from gateway.scheduling.home_nodes import Homes
 from gateway.scheduling.placement import RETRY_AFTER
 
 MAX_UNDERWAY = 256

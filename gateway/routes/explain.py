@@ -25,14 +25,14 @@ _ID = parameter("path", "id", "The call's id, or the x-request-id of its reply",
     errors=(400,),
 )
 async def explain(request: Request, calls: Calls, caller: Caller) -> Response:
-    named = TENANT_HEADER in request.headers
-    whose = None if caller.admin and not named else await calls.callers.tenant(request)
-    wanted = request.path_params["id"]
-    found = calls.dispatcher.router.explanations.find(wanted, whose)
-    if found is not None:
-        return json_response(found.reply())
-    told = await calls.peers.explain(wanted, whose)
-    if told is None:
+    names_tenant = TENANT_HEADER in request.headers
+    tenant = None if caller.admin and not names_tenant else await calls.callers.tenant(request)
+    id = request.path_params["id"]
+    explained = calls.dispatcher.router.explanations.find(id, tenant)
+    if explained is not None:
+        return json_response(explained.reply())
+    reply = await calls.peers.explain(id, tenant)
+    if reply is None:
         # Another tenant's call answers the same.
-        raise NotFound(f"no call {wanted[:100]!r} is remembered; the latest few thousand are")
-    return json_response(msgspec.json.decode(told, type=ExplainReply))
+        raise NotFound(f"no call {id[:100]!r} is remembered; the latest few thousand are")
+    return json_response(msgspec.json.decode(reply, type=ExplainReply))

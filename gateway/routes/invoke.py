@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from gateway.api import schema
 from gateway.calls.prompts import source_of
 from gateway.calls.reply import collect, invocation_headers, invoke_events, invoke_failure, invoke_reply
-from gateway.calls.unserved import UNSERVED, served_fields
+from gateway.calls.unsupported_fields import UNSERVED, served_fields
 from gateway.events.calls import IDEMPOTENCY_HEADER
 from gateway.events.messages import EventReply, reply_of
 from gateway.groups import Calls
@@ -47,12 +47,12 @@ async def invoke(request: Request, calls: Calls, tenant: str, watch: Stopwatch) 
     data = await read_call_body(request, calls.config)
     call = convert(served_fields(parse_json(data), UNSERVED), schema.InvokeRequest)
     watch.lap("body")
-    named = _name_and_qualifier(request)
+    function = _name_and_qualifier(request)
     if _is_event(request, call):
-        event = await calls.event_calls.accept(request, tenant, watch, named=named, call=call)
+        event = await calls.event_calls.accept(request, tenant, watch, named=function, call=call)
         return json_response(reply_of(event), 202, {"location": f"/invocations/{event.id}"})
     source = source_of(call, calls.inputs.base.vocab_size)
-    invocation = await calls.inputs.prepare(request, tenant, watch, named=named, source=source, stated=call)
+    invocation = await calls.inputs.prepare(request, tenant, watch, named=function, source=source, stated=call)
     generations = calls.dispatcher.generations(invocation)
     headers = partial(invocation_headers, generations[0])
     if call.stream or asks_for_events(request.headers.get("accept", "")):
@@ -77,9 +77,9 @@ def _is_event(request: Request, call: schema.InvokeRequest) -> bool:
 
 def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     name, colon, qualifier = request.path_params["target"].partition(":")
-    asked = request.query_params.get("qualifier")
-    if colon and asked is not None and asked != qualifier:
+    stated = request.query_params.get("qualifier")
+    if colon and stated is not None and stated != qualifier:
         raise invalid("qualifier", "the path names another qualifier")
     if colon:
         return name, qualifier or ":"  # an empty qualifier names nothing, which is not the same as none
-    return name, asked
+    return name, stated

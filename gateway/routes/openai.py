@@ -16,7 +16,7 @@ from gateway.calls.openai_reply import Head, chunks, failure, whole
 from gateway.calls.prompts import Conversation, Source, prompts_of
 from gateway.calls.reply import collect, invocation_headers
 from gateway.calls.request import Invocation
-from gateway.calls.unserved import CHAT_UNSERVED, UNSERVED, Unserved, served_fields
+from gateway.calls.unsupported_fields import CHAT_UNSERVED, UNSERVED, Unserved, served_fields
 from gateway.groups import Calls
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
@@ -56,14 +56,14 @@ async def list_models(_: Request, calls: Calls, tenant: str) -> Response:
     parameters=(parameter("path", "id", "As `model` in a completion"),),
 )
 async def get_model(request: Request, calls: Calls, tenant: str) -> Response:
-    asked = request.path_params["id"]
+    model_id = request.path_params["id"]
     context = await calls.inputs.served_context()
-    if asked == calls.inputs.base.id:
+    if model_id == calls.inputs.base.id:
         return json_response(_base(calls, context))
-    name, qualifier = calls.inputs.split_model(asked)
+    name, qualifier = calls.inputs.split_model(model_id)
     await calls.inputs.functions.choices(tenant, name, qualifier)
     record = await calls.threads.read(calls.registry.function, tenant, name)
-    return json_response(_model(calls, record, asked, tenant, context))
+    return json_response(_model(calls, record, model_id, tenant, context))
 
 
 @routes.call(
@@ -112,8 +112,8 @@ async def _read(request: Request, calls: Calls, watch: Stopwatch, kind: type[T],
 async def _answer(
     request: Request, calls: Calls, tenant: str, watch: Stopwatch, call: openai.Shared, source: Source
 ) -> ASGIApp:
-    named = calls.inputs.split_model(call.model)
-    invocation = await calls.inputs.prepare(request, tenant, watch, named=named, source=source, stated=call)
+    function = calls.inputs.split_model(call.model)
+    invocation = await calls.inputs.prepare(request, tenant, watch, named=function, source=source, stated=call)
     head = _head(invocation, call)
     generations = calls.dispatcher.generations(invocation)
     headers = partial(invocation_headers, generations[0])

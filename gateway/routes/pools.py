@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cluster.errors import ServiceError
 from cluster.node_table import NodeTable
 from cluster.redis_link import RedisAway
-from gateway.calls.holding import AUTOSCALER, autoscaler
+from gateway.calls.scale_from_zero import AUTOSCALER, autoscaler
 from gateway.groups import Nodes
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response

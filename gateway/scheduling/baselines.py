@@ -32,8 +32,8 @@ class FirstFit:
         requests, rows = nodes.requests[candidates], nodes.capacity[candidates]
         fits = requests < np.where(rows < np.inf, rows, ASSUMED_ROWS)
         fits &= nodes.kv_room[candidates, STANDARD] >= request.demand.prompt_tokens + request.demand.max_tokens
-        wanted = np.where(fits, requests, -1) if fits.any() else -requests
-        equal: list[int] = candidates[wanted == wanted.max()].tolist()
+        preference = np.where(fits, requests, -1) if fits.any() else -requests
+        equal: list[int] = candidates[preference == preference.max()].tolist()
         return min(equal, key=lambda row: nodes.ids[row] or "")
 
 

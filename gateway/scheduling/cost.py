@@ -121,7 +121,7 @@ def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.n
     """Returns bool[C]: whether the node would attain the request's SLO if it were idle. Where none would, waiting does
     not help."""
     tokens, rank, tpot = request.demand.prompt_tokens, request.demand.rank, request.demand.tpot
-    kept = np.zeros(made.candidates.size, np.bool_)
+    attained = np.zeros(made.candidates.size, np.bool_)
     sizes = _on_device(request, nodes.adapter_itemsize[made.candidates])
     rows = zip(made.candidates.tolist(), made.tier.tolist(), sizes.tolist(), strict=True)
     for index, (row, tier, size) in enumerate(rows):
@@ -130,8 +130,8 @@ def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.n
         load += model.from_store.seconds(request.adapter_bytes) if tier in (DISK, ABSENT) else 0.0
         ttft = model.prefill.seconds(tokens, tokens * tokens, tokens * rank) + load * model.exposed_share
         step = model.decode.seconds(1, tokens + request.answer_tokens / 2, rank)
-        kept[index] = ttft <= made.ttft_limit and (tpot is None or step <= tpot)
-    return kept
+        attained[index] = ttft <= made.ttft_limit and (tpot is None or step <= tpot)
+    return attained
 
 
 def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: PlacementRequest) -> np.ndarray:
@@ -147,8 +147,8 @@ def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: P
         index = _indices(candidates, users)
         ranks[index[at["rank_term"][index] == ADAPTER_RANKS]] = 0.0
     context = request.demand.prompt_tokens + request.answer_tokens / 2
-    made: np.ndarray = at["decode_next_row"] + context * at["decode_per_context"] + ranks * at["decode_per_rank"]
-    return made
+    added: np.ndarray = at["decode_next_row"] + context * at["decode_per_context"] + ranks * at["decode_per_rank"]
+    return added
 
 
 def _load(
@@ -159,10 +159,10 @@ def _load(
     n = candidates.size
     if request.digest is None:
         return np.full(n, DEVICE), np.zeros(n), np.zeros(n)
-    tier, held = np.full(n, ABSENT), nodes.tiers(request.digest)
-    if held:
-        index = _indices(candidates, held)
-        tier[index] = [held[row] for row in candidates[index].tolist()]
+    tier, tiers = np.full(n, ABSENT), nodes.tiers(request.digest)
+    if tiers:
+        index = _indices(candidates, tiers)
+        tier[index] = [tiers[row] for row in candidates[index].tolist()]
     transfer = at["device_wait"] + _on_device(request, at["adapter_itemsize"]) * at["device_per_byte"]
     far = transfer + at["store_latency"] + float(request.adapter_bytes) * at["store_per_byte"]
     load = np.where(tier == HOST, transfer, far)
@@ -181,9 +181,9 @@ def _on_device(request: PlacementRequest, itemsize: np.ndarray) -> np.ndarray:
 
 def _indices(candidates: np.ndarray, rows: Collection[int]) -> np.ndarray:
     """i64: where in `candidates` those of `rows` are that are among them."""
-    found = np.fromiter(rows, np.int64, len(rows))
-    index = np.minimum(candidates.searchsorted(found), candidates.size - 1)
-    inside: np.ndarray = index[candidates[index] == found]
+    wanted_rows = np.fromiter(rows, np.int64, len(rows))
+    index = np.minimum(candidates.searchsorted(wanted_rows), candidates.size - 1)
+    inside: np.ndarray = index[candidates[index] == wanted_rows]
     return inside
 
 
@@ -199,16 +199,16 @@ def _step_and_wait(
     computed = np.minimum(1.0, capacity / after)
     step = base + computed * (at["decode_there"] + decode - base)
     if strict and demand.tpot is not None:  # best effort pauses, but no more than the tightest strict promise asks for
-        least = np.maximum(step - computed * at["strict_saved"], base)
+        shortest = np.maximum(step - computed * at["strict_saved"], base)
         planned = MARGIN * np.minimum(at["tightest_tpot"][:, STRICT], demand.tpot)
-        step = np.minimum(np.maximum(planned, least), step)
+        step = np.minimum(np.maximum(planned, shortest), step)
     # A row, and its memory, come free whenever one of those that have them has its answer: a reserved place, too.
     answer = (request.typical_tokens or request.answer_tokens) * step
     room = at["kv_room"][:, kind]
     over, short = 1.0 - at["rows_free"][:, kind], demand.prompt_tokens + demand.max_tokens - room
     row = np.where(over > 0, over * answer / capacity, 0.0)
-    held = np.maximum(at["kv_tokens"] - np.maximum(room, 0.0), 1.0)
-    memory = np.where(short > 0, answer * short / held, 0.0)
+    tokens_in_use = np.maximum(at["kv_tokens"] - np.maximum(room, 0.0), 1.0)
+    memory = np.where(short > 0, answer * short / tokens_in_use, 0.0)
     prompts = at["prompt_wait"][:, kind]
     if strict:  # counts on no luck: they may have a pass of their own
         prompts = prompts + np.where(prompts > 0, at["prefill_base"], 0.0)

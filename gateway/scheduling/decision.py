@@ -114,19 +114,21 @@ class Picture(msgspec.Struct):
         return [self._candidate(index, request) for index in range(len(self.nodes))]
 
     def _candidate(self, index: int, request: PlacementRequest) -> Candidate:
-        told = dict(zip(FIELDS, self.values[:, index].tolist(), strict=True))
-        hidden = () if told["modelled"] else SCORED
-        known = {name: value if math.isfinite(value) and name not in hidden else None for name, value in told.items()}
-        figures: dict[str, Any] = {name: known[name] for name in ("age", *SCORED)}
-        figures |= {name: int(told[name]) for name in ("running", "queued", "reserved")}
+        values = dict(zip(FIELDS, self.values[:, index].tolist(), strict=True))
+        hidden = () if values["modelled"] else SCORED
+        finite = {
+            name: value if math.isfinite(value) and name not in hidden else None for name, value in values.items()
+        }
+        figures: dict[str, Any] = {name: finite[name] for name in ("age", *SCORED)}
+        figures |= {name: int(values[name]) for name in ("running", "queued", "reserved")}
         return Candidate(
             node=self.nodes[index],
             chosen=index == self.chosen,
-            tier=TIER_NAMES[int(told["tier"])],  # type: ignore[arg-type]
-            model="measured" if told["modelled"] else "assumed",
+            tier=TIER_NAMES[int(values["tier"])],  # type: ignore[arg-type]
+            model="measured" if values["modelled"] else "assumed",
             model_problem=self.problems[index],
             widened=self.widened[index],
-            broken=_broken(told, request),
+            broken=_broken(values, request),
             **figures,
         )
 
@@ -178,13 +180,13 @@ def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Sco
     return shown
 
 
-def _broken(told: dict[str, float], request: PlacementRequest) -> list[str]:
-    if math.isnan(told["step"]):
+def _broken(values: dict[str, float], request: PlacementRequest) -> list[str]:
+    if math.isnan(values["step"]):
         return []
     reasons = []
-    if not told["step"] <= told["tpot_limit"]:
-        whose = "its own" if request.demand.tpot == told["tpot_limit"] else "another request's there"
-        reasons.append(f"a step of {told['step']:.4g} s breaks {told['tpot_limit']:.4g} s between tokens, {whose}")
-    if request.ttft is not None and not told["ttft"] <= request.ttft:
-        reasons.append(f"a first token after {told['ttft']:.4g} s breaks its own {request.ttft:.4g} s")
+    if not values["step"] <= values["tpot_limit"]:
+        owner = "its own" if request.demand.tpot == values["tpot_limit"] else "another request's there"
+        reasons.append(f"a step of {values['step']:.4g} s breaks {values['tpot_limit']:.4g} s between tokens, {owner}")
+    if request.ttft is not None and not values["ttft"] <= request.ttft:
+        reasons.append(f"a first token after {values['ttft']:.4g} s breaks its own {request.ttft:.4g} s")
     return reasons

@@ -52,20 +52,20 @@ class Dlora(MostIdle):
     period = PERIOD
 
     def moves(self, loads: Mapping[int, float], requests: Sequence[Movable]) -> list[Move]:
-        loads, found = dict(loads), []
-        left: dict[int, list[Movable]] = {row: [] for row in loads}
+        loads, moves = dict(loads), []
+        movable: dict[int, list[Movable]] = {row: [] for row in loads}
         for request in requests:
-            left.get(request.row, []).append(request)
+            movable.get(request.row, []).append(request)
         for _ in range(len(loads)):  # as many moves at most
-            most, least = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
-            chosen = _movable(left[most], loads[most] - loads[least])
+            busiest, idlest = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
+            chosen = _movable(movable[busiest], loads[busiest] - loads[idlest])
             if chosen is None:
                 break
-            left[most].remove(chosen)
-            found.append(Move(chosen.id, least))
-            loads[most] -= 1
-            loads[least] += 1
-        return found
+            movable[busiest].remove(chosen)
+            moves.append(Move(chosen.id, idlest))
+            loads[busiest] -= 1
+            loads[idlest] += 1
+        return moves
 
 
 def _movable(requests: Sequence[Movable], gap: float) -> Movable | None:

@@ -65,12 +65,12 @@ class ResponseLengths:
     def expected(self, tenant: str, function: str, max_tokens: int) -> float:
         """Tokens: as the function's answers, else its tenant's, else everybody's; while there are none, half of
         `max_tokens`. From 1 to `max_tokens`."""
-        known = self._functions.get((tenant, function))
-        if known is None:
-            known = self._tenants.get(tenant)
-        if known is None:
-            known = self._all.value if self._all.count else max_tokens / 2
-        return max(1.0, min(known, float(max_tokens)))
+        mean = self._functions.get((tenant, function))
+        if mean is None:
+            mean = self._tenants.get(tenant)
+        if mean is None:
+            mean = self._all.value if self._all.count else max_tokens / 2
+        return max(1.0, min(mean, float(max_tokens)))
 
     def inverse(self, expected: float) -> float:
         """Returns the mean of 1 / tokens, at most 1, where `expected` tokens are expected.

@@ -78,8 +78,8 @@ async def place(
         # Whatever has changed meanwhile, another look could lead nowhere else when this is the only one, unless to a
         # refusal; and the last attempt takes the place if there is one.
         looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or demand.slo_class == "strict")
-        seen = int(nodes.generation[row]) if looks_again else None
-        number = await state.reserve(record.id, request.id, demand, seen)
+        generation = int(nodes.generation[row]) if looks_again else None
+        number = await state.reserve(record.id, request.id, demand, generation)
         if number is not None:
             forecast, needs = _forecast(scores, nodes, row), work(nodes, row, request)
             return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs, number)

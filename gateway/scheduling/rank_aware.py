@@ -56,39 +56,39 @@ class RankAware(ScoringPolicy):
         return int(candidates[best])
 
     def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
-        made = self._terms(nodes, candidates, request)
-        plain = self._total_cost(made)
+        costs = self._terms(nodes, candidates, request)
+        plain = self._total_cost(costs)
         # Comparisons with NaN are false: what can't be forecast never wins.
-        totals = np.where((made.strain <= 1.0) & (plain < np.inf), plain, np.inf)
-        return Scores(made, totals, self._widening.widened(nodes, candidates))
+        totals = np.where((costs.strain <= 1.0) & (plain < np.inf), plain, np.inf)
+        return Scores(costs, totals, self._widening.widened(nodes, candidates))
 
     def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
         return terms(nodes, candidates, request)
 
     def _total_cost(self, made: Terms) -> np.ndarray:
         """Returns f64[C], the total cost of each candidate, whatever was promised."""
-        others = (made.requests - 1.0) * (made.prefill / made.answer + made.decode)
+        imposed = (made.requests - 1.0) * (made.prefill / made.answer + made.decode)
         copy = made.requests * made.spreading / made.answer
-        plain: np.ndarray = made.ttft * made.inverse + made.step + others + copy
+        plain: np.ndarray = made.ttft * made.inverse + made.step + imposed + copy
         return plain
 
     def _least_bad(self, scores: Scores) -> int:
         """Returns the index of the node where SLOs are broken by the smallest part, as far as its forecasts are
         believed."""
-        made = scores.terms
-        finite = [np.where(values >= 0.0, values, np.inf) for values in (self._total_cost(made), made.strain)]
+        costs = scores.terms
+        finite = [np.where(values >= 0.0, values, np.inf) for values in (self._total_cost(costs), costs.strain)]
         return int(np.lexsort((*finite, ~scores.widened))[0])
 
 
 def _best(nodes: NodeTable, scores: Scores) -> int | None:
     """The least total's index. Of equals the one nearest to having the adapter, then the emptier one, then the one
     with more KV memory. None: all are infinite."""
-    least = scores.totals.min()
-    if not least < np.inf:
+    minimum = scores.totals.min()
+    if not minimum < np.inf:
         return None
-    equal, made = np.flatnonzero(scores.totals == least), scores.terms
-    room = nodes.kv_room[made.candidates[equal], STANDARD]
-    return int(equal[np.lexsort((-room, made.requests[equal], made.tier[equal]))[0]])
+    equal, costs = np.flatnonzero(scores.totals == minimum), scores.terms
+    room = nodes.kv_room[costs.candidates[equal], STANDARD]
+    return int(equal[np.lexsort((-room, costs.requests[equal], costs.tier[equal]))[0]])
 
 
 def _retry_after(made: Terms, later: np.ndarray) -> float:

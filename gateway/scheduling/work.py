@@ -34,7 +34,7 @@ def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:
 
 def rows_together(load: NodeLoad, tokens: float) -> float:
     """Returns how many requests of `tokens` a node computes at once: at least 1."""
-    most = [float(load.max_rows)] if load.max_rows else []
+    limits = [float(load.max_rows)] if load.max_rows else []
     if load.kv_tokens:
-        most.append(load.kv_tokens / tokens)
-    return max(1.0, min(most, default=1.0))
+        limits.append(load.kv_tokens / tokens)
+    return max(1.0, min(limits, default=1.0))

@@ -18,7 +18,7 @@ from cluster.redis_link import RedisLink
 from cluster.state import ClusterState
 from gateway import background as module
 from gateway.background import background
-from gateway.calls.holding import Hold
+from gateway.calls.scale_from_zero import Hold
 from gateway.catalog import name_watch
 from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.threads import StoreThreads

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
-from gateway.calls.running import Running
+from gateway.calls.active_calls import Running
 from gateway.catalog.threads import READ_THREADS, LeavableThreads, StoreThreads
 from gateway.http.bodies import convert, field_of
 from gateway.workers.last_hour import Counts, LastHour

@@ -7,7 +7,7 @@ import time
 
 from cluster.leases import Lease, MemoryLeases
 from cluster.state import MemoryClusterState
-from gateway.calls.holding import AUTOSCALER, UNLED_SECONDS, Hold
+from gateway.calls.scale_from_zero import AUTOSCALER, UNLED_SECONDS, Hold
 
 
 class SlowLeases(MemoryLeases):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from running_gateway import Running
 
-from gateway.calls.unserved import CHAT_UNSERVED, DOCS, UNSERVED
+from gateway.calls.unsupported_fields import CHAT_UNSERVED, DOCS, UNSERVED
 
 ROOT = Path(__file__).parents[3]
 ROUTES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from stub_node import Script, die_at_once, hang_before_first, refuse_for_good
 import garnish
 from adapters.local_store import LocalStore
 from garnish.cli.main import main
-from gateway.calls.holding import Hold
+from gateway.calls.scale_from_zero import Hold
 from gateway.events import poller, transitions
 from gateway.events.event_store import EventStore
 from gateway.events.messages import EventReply

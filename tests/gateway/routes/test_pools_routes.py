@@ -15,7 +15,7 @@ from stub_node import echo, hang_before_first, refuse
 
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from gateway.calls import dispatch
-from gateway.calls.holding import UNLED_SECONDS
+from gateway.calls.scale_from_zero import UNLED_SECONDS
 
 PATH = "/invoke/stories260K"
 CALL = {"prompt": "x", "max_tokens": 2}

@@ -10,7 +10,7 @@ import pytest
 from scheduling_world import REQUEST, chosen, node, table_of
 
 from cluster.news import Resident
-from gateway.scheduling.homes import Homes
+from gateway.scheduling.home_nodes import Homes
 from gateway.scheduling.rank_aware import RankAware
 
 DIGESTS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(400)]

@@ -38,9 +38,9 @@ class Running:
         try:
             yield revoked
         finally:
-            mine = self._revoked[owner]
-            mine.discard(revoked)
-            if not mine:
+            futures = self._revoked[owner]
+            futures.discard(revoked)
+            if not futures:
                 del self._revoked[owner]
 
     def revoke(self, tenant: str, function: str, reason: ServiceError, id: str = "") -> None:

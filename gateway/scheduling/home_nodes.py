@@ -33,12 +33,12 @@ class Homes:
     def of(self, digest: str, copies: int) -> list[int]:
         """Returns rows of `copies` nodes, or of all if there are fewer: by tier (device, host, disk, absent), then as
         drawn."""
-        held = self._nodes.tiers(digest)
+        tier_by_row = self._nodes.tiers(digest)
         rows = self._rows.tolist()
-        tiers = np.array([held.get(row, ABSENT) for row in rows]) if held else np.full(len(rows), ABSENT)
+        tiers = np.array([tier_by_row.get(row, ABSENT) for row in rows]) if tier_by_row else np.full(len(rows), ABSENT)
         order = np.lexsort((_mixed(self._salts, int(digest[:16], 16)), tiers))
-        found: list[int] = self._rows[order[:copies]].tolist()
-        return found
+        rows_drawn: list[int] = self._rows[order[:copies]].tolist()
+        return rows_drawn
 
 
 def _mixed(salts: np.ndarray, seed: int) -> np.ndarray:

@@ -62,12 +62,12 @@ PARTS = dict.fromkeys(
 """Roles of messages, and kinds of parts of their content, that are refused."""
 
 
-def served_fields(body: Any, unserved: dict[str, Unserved], ignored: tuple[str, ...] = ()) -> Any:
+def served_fields(body: Any, unsupported: dict[str, Unserved], ignored: tuple[str, ...] = ()) -> Any:
     """Returns the body without fields that ask for nothing. Raises ServiceError for one that is not supported."""
     if not isinstance(body, dict):
         return body
-    for field in unserved.keys() & body.keys():
-        neutral, instead = unserved[field]
+    for field in unsupported.keys() & body.keys():
+        neutral, instead = unsupported[field]
         # 1 == True in Python, but not in JSON.
         if not any(body[field] == value and type(body[field]) is type(value) for value in neutral):
             raise _refusal(field, field, instead)
@@ -76,7 +76,7 @@ def served_fields(body: Any, unserved: dict[str, Unserved], ignored: tuple[str, 
             "max_tokens 0", "max_tokens", "to score a prompt use 1, with prompt_logprobs, or echo and logprobs"
         )
     _check_messages(body.get("messages"))
-    return {field: value for field, value in body.items() if field not in unserved and field not in ignored}
+    return {field: value for field, value in body.items() if field not in unsupported and field not in ignored}
 
 
 def _check_messages(messages: Any) -> None:

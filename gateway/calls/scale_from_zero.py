@@ -62,8 +62,8 @@ class Hold:
         self._held += 1
         try:
             ends: list[asyncio.Future[Any]] = [self._waiting, cut]
-            left = max(0.0, until - self._clock())
-            await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            timeout = max(0.0, until - self._clock())
+            await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if self._waiting.done() and not self._waiting.cancelled():
                 self._waiting.result()
         finally:
