@@ -48,20 +48,20 @@ class GraceCache(Generic[K, V]):
 
     async def get(self, key: K) -> V:
         """Raises what `load` raises; StoreUnavailable only when nothing younger than the grace is known."""
-        known = self._known.get(key)
-        if known is not None and self._age(key, known[1]) < self.fresh:
-            kept = KEPT_SECONDS if self.confirmed(key) > known[1] else self.fresh
-            if self.clock() - known[1] > kept / 2 and key not in self._loading:
+        cached = self._known.get(key)
+        if cached is not None and self._age(key, cached[1]) < self.fresh:
+            valid_s = KEPT_SECONDS if self.confirmed(key) > cached[1] else self.fresh
+            if self.clock() - cached[1] > valid_s / 2 and key not in self._loading:
                 self._begin(key)
-            return known[0]
+            return cached[0]
         load = self._loading.get(key) or self._begin(key)
-        if known is None or self._age(key, known[1]) >= self.grace:
+        if cached is None or self._age(key, cached[1]) >= self.grace:
             return await asyncio.shield(load)
         # What has hung for as long before holds up nobody any more.
-        left = self._patience_ends.get(key, 0.0) - asyncio.get_running_loop().time()
-        await asyncio.wait({load}, timeout=max(0.0, left))
+        patience_s = self._patience_ends.get(key, 0.0) - asyncio.get_running_loop().time()
+        await asyncio.wait({load}, timeout=max(0.0, patience_s))
         if not load.done() or isinstance(load.exception(), StoreUnavailable):
-            return known[0]
+            return cached[0]
         return load.result()
 
     def forget_where(self, matches: Callable[[K], bool]) -> None:
@@ -71,10 +71,10 @@ class GraceCache(Generic[K, V]):
         for key in [key for key in self._loading if matches(key)]:
             del self._loading[key], self._patience_ends[key]
 
-    def _age(self, key: K, asked: float) -> float:
+    def _age(self, key: K, asked_at: float) -> float:
         """Returns the seconds since an answer that was asked for then was last known to be valid."""
         now = self.clock()
-        return now - (max(asked, self.confirmed(key)) if now - asked < KEPT_SECONDS else asked)
+        return now - (max(asked_at, self.confirmed(key)) if now - asked_at < KEPT_SECONDS else asked_at)
 
     def _begin(self, key: K) -> asyncio.Task[V]:
         task = asyncio.ensure_future(self._load_one(key))
@@ -86,7 +86,7 @@ class GraceCache(Generic[K, V]):
 
     async def _load_one(self, key: K) -> V:
         task = asyncio.current_task()
-        asked = self.clock()
+        asked_at = self.clock()
         try:
             value = await self.load(key)
         except StoreUnavailable:
@@ -97,7 +97,7 @@ class GraceCache(Generic[K, V]):
             raise
         else:
             if self._loading.get(key) is task:
-                self._known[key] = (value, asked)
+                self._known[key] = (value, asked_at)
                 self._known.move_to_end(key)
                 if len(self._known) > self.limit:
                     self._known.popitem(last=False)

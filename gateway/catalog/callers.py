@@ -88,18 +88,18 @@ class Callers:
     async def tenant(self, request: Request) -> str:
         """Inside whose functions the request is looked up. Raises ServiceError."""
         caller = await self.caller(request)
-        named = request.headers.get(TENANT_HEADER)
-        if named is None:
+        stated = request.headers.get(TENANT_HEADER)
+        if stated is None:
             if caller.tenant is None:
                 raise ServiceError(
                     "invalid_request", f"an admin key names a tenant in the header {TENANT_HEADER}", param=TENANT_HEADER
                 )
             return caller.tenant
-        if named == caller.tenant:
-            return named
+        if stated == caller.tenant:
+            return stated
         if not caller.admin:
             raise ServiceError("forbidden", "only an admin key may act for another tenant", param=TENANT_HEADER)
-        return (await self._known.get(named)).record.id
+        return (await self._known.get(stated)).record.id
 
     async def account(self, tenant: str) -> Tenant:
         """The tenant's record, as old as a key may be. Raises NotFound, StoreUnavailable."""

@@ -35,20 +35,20 @@ class DeploySlots:
     def deploy(self, tenant: str) -> Iterator[None]:
         """Holds a place for a deploy from the start of the upload to the reply. Raises ServiceError `overloaded` at
         once when all places, or all of the tenant's, are taken."""
-        own = self._shares.get(tenant)
-        if own is not None and own.uploads >= self._tenant_uploads:
-            raise _busy(f"you have {own.uploads} deploys under way already")
+        tenant_share = self._shares.get(tenant)
+        if tenant_share is not None and tenant_share.uploads >= self._tenant_uploads:
+            raise _busy(f"you have {tenant_share.uploads} deploys under way already")
         if self._free_uploads <= 0:
             raise _busy("too many deploys at once")
-        own = self._shares.setdefault(tenant, _Share(self._tenant_stores))
-        own.uploads += 1
+        tenant_share = self._shares.setdefault(tenant, _Share(self._tenant_stores))
+        tenant_share.uploads += 1
         self._free_uploads -= 1
         try:
             yield
         finally:
-            own.uploads -= 1
+            tenant_share.uploads -= 1
             self._free_uploads += 1
-            if not own.uploads:
+            if not tenant_share.uploads:
                 del self._shares[tenant]
 
     @asynccontextmanager

@@ -74,8 +74,8 @@ class Functions:
         if name == self._registry.base.id and not qualifier:
             return Target(function=name)
         choices = await self.choices(tenant, name, qualifier)
-        found = pick(choices, point_of(tenant, name, qualifier or "latest", side))
-        return Target(found.function, found.version, adapter_of(found), found.policy)
+        resolved = pick(choices, point_of(tenant, name, qualifier or "latest", side))
+        return Target(resolved.function, resolved.version, adapter_of(resolved), resolved.policy)
 
     async def choices(self, tenant: str, name: str, qualifier: str | None) -> Sequence[Choice]:
         """Returns what `Registry.choices` does, from the cache while that is valid."""
@@ -112,8 +112,8 @@ class Functions:
         caller."""
         assert target.version is not None and target.digest is not None  # nodes find no fault with the base alone
         self._rebuilds.request(tenant, target.function, target.version, target.digest)
-        found = f"the artifact of version {target.version} of function {target.function} was damaged"
-        return ServiceError("unavailable", f"{found}: it is being made again", retry_after=STORE_RETRY_AFTER)
+        damage = f"the artifact of version {target.version} of function {target.function} was damaged"
+        return ServiceError("unavailable", f"{damage}: it is being made again", retry_after=STORE_RETRY_AFTER)
 
     async def _load(self, key: Key) -> Sequence[Choice]:
         tenant, name, qualifier = key
@@ -124,12 +124,12 @@ class Functions:
         return choices
 
 
-def adapter_of(found: Resolved) -> Adapter:
+def adapter_of(resolved: Resolved) -> Adapter:
     """Returns the version as nodes get it."""
     return Adapter(
-        digest=found.digest,
-        artifact=found.artifact_key,
-        bytes=found.bytes,
-        ranks=found.ranks,
-        itemsize=found.itemsize,
+        digest=resolved.digest,
+        artifact=resolved.artifact_key,
+        bytes=resolved.bytes,
+        ranks=resolved.ranks,
+        itemsize=resolved.itemsize,
     )

@@ -72,11 +72,11 @@ class NameWatch:
     def apply(self, epoch: Epoch, now: float | None, began: float) -> None:
         """Takes in what `read` has returned. Calls `on_mark` with the new marks, and `forget_all` when marks may have
         been missed. `began`: start of the reading, by `clock`."""
-        known, self._known = self._known, epoch
+        before, self._known = self._known, epoch
         marks = epoch.marks
         if now is None:
-            assert known is not None
-            marks = tuple(mark for mark in marks if mark.number > known.number)
+            assert before is not None
+            marks = tuple(mark for mark in marks if mark.number > before.number)
         else:
             self._all_dirty_until = max(self._all_dirty_until or 0.0, self._dirty_until(epoch.since, now))
             self.forget_all()
@@ -84,17 +84,17 @@ class NameWatch:
             until = self._dirty_until(mark.at, now)
             if until > began:
                 self._dirty[mark.key] = max(until, self._dirty.get(mark.key, 0.0))
-            if known is not None:
+            if before is not None:
                 self.on_mark(mark)
         self._end_dirty(began)
         self.read_at = began
 
     def _begins_anew(self, epoch: Epoch) -> bool:
         """Returns whether there may be marks that this worker has not seen and that the epoch no longer names."""
-        known = self._known
-        if known is None or known.id != epoch.id or epoch.number < known.number:
+        before = self._known
+        if before is None or before.id != epoch.id or epoch.number < before.number:
             return True
-        return bool(epoch.marks) and epoch.marks[0].number > known.number + 1
+        return bool(epoch.marks) and epoch.marks[0].number > before.number + 1
 
     def _dirty_until(self, marked: float | None, now: float | None) -> float:
         """Returns until when, by `clock`, a change that was marked at `marked` may still be committed. `now`: the

@@ -84,7 +84,7 @@ class Leader:
 
     async def beat(self) -> None:
         """Takes or prolongs the lease."""
-        asked = self._clock()
+        asked_at = self._clock()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 lease = await self._leases.take(LEASE, self.name, self._lease_seconds)
@@ -95,8 +95,8 @@ class Leader:
             self._metrics.count_beat("failed")
         else:
             self._failing = False
-            self._since = self._since if asked < self._until else asked
-            self._until = asked + lease.seconds if lease.holder == self.name else -math.inf
+            self._since = self._since if asked_at < self._until else asked_at
+            self._until = asked_at + lease.seconds if lease.holder == self.name else -math.inf
             self._metrics.count_beat("led" if lease.holder == self.name else "followed")
         self._note_change()
 

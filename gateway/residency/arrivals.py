@@ -48,9 +48,9 @@ class ArrivalCounter:
 
     def take(self) -> list[Arrival]:
         """Returns what was counted since the last time."""
-        taken = [Arrival(*key, calls) for key, calls in self._calls.items()]
+        arrivals = [Arrival(*key, calls) for key, calls in self._calls.items()]
         self._calls.clear()
-        return taken
+        return arrivals
 
 
 def function_key(tenant: str, function: str) -> str:

@@ -94,11 +94,11 @@ class CallHistory:
     def versions(self, key: str) -> list[tuple[Adapter, float]] | None:
         """Returns the adapters that the function's calls got lately, with their shares of them; None where that is not
         known."""
-        known = self._versions.get(key)
-        if known is None:
+        by_digest = self._versions.get(key)
+        if by_digest is None:
             return None
-        calls = sum(count for _, count in known.values())
-        return [(adapter, count / calls) for adapter, count in known.values()]
+        calls = sum(count for _, count in by_digest.values())
+        return [(adapter, count / calls) for adapter, count in by_digest.values()]
 
     async def observe(self) -> None:
         """Has the forecaster learn what was counted since the last time. To be called each second."""

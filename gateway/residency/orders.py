@@ -56,7 +56,7 @@ class ResidencyOrders:
         ids = {node.id for node in nodes}
         self._sent = {id: sent for id, sent in self._sent.items() if id in ids}
         self._failing &= ids
-        due = [node for node in nodes if self._is_due(node, orders.get(node.id, NOTHING))]
+        recipients = [node for node in nodes if self._is_due(node, orders.get(node.id, NOTHING))]
         places = asyncio.Semaphore(AT_ONCE)
 
         async def order(node: NodeRecord) -> None:
@@ -64,7 +64,7 @@ class ResidencyOrders:
                 await self._order(turn, node, orders.get(node.id, NOTHING))
 
         async with asyncio.TaskGroup() as tasks:
-            for node in due:
+            for node in recipients:
                 tasks.create_task(order(node))
         turn.check()
 

@@ -96,10 +96,10 @@ class NodeMemory:
         """Returns why no tenant's order or schedule gets the adapter there, whatever else is wanted."""
         if not self.takes_wants:
             return "prefetch is off on this node"
-        size, most = self.taken_by(adapter), TENANT_SHARE * self.bytes[tier]
-        if size > most:
+        size, limit = self.taken_by(adapter), TENANT_SHARE * self.bytes[tier]
+        if size > limit:
             return (
-                f"it takes {size:.0f} bytes, and a tenant's orders and schedules get {most:.0f} of {WHERE[tier]} there"
+                f"it takes {size:.0f} bytes, and a tenant's orders and schedules get {limit:.0f} of {WHERE[tier]} there"
             )
         return None
 
@@ -131,52 +131,52 @@ class NodeWants:
     def keep(self, wish: Wish) -> bool:
         """Returns False where a provisioned copy does not fit. Copies for devices must come first."""
         size, digest, tier = self.memory.taken_by(wish.adapter), wish.adapter.digest, wish.tier
-        known = self.wants.get(digest)
-        if known is None:
+        want = self.wants.get(digest)
+        if want is None:
             if len(self.wants) >= MAX_WANTED or size > min(self.kept_room[tier], self.room[tier]):
                 return False
             self.kept_room[tier] -= size
             self.room[tier] -= size
             # of a copy in host memory, the chance says whether it is wanted on the device besides
-            known = self.wants[digest] = Want(wish.adapter, tier, float(tier == "device"), provisioned=tier)
-        known.causes.setdefault(wish.key, wish.cause)
+            want = self.wants[digest] = Want(wish.adapter, tier, float(tier == "device"), provisioned=tier)
+        want.causes.setdefault(wish.key, wish.cause)
         return True
 
     def take(self, wish: Wish, tier: Tier) -> str | None:
         """Returns why the wish is left out, where it is beyond a bound. A forecast for which the device has no room is
         for host memory."""
         size, digest = self.memory.taken_by(wish.adapter), wish.adapter.digest
-        known = self.wants.get(digest)
-        if known is None and wish.cause == "forecast" and size > self.room[tier]:
+        want = self.wants.get(digest)
+        if want is None and wish.cause == "forecast" and size > self.room[tier]:
             tier = "host"
         if wish.cause != "forecast" and (never := self.memory.why_never(wish.adapter, tier)) is not None:
             return never
-        if known is None and (len(self.wants) >= MAX_WANTED or size > self.room[tier]):
+        if want is None and (len(self.wants) >= MAX_WANTED or size > self.room[tier]):
             return "other adapters that are wanted there take all that it may be asked for"
         if wish.cause != "forecast" and (beyond := self._beyond(wish, tier, size)) is not None:
             return beyond
-        if known is None:
+        if want is None:
             self.room[tier] -= size
-            known = self.wants[digest] = Want(wish.adapter, tier, 0.0)
-        elif (known.tier, tier) == ("host", "device") and size <= self.room[tier]:
-            self.room["host"] += 0.0 if known.provisioned else size  # a provisioned copy stays there, too
+            want = self.wants[digest] = Want(wish.adapter, tier, 0.0)
+        elif (want.tier, tier) == ("host", "device") and size <= self.room[tier]:
+            self.room["host"] += 0.0 if want.provisioned else size  # a provisioned copy stays there, too
             self.room[tier] -= size
-            known.tier = tier
-        known.chance = 1.0 - (1.0 - known.chance) * (1.0 - wish.chance)
-        known.causes.setdefault(wish.key, wish.cause)
+            want.tier = tier
+        want.chance = 1.0 - (1.0 - want.chance) * (1.0 - wish.chance)
+        want.causes.setdefault(wish.key, wish.cause)
         return None
 
     def _beyond(self, wish: Wish, tier: Tier, size: float) -> str | None:
         """Notes what one tenant pins. Returns which bound the wish is beyond."""
-        own, digest = self.tenants.setdefault(wish.key.partition("/")[0], {}), wish.adapter.digest
-        if digest in own:
+        tenant_bytes, digest = self.tenants.setdefault(wish.key.partition("/")[0], {}), wish.adapter.digest
+        if digest in tenant_bytes:
             return None
-        if len(own) >= TENANT_WANTED:
+        if len(tenant_bytes) >= TENANT_WANTED:
             return f"a tenant's orders and schedules may name {TENANT_WANTED} adapters there"
-        most = TENANT_SHARE * self.memory.bytes[tier]
-        if sum(bytes for where, bytes in own.values() if where == tier) + size > most:
-            return f"a tenant's orders and schedules may take {most:.0f} bytes of {WHERE[tier]} there"
-        own[digest] = tier, size
+        limit = TENANT_SHARE * self.memory.bytes[tier]
+        if sum(bytes for where, bytes in tenant_bytes.values() if where == tier) + size > limit:
+            return f"a tenant's orders and schedules may take {limit:.0f} bytes of {WHERE[tier]} there"
+        tenant_bytes[digest] = tier, size
         return None
 
 
@@ -215,29 +215,29 @@ class Plan:
         Provisioned copies come as they were added, those on devices first; then other pinned ones, and the rest by
         chance as orders have it: the list stays equal as long as its content does.
         """
-        found: dict[str, Sequence[Want]] = {}
+        by_node: dict[str, Sequence[Want]] = {}
         for row, record in self._records.items():
             wants = self._planned[row].wants.values() if row in self._planned else ()
-            found[record.id] = sorted(wants, key=_urgency)
-        return found
+            by_node[record.id] = sorted(wants, key=_urgency)
+        return by_node
 
     def _provision(self, wish: Wish) -> None:
         """Each copy on another node: the first of its homes that have room."""
         copies, digest = self._copies.setdefault((wish.key, wish.adapter.digest), set()), wish.adapter.digest
-        wanted = len(copies) + wish.copies
+        target = len(copies) + wish.copies
         for row in self._homes.of(digest, len(self._homes)):
-            if len(copies) >= wanted:
+            if len(copies) >= target:
                 return
             if row not in copies and self._of(row).keep(wish):
                 copies.add(row)
-        if len(copies) < wanted:
-            why = f"{wanted - len(copies)} of the {wish.tier} copies find no node with room for them"
+        if len(copies) < target:
+            why = f"{target - len(copies)} of the {wish.tier} copies find no node with room for them"
             self._leave_out(wish, "", why)
 
     def _leave_out(self, wish: Wish, node: str, why: str) -> None:
         if len(self.left_out) < MAX_LEFT_OUT:
-            found = LeftOut(node, wish.adapter.digest, wish.tier, wish.cause, why)
-            self.left_out.setdefault(wish.key, []).append(found)
+            entry = LeftOut(node, wish.adapter.digest, wish.tier, wish.cause, why)
+            self.left_out.setdefault(wish.key, []).append(entry)
 
     def _rows(self, wish: Wish) -> Iterable[int]:
         if wish.node is not None:

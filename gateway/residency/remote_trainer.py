@@ -38,8 +38,8 @@ def make_forecaster(predictor: str, trainer: RemoteTrainer) -> Forecaster:
     """`predictor`: one of CHOICES."""
     if predictor == MIX:
         return Forecaster()
-    every: dict[str, Maker] = PARTS | {"lstm": partial(Lstm, trainer=trainer)}
-    return Forecaster(mixed=every if predictor == WITH_LSTM else {predictor: every[predictor]})
+    makers: dict[str, Maker] = PARTS | {"lstm": partial(Lstm, trainer=trainer)}
+    return Forecaster(mixed=makers if predictor == WITH_LSTM else {predictor: makers[predictor]})
 
 
 class RemoteTrainer:
@@ -93,8 +93,8 @@ class RemoteTrainer:
 
     def _take(self, weights: Weights) -> None:
         self.parameters = parameters_of(weights)
-        for key, own in embeddings_of(weights).items():
+        for key, embedding in embeddings_of(weights).items():
             self.embeddings.pop(key, None)
-            self.embeddings[key] = own
+            self.embeddings[key] = embedding
         while len(self.embeddings) > MAX_EMBEDDINGS:
             del self.embeddings[next(iter(self.embeddings))]

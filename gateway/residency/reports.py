@@ -6,7 +6,7 @@ import msgspec
 
 from cluster.redis_link import RedisLink
 from gateway.residency.arrivals import CallsCounted
-from gateway.residency.held import Held
+from gateway.residency.manual_holds import Held
 from gateway.workers.channel import Channel
 
 MAX_WAITING = 1000

@@ -31,9 +31,9 @@ from gateway.background import background
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.leader.turn import Job, Turn
 from gateway.residency.arrivals import TOGETHER, Arrival, ArrivalCounter, CallsCounted, function_key
-from gateway.residency.held import Held, HeldWants
 from gateway.residency.history import CallHistory, Forecast
 from gateway.residency.lookups import choices_of
+from gateway.residency.manual_holds import Held, HeldWants
 from gateway.residency.messages import ForecastReply, LeftOut, WantedPlace
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import NodeOrder, ResidencyOrders
@@ -233,13 +233,13 @@ class Residency:
 
     def _idle_ttls(self, nodes: NodeTable) -> dict[str, dict[str, float]]:
         """Returns the limits of the adapters that nodes hold in memory, by node."""
-        found: dict[str, dict[str, float]] = {}
+        by_node: dict[str, dict[str, float]] = {}
         for digest, seconds in self._parts.standing.idle_ttls.items():
             for row, tier in nodes.tiers(digest).items():
-                limits = found.setdefault(nodes.ids[row] or "", {})
+                limits = by_node.setdefault(nodes.ids[row] or "", {})
                 if tier <= HOST and len(limits) < MAX_IDLE_TTLS:
                     limits[digest] = seconds
-        return found
+        return by_node
 
     async def _resolve(self, keys: Sequence[str]) -> None:
         """Looks up what calls of functions get of which that is not known; those that take long, in another turn."""
@@ -261,9 +261,9 @@ class Residency:
         leave.
         """
         yield from self._parts.standing.wishes
-        for held in reversed(self._held.now()):
-            key = function_key(held.tenant, held.function)
-            yield Wish(key, held.adapter, "order", 1.0, held.tier, node=held.node)
+        for hold in reversed(self._held.now()):
+            key = function_key(hold.tenant, hold.function)
+            yield Wish(key, hold.adapter, "order", 1.0, hold.tier, node=hold.node)
         yield from self._parts.schedules.wishes
         for likely in forecast.likely:
             if likely.key in self._parts.standing.not_prefetched:
@@ -275,10 +275,10 @@ class Residency:
 
     def _note(self, plan: Plan, forecast: Forecast) -> None:
         now, since, wants = self._unix(), self._since, plan.wants()
-        every = [(node, want) for node, each in wants.items() for want in each]
-        self._since = {(node, w.adapter.digest): since.get((node, w.adapter.digest), now) for node, w in every}
+        all_wants = [(node, want) for node, each in wants.items() for want in each]
+        self._since = {(node, w.adapter.digest): since.get((node, w.adapter.digest), now) for node, w in all_wants}
         self._wants, self._left_out = wants, plan.left_out
-        self._parts.metrics.set_wanted(Counter(cause for _, want in every for cause in want.causes.values()))
+        self._parts.metrics.set_wanted(Counter(cause for _, want in all_wants for cause in want.causes.values()))
         self._parts.metrics.set_left_out(Counter(each.cause for of in plan.left_out.values() for each in of))
         self._parts.metrics.set_error(forecast.error)
 

@@ -13,7 +13,7 @@ from adapters.warm_windows import CronProblem, WarmWindow, window_state
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
-from gateway.residency.known import Known
+from gateway.residency.kept_reads import Known
 from gateway.residency.lookups import look_up
 from gateway.residency.plan import Wish
 

@@ -17,7 +17,7 @@ from cluster.residency import MAX_WANTED
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
-from gateway.residency.known import Known
+from gateway.residency.kept_reads import Known
 from gateway.residency.lookups import look_up
 from gateway.residency.messages import Tier
 from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, Wish
@@ -68,20 +68,20 @@ class StandingPolicies:
         # A gateway that does not know `prefetch` takes out what stands for it alone: here it is put in again.
         dropped = dict.fromkeys(self.not_prefetched - standing.functions.keys(), Entry(since=0.0))
         entries = {**standing.functions, **dropped}
-        found, idle, stale, not_prefetched = list[_Found](), dict[str, float](), list[str](), set[str]()
+        policies, idle, stale, not_prefetched = list[_Found](), dict[str, float](), list[str](), set[str]()
         async for key, choices in look_up(self._functions, list(entries), turn):
             entry = entries[key]
-            wanted = _wanted(key, entry, choices)
-            if wanted is None or not wanted.is_settled:
+            policy = _wanted(key, entry, choices)
+            if policy is None or not policy.is_settled:
                 stale.append(key)
-            if wanted is None:
+            if policy is None:
                 continue
-            found.append(wanted)
-            if wanted.policy.prefetch == "off":
+            policies.append(policy)
+            if policy.policy.prefetch == "off":
                 not_prefetched.add(key)
             for digest in entry.digests if entry.idle_ttl is not None else ():
                 idle[digest] = max(idle.get(digest, 0.0), entry.idle_ttl or 0.0)
-        self.wishes, self.idle_ttls, self.not_prefetched = _in_order(found), idle, frozenset(not_prefetched)
+        self.wishes, self.idle_ttls, self.not_prefetched = _in_order(policies), idle, frozenset(not_prefetched)
         turn.work += len(self.wishes)
         for key in stale:
             turn.check()
@@ -128,9 +128,9 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
     )
 
 
-def _in_order(found: list[_Found]) -> list[Wish]:
+def _in_order(policies: list[_Found]) -> list[Wish]:
     """Returns the wishes by class, the highest first, then by age; copies on devices before those in host memory."""
-    ordered = sorted(found, key=lambda each: (-CLASSES.index(each.policy.slo_class or "standard"), each.since))
+    ordered = sorted(policies, key=lambda each: (-CLASSES.index(each.policy.slo_class or "standard"), each.since))
     wishes = [wish for each in ordered for wish in each.wishes]
     return sorted(wishes, key=lambda wish: wish.tier != "device")
 

@@ -48,8 +48,10 @@ def weights_of(parameters: Parameters, embeddings: dict[str, Array]) -> Weights:
     return Weights(_as_bytes(parameters), _as_bytes(embeddings))
 
 
-def lot_of(seen: Observations) -> Lot:
-    return Lot(seen.keys, seen.windows.tobytes(), seen.moment.tobytes(), seen.came.tobytes())
+def lot_of(observations: Observations) -> Lot:
+    return Lot(
+        observations.keys, observations.windows.tobytes(), observations.moment.tobytes(), observations.came.tobytes()
+    )
 
 
 def parameters_of(weights: Weights) -> Parameters:
@@ -67,7 +69,7 @@ def learn(trainer: Trainer, job: Job) -> Weights:
         trainer.add(Observations(lot.keys, windows, moment, _array(lot.came, n, len(HORIZONS_S))))
     before = dict(trainer.embeddings)
     trainer.update()
-    changed = {key: own for key, own in trainer.embeddings.items() if before.get(key) is not own}
+    changed = {key: embedding for key, embedding in trainer.embeddings.items() if before.get(key) is not embedding}
     return weights_of(trainer.parameters, changed)
 
 

@@ -17,7 +17,7 @@ from cluster.residency import HeldTier, Moved, PrefetchOrder
 from cluster.state import ClusterState
 from gateway.calls.node_calls import NodeCalls, PathUnknown
 from gateway.catalog.functions import Functions, adapter_of
-from gateway.residency.held import Held
+from gateway.residency.manual_holds import Held
 from gateway.residency.messages import Tier, Version, WarmOrder, WarmPlace, WarmReply
 from gateway.residency.plan import node_memory
 from gateway.scheduling.home_nodes import Homes
@@ -76,8 +76,8 @@ class Warming:
 
     async def versions(self, tenant: str, name: str, qualifier: str | None) -> list[Version]:
         """Returns the versions that calls of the name get. Raises what Functions.target does."""
-        found = [pick([choice], 0.0) for choice in await self._functions.choices(tenant, name, qualifier)]
-        return [Version(each.version, adapter_of(each)) for each in found]
+        resolved = [pick([choice], 0.0) for choice in await self._functions.choices(tenant, name, qualifier)]
+        return [Version(each.version, adapter_of(each)) for each in resolved]
 
     async def warm(self, order: WarmOrder) -> WarmReply:
         """Has nodes load what is not there yet, and waits ANSWER_SECONDS at most. Raises ServiceError: `unavailable`
@@ -106,10 +106,10 @@ class Warming:
             await asyncio.wait(answers.values(), timeout=ANSWER_SECONDS)
         _raise_refusal(answers.values(), len(places))
         nodes = await self._cluster.table()
-        found = [_place(nodes, place, answers, order.tier) for place in places]
-        if order.tier == "host" and all(place.error for place in found):
-            raise ServiceError("conflict", found[0].error or "")
-        return _reply(order, found)
+        warmed = [_place(nodes, place, answers, order.tier) for place in places]
+        if order.tier == "host" and all(place.error for place in warmed):
+            raise ServiceError("conflict", warmed[0].error or "")
+        return _reply(order, warmed)
 
     async def until_warm(self, order: WarmOrder, seconds: float) -> str | None:
         """Returns when all is warm, or what is not so after `seconds`; None: nothing."""
@@ -137,11 +137,11 @@ class Warming:
         now = monotonic()
         self._loads = {key: load for key, load in self._loads.items() if not load.answer.done() or now < load.until}
         missing = [(v, node) for v, node in places if _tier(nodes, v, node) != "device"]
-        begun = {_key(v, node): (v, node) for v, node in missing if _key(v, node) not in self._loads}
-        own = sum(load.tenant == order.tenant for load in self._loads.values())
-        if own + len(begun) > MAX_TENANT_UNDERWAY or len(self._loads) + len(begun) > MAX_UNDERWAY:
+        started = {_key(v, node): (v, node) for v, node in missing if _key(v, node) not in self._loads}
+        of_tenant = sum(load.tenant == order.tenant for load in self._loads.values())
+        if of_tenant + len(started) > MAX_TENANT_UNDERWAY or len(self._loads) + len(started) > MAX_UNDERWAY:
             raise ServiceError("rate_limited", "too many adapters are being warmed; try again", retry_after=RETRY_AFTER)
-        for key, (version, node) in begun.items():
+        for key, (version, node) in started.items():
             answer = asyncio.create_task(self._ask(node, PrefetchOrder(version.adapter, tenant=order.tenant)))
             answer.add_done_callback(partial(self._end, key))
             self._loads[key] = _Load(order.tenant, answer, now + AGAIN_SECONDS)

@@ -22,7 +22,7 @@ from gateway.http.errors import invalid
 from gateway.http.params import etag, flag, if_match
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
-from gateway.residency.before_traffic import WARM, warm_targets
+from gateway.residency.warm_on_deploy import WARM, warm_targets
 
 routes = Routes(Catalog)
 
@@ -97,12 +97,12 @@ async def get_alias(request: Request, catalog: Catalog, tenant: str) -> Response
 )
 async def put_alias(request: Request, catalog: Catalog, tenant: str) -> Response:
     name, moved = request.path_params["name"], request.path_params["alias"]
-    wanted = await read_message(request, catalog.config, AliasTarget)
-    if (wanted.version is None) == (wanted.weights is None):
+    target = await read_message(request, catalog.config, AliasTarget)
+    if (target.version is None) == (target.weights is None):
         raise invalid("version", "send exactly one of version and weights")
     if not is_alias(moved):
         raise NotFound(f"there is no alias {moved[:100]!r}: an alias has {NAME_RULE}, not all of them digits")
-    weights = {str(wanted.version): 1.0} if wanted.weights is None else checked_weights(wanted.weights)
+    weights = {str(target.version): 1.0} if target.weights is None else checked_weights(target.weights)
     matches, warnings = if_match(request), list[str]()
     if flag(request, "warm"):
         check_generation(await catalog.threads.read(catalog.registry.function, tenant, name), matches)
@@ -123,12 +123,12 @@ async def put_alias(request: Request, catalog: Catalog, tenant: str) -> Response
 )
 async def roll_back(request: Request, catalog: Catalog, tenant: str) -> Response:
     name = request.path_params["name"]
-    wanted = await read_message(request, catalog.config, Rollback, absent=b"{}")
+    rollback = await read_message(request, catalog.config, Rollback, absent=b"{}")
     matches, warnings = if_match(request), list[str]()
     if flag(request, "warm"):
-        warnings = await _warm_earlier(catalog, tenant, name, wanted.alias, matches)
-    record = await catalog.functions.change(catalog.registry.changes.roll_back, tenant, name, wanted.alias, matches)
-    return _reply(record, wanted.alias, warnings)
+        warnings = await _warm_earlier(catalog, tenant, name, rollback.alias, matches)
+    record = await catalog.functions.change(catalog.registry.changes.roll_back, tenant, name, rollback.alias, matches)
+    return _reply(record, rollback.alias, warnings)
 
 
 async def _warm_earlier(
@@ -137,27 +137,27 @@ async def _warm_earlier(
     """Warms what a rollback would point to, as warm_targets; the rollback itself reports that there is nothing."""
     record = await catalog.threads.read(catalog.registry.function, tenant, name)
     check_generation(record, matches)
-    known = record.aliases.get(alias)
-    if known is None:
+    current = record.aliases.get(alias)
+    if current is None:
         return []
-    weights = rolled_back(known, record.numbers(), known.when).weights
+    weights = rolled_back(current, record.numbers(), current.when).weights
     return await warm_targets(catalog.warming, tenant, name, weights)
 
 
 def _reply(record: FunctionRecord, name: str, warnings: Sequence[str] = ()) -> Response:
-    found = record.aliases.get(name)
-    if found is None:
+    alias = record.aliases.get(name)
+    if alias is None:
         hint = did_you_mean(name, record.aliases)
         raise NotFound(f"function {record.name} has no alias {name[:100]!r}{hint}")
     reply = AliasReply(
         function=record.name,
         alias=name,
-        version=only_version(found.weights),
-        weights=found.weights,
-        since=found.when,
-        changes=found.generation,
+        version=only_version(alias.weights),
+        weights=alias.weights,
+        since=alias.when,
+        changes=alias.generation,
         generation=record.generation,
-        history=[AliasPast(only_version(past.weights), past.weights, past.when) for past in reversed(found.history)],
+        history=[AliasPast(only_version(past.weights), past.weights, past.when) for past in reversed(alias.history)],
         warnings=list(warnings),
     )
     return json_response(reply, headers={"etag": etag(record.generation)})

@@ -21,33 +21,33 @@ BATCH_ID = parameter("path", "batch_id", "The batch")
 
 @routes.tenant("POST /v1/batches", "Run the calls of a file", {200: Batch}, body=BatchRequest, errors=(409,))
 async def create_batch(request: Request, calls: Calls, tenant: str) -> Response:
-    asked = await read_message(request, calls.config, BatchRequest)
+    body = await read_message(request, calls.config, BatchRequest)
     caller, batches = await calls.callers.caller(request), calls.batches
-    source = await calls.threads.read(batches.files.get, tenant, asked.input_file_id)
+    source = await calls.threads.read(batches.files.get, tenant, body.input_file_id)
     if source.purpose != "batch":
         raise invalid("input_file_id", "the file's purpose is not batch")
     limit = (await calls.callers.account(tenant)).file_bytes
     await calls.threads.write(batches.files.quota.check, tenant, limit)
     by_admin = caller.tenant is None
-    made = await calls.threads.write(batches.records.create, tenant, asked, caller.key_id, by_admin=by_admin)
+    batch = await calls.threads.write(batches.records.create, tenant, body, caller.key_id, by_admin=by_admin)
     batches.runner.wake()
-    return json_response(made.reply())
+    return json_response(batch.reply())
 
 
 @routes.tenant("GET /v1/batches", "The tenant's batches", {200: BatchList}, parameters=page_parameters(MAX_PAGE))
 async def list_batches(request: Request, calls: Calls, tenant: str) -> Response:
     page, records = Page.asked(request, "batch_", default=20, most=MAX_PAGE), calls.batches.records
     ids = page.ids(await calls.threads.read(records.ids, tenant))
-    found = await calls.threads.read(records.records, tenant, ids[: page.limit])
-    shown = [record.reply() for record in found]
+    page_records = await calls.threads.read(records.records, tenant, ids[: page.limit])
+    shown = [record.reply() for record in page_records]
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
     return json_response(BatchList(shown, len(ids) > page.limit, first, last))
 
 
 @routes.tenant("GET /v1/batches/{batch_id}", "One of them", {200: Batch}, parameters=(BATCH_ID,))
 async def get_batch(request: Request, calls: Calls, tenant: str) -> Response:
-    found = await calls.threads.read(calls.batches.records.get, tenant, request.path_params["batch_id"])
-    return json_response(found.reply())
+    batch = await calls.threads.read(calls.batches.records.get, tenant, request.path_params["batch_id"])
+    return json_response(batch.reply())
 
 
 @routes.tenant(

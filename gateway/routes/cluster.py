@@ -32,31 +32,31 @@ async def record(request: Request) -> Response:
         raise ServiceError("unauthenticated", "the cluster secret is missing or wrong")
     body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
     try:
-        told = decode_news(body)
-        node = told.id if isinstance(told, OldRecord) else told.heartbeat.id
+        news = decode_news(body)
+        node = news.id if isinstance(news, OldRecord) else news.heartbeat.id
         if not nodes.record_rates.allows(node):
             raise ServiceError("rate_limited", f"node {node[:60]} sends too many records", retry_after=1.0)
-        taken = await take_news(nodes, told, request.client.host if request.client else "")
+        outcome = await take_news(nodes, news, request.client.host if request.client else "")
     except msgspec.DecodeError as error:
         raise ServiceError("invalid_request", f"not a node record: {error}") from error
     except (VersionMismatch, BadRecord) as error:
         raise ServiceError("invalid_request", str(error)) from error
     except TooManyNodes as error:
         raise ServiceError("overloaded", str(error)) from error
-    if taken == "gap":
+    if outcome == "gap":
         return Response(msgspec.msgpack.encode(Wanted()), media_type="application/msgpack")
     return Response(status_code=204)
 
 
-async def take_news(nodes: Nodes, told: News | OldRecord, peer: str) -> PublishResult:
+async def take_news(nodes: Nodes, report: News | OldRecord, peer: str) -> PublishResult:
     """`peer`: where they came from. Raises BadRecord, VersionMismatch, TooManyNodes."""
     cluster, hosts = nodes.cluster, nodes.config.node_hosts
-    if isinstance(told, News):
-        check_news(told, peer, hosts)
-        return await cluster.publish(told)
-    check_version(told.v)
-    news = news_of_old(told, cluster.residents(told.id, told.epoch))
+    if isinstance(report, News):
+        check_news(report, peer, hosts)
+        return await cluster.publish(report)
+    check_version(report.v)
+    news = news_of_old(report, cluster.residents(report.id, report.epoch))
     check_news(news, peer, hosts)
     if await cluster.publish(news) == "gap":
-        return await cluster.publish(news_of_old(told, None))
+        return await cluster.publish(news_of_old(report, None))
     return "taken"

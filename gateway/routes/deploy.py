@@ -24,7 +24,7 @@ from gateway.http.multipart import Upload, receive_upload
 from gateway.http.params import flag
 from gateway.http.responses import json_response
 from gateway.http.routing import BOOLEAN, NAME_PATTERN, Routes, parameter
-from gateway.residency.before_traffic import WARM, warm_staged
+from gateway.residency.warm_on_deploy import WARM, warm_staged
 
 if TYPE_CHECKING:
     from adapters.deployment import Deployment
@@ -80,10 +80,10 @@ async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
         rule = "has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit"
         raise invalid("name", f"a function's name {rule}")
     how = _How(flag(request, "dry_run"), flag(request, "warm"))
-    given = media_type(request)
-    if given == "application/json":
+    body_type = media_type(request)
+    if body_type == "application/json":
         return await _from_source(catalog, request, tenant, name, how)
-    if given != "multipart/form-data":
+    if body_type != "multipart/form-data":
         message = "send multipart/form-data with the adapter's two files, or application/json with a source"
         raise ServiceError("unsupported_media_type", message)
     with catalog.deploys.deploy(tenant):
@@ -92,8 +92,8 @@ async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
 
 async def _from_upload(catalog: Catalog, request: Request, tenant: str, name: str, how: _How) -> Response:
     async with receive_upload(request, catalog.config) as upload:
-        given = _Given(upload.config, upload.weights, _alias(upload), _policy(upload))
-        return await _store(catalog, request, tenant, name, given, how)
+        files = _Given(upload.config, upload.weights, _alias(upload), _policy(upload))
+        return await _store(catalog, request, tenant, name, files, how)
 
 
 async def _from_source(catalog: Catalog, request: Request, tenant: str, name: str, how: _How) -> Response:
@@ -102,8 +102,8 @@ async def _from_source(catalog: Catalog, request: Request, tenant: str, name: st
     check_options(body.alias, body.policy)
     with catalog.deploys.deploy(tenant):
         async with copied_source(catalog.config, catalog.sources, catalog.source_threads, place) as files:
-            given = _Given(files.config, files.weights, body.alias, body.policy, body.source)
-            return await _store(catalog, request, tenant, name, given, how)
+            arguments = _Given(files.config, files.weights, body.alias, body.policy, body.source)
+            return await _store(catalog, request, tenant, name, arguments, how)
 
 
 class _Given(NamedTuple):
@@ -121,27 +121,27 @@ class _How(NamedTuple):
     warm: bool
 
 
-async def _store(catalog: Catalog, request: Request, tenant: str, name: str, given: _Given, how: _How) -> Response:
+async def _store(catalog: Catalog, request: Request, tenant: str, name: str, arguments: _Given, how: _How) -> Response:
     problems: list[str] = []
     registry, staged = catalog.registry, None
     await catalog.templates.check(
-        tenant, given.policy or {}, special=catalog.text.special, receive=request.receive, within="policy."
+        tenant, arguments.policy or {}, special=catalog.text.special, receive=request.receive, within="policy."
     )
     if how.dry_run:
         async with catalog.deploys.store(tenant):
             checked = await catalog.threads.write(
-                registry.check, given.config, given.weights, name, given.alias, given.policy
+                registry.check, arguments.config, arguments.weights, name, arguments.alias, arguments.policy
             )
         return json_response(await _reply(catalog, checked, problems))
     if how.warm:
         async with catalog.deploys.store(tenant):
-            staged = await catalog.threads.write(registry.stage, tenant, name, *given)
+            staged = await catalog.threads.write(registry.stage, tenant, name, *arguments)
         # Meanwhile others store theirs.
         problems += await warm_staged(catalog.warming, catalog.base.fingerprint, tenant, staged.made)
     async with catalog.deploys.store(tenant):
         memory = await catalog.residency.provisionable()
-        made = await catalog.functions.change(registry.deploy, tenant, name, *given, staged, memory)
-    return json_response(await _reply(catalog, made, problems), 201 if made.created else 200)
+        deployment = await catalog.functions.change(registry.deploy, tenant, name, *arguments, staged, memory)
+    return json_response(await _reply(catalog, deployment, problems), 201 if deployment.created else 200)
 
 
 def _policy(upload: Upload) -> dict[str, Any] | None:

@@ -44,9 +44,9 @@ async def create_file(request: Request, calls: Calls, tenant: str) -> Response:
         raise ServiceError("unsupported_media_type", "send multipart/form-data with `file` and `purpose`")
     files, limit = calls.batches.files, (await calls.callers.account(tenant)).file_bytes
     with calls.uploads.deploy(tenant):
-        made = await receive_file(request, calls.config, files, calls.threads, tenant, limit)
-    await _check_tenant(calls, tenant, made)
-    return json_response(made.reply())
+        record = await receive_file(request, calls.config, files, calls.threads, tenant, limit)
+    await _check_tenant(calls, tenant, record)
+    return json_response(record.reply())
 
 
 @routes.tenant(
@@ -62,10 +62,10 @@ async def list_files(request: Request, calls: Calls, tenant: str) -> Response:
     files = calls.batches.files
     ids = page.ids(await calls.threads.read(files.ids, tenant))
     records = await calls.threads.read(files.records, tenant, ids if purpose else ids[: page.limit + 1])
-    found = [record.reply() for record in records if purpose in (None, record.purpose)]
-    shown = found[: page.limit]
+    replies = [record.reply() for record in records if purpose in (None, record.purpose)]
+    shown = replies[: page.limit]
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return json_response(FileList(shown, len(found) > page.limit, first, last))
+    return json_response(FileList(shown, len(replies) > page.limit, first, last))
 
 
 @routes.tenant("GET /v1/files/{file_id}", "One of them", {200: FileObject}, parameters=(FILE_ID,))

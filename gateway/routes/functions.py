@@ -235,8 +235,8 @@ def _number(request: Request) -> int:
 
 def _item(record: FunctionRecord, called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> FunctionItem:
     weights = record.aliases["latest"].weights if "latest" in record.aliases else {}
-    most = max(weights, key=weights.__getitem__, default="")
-    latest = next((entry for entry in record.versions if str(entry.version) == most), None)
+    largest = max(weights, key=weights.__getitem__, default="")
+    latest = next((entry for entry in record.versions if str(entry.version) == largest), None)
     return FunctionItem(
         name=record.name,
         versions=[entry.version for entry in record.versions],

@@ -54,8 +54,8 @@ async def readyz(request: Request) -> Response:
     checks = {"store": await _store(nodes), "cluster": _cluster(nodes), "nodes": await _nodes(nodes)}
     problems = [{"check": name, "problem": check.problem} for name, check in checks.items() if not check.ok]
     if problems:
-        told = "; ".join(f"{entry['check']}: {entry['problem']}" for entry in problems)
-        raise ServiceError("unavailable", f"not ready: {told}", details=problems, retry_after=1.0)
+        summary = "; ".join(f"{entry['check']}: {entry['problem']}" for entry in problems)
+        raise ServiceError("unavailable", f"not ready: {summary}", details=problems, retry_after=1.0)
     return json_response(ReadyReply(status="ready", checks=checks))
 
 
@@ -89,5 +89,5 @@ async def _nodes(nodes: Nodes) -> Check:
         return Check(ok=True)
     if await nodes.hold.applies():
         return Check(ok=True, problem="no node is ready: calls wait for one that the autoscaler starts")
-    seen = ", ".join(sorted(states)) if states else "none has reported"
-    return Check(ok=False, problem=f"no node is ready to serve {base.id} ({seen})")
+    summary = ", ".join(sorted(states)) if states else "none has reported"
+    return Check(ok=False, problem=f"no node is ready to serve {base.id} ({summary})")

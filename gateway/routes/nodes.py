@@ -111,9 +111,9 @@ async def list_nodes(_: Request, nodes: Nodes) -> Response:
 )
 async def list_node_adapters(request: Request, nodes: Nodes) -> Response:
     node = await _node(nodes, request)
-    _, found = await nodes.node_calls.ask(node, "/adapters", AdapterStates)
-    listed = [_adapter(state) for state in found.adapters]
-    return json_response(NodeAdapters(node=node.id, adapters=listed, unnamed=found.unnamed))
+    _, states = await nodes.node_calls.ask(node, "/adapters", AdapterStates)
+    listed = [_adapter(state) for state in states.adapters]
+    return json_response(NodeAdapters(node=node.id, adapters=listed, unnamed=states.unnamed))
 
 
 @routes.admin(
@@ -170,9 +170,9 @@ async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
     here, so that no call is sent there to be refused."""
     node = await _node(nodes, request)
     await nodes.node_calls.order(node, path)
-    told = await nodes.node_calls.ask_news(node)
+    news = await nodes.node_calls.ask_news(node)
     try:
-        await take_news(nodes, told, urlsplit(node.url).hostname or "")
+        await take_news(nodes, news, urlsplit(node.url).hostname or "")
     except BadRecord as error:
         raise ServiceError("node_failed", f"node {node.id} says something that can't be: {error}") from error
     for view in await nodes.cluster.nodes():
@@ -183,11 +183,11 @@ async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
 
 async def _node(nodes: Nodes, request: Request) -> NodeRecord:
     """Raises NotFound. The id is compared, and used for nothing else."""
-    wanted = request.path_params["id"]
+    node_id = request.path_params["id"]
     for view in await nodes.cluster.nodes():
-        if view.record.id == wanted:
+        if view.record.id == node_id:
             return view.record
-    raise NotFound(f"there is no node {wanted[:100]!r}")
+    raise NotFound(f"there is no node {node_id[:100]!r}")
 
 
 async def _ref(nodes: Nodes, request: Request) -> AdapterRef:
@@ -209,8 +209,8 @@ async def _named(nodes: Nodes, request: Request, ref: AdapterRef) -> Adapter:
     assert ref.function is not None
     name, colon, qualifier = ref.function.partition(":")
     tenant = await nodes.callers.tenant(request)
-    found = await read(registry.resolve, tenant, name, qualifier if colon else None)
-    return adapter_of(found)
+    resolved = await read(registry.resolve, tenant, name, qualifier if colon else None)
+    return adapter_of(resolved)
 
 
 def _item(nodes: Nodes, node: NodeView) -> NodeItem:
@@ -218,10 +218,10 @@ def _item(nodes: Nodes, node: NodeView) -> NodeItem:
     strict = msgspec.structs.asdict(record.strict) if record.strict is not None else None
     load = _gpu_load(record.gpu_load) if record.gpu_load is not None else None
     residents = [msgspec.structs.asdict(resident) for resident in node.residents.values()]
-    told = {**msgspec.to_builtins(record), "strict": strict, "gpu_load": load, "residents": residents}
-    told.pop("received", None)
+    fields = {**msgspec.to_builtins(record), "strict": strict, "gpu_load": load, "residents": residents}
+    fields.pop("received", None)
     return NodeItem(
-        record=told,
+        record=fields,
         reserved=node.reserved,
         age=round(node.age, 3),
         circuit=nodes.breakers.circuit(record.id, record.epoch),

@@ -100,18 +100,18 @@ async def list_pools(_: Request, nodes: Nodes) -> Response:
     body=LeaseRequest,
 )
 async def lease_autoscaler(request: Request, nodes: Nodes) -> Response:
-    asked = await read_message(request, nodes.config, LeaseRequest)
+    body = await read_message(request, nodes.config, LeaseRequest)
     try:
-        if asked.seconds > 0:
-            held = await nodes.leases.take(AUTOSCALER, asked.holder, asked.seconds)
+        if body.seconds > 0:
+            lease = await nodes.leases.take(AUTOSCALER, body.holder, body.seconds)
         else:
-            await nodes.leases.free(AUTOSCALER, asked.holder)
-            held = await nodes.leases.look(AUTOSCALER)
+            await nodes.leases.free(AUTOSCALER, body.holder)
+            lease = await nodes.leases.look(AUTOSCALER)
     except RedisAway as error:
         raise ServiceError(
             "unavailable", "the lease can't be had while the cluster state is away", retry_after=RETRY_AFTER
         ) from error
-    return json_response(LeaseReply(holder=held.holder or None, seconds=round(held.seconds, 3)))
+    return json_response(LeaseReply(holder=lease.holder or None, seconds=round(lease.seconds, 3)))
 
 
 def _pool(name: str, load: PoolLoad, nodes: int, ready: int, occupied: float) -> Pool:

@@ -100,24 +100,24 @@ async def get_tenant(request: Request, admin: Admin) -> Response:
 )
 async def put_tenant(request: Request, admin: Admin) -> Response:
     name = _name(request)
-    asked = await read_message(request, admin.config, TenantRequest)
-    limits, hosts = asked.limits or Limits(), tuple(asked.webhook_hosts)
+    body = await read_message(request, admin.config, TenantRequest)
+    limits, hosts = body.limits or Limits(), tuple(body.webhook_hosts)
     try:
         parse_webhook_hosts(hosts)
     except ValueError as error:
         raise ServiceError("validation_failed", str(error), param="webhook_hosts") from None
-    made, created = await _change(
+    stored, created = await _change(
         admin,
         name,
         admin.tenants.replace,
         name,
         limits,
-        asked.slo,
-        asked.weight,
+        body.slo,
+        body.weight,
         webhook_hosts=hosts,
-        file_bytes=asked.file_bytes,
+        file_bytes=body.file_bytes,
     )
-    return json_response(await _reply(admin, made), 201 if created else 200)
+    return json_response(await _reply(admin, stored), 201 if created else 200)
 
 
 @routes.admin(
@@ -141,8 +141,8 @@ async def delete_tenant(request: Request, admin: Admin) -> Response:
 async def create_key(request: Request, admin: Admin) -> Response:
     name = request.path_params["tenant"]
     text, record = await admin.threads.write(admin.tenants.add_key, name)
-    made = NewKeyReply(tenant=name, key_id=record.key_id, key=text, created=record.created)
-    return json_response(made, 201, {"cache-control": "no-store"})
+    reply = NewKeyReply(tenant=name, key_id=record.key_id, key=text, created=record.created)
+    return json_response(reply, 201, {"cache-control": "no-store"})
 
 
 @routes.admin("DELETE /tenants/{tenant}/keys/{key_id}", "End a key within a second on every gateway", {204: None})
@@ -173,8 +173,8 @@ async def _reply(admin: Admin, tenant: Tenant) -> TenantReply:
     promised = tenant.slo.ttft_ms or tenant.slo.tpot_ms
     attained = await admin.windows.attainment(tenant.id) if promised else []
     windows = [
-        Attainment(seconds, kept.calls, kept.share("ttft"), kept.share("tpot"), kept.share("all"))
-        for seconds, kept in zip(WINDOWS, attained, strict=False)
+        Attainment(seconds, counts.calls, counts.share("ttft"), counts.share("tpot"), counts.share("all"))
+        for seconds, counts in zip(WINDOWS, attained, strict=False)
     ]
     return TenantReply(
         id=tenant.id,

@@ -85,15 +85,15 @@ class UsageReply(msgspec.Struct, frozen=True, rename={"start": "from", "end": "t
     errors=(404,),
 )
 async def get_usage(request: Request, admin: Admin, caller: Caller) -> Response:
-    whose = _whose(request, caller)
+    tenant = _whose(request, caller)
     start, end = _span(request, time.time())
     sheet = Sheet(_groups(request))
-    if whose is None:
+    if tenant is None:
         await _add_all(admin, sheet, start, end)
     else:
-        await _add(admin, sheet, whose, start, end)
+        await _add(admin, sheet, tenant, start, end)
         if not sheet.rows:
-            await admin.callers.account(whose)  # a tenant that is gone may have used something, nobody has not
+            await admin.callers.account(tenant)  # a tenant that is gone may have used something, nobody has not
     prices = admin.config.prices
     empty: dict[str, Any] = dict.fromkeys(GROUPS)
     rows = [msgspec.convert({**empty, **groups, **_sums(sums, prices)}, UsageRow) for groups, sums in sheet.ordered()]
@@ -109,25 +109,25 @@ def _sums(counts: UsageCounts, prices: Prices | None) -> dict[str, Any]:
 
 def _whose(request: Request, caller: Caller) -> str | None:
     """The tenant meant; None: all of them."""
-    named, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
-    if None not in (named, header) and named != header:
+    parameter, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
+    if None not in (parameter, header) and parameter != header:
         raise invalid("tenant", f"{TENANT_HEADER} names another tenant")
-    wanted = named if named is not None else header
+    tenant = parameter if parameter is not None else header
     if not caller.admin:
-        if wanted not in (None, caller.tenant):
+        if tenant not in (None, caller.tenant):
             raise ServiceError("forbidden", "only an admin key may ask for another tenant", param="tenant")
         return caller.tenant
-    if wanted is not None and not is_name(wanted):
-        raise NotFound(f"there is no tenant {wanted[:100]!r}")
-    return wanted
+    if tenant is not None and not is_name(tenant):
+        raise NotFound(f"there is no tenant {tenant[:100]!r}")
+    return tenant
 
 
 async def _add_all(admin: Admin, sheet: Sheet, start: int, end: int) -> None:
     after = ""
     while names := await admin.threads.read(admin.registry.store.folders, "tenants/", after, MAX_LIST):
         for first in range(0, len(names), TENANTS_AT_ONCE):
-            some = names[first : first + TENANTS_AT_ONCE]
-            await asyncio.gather(*(_add(admin, sheet, name, start, end) for name in some))
+            together = names[first : first + TENANTS_AT_ONCE]
+            await asyncio.gather(*(_add(admin, sheet, name, start, end) for name in together))
         after = names[-1]
 
 
@@ -138,8 +138,8 @@ async def _add(admin: Admin, sheet: Sheet, tenant: str, start: int, end: int) ->
 
 
 def _groups(request: Request) -> list[Group]:
-    asked = request.query_params.get("group_by", "function")
-    groups = [part for part in asked.split(",") if part]
+    stated = request.query_params.get("group_by", "function")
+    groups = [part for part in stated.split(",") if part]
     for group in groups:
         if group not in get_args(Group):
             shown = ", ".join(GROUPS)

@@ -36,9 +36,9 @@ class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     errors=(413, 502, 504),
 )
 async def warm(request: Request, catalog: Catalog, tenant: str) -> Response:
-    name, wanted = request.path_params["name"], await read_message(request, catalog.config, Warm, absent=b"{}")
-    versions = await catalog.warming.versions(tenant, name, wanted.version)
-    order = WarmOrder(tenant, name, versions, wanted.tier, wanted.copies)
+    name, body = request.path_params["name"], await read_message(request, catalog.config, Warm, absent=b"{}")
+    versions = await catalog.warming.versions(tenant, name, body.version)
+    order = WarmOrder(tenant, name, versions, body.tier, body.copies)
     return json_response(await catalog.warming.warm(order), 202)
 
 

@@ -44,16 +44,16 @@ class SecretsReply(msgspec.Struct, frozen=True):
 )
 async def create_webhook_secret(request: Request, admin: Admin) -> Response:
     tenant = request.path_params["tenant"]
-    made = await admin.threads.write(add_secret, admin.tenants, tenant)
-    reply = NewSecretReply(tenant, made.secret_id, made.secret, made.created)
+    secret = await admin.threads.write(add_secret, admin.tenants, tenant)
+    reply = NewSecretReply(tenant, secret.secret_id, secret.secret, secret.created)
     return json_response(reply, 201, {"cache-control": "no-store"})
 
 
 @routes.admin("GET /tenants/{tenant}/webhook-secrets", "The valid secrets, without their text", {200: SecretsReply})
 async def list_webhook_secrets(request: Request, admin: Admin) -> Response:
     tenant = request.path_params["tenant"]
-    found = await admin.threads.read(list_secrets, admin.tenants, tenant)
-    return json_response(SecretsReply(tenant, [SecretItem(each.secret_id, each.created) for each in found]))
+    secrets = await admin.threads.read(list_secrets, admin.tenants, tenant)
+    return json_response(SecretsReply(tenant, [SecretItem(each.secret_id, each.created) for each in secrets]))
 
 
 @routes.admin("DELETE /tenants/{tenant}/webhook-secrets/{secret_id}", "End a webhook secret", {204: None})

@@ -84,10 +84,10 @@ class Journal:
         if snapshots:
             file = self._file("snapshot", first)
             try:
-                kept = msgspec.json.decode(file.read_bytes(), type=list[Sums])
+                summed = msgspec.json.decode(file.read_bytes(), type=list[Sums])
             except msgspec.DecodeError as error:
                 raise _broken(file, str(error)) from None
-            sums = {entry.key: entry for entry in kept}
+            sums = {entry.key: entry for entry in summed}
         for number in sorted(number for number in logs if number >= first):
             for line in _lines(self._file("log", number)):
                 key = line.tenant, line.hour, line.part
@@ -183,10 +183,10 @@ def _identity(folder: Path) -> str:
         temporary = folder / "id.new"
         temporary.write_text(secrets.token_hex(8))
         os.replace(temporary, file)
-    found = file.read_text()
-    if len(found) != 16 or not set(found) <= set("0123456789abcdef"):
+    identity = file.read_text()
+    if len(identity) != 16 or not set(identity) <= set("0123456789abcdef"):
         raise _broken(file, "expected 16 hexadecimal digits")
-    return found
+    return identity
 
 
 def _lines(file: Path) -> Iterator[Line]:
@@ -212,8 +212,8 @@ def _readable(piece: bytes) -> bool:
 
 
 def _numbered(folder: Path, kind: str) -> list[int]:
-    found = (path.name.removeprefix(f"{kind}-") for path in folder.glob(f"{kind}-*"))
-    return sorted(int(number) for number in found if number.isdecimal())
+    suffixes = (path.name.removeprefix(f"{kind}-") for path in folder.glob(f"{kind}-*"))
+    return sorted(int(number) for number in suffixes if number.isdecimal())
 
 
 def _broken(file: Path, why: str) -> JournalError:

@@ -107,8 +107,8 @@ class UsageLedger:
 
     def _keep(self, sums: Sums) -> None:
         self._sums[sums.key] = sums
-        known = self._open.get((sums.tenant, sums.hour))
-        if known is None or known.part < sums.part:
+        open_sums = self._open.get((sums.tenant, sums.hour))
+        if open_sums is None or open_sums.part < sums.part:
             self._open[sums.tenant, sums.hour] = sums
 
     def _past(self) -> list[Sums]:
@@ -169,15 +169,15 @@ async def open_ledger(
 async def _take_over(folder: Path, store: ObjectStore) -> None:
     """Writes to the registry what processes that are gone have left in their journals; what can't be written stays
     there."""
-    for left in await asyncio.to_thread(lambda: list(abandoned(folder))):
+    for journal in await asyncio.to_thread(lambda: list(abandoned(folder))):
         try:
-            other = UsageLedger(left, store, time.time)
-            await other.begin()
-            await _last_flush(other)
+            ledger = UsageLedger(journal, store, time.time)
+            await ledger.begin()
+            await _last_flush(ledger)
         except Exception as error:  # whatever is wrong with one, the others are written
             log.error(LEFT, exc_info=error)
         finally:
-            left.close()
+            journal.close()
 
 
 async def _last_flush(ledger: UsageLedger) -> None:

@@ -114,15 +114,15 @@ def pages(
 
 def decode_hour(key: str, data: bytes) -> Cells:
     """Cells of an object of an hour; none if the key names no such object. Raises StoreUnavailable."""
-    named = source_of(key)
-    if named is None:
+    source = source_of(key)
+    if source is None:
         return {}
     try:
         functions = msgspec.json.decode(data, type=UsageRecord).functions
     except msgspec.DecodeError as error:
         raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
     return {
-        Cell(*named, function, version): counts
+        Cell(*source, function, version): counts
         for function, versions in functions.items()
         for version, counts in versions.items()
     }

@@ -148,10 +148,10 @@ class ResidentMeter:
         for row in list(table.rows()):
             await asyncio.sleep(0)
             for resident in list(table.residents(row).values()) if table.live[row] else ():
-                kept = pinned.get(table.ids[row] or "", {}).get(resident.digest)
+                pinned_tier = pinned.get(table.ids[row] or "", {}).get(resident.digest)
                 owners = self._owners.of(resident.digest) if resident.tier in TIERS else []
                 for owner in owners:
-                    part = _counted(resident, kept == resident.tier, seconds / len(owners))
+                    part = _counted(resident, pinned_tier == resident.tier, seconds / len(owners))
                     sums.setdefault(owner, UsageCounts()).add(part)
         return sums
 

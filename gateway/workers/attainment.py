@@ -36,14 +36,14 @@ class Kept(Sums):
 
 
 def judge(
-    promised: tuple[float | None, float | None], seen: tuple[float | None, float | None], answered: bool
+    promised: tuple[float | None, float | None], measured: tuple[float | None, float | None], answered: bool
 ) -> dict[Promise, bool]:
     """Returns which promises (TTFT, TPOT; seconds) a call kept, and as `all` whether each; empty without promises.
 
     A call without an answer kept nothing. One that was answered by a single token has no TPOT to break.
     """
     outcome: dict[Promise, bool] = {}
-    for name, limit, value in zip(PROMISES, promised, seen, strict=False):
+    for name, limit, value in zip(PROMISES, promised, measured, strict=False):
         if limit is not None:
             late = value is not None and value > limit
             outcome[name] = answered and not late and (value is not None or name == "tpot")
@@ -62,5 +62,5 @@ class Attainment(SlidingSums[Kept]):
     def note(self, tenant: str, outcome: dict[Promise, bool]) -> None:
         """Counts a call of the tenant that has ended. Nothing is kept of a tenant without an SLO."""
         if outcome:
-            held = {f"held_{promise}": int(kept) for promise, kept in outcome.items()}
-            self.add(tenant, Kept(calls=1, **dict.fromkeys(outcome, 1), **held))
+            attained = {f"held_{promise}": int(is_attained) for promise, is_attained in outcome.items()}
+            self.add(tenant, Kept(calls=1, **dict.fromkeys(outcome, 1), **attained))

@@ -30,12 +30,12 @@ class CalledDigests:
 
     def note(self, tenant: str, digest: str) -> None:
         """The tenant has it run somewhere."""
-        own = self._digests.setdefault(tenant, OrderedDict())
+        digests = self._digests.setdefault(tenant, OrderedDict())
         self._digests.move_to_end(tenant)
-        own[digest] = None
-        own.move_to_end(digest)
-        if len(own) > self.max_digests:
-            own.popitem(last=False)
+        digests[digest] = None
+        digests.move_to_end(digest)
+        if len(digests) > self.max_digests:
+            digests.popitem(last=False)
         if len(self._digests) > self.max_tenants:
             self._digests.popitem(last=False)
 

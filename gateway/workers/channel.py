@@ -74,8 +74,8 @@ class Channel(Generic[M]):
 
     def answer(self, number: str, reply: bytes) -> None:
         """Another worker has answered. Nothing happens when that was not asked here, or was answered already."""
-        if (asked := self._asked.get(number)) is not None and not asked.done():
-            asked.set_result(reply)
+        if (query := self._asked.get(number)) is not None and not query.done():
+            query.set_result(reply)
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Messages go out as long as the context lasts."""

@@ -108,11 +108,11 @@ class Stay:
         """Lets the request wait for another node, although it had begun, as one that comes now."""
         self.since = self._loads.clock()
 
-    def judge(self, kept: bool) -> None:
+    def judge(self, is_attained: bool) -> None:
         """Counts the end of its call, which had an SLO."""
         counts = self._loads.slice(self.pool)
         counts.promised += 1
-        counts.held += kept
+        counts.held += is_attained
 
 
 class PoolLoads:

@@ -38,17 +38,17 @@ class SlidingSums(Generic[Sum]):
             for at, counts in slices.items():
                 self._unreported.setdefault(at, {})[name] = msgspec.structs.replace(counts)
 
-    def take_unreported(self, most: int) -> list[tuple[str, int, Sum]]:
+    def take_unreported(self, limit: int) -> list[tuple[str, int, Sum]]:
         """Returns up to `most` sums (name, slice) of what was counted since they were last taken."""
-        taken: list[tuple[str, int, Sum]] = []
-        while self._unreported and len(taken) < most:
+        unreported: list[tuple[str, int, Sum]] = []
+        while self._unreported and len(unreported) < limit:
             at, sums = next(iter(self._unreported.items()))
-            while sums and len(taken) < most:
+            while sums and len(unreported) < limit:
                 name, counts = sums.popitem()
-                taken.append((name, at, counts))
+                unreported.append((name, at, counts))
             if not sums:
                 del self._unreported[at]
-        return taken
+        return unreported
 
     def add(self, name: str, counts: Sum) -> None:
         slices, now = self._slices.setdefault(name, {}), self._now()

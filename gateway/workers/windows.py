@@ -60,8 +60,8 @@ class Windows:
 
     async def attained(self) -> dict[str, list[Kept]]:
         """Returns what was kept of promises in each window, by tenant."""
-        found = await self._read(self._attainment, "")
-        return self._attainment.all() if found is None else found
+        sums = await self._read(self._attainment, "")
+        return self._attainment.all() if sums is None else sums
 
     async def loads(self) -> tuple[dict[str | None, PoolLoad], int]:
         """Returns the loads by pool, and how many workers' they are, this one included. While Redis is away only this
@@ -71,8 +71,8 @@ class Windows:
             args = [self._link.key("load", ""), self._link.worker]
             with suppress(RedisAway):
                 reported = await self._link.run("loads", [self._link.key("workers")], args)
-        others = [msgspec.msgpack.decode(each, type=list[PoolLoad]) for each in reported]
-        return add_up([*self._loads.here(), *(load for loads in others for load in loads)]), 1 + len(others)
+        reports = [msgspec.msgpack.decode(each, type=list[PoolLoad]) for each in reported]
+        return add_up([*self._loads.here(), *(load for loads in reports for load in loads)]), 1 + len(reports)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -95,8 +95,8 @@ class Windows:
                 await self._flush(link)
 
     async def _of(self, sums: SlidingSums[Sum], name: str) -> list[Sum]:
-        found = await self._read(sums, name)
-        return sums.of(name) if found is None else found.get(name) or [sums.empty() for _ in sums.windows]
+        by_name = await self._read(sums, name)
+        return sums.of(name) if by_name is None else by_name.get(name) or [sums.empty() for _ in sums.windows]
 
     async def _read(self, sums: SlidingSums[Sum], name: str) -> dict[str, list[Sum]] | None:
         """Returns the sums of all workers by name (empty `name`: all names); None without a link, while Redis is away,
@@ -121,10 +121,10 @@ class Windows:
                 load = msgspec.msgpack.encode(self._loads.here())
                 expiry = round(LOAD_SECONDS * 1000)
                 args: list[Value] = [self._number, int(self._all), expiry, load, _encoded(link, self._batch)]
-                known = await link.run("count", keys, args) >= 0
-                more = again or not known or any(len(counted) == SUMS_TOGETHER for _, counted in self._batch)
-                self._batch, self._number, self._all = [], self._number + 1, not known
-                if not known:
+                is_counted = await link.run("count", keys, args) >= 0
+                more = again or not is_counted or any(len(counted) == SUMS_TOGETHER for _, counted in self._batch)
+                self._batch, self._number, self._all = [], self._number + 1, not is_counted
+                if not is_counted:
                     self._report_all()
 
     def _report_all(self) -> None:
@@ -135,22 +135,22 @@ class Windows:
 
 def _encoded(link: RedisLink, batch: list[tuple[SlidingSums[Any], list[tuple[str, int, Any]]]]) -> bytes:
     kinds = []
-    for sums, taken in batch:
-        counted = [(name, sums.age(at), msgspec.structs.astuple(counts)) for name, at, counts in taken]
+    for sums, unreported in batch:
+        counted = [(name, sums.age(at), msgspec.structs.astuple(counts)) for name, at, counts in unreported]
         kinds.append((link.key("sums", sums.kind, ""), sums.seconds, sums.windows[-1], sums.most, counted))
     return msgspec.json.encode(kinds)
 
 
 async def _sums(link: RedisLink, sums: SlidingSums[Sum], name: str) -> dict[str, list[Sum]]:
     """Raises RedisAway."""
-    found: dict[str, list[Sum]] = {}
+    by_name: dict[str, list[Sum]] = {}
     newest: Value = ""
     for first, end in pairwise(sorted({*sums.windows, *range(0, sums.windows[-1], SLICES_TOGETHER)})):
         args: list[Value] = [sums.seconds, name, newest, first, end - 1]
         newest, part = await link.run("sums", [link.key("sums", sums.kind, "")], args)
         for each, numbers in msgspec.json.decode(part).items():
-            totals = found.setdefault(each, [sums.empty() for _ in sums.windows])
+            totals = by_name.setdefault(each, [sums.empty() for _ in sums.windows])
             for window, total in zip(sums.windows, totals, strict=True):
                 if end <= window:
                     total.add(sums.empty(*numbers))
-    return found
+    return by_name

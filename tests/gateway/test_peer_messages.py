@@ -8,7 +8,7 @@ import pytest
 from cluster.messages import Adapter
 from gateway.residency import reports
 from gateway.residency.arrivals import Arrival, CallsCounted
-from gateway.residency.held import Held
+from gateway.residency.manual_holds import Held
 from gateway.residency.reports import ForecastAnswered, ForecastAsked, HeldAsked
 from gateway.workers.peers import (
     CallsRevoked,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from numbered_adapters import adapter
 
-from gateway.residency import held
-from gateway.residency.held import HELD_SECONDS, Held, HeldWants
+from gateway.residency import manual_holds
+from gateway.residency.manual_holds import HELD_SECONDS, Held, HeldWants
 
 
 def test_it_is_wanted_for_a_while_from_the_last_order_on() -> None:
@@ -26,8 +26,8 @@ def test_it_is_wanted_for_a_while_from_the_last_order_on() -> None:
 
 
 def test_one_tenant_takes_no_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "MAX_TENANT_HELD", 3)
-    monkeypatch.setattr(held, "MAX_HELD", 5)
+    monkeypatch.setattr(manual_holds, "MAX_TENANT_HELD", 3)
+    monkeypatch.setattr(manual_holds, "MAX_HELD", 5)
     wants = HeldWants(lambda: 0.0)
     wants.hold(Held("u", "f", adapter(0), "n", "host"))
     for number in range(10):

@@ -21,8 +21,8 @@ from adapters.functions import Policy
 from gateway.leader.turn import Turn, TurnEnded
 from gateway.residency import history, residency
 from gateway.residency.arrivals import Arrival
-from gateway.residency.held import Held
 from gateway.residency.history import CallHistory
+from gateway.residency.manual_holds import Held
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ResidencyOrders
 from gateway.residency.plan import TENANT_WANTED, Wish

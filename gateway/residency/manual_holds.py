@@ -42,9 +42,9 @@ class HeldWants:
         key = (want.tenant, want.function, want.adapter.digest, want.node)
         self._until[key] = (want, self._clock() + want.seconds)
         self._until.move_to_end(key)
-        own = [each for each in self._until if each[0] == want.tenant]
-        if len(own) > MAX_TENANT_HELD:
-            del self._until[own[0]]
+        of_tenant = [each for each in self._until if each[0] == want.tenant]
+        if len(of_tenant) > MAX_TENANT_HELD:
+            del self._until[of_tenant[0]]
         elif len(self._until) > MAX_HELD:
             self._until.popitem(last=False)
 

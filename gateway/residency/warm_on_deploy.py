@@ -22,8 +22,8 @@ WARM = parameter(
 async def warm_targets(warming: Warming, tenant: str, name: str, versions: Iterable[str]) -> list[str]:
     """Waits until these versions are warm on a node each. Returns what went wrong. Raises NotFound for a version that
     there is not, and what Functions.target does."""
-    found = [each for version in versions for each in await warming.versions(tenant, name, version)]
-    return await _warmed(warming, WarmOrder(tenant, name, found))
+    targets = [each for version in versions for each in await warming.versions(tenant, name, version)]
+    return await _warmed(warming, WarmOrder(tenant, name, targets))
 
 
 async def warm_staged(warming: Warming, base: str, tenant: str, made: Deployment) -> list[str]:
