@@ -11,6 +11,7 @@ import asyncio
 import os
 import tempfile
 import time
+from collections.abc import Hashable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -57,7 +58,7 @@ async def relayed(found: Rig, settings: dict[str, Any]) -> dict[str, float]:
 
 def figures_of(rows: list[dict[str, Any]], seed: int) -> dict[str, float]:
     """Returns the median of each version's rounds, and the ratio of the versions by the rounds of both."""
-    by_version: dict[str, dict[int, float]] = {}
+    by_version: dict[str, dict[Hashable, float]] = {}
     for row in rows:
         by_version.setdefault(row["version"], {})[row["round"]] = row["cpu_us_per_token"]
     figures = {f"{version}_us_per_token": median(costs.values()) for version, costs in by_version.items()}
