@@ -29,7 +29,7 @@ from cluster.node_table import ASSUMED, Demand
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState
-from gateway.scheduling.placement import Trace, able, place
+from gateway.scheduling.placement import Trace, eligible_nodes, place
 from gateway.scheduling.policy import POLICIES, make_policy
 from gateway.scheduling.request import PlacementRequest
 from tests.support.redis_server import redis_server
@@ -132,7 +132,7 @@ async def measure(policy: str, nodes: int, count: int, seed: int, state: Cluster
     for number in range(count):
         wanted = request(draw, number)
         table = await state.table()
-        candidates = able(table, "b", wanted, frozenset())
+        candidates = eligible_nodes(table, "b", wanted, frozenset())
         begin = time.perf_counter()
         chooser.choose(table, candidates, wanted)
         scoring.append(time.perf_counter() - begin)

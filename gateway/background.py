@@ -17,7 +17,7 @@ log = logging.getLogger("gateway")
 async def background(*works: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Runs each of them as long as the context lasts. What it raises is logged, and it starts again: so it may be
     started at any time, and handles what it expects itself."""
-    tasks = [asyncio.create_task(_kept(work)) for work in works]
+    tasks = [asyncio.create_task(_restarted(work)) for work in works]
     try:
         yield
     finally:
@@ -31,7 +31,7 @@ async def cancel_all(tasks: Collection[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _kept(work: Callable[[], Awaitable[None]]) -> None:
+async def _restarted(work: Callable[[], Awaitable[None]]) -> None:
     while True:
         try:
             return await work()

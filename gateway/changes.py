@@ -13,7 +13,7 @@ from adapters.errors import StoreUnavailable
 from adapters.standing import function_key
 from adapters.store import ObjectStore
 from cluster.errors import ServiceError
-from gateway.calls.active_calls import Running
+from gateway.calls.active_calls import ActiveCalls
 from gateway.calls.explanations import Explanations
 from gateway.catalog.callers import Callers
 from gateway.catalog.functions import Functions
@@ -43,7 +43,7 @@ class Changes:
     callers: Callers
     functions: Functions
     residency: Residency
-    running: Running
+    running: ActiveCalls
     called: CalledDigests
     explanations: Explanations
     peers: Peers
@@ -100,7 +100,7 @@ class Changes:
             case CallsRevoked(tenant, function, why, number):
                 self._end_calls(tenant, function, why, number)
             case DigestCalled(tenant, digest):
-                self.called.note(tenant, digest)
+                self.called.record(tenant, digest)
             case ExplanationAsked(number, call, whose):
                 explained = self.explanations.find(call, whose)
                 if explained is not None:
@@ -109,7 +109,7 @@ class Changes:
                 self.peers.answer(number, reply)
 
     def _end_calls(self, tenant: str, function: str, why: str, number: str) -> None:
-        self.running.revoke(tenant, function, ServiceError("cancelled", why), number)
+        self.running.cancel(tenant, function, ServiceError("cancelled", why), number)
 
     def _forget_tenant(self, tenant: str) -> None:
         self.callers.forget(tenant)

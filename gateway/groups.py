@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gateway.calls.dispatch import Dispatcher
     from gateway.calls.node_calls import NodeCalls
     from gateway.calls.request import InputProcessor
-    from gateway.calls.scale_from_zero import Hold
+    from gateway.calls.scale_from_zero import FirstNodeWait
     from gateway.catalog.callers import Callers
     from gateway.catalog.deploy_slots import DeploySlots
     from gateway.catalog.functions import Functions
@@ -92,7 +92,7 @@ class Nodes:
     node_calls: NodeCalls
     record_rates: RecordRates
     breakers: Breakers
-    hold: Hold
+    hold: FirstNodeWait
     leases: Leases
     windows: Windows
     metrics: Metrics

@@ -35,7 +35,7 @@ from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeWatches
 from gateway.calls.request import InputProcessor
 from gateway.calls.routing import Router
-from gateway.calls.scale_from_zero import Hold
+from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.catalog.callers import Callers
 from gateway.catalog.deploy_slots import DeploySlots
 from gateway.catalog.functions import Functions
@@ -340,12 +340,12 @@ def _make_dispatcher(
             loads=accounting.loads,
         ),
         client=NodeClient(opened.session, opened.secret, watches, connect=config.connect_seconds, breakers=breakers),
-        hold=Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
+        hold=FirstNodeWait(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
         limits=shared.limits,
         functions=functions,
         accounting=accounting,
         called=CalledDigests(on_first=lambda tenant, digest: shared.peers.publish(DigestCalled(tenant, digest))),
-        record_call=residency.note_call,
+        record_call=residency.record_call,
         generation=Generation if migration is None else migration.generation,
     )
     return dispatcher, migration

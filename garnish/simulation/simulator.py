@@ -23,7 +23,7 @@ from garnish.simulation.oracle import Oracle
 from garnish.simulation.profile import NodeProfile
 from gateway.scheduling.dlora import Migrates, Movable
 from gateway.scheduling.lengths import ResponseLengths
-from gateway.scheduling.placement import able
+from gateway.scheduling.placement import eligible_nodes
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
 
@@ -130,7 +130,7 @@ class Simulator:
     def _place(self, job: Job) -> None:
         request, table = self._request(job), self.table
         table.now = self.now
-        serving = able(table, BASE, request, NOBODY)
+        serving = eligible_nodes(table, BASE, request, NOBODY)
         free: np.ndarray = serving[~table.full[serving]]
         began = thread_time()
         row = self.policy.choose(table, free, request) if free.size and self._fits(job) else None
@@ -178,7 +178,7 @@ class Simulator:
 
     def _ended(self, job: Job) -> None:
         self._left -= 1
-        self.lengths.note(job.tenant, job.digest or "", job.output)
+        self.lengths.record(job.tenant, job.digest or "", job.output)
 
 
 def _movables(node: SimulatedNode, now: float) -> Iterator[Movable]:

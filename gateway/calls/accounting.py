@@ -11,7 +11,7 @@ from gateway.calls.trace_log import log_call
 from gateway.workers.attainment import Attainment, judge
 from gateway.workers.last_hour import Counts, LastHour
 from gateway.workers.metrics import Metrics
-from gateway.workers.pool_loads import PoolLoads, Stay
+from gateway.workers.pool_loads import PoolLoads, QueueSample
 
 JUDGED = frozenset({"ok", "overloaded", "timeout", "unavailable", "node_failed", "internal"})
 """Outcomes for which the service, and not its caller, has to answer whether an SLO was attained."""
@@ -29,7 +29,7 @@ class Times:
     """The first token's arrival."""
     last_at: float | None = None
     done_at: float | None = None
-    held: float = 0.0
+    hold_wait: float = 0.0
     """Wait for a first node."""
     schedule: float = 0.0
     """Routing, all attempts together."""
@@ -60,7 +60,7 @@ class Accounting:
     loads: PoolLoads = field(default_factory=partial(PoolLoads, time.monotonic))
 
     def record_end(
-        self, request: GenerateRequest, function: str, outcome: str, done: Done | None, times: Times, stay: Stay
+        self, request: GenerateRequest, function: str, outcome: str, done: Done | None, times: Times, stay: QueueSample
     ) -> None:
         """Counts a generation that has ended. `outcome`: `cancelled`, or the type of the error that ended it."""
         tenant, metrics, ttft, tpot = request.tenant, self.metrics, times.ttft, times.tpot
@@ -68,7 +68,7 @@ class Accounting:
         metrics.count_invocation(tenant, function, ended)
         if ended in JUDGED:
             attained = judge((request.ttft, request.tpot), (ttft, tpot), answered=ended == "ok")
-            self.attainment.note(tenant, attained)
+            self.attainment.record(tenant, attained)
             if attained:
                 stay.judge(attained["all"])
             metrics.count_promises(tenant, attained)
@@ -84,4 +84,4 @@ class Accounting:
         if ttft is not None:
             counts.first_tokens, counts.ttft_seconds = 1, ttft
             metrics.observe_speed(tenant, function, ttft, tpot)
-        self.last_hour.note(tenant, function, counts)
+        self.last_hour.record(tenant, function, counts)

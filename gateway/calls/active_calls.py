@@ -15,14 +15,14 @@ Owner = tuple[str, str]
 MAX_REVOCATIONS = 10_000
 """Revocations that are kept for calls that were on their way here; the oldest is forgotten."""
 
-MAX_HEARD = 1_000
+MAX_RECEIVED_IDS = 1_000
 """Ids of revocations that are kept, so that each counts once."""
 
 
-class Running:
+class ActiveCalls:
     def __init__(self) -> None:
         self._revoked: dict[Owner, set[asyncio.Future[Exception]]] = {}
-        self._heard: deque[str] = deque(maxlen=MAX_HEARD)
+        self._received_ids: deque[str] = deque(maxlen=MAX_RECEIVED_IDS)
         self._revocations: OrderedDict[Owner, tuple[float, ServiceError]] = OrderedDict()
 
     @contextmanager
@@ -43,15 +43,15 @@ class Running:
             if not futures:
                 del self._revoked[owner]
 
-    def revoke(self, tenant: str, function: str, reason: ServiceError, id: str = "") -> None:
+    def cancel(self, tenant: str, function: str, reason: ServiceError, id: str = "") -> None:
         """Ends the function's generations, and calls received until now that come here later.
 
         `id`: the revocation's, which counts once however often it is received: calls of a function that was made again
         meanwhile are not ended.
         """
-        if id and id in self._heard:
+        if id and id in self._received_ids:
             return
-        self._heard.append(id)
+        self._received_ids.append(id)
         self._revocations[tenant, function] = (time.monotonic(), reason)
         self._revocations.move_to_end((tenant, function))
         if len(self._revocations) > MAX_REVOCATIONS:

@@ -19,7 +19,7 @@ from cluster.messages import RESUMPTION_VERSION, Adapter, Done, Failed, Generate
 from cluster.news import RECORD_EXPIRY
 from cluster.state import ClusterState
 from gateway.calls.accounting import Accounting, Times
-from gateway.calls.active_calls import Running
+from gateway.calls.active_calls import ActiveCalls
 from gateway.calls.admission import admitted
 from gateway.calls.choices import Item, merged
 from gateway.calls.explanations import CallKey
@@ -27,7 +27,7 @@ from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeFailure
 from gateway.calls.request import Invocation
 from gateway.calls.routing import Router, ttft_left
-from gateway.calls.scale_from_zero import AGAIN_SECONDS, Hold
+from gateway.calls.scale_from_zero import RETRY_PAUSE_S, FirstNodeWait
 from gateway.catalog.functions import Functions
 from gateway.scheduling.placement import RETRY_AFTER, Placed
 from gateway.workers.called import CalledDigests
@@ -60,7 +60,7 @@ class Generation:
         self.function = invocation.target.function
         self.times = Times(invocation.received)
         self.key = CallKey(invocation.id, invocation.request_id, self.request.tenant, self.function)
-        self.stay = dispatcher.accounting.loads.stay(invocation.received)
+        self.stay = dispatcher.accounting.loads.track(invocation.received)
         self.node: str | None = None
         """Id of the node that has it; None before it is routed."""
         self.cold_start: str | None = None
@@ -180,18 +180,18 @@ class Generation:
                 return await self._route(excluded, failure)
             except ServiceError as error:
                 began, refused = time.monotonic(), failure is None or failure.type == "unavailable"
-                empty = refused and await hold.applies(excluded)
+                empty = refused and await hold.should_wait(excluded)
                 first_node_is_full = until < math.inf and error.type == "overloaded"  # a node came while it was held
-                if not empty and (not first_node_is_full or began + AGAIN_SECONDS > until):
+                if not empty and (not first_node_is_full or began + RETRY_PAUSE_S > until):
                     raise
             until = min(until, began + hold.seconds, self._deadline)
             self.stay.wait(None, None)
             if empty and not excluded:
                 await hold.wait(until, self._revoked)
             else:  # it has no place, or what it says of itself is on its way
-                await asyncio.wait([self._revoked], timeout=max(0.0, min(AGAIN_SECONDS, until - began)))
+                await asyncio.wait([self._revoked], timeout=max(0.0, min(RETRY_PAUSE_S, until - began)))
             excluded, failure = frozenset(), None
-            self.times.held += time.monotonic() - began
+            self.times.hold_wait += time.monotonic() - began
             self._check_held(until)
 
     def _check_held(self, until: float) -> None:
@@ -201,13 +201,13 @@ class Generation:
         if time.monotonic() >= self._deadline:
             raise ServiceError("timeout", "the timeout passed before a node was ready")
         if time.monotonic() >= until:
-            raise self.shared.hold.given_up()
+            raise self.shared.hold.timeout_error()
 
     async def _route(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
         """Routes the request to a node that is not excluded. Raises the first attempt's failure when no other node can
         take the request."""
         began = time.monotonic()
-        displaces, is_first = self.shared.router.displaces(self.request), failure is None and not self.times.held
+        displaces, is_first = self.shared.router.displaces(self.request), failure is None and not self.times.hold_wait
         try:
             return await self.route(excluded, displaces=displaces, counts_refusal=is_first)
         except ServiceError as error:
@@ -280,7 +280,7 @@ class Generation:
                 raise ServiceError("unavailable", "the timeout passed in the node's queue", retry_after=RETRY_AFTER)
             raise ServiceError("timeout", "the timeout passed before the first token")
         if event.finish_reason in ("stop", "length"):
-            self.shared.router.lengths.note(self.request.tenant, self.function, event.completion_tokens)
+            self.shared.router.lengths.record(self.request.tenant, self.function, event.completion_tokens)
         cold = event.timing.cold_start.state != "none"
         prompt, device = 0 if self.request.sampling.choice else event.prompt_tokens, event.timing.device
         self.invocation.meter.done(prompt, event.completion_tokens, cold, device)
@@ -298,7 +298,7 @@ class Dispatcher:
     state: ClusterState
     router: Router
     client: NodeClient
-    hold: Hold
+    hold: FirstNodeWait
     limits: LimitState
     functions: Functions
     accounting: Accounting
@@ -307,7 +307,7 @@ class Dispatcher:
     """Called with tenant, function and adapter of each call of a version."""
     generation: Callable[[Dispatcher, Invocation, int], Generation] = Generation
     """Makes one; a policy that moves generations has its own (gateway.calls.migration)."""
-    running: Running = field(default_factory=Running)
+    running: ActiveCalls = field(default_factory=ActiveCalls)
     began: float = field(default_factory=time.monotonic)
 
     async def wait_for_nodes(self, deadline: float) -> None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from gateway.scheduling.decision import Decision, Outcome, Picture
+from gateway.scheduling.decision import Decision, Outcome, Snapshot
 from gateway.scheduling.request import PlacementRequest
 
 MAX_PLACEMENTS = 4096
@@ -32,7 +32,7 @@ class Placement(msgspec.Struct, frozen=True):
     """Seconds."""
     tries: int
     excluded: tuple[str, ...]
-    picture: Picture | None
+    snapshot: Snapshot | None
 
     def decision(self) -> Decision:
         request = self.request
@@ -43,8 +43,8 @@ class Placement(msgspec.Struct, frozen=True):
             excluded=list(self.excluded),
             expected_tokens=request.answer_tokens,
             expected_inverse=request.inverse_tokens,
-            candidates=self.picture.candidates(request) if self.picture else [],
-            more=self.picture.more if self.picture else 0,
+            candidates=self.snapshot.candidates(request) if self.snapshot else [],
+            more=self.snapshot.more if self.snapshot else 0,
         )
 
 
@@ -109,7 +109,7 @@ class Explanations:
         self._placements = 0
         self._calls: OrderedDict[str, Explained] = OrderedDict()
         self._tenants: dict[str, _Tenant] = {}
-        self._named: dict[tuple[str | None, str], str] = {}
+        self._latest_by_request: dict[tuple[str | None, str], str] = {}
         """(tenant, request id) -> its latest call; and (None, request id) -> anybody's"""
 
     def keep(self, call: CallKey, placement: Placement) -> None:
@@ -127,7 +127,7 @@ class Explanations:
         """Returns the call of an invocation's id, of a generation's, or of a request id (the latest that had it).
 
         `tenant`: the call's; None: any."""
-        for name in (id, id.rpartition("-")[0], self._named.get((tenant, id))):
+        for name in (id, id.rpartition("-")[0], self._latest_by_request.get((tenant, id))):
             explained = self._calls.get(name) if name else None
             if explained is not None and tenant in (None, explained.call.tenant):
                 return explained
@@ -136,7 +136,7 @@ class Explanations:
     def _add(self, call: CallKey) -> Explained:
         self._tenants.setdefault(call.tenant, _Tenant()).calls[call.id] = None
         for tenant in (call.tenant, None):
-            self._named[tenant, call.request_id] = call.id
+            self._latest_by_request[tenant, call.request_id] = call.id
         self._calls[call.id] = Explained(call)
         return self._calls[call.id]
 
@@ -155,5 +155,5 @@ class Explanations:
         if not theirs.calls:
             del self._tenants[call.tenant]
         for tenant in (call.tenant, None):
-            if self._named.get((tenant, call.request_id)) == oldest:
-                del self._named[tenant, call.request_id]
+            if self._latest_by_request.get((tenant, call.request_id)) == oldest:
+                del self._latest_by_request[tenant, call.request_id]

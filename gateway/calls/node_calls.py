@@ -21,13 +21,13 @@ OUR_FAULT = ("unauthenticated", "invalid_request", "method_not_allowed", "unsupp
 """A node that says so does not speak as we do; the operator who asked can't help it."""
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _ErrorContent(msgspec.Struct, frozen=True):
     type: str
     message: str
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    error: _Told
+    error: _ErrorContent
 
 
 class PathUnknown(ServiceError):

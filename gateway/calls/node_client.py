@@ -70,7 +70,7 @@ class NodeClient:
                     content, frames = response.content, Frames(EVENT_LIMIT)
                     watched.given_up.add_done_callback(partial(_end_reading, content))
                     while chunk := await content.readany():
-                        watched.note_bytes()
+                        watched.record_bytes()
                         for event in _decode(frames, chunk, placed.node_id):
                             kind = type(event)
                             if kind is not Started:

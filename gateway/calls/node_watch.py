@@ -53,7 +53,7 @@ class WatchedStream:
         if not reason.cancelled():
             self.give_up(reason.result())
 
-    def note_bytes(self) -> None:
+    def record_bytes(self) -> None:
         """Records that bytes have come from the node."""
         self._watch.last_bytes = time.monotonic()
 
@@ -103,12 +103,12 @@ class NodeWatches:
         try:
             while True:
                 await asyncio.sleep(TICK)
-                await self._look(watch)
+                await self._check(watch)
         except Exception as error:  # nobody would watch these streams any more
             for stream in watch.streams:
                 stream.give_up(error)
 
-    async def _look(self, watch: _Watch) -> None:
+    async def _check(self, watch: _Watch) -> None:
         recorded = await self._state.silence(watch.node_id, watch.epoch)
         now = time.monotonic()
         silence = min(recorded, now - watch.last_bytes)

@@ -46,7 +46,7 @@ class Head(msgspec.Struct, frozen=True):
         return self.echo[index // self.choices] if self.echo else None
 
 
-def whole(head: Head, outcomes: Sequence[Outcome]) -> openai.Completion | openai.Chat:
+def full_reply(head: Head, outcomes: Sequence[Outcome]) -> openai.Completion | openai.Chat:
     usage = usage_of(head, [outcome.done for outcome in outcomes])
     if head.chat:
         return openai.Chat(

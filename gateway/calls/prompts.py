@@ -67,15 +67,15 @@ class Prompts(msgspec.Struct, frozen=True):
         ]
 
 
-def prompts_of(given: Sequence[str | int | list[int]] | str, vocab_size: int) -> Prompts:
+def prompts_of(stated: Sequence[str | int | list[int]] | str, vocab_size: int) -> Prompts:
     """Makes prompts of one text, one list of token ids, or a list of either. Raises ServiceError for a mixture, and for
     token ids that the base model has not."""
-    if isinstance(given, str):
-        return Prompts([given])
-    kinds = {type(prompt) for prompt in given}
+    if isinstance(stated, str):
+        return Prompts([stated])
+    kinds = {type(prompt) for prompt in stated}
     if len(kinds) != 1:
         raise invalid("prompt", "prompt has texts and token ids; send texts, token ids, or lists of token ids")
-    lists = [[token for token in given if isinstance(token, int)]] if kinds == {int} else given
+    lists = [[token for token in stated if isinstance(token, int)]] if kinds == {int} else stated
     prompts = [prompt for prompt in lists if not isinstance(prompt, int)]
     for prompt in prompts:
         if isinstance(prompt, list):

@@ -207,8 +207,8 @@ def server_timing(generation: Generation) -> str:
     """Returns the steps in milliseconds: the node's figures once it has reported them, else the gateway's."""
     done, times = generation.done, generation.times
     steps = {**generation.invocation.steps, "schedule": times.schedule}
-    if times.held:
-        steps = {"hold": times.held, **steps}
+    if times.hold_wait:
+        steps = {"hold": times.hold_wait, **steps}
     if done is not None:
         cold = done.timing.cold_start
         steps |= {

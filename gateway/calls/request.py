@@ -112,7 +112,7 @@ class InputProcessor:
         tenant: str,
         watch: Stopwatch,
         *,
-        named: tuple[str, str | None],
+        function: tuple[str, str | None],
         source: Source,
         stated: GenerationParams,
     ) -> Invocation:
@@ -122,7 +122,7 @@ class InputProcessor:
         Raises NotFound, ClientGone, ServiceError: `validation_failed` when prompt and `max_tokens` don't fit the
         context, when it has more choices than may run at once, or a parameter names what the base model has not.
         """
-        target = await self.functions.target(tenant, *named, side(request))
+        target = await self.functions.target(tenant, *function, side(request))
         watch.lap("resolve")
         merged = merge(stated, target.policy.defaults)
         choices = merged.n or 1

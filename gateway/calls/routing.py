@@ -15,7 +15,7 @@ from gateway.calls.breaker import Breakers
 from gateway.calls.explanations import CallKey, Explanations, Placement
 from gateway.scheduling.decision import Outcome
 from gateway.scheduling.lengths import ResponseLengths
-from gateway.scheduling.placement import Placed, Trace, able, place
+from gateway.scheduling.placement import Placed, Trace, eligible_nodes, place
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import work
@@ -90,7 +90,7 @@ class Router:
                     took,
                     trace.tries,
                     excluded_ids,
-                    trace.picture,
+                    trace.snapshot,
                 ),
             )
 
@@ -103,7 +103,7 @@ class Router:
         """Returns the seconds of a node's work that a refused request asks for.
 
         None without a node that could serve it, or where its costs were never measured."""
-        rows = able(nodes, self.base, request, frozenset())
+        rows = eligible_nodes(nodes, self.base, request, frozenset())
         return work(nodes, int(rows[0]), request) if rows.size else None
 
     def _placement_request(

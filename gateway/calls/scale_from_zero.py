@@ -18,16 +18,16 @@ from cluster.state import ClusterState
 
 AUTOSCALER = "autoscaler"
 """Name of the lease of the autoscaler, which decides the pools' sizes."""
-LED_SECONDS, UNLED_SECONDS = 1.0, 0.1
+LED_S, UNLED_S = 1.0, 0.1
 """Seconds for which a check of the lease is cached: with an autoscaler, and without one, which may come soon."""
-POLL_SECONDS = 0.05
+POLL_S = 0.05
 """Pause between two checks for a node while calls wait."""
-AGAIN_SECONDS = 1.0
+RETRY_PAUSE_S = 1.0
 """Pause of a waiting call that found the first node full."""
-LEAST_RETRY, MOST_RETRY = 1.0, 600.0
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 600.0
 
 
-class Hold:
+class FirstNodeWait:
     """Lets calls wait for a first node. `seconds`: the longest wait; 0: none. `clock`: monotonic seconds."""
 
     def __init__(
@@ -35,20 +35,20 @@ class Hold:
     ) -> None:
         self.seconds = seconds
         self._state, self._leases, self._base, self._clock = state, leases, base, clock
-        self._look = asyncio.Lock()
-        self._seen, self._led = -math.inf, False
+        self._check_lock = asyncio.Lock()
+        self._checked_at, self._was_led = -math.inf, False
         self._waiting: asyncio.Task[None] | None = None
-        self._held = 0
+        self._waiting_calls = 0
         self._since: float | None = None
         """Start of the wait for a first node, with pauses of MAX_RETRY_S at most."""
-        self._last = -math.inf
+        self._last_ended_at = -math.inf
         """End of the latest call's wait."""
-        self._took: float | None = None
+        self._last_wait: float | None = None
         """Wait for the first node, the last time one started (seconds)."""
 
-    async def applies(self, without: Collection[str] = ()) -> bool:
+    async def should_wait(self, without: Collection[str] = ()) -> bool:
         """Returns whether a call that no node can take now would wait for one. Nodes in `without` have refused it."""
-        if self.seconds <= 0 or not await self._is_led():
+        if self.seconds <= 0 or not await self._has_autoscaler():
             return False
         return not serving(await self._state.table(), self._base, without)
 
@@ -56,10 +56,10 @@ class Hold:
         """Waits for a node that is ready, for `until` (by the clock), or for a result of `cut`. Raises what reading the
         nodes raises."""
         if self._waiting is None or self._waiting.done():
-            if self._since is None or self._clock() - self._last > MOST_RETRY:
+            if self._since is None or self._clock() - self._last_ended_at > MAX_RETRY_S:
                 self._since = self._clock()
             self._waiting = asyncio.create_task(self._until_ready())
-        self._held += 1
+        self._waiting_calls += 1
         try:
             ends: list[asyncio.Future[Any]] = [self._waiting, cut]
             timeout = max(0.0, until - self._clock())
@@ -67,30 +67,30 @@ class Hold:
             if self._waiting.done() and not self._waiting.cancelled():
                 self._waiting.result()
         finally:
-            self._held, self._last = self._held - 1, self._clock()
-            if not self._held and not self._waiting.done():
+            self._waiting_calls, self._last_ended_at = self._waiting_calls - 1, self._clock()
+            if not self._waiting_calls and not self._waiting.done():
                 self._waiting.cancel()
 
-    def given_up(self) -> ServiceError:
+    def timeout_error(self) -> ServiceError:
         """Returns the error for a call that has waited for the longest time. Its retry time is what the last start of a
         first node took, less what has passed; else as long again as has passed."""
         passed = 0.0 if self._since is None else self._clock() - self._since
-        expected = passed if self._took is None or self._took <= passed else self._took - passed
+        expected = passed if self._last_wait is None or self._last_wait <= passed else self._last_wait - passed
         why = f"no node became ready to serve this model within {self.seconds:g} s; one has been asked for"
-        return ServiceError("unavailable", why, retry_after=min(max(expected, LEAST_RETRY), MOST_RETRY))
+        return ServiceError("unavailable", why, retry_after=min(max(expected, MIN_RETRY_S), MAX_RETRY_S))
 
     async def _until_ready(self) -> None:
         while not serving(await self._state.table(), self._base):  # noqa: ASYNC110
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(POLL_S)
         if self._since is not None:
-            self._took, self._since = self._clock() - self._since, None
+            self._last_wait, self._since = self._clock() - self._since, None
 
-    async def _is_led(self) -> bool:
-        async with self._look:  # who comes while it is asked waits for that answer, not for the one before
-            if self._clock() - self._seen >= (LED_SECONDS if self._led else UNLED_SECONDS):
-                self._led = await autoscaler(self._leases) is not None
-                self._seen = self._clock()
-        return self._led
+    async def _has_autoscaler(self) -> bool:
+        async with self._check_lock:  # who comes while it is asked waits for that answer, not for the one before
+            if self._clock() - self._checked_at >= (LED_S if self._was_led else UNLED_S):
+                self._was_led = await autoscaler(self._leases) is not None
+                self._checked_at = self._clock()
+        return self._was_led
 
 
 async def autoscaler(leases: Leases) -> str | None:

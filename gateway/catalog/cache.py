@@ -41,14 +41,14 @@ class GraceCache(Generic[K, V]):
     patience: float = PATIENCE
     confirmed: Callable[[K], float] = lambda _: float("-inf")
     """Returns when, by `clock`, it was last known that a cached answer would still be the same."""
-    _known: OrderedDict[K, tuple[V, float]] = field(default_factory=OrderedDict, init=False)
+    _cached: OrderedDict[K, tuple[V, float]] = field(default_factory=OrderedDict, init=False)
     _loading: dict[K, asyncio.Task[V]] = field(default_factory=dict, init=False)
     _patience_ends: dict[K, float] = field(default_factory=dict, init=False)
     """End of patience by the event loop's time, for each load in progress."""
 
     async def get(self, key: K) -> V:
         """Raises what `load` raises; StoreUnavailable only when nothing younger than the grace is known."""
-        cached = self._known.get(key)
+        cached = self._cached.get(key)
         if cached is not None and self._age(key, cached[1]) < self.fresh:
             valid_s = KEPT_SECONDS if self.confirmed(key) > cached[1] else self.fresh
             if self.clock() - cached[1] > valid_s / 2 and key not in self._loading:
@@ -66,8 +66,8 @@ class GraceCache(Generic[K, V]):
 
     def forget_where(self, matches: Callable[[K], bool]) -> None:
         """Forgets matching answers: the next `get` loads them again, and a load that began before does not count."""
-        for key in [key for key in self._known if matches(key)]:
-            del self._known[key]
+        for key in [key for key in self._cached if matches(key)]:
+            del self._cached[key]
         for key in [key for key in self._loading if matches(key)]:
             del self._loading[key], self._patience_ends[key]
 
@@ -93,14 +93,14 @@ class GraceCache(Generic[K, V]):
             raise
         except Exception:
             if self._loading.get(key) is task:
-                self._known.pop(key, None)
+                self._cached.pop(key, None)
             raise
         else:
             if self._loading.get(key) is task:
-                self._known[key] = (value, asked_at)
-                self._known.move_to_end(key)
-                if len(self._known) > self.limit:
-                    self._known.popitem(last=False)
+                self._cached[key] = (value, asked_at)
+                self._cached.move_to_end(key)
+                if len(self._cached) > self.limit:
+                    self._cached.popitem(last=False)
             return value
         finally:
             if self._loading.get(key) is task:

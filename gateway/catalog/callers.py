@@ -47,7 +47,7 @@ class Callers:
         self._tenants = tenants
         self._threads = threads
         self._lookups = KeyLookups(share(LOOKUPS_PER_SECOND, config), clock)
-        self._known: GraceCache[str | None, _Owner] = GraceCache(
+        self._owners: GraceCache[str | None, _Owner] = GraceCache(
             self._owner,
             clock=clock,
             fresh=config.cache_seconds,
@@ -99,12 +99,12 @@ class Callers:
             return stated
         if not caller.admin:
             raise ServiceError("forbidden", "only an admin key may act for another tenant", param=TENANT_HEADER)
-        return (await self._known.get(stated)).record.id
+        return (await self._owners.get(stated)).record.id
 
     async def account(self, tenant: str) -> Tenant:
         """The tenant's record, as old as a key may be. Raises NotFound, StoreUnavailable."""
         try:
-            return (await self._known.get(tenant)).record
+            return (await self._owners.get(tenant)).record
         except NotFound:
             if self._open and tenant == OPEN_TENANT:
                 return Tenant(id=tenant)
@@ -114,20 +114,20 @@ class Callers:
         """Returns whether this key, of a tenant or (None) of an administrator, is not revoked. Raises
         StoreUnavailable."""
         try:
-            return (await self._known.get(tenant)).has_id(key_id)
+            return (await self._owners.get(tenant)).has_id(key_id)
         except NotFound:
             return False
 
     def forget(self, tenant: str | None) -> None:
         """Forgets callers after a change of the tenant (None: of administrators) or its keys: this process must not
         answer from before it."""
-        self._known.forget_where(lambda name: name == tenant)
+        self._owners.forget_where(lambda name: name == tenant)
         if tenant is not None and len(self._names) < MAX_NAMES:
             self._names.add(tenant)
 
     def forget_all(self) -> None:
         """Forgets all callers, after changes that nobody can name."""
-        self._known.forget_where(lambda _: True)
+        self._owners.forget_where(lambda _: True)
 
     async def admin(self, request: Request) -> None:
         """Raises ServiceError `forbidden` for a tenant's key."""
@@ -139,7 +139,7 @@ class Callers:
         if claim.tenant is not None and claim.tenant not in self._names:
             return False
         try:
-            return (await self._known.get(claim.tenant)).has(text, claim)
+            return (await self._owners.get(claim.tenant)).has(text, claim)
         except NotFound:
             self._names.discard(claim.tenant)
             return False

@@ -33,7 +33,7 @@ class NameWatch:
         self._threads = threads
         self._clock = clock
         self._seconds = seconds
-        self._known: Epoch | None = None
+        self._epoch: Epoch | None = None
         self.read_at = float("-inf")
         """Start of the newest reading."""
         self._dirty: dict[str, float] = {}
@@ -72,7 +72,7 @@ class NameWatch:
     def apply(self, epoch: Epoch, now: float | None, began: float) -> None:
         """Takes in what `read` has returned. Calls `on_mark` with the new marks, and `forget_all` when marks may have
         been missed. `began`: start of the reading, by `clock`."""
-        before, self._known = self._known, epoch
+        before, self._epoch = self._epoch, epoch
         marks = epoch.marks
         if now is None:
             assert before is not None
@@ -91,7 +91,7 @@ class NameWatch:
 
     def _begins_anew(self, epoch: Epoch) -> bool:
         """Returns whether there may be marks that this worker has not seen and that the epoch no longer names."""
-        before = self._known
+        before = self._epoch
         if before is None or before.id != epoch.id or epoch.number < before.number:
             return True
         return bool(epoch.marks) and epoch.marks[0].number > before.number + 1

@@ -56,7 +56,7 @@ class StoreProbe:
     async def _write(self, _: None) -> bool:
         """An answer either way, so that a store that can't be written to is not tried with each request."""
         try:
-            if self._writes.left:
+            if self._writes.abandoned:
                 raise StoreUnavailable("an earlier write still hangs")
             async with asyncio.timeout(self._seconds):
                 await self._writes.run(partial(self._store.put, WRITE_KEY, bytes(WRITE_BYTES)))

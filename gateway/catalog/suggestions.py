@@ -37,7 +37,7 @@ class _Tenant:
     listing: asyncio.Task[None] | None = None
     second: int = 0
     """Second in which `given` were given."""
-    given: int = 0
+    suggestions: int = 0
 
 
 class Suggestions:
@@ -78,9 +78,9 @@ class Suggestions:
     def _has_budget(self, state: _Tenant) -> bool:
         second = int(self._clock())
         if state.second != second:
-            state.second, state.given = second, 0
-        state.given += 1
-        return state.given <= PER_SECOND
+            state.second, state.suggestions = second, 0
+        state.suggestions += 1
+        return state.suggestions <= PER_SECOND
 
     async def _list(self, tenant: str, state: _Tenant) -> None:
         """Reads the tenant's names into `state`. A store that fails leaves those of before, and is asked later."""

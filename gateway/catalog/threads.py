@@ -27,7 +27,7 @@ class LeavableThreads:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.left = 0
+        self.abandoned = 0
         """Calls that still run although nobody waits for them any more."""
         self._places = asyncio.Semaphore(count)
 
@@ -49,7 +49,7 @@ class LeavableThreads:
             await asyncio.wait({ended})  # unlike a plain await, it leaves `ended` alone when it is cancelled
         finally:
             if not ended.done():
-                self.left += 1
+                self.abandoned += 1
                 ended.add_done_callback(self._end_left)
         return ended.result()
 
@@ -59,7 +59,7 @@ class LeavableThreads:
             ended.exception()  # retrieved: whoever waited may have left
 
     def _end_left(self, _: asyncio.Future[T]) -> None:
-        self.left -= 1
+        self.abandoned -= 1
 
 
 def _run(work: Callable[[], T], outcome: Future[T]) -> None:
@@ -86,8 +86,8 @@ class StoreThreads:
 
         Raises it at once while earlier reads that were given up hang in all threads.
         """
-        if self._reads.left >= self._reads.count:
-            raise StoreUnavailable(f"{self._reads.left} earlier reads of the registry still hang")
+        if self._reads.abandoned >= self._reads.count:
+            raise StoreUnavailable(f"{self._reads.abandoned} earlier reads of the registry still hang")
         try:
             async with asyncio.timeout(self._seconds):
                 return await self._reads.run(partial(call, *args, **kwargs))

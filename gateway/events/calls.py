@@ -63,7 +63,7 @@ class EventCalls:
         """Stores the call as an event. Raises what a call that can't be run raises, and ServiceError `overloaded` for a
         full queue, `conflict` for an Idempotency-Key that another call has used."""
         source = source_of(call, self.inputs.base.vocab_size)
-        invocation = await self.inputs.prepare(request, tenant, watch, named=named, source=source, stated=call)
+        invocation = await self.inputs.prepare(request, tenant, watch, function=named, source=source, stated=call)
         policy = invocation.target.policy
         on_success, on_failure = call.on_success or policy.on_success, call.on_failure or policy.on_failure
         await self._check(tenant, on_success, "on_success")
@@ -98,7 +98,7 @@ class EventCalls:
             raise NotKnownHere from None
         named, source = (event.function, event.qualifier), source_of(call, self.inputs.base.vocab_size)
         request, watch = background_request(event.id), Stopwatch()
-        invocation = await self.inputs.prepare(request, event.tenant, watch, named=named, source=source, stated=call)
+        invocation = await self.inputs.prepare(request, event.tenant, watch, function=named, source=source, stated=call)
         generations = self.dispatcher.generations(invocation)
         outcomes = await collect(generations)
         return msgspec.structs.replace(invoke_reply(generations, outcomes), id=event.id)
@@ -110,7 +110,7 @@ class EventCalls:
         async def can_run() -> bool:
             """Whether a node serves, or is started for calls that wait."""
             nodes = (await self.inputs.cluster.table()).serving(self.inputs.base.fingerprint)
-            return bool(nodes.rows.size) or await self.dispatcher.hold.applies()
+            return bool(nodes.rows.size) or await self.dispatcher.hold.should_wait()
 
         async def policy_of(tenant: str, name: str, qualifier: str | None) -> Policy:
             try:

@@ -72,12 +72,12 @@ class EventStream:
                 async for chunk in chunks:
                     await wire.put(chunk)
             except asyncio.CancelledError:
-                if wire.begun:
+                if wire.is_started:
                     stopping = ServiceError("unavailable", "the gateway is stopping", retry_after=1.0)
                     await wire.put(self.failure(stopping, request_id), more=False)
                 raise
             except Exception as error:
-                if not wire.begun:
+                if not wire.is_started:
                     raise
                 if is_unexpected(error):
                     log.error("stream failed", exc_info=error)
@@ -91,11 +91,11 @@ class EventStream:
         """Sends the headers if the first chunk is late, and keep-alives while none comes."""
         deadline = time.monotonic() + self.config.header_seconds
         while True:
-            if wire.begun:
+            if wire.is_started:
                 deadline = wire.last + self.config.keepalive_seconds
             if (remaining_s := deadline - time.monotonic()) > 0:
                 await asyncio.sleep(min(remaining_s, self.config.keepalive_seconds))
-            elif wire.begun:
+            elif wire.is_started:
                 await wire.put(self.keepalive)
             else:
                 await wire.begin()
@@ -108,21 +108,21 @@ class _Wire:
         self._send = send
         self._headers = headers
         self._lock = asyncio.Lock()
-        self.begun = False
+        self.is_started = False
         """True once the headers were sent."""
         self.last = 0.0
         """Time at which something was last sent (monotonic)."""
 
     async def begin(self) -> None:
         async with self._lock:
-            if not self.begun:
+            if not self.is_started:
                 headers = [(name.encode(), value.encode()) for name, value in (HEADERS | self._headers()).items()]
                 self.last = time.monotonic()
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-                self.begun = True
+                self.is_started = True
 
     async def put(self, chunk: bytes, more: bool = True) -> None:
-        if not self.begun:
+        if not self.is_started:
             await self.begin()
         self.last = time.monotonic()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": more})

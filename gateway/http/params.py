@@ -17,14 +17,14 @@ _TAG = re.compile(r'(W/)?"([^"]*)"|(\d+)', re.ASCII)
 _ZERO = re.compile(r"0(\.0{0,3})?", re.ASCII)
 
 
-def known_only(request: Request, *known: str) -> None:
+def known_only(request: Request, *names: str) -> None:
     """Raises ServiceError `validation_failed` for a parameter that the route has not, or that is there twice."""
     if not request.scope["query_string"]:
         return
     present: set[str] = set()
     for name, _ in request.query_params.multi_items():
-        if name not in known:
-            raise invalid(name[:100], f"unknown query parameter {name[:100]!r}{did_you_mean(name, known)}")
+        if name not in names:
+            raise invalid(name[:100], f"unknown query parameter {name[:100]!r}{did_you_mean(name, names)}")
         if name in present:
             raise invalid(name, f"the query parameter {name} is there more than once")
         present.add(name)

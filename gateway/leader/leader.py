@@ -98,9 +98,9 @@ class Leader:
             self._since = self._since if asked_at < self._until else asked_at
             self._until = asked_at + lease.seconds if lease.holder == self.name else -math.inf
             self._metrics.count_beat("led" if lease.holder == self.name else "followed")
-        self._note_change()
+        self._record_change()
 
-    async def turn(self, job: Job) -> None:
+    async def run_once(self, job: Job) -> None:
         """Calls the job once, if this worker leads."""
 
         always = self._alone and job.scope == "nodes"
@@ -130,7 +130,7 @@ class Leader:
 
     async def _turns(self, job: Job) -> None:
         while True:
-            await self.turn(job)
+            await self.run_once(job)
             await asyncio.sleep(job.pause_seconds)
 
     async def _resign(self) -> None:
@@ -139,9 +139,9 @@ class Leader:
             with suppress(RedisAway, StoreUnavailable, TimeoutError):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await self._leases.free(LEASE, self.name)
-        self._note_change()
+        self._record_change()
 
-    def _note_change(self) -> None:
+    def _record_change(self) -> None:
         leads = self.leads()
         self._metrics.set_leads(self.name, leads)
         if leads != self._led:

@@ -40,7 +40,7 @@ class ArrivalCounter:
         self._calls: Counter[tuple[str, str, Adapter]] = Counter()
         """Calls by tenant, function and version."""
 
-    def note(self, tenant: str, function: str, adapter: Adapter) -> None:
+    def record(self, tenant: str, function: str, adapter: Adapter) -> None:
         """A call has come."""
         key = (tenant, function, adapter)
         if key in self._calls or len(self._calls) < MAX_COUNTED:

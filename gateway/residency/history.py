@@ -26,7 +26,7 @@ MAX_VERSIONS = 8
 """Versions of one function; the one that was called least is forgotten."""
 MANY_CALLS = 64
 """Calls of a function's versions after which all counts are halved: shares follow what is called lately."""
-LEAST_CHANCE = 0.1
+MIN_CHANCE = 0.1
 """Least chance of a call within 30 s for which an adapter is brought anywhere."""
 MAX_CHOSEN = 4096
 """Functions whose adapters are considered, likeliest first."""
@@ -80,7 +80,7 @@ class CallHistory:
         for arrival in arrivals:
             if arrival.key in self._counts or len(self._counts) < MAX_FUNCTIONS:
                 self._counts[arrival.key] += arrival.calls
-                self._note_version(arrival)
+                self._record_version(arrival)
 
     def forget(self, tenant: str, function: str) -> None:
         """The function was changed: which versions its calls get is not known any more."""
@@ -117,7 +117,7 @@ class CallHistory:
         self.latest = await self._thread.run(lambda: _forecast(forecaster, unix))
         return self.latest
 
-    def _note_version(self, arrival: Arrival) -> None:
+    def _record_version(self, arrival: Arrival) -> None:
         versions = self._versions.setdefault(arrival.key, {})
         self._versions.move_to_end(arrival.key)
         digest = arrival.adapter.digest
@@ -136,4 +136,4 @@ class CallHistory:
 
 def _forecast(forecaster: Forecaster, unix: float) -> Forecast:
     chances = forecaster.forecast(unix)
-    return Forecast(chances, chances.likeliest(LEAST_CHANCE, MAX_CHOSEN), forecaster.error())
+    return Forecast(chances, chances.likeliest(MIN_CHANCE, MAX_CHOSEN), forecaster.error())

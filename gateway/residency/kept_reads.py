@@ -10,7 +10,7 @@ from adapters.errors import CorruptRecord, StoreUnavailable
 log = logging.getLogger("gateway")
 
 
-class Known:
+class KeptReads:
     """`what` is named in the log, once for each time that it can't be read."""
 
     def __init__(self, what: str) -> None:

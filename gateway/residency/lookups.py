@@ -25,8 +25,8 @@ async def look_up(
     for first in range(0, len(keys), AT_ONCE):
         turn.check()
         together = keys[first : first + AT_ONCE]
-        found = await asyncio.gather(*(choices_of(functions, key) for key in together))
-        for key, choices in zip(together, found, strict=True):
+        looked_up = await asyncio.gather(*(choices_of(functions, key) for key in together))
+        for key, choices in zip(together, looked_up, strict=True):
             yield key, choices
 
 

@@ -11,14 +11,14 @@ import msgspec
 from cluster.messages import Adapter
 from gateway.residency.messages import Tier
 
-HELD_SECONDS = 300.0
+HOLD_S = 300.0
 """Seconds from the last order on."""
 MAX_HELD = 1000
 MAX_TENANT_HELD = 64
 """The one that was ordered least recently is forgotten, here and above."""
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+class ManualHold(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     """An adapter that somebody ordered to a node."""
 
     tenant: str
@@ -26,19 +26,19 @@ class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     adapter: Adapter
     node: str
     tier: Tier
-    seconds: float = HELD_SECONDS
+    seconds: float = HOLD_S
     """Seconds for which it is still wanted."""
 
 
-class HeldWants:
+class ManualHolds:
     """`clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._until: OrderedDict[tuple[str, str, str, str], tuple[Held, float]] = OrderedDict()
+        self._until: OrderedDict[tuple[str, str, str, str], tuple[ManualHold, float]] = OrderedDict()
         """Adapters and the end of their time, by tenant, function, digest and node."""
 
-    def hold(self, want: Held) -> None:
+    def hold(self, want: ManualHold) -> None:
         key = (want.tenant, want.function, want.adapter.digest, want.node)
         self._until[key] = (want, self._clock() + want.seconds)
         self._until.move_to_end(key)
@@ -55,7 +55,7 @@ class HeldWants:
         for key in [key for key in self._until if key[:2] == (tenant, function)]:
             del self._until[key]
 
-    def now(self) -> list[Held]:
+    def now(self) -> list[ManualHold]:
         """Returns what is still wanted, the latest last."""
         now = self._clock()
         for key in [key for key, (_, until) in self._until.items() if until <= now]:

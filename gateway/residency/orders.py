@@ -88,7 +88,7 @@ class ResidencyOrders:
             at = math.inf
             self._metrics.count_order("not_understood")
         except (ServiceError, TimeoutError) as error:
-            self._note_failure(node, error)
+            self._record_failure(node, error)
             return
         else:
             turn.work += 1
@@ -96,7 +96,7 @@ class ResidencyOrders:
         self._failing.discard(node.id)
         self._sent[node.id] = _Sent(node.epoch, order, at)
 
-    def _note_failure(self, node: NodeRecord, error: Exception) -> None:
+    def _record_failure(self, node: NodeRecord, error: Exception) -> None:
         """Forgets what the node knows: the next turn orders it again."""
         self._metrics.count_order("failed")
         self._sent.pop(node.id, None)

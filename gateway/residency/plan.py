@@ -12,7 +12,7 @@ from cluster.news import NodeRecord
 from cluster.node_table import ABSENT, HOST, NodeTable
 from cluster.residency import MAX_WANTED, WantedAdapter
 from gateway.residency.messages import Cause, LeftOut, Tier
-from gateway.scheduling.home_nodes import Homes
+from gateway.scheduling.home_nodes import HomeNodes
 
 DEVICE_CHANCE = 0.5
 """Least chance of a call within 30 s for which an adapter is brought to the device at once."""
@@ -184,7 +184,7 @@ class Plan:
     """Wishes must be added the most important first."""
 
     def __init__(self, nodes: NodeTable, base: str) -> None:
-        self._table, self._homes = nodes, Homes(nodes, base)
+        self._table, self._homes = nodes, HomeNodes(nodes, base)
         self._records = {row: nodes.record(row) for row in self._homes.rows}
         self._planned: dict[int, NodeWants] = {}
         """Wants by row."""

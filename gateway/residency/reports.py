@@ -6,7 +6,7 @@ import msgspec
 
 from cluster.redis_link import RedisLink
 from gateway.residency.arrivals import CallsCounted
-from gateway.residency.manual_holds import Held
+from gateway.residency.manual_holds import ManualHold
 from gateway.workers.channel import Channel
 
 MAX_WAITING = 1000
@@ -32,7 +32,7 @@ class ForecastAnswered(msgspec.Struct, frozen=True, array_like=True, tag="answer
     """JSON of ForecastReply."""
 
 
-Message = CallsCounted | Held | HeldAsked | ForecastAsked | ForecastAnswered
+Message = CallsCounted | ManualHold | HeldAsked | ForecastAsked | ForecastAnswered
 
 
 def make_channel(link: RedisLink | None) -> Channel[Message]:

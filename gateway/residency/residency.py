@@ -33,7 +33,7 @@ from gateway.leader.turn import Job, Turn
 from gateway.residency.arrivals import TOGETHER, Arrival, ArrivalCounter, CallsCounted, function_key
 from gateway.residency.history import CallHistory, Forecast
 from gateway.residency.lookups import choices_of
-from gateway.residency.manual_holds import Held, HeldWants
+from gateway.residency.manual_holds import ManualHold, ManualHolds
 from gateway.residency.messages import ForecastReply, LeftOut, WantedPlace
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import NodeOrder, ResidencyOrders
@@ -91,7 +91,7 @@ class Residency:
         self._plan_at = -math.inf
         """Time when the next one is made, whatever the nodes are."""
         self.owners = parts.owners
-        self._held = HeldWants(clock)
+        self._holds = ManualHolds(clock)
         self._changed: set[str] = set()
         """Functions with what is held for them, which may be gone."""
         self._counter = ArrivalCounter()
@@ -103,22 +103,22 @@ class Residency:
         """Unix time, by node and digest."""
         self.on_provisioned: Callable[[str, str], None] = lambda *_: None
         """Called with each tenant and digest of which it keeps copies."""
-        channel.on_message = self._heard
+        channel.on_message = self._receive
 
-    def note_call(self, tenant: str, function: str, adapter: Adapter) -> None:
+    def record_call(self, tenant: str, function: str, adapter: Adapter) -> None:
         """A call of the function has come, for this version."""
-        self._counter.note(tenant, function, adapter)
+        self._counter.record(tenant, function, adapter)
 
-    def hold(self, want: Held) -> None:
+    def hold(self, want: ManualHold) -> None:
         """Keeps it wanted for a while, whichever worker leads."""
-        self._held.hold(want)
+        self._holds.hold(want)
         self._channel.publish(want)
 
     def forget(self, tenant: str, function: str) -> None:
         """The function was changed, by anyone."""
         self._history.forget(tenant, function)
         self.owners.forget(tenant, function)
-        if self._held.has(tenant, function):
+        if self._holds.has(tenant, function):
             self._changed.add(function_key(tenant, function))
 
     def provisioned(self) -> dict[str, dict[str, str]]:
@@ -145,7 +145,7 @@ class Residency:
             Job("forecast", self._observe, SECOND, "nodes"),
             self._parts.schedules.job(),
             self._parts.standing.job(),
-            Job("residency", self._look, NODES_SECONDS, "nodes"),
+            Job("residency", self._check_nodes, NODES_SECONDS, "nodes"),
         ]
 
     @asynccontextmanager
@@ -171,23 +171,23 @@ class Residency:
         with suppress(StoreUnavailable):
             for key in list(self._changed):
                 if await choices_of(self._functions, key) is None:
-                    self._held.forget(*key.split("/"))
+                    self._holds.forget(*key.split("/"))
                 self._changed.discard(key)
 
     def _count(self, arrivals: Sequence[Arrival]) -> None:
         """Does nothing on a worker that does not lead."""
         self._history.count(arrivals)
         for arrival in arrivals if self._history.observes else ():
-            self.owners.note(arrival.tenant, arrival.function, arrival.adapter.digest)
+            self.owners.record(arrival.tenant, arrival.function, arrival.adapter.digest)
 
-    def _heard(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         match message:
             case CallsCounted(arrivals):
                 self._count(arrivals)
-            case Held():
-                self._held.hold(message)
+            case ManualHold():
+                self._holds.hold(message)
             case HeldAsked():
-                for want in self._held.now():
+                for want in self._holds.now():
                     self._channel.publish(want)
             case ForecastAsked(number, tenant, function):
                 if self._history.observes:
@@ -202,11 +202,11 @@ class Residency:
         await self._history.observe()
         turn.work += 1
 
-    async def _look(self, turn: Turn) -> None:
+    async def _check_nodes(self, turn: Turn) -> None:
         table, now = await self._cluster.table(), self._clock()
         records = [table.record(row) for row in table.serving(self._base).rows.tolist()]
         nodes = frozenset((record.id, record.epoch) for record in records)
-        if self._parts.standing.has_looked and (nodes != self._planned or now >= self._plan_at):
+        if self._parts.standing.has_read and (nodes != self._planned or now >= self._plan_at):
             self._planned, self._plan_at = nodes, now + PLAN_SECONDS
             await self._order(turn)
 
@@ -217,13 +217,13 @@ class Residency:
         for number, wish in enumerate(self._wishes(forecast)):
             plan.add(wish)
             tenant, _, function = wish.key.partition("/")
-            self.owners.note(tenant, function, wish.adapter.digest)
+            self.owners.record(tenant, function, wish.adapter.digest)
             if wish.cause == "provisioned":
                 self.on_provisioned(tenant, wish.adapter.digest)
             if number % TOGETHER_PLANNED == 0:
                 await asyncio.sleep(0)
                 turn.check()
-        self._note(plan, forecast)
+        self._record(plan, forecast)
         idle = self._idle_ttls(await self._cluster.table())
         orders = {
             node: NodeOrder(tuple(want.message() for want in wants), idle.get(node, {}))
@@ -261,7 +261,7 @@ class Residency:
         leave.
         """
         yield from self._parts.standing.wishes
-        for hold in reversed(self._held.now()):
+        for hold in reversed(self._holds.now()):
             key = function_key(hold.tenant, hold.function)
             yield Wish(key, hold.adapter, "order", 1.0, hold.tier, node=hold.node)
         yield from self._parts.schedules.wishes
@@ -273,7 +273,7 @@ class Residency:
                     continue
                 yield Wish(likely.key, adapter, "forecast", 1.0 - (1.0 - likely.chance) ** share)
 
-    def _note(self, plan: Plan, forecast: Forecast) -> None:
+    def _record(self, plan: Plan, forecast: Forecast) -> None:
         now, since, wants = self._unix(), self._since, plan.wants()
         all_wants = [(node, want) for node, each in wants.items() for want in each]
         self._since = {(node, w.adapter.digest): since.get((node, w.adapter.digest), now) for node, w in all_wants}

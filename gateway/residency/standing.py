@@ -17,7 +17,7 @@ from cluster.residency import MAX_WANTED
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
-from gateway.residency.kept_reads import Known
+from gateway.residency.kept_reads import KeptReads
 from gateway.residency.lookups import look_up
 from gateway.residency.messages import Tier
 from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, Wish
@@ -31,7 +31,7 @@ committed."""
 log = logging.getLogger("gateway")
 
 
-class _Found(NamedTuple):
+class _PolicyWishes(NamedTuple):
     """Wishes of a function's policy."""
 
     since: float
@@ -46,8 +46,8 @@ class StandingPolicies:
 
     def __init__(self, store: ObjectStore, threads: StoreThreads, functions: Functions) -> None:
         self._store, self._threads, self._functions = store, threads, functions
-        self._known = Known("standing policies")
-        self.has_looked = False
+        self._reads = KeptReads("standing policies")
+        self.has_read = False
         """True once the policies were read: before, it is not known what nodes are to keep."""
         self.wishes: list[Wish] = []
         """Provisioned copies, the most important first, as of the last look; while the registry is away, as before."""
@@ -57,21 +57,21 @@ class StandingPolicies:
         """Functions (`tenant/name`) whose forecasts bring nothing to a node."""
 
     def job(self) -> Job:
-        return Job("standing", self.look, LOOK_SECONDS, "nodes")
+        return Job("standing", self.check, LOOK_SECONDS, "nodes")
 
-    async def look(self, turn: Turn) -> None:
-        await self._known.renew(self._look(turn))
-        self.has_looked = True
+    async def check(self, turn: Turn) -> None:
+        await self._reads.renew(self._check(turn))
+        self.has_read = True
 
-    async def _look(self, turn: Turn) -> None:
+    async def _check(self, turn: Turn) -> None:
         standing = await self._threads.read(read_standing, self._store)
         # A gateway that does not know `prefetch` takes out what stands for it alone: here it is put in again.
         dropped = dict.fromkeys(self.not_prefetched - standing.functions.keys(), Entry(since=0.0))
         entries = {**standing.functions, **dropped}
-        policies, idle, stale, not_prefetched = list[_Found](), dict[str, float](), list[str](), set[str]()
+        policies, idle, stale, not_prefetched = list[_PolicyWishes](), dict[str, float](), list[str](), set[str]()
         async for key, choices in look_up(self._functions, list(entries), turn):
             entry = entries[key]
-            policy = _wanted(key, entry, choices)
+            policy = _wishes_of(key, entry, choices)
             if policy is None or not policy.is_settled:
                 stale.append(key)
             if policy is None:
@@ -88,12 +88,12 @@ class StandingPolicies:
             await self._threads.write(_settle_old, self._store, key, entries[key])
 
 
-def _wanted(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _Found | None:
+def _wishes_of(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _PolicyWishes | None:
     """Returns None where the function is gone, or nothing stands of its policy."""
     if choices is None:
         return None
     if not choices:
-        return _Found(entry.since, Policy(), [])
+        return _PolicyWishes(entry.since, Policy(), [])
     policy = choices[0].version.policy
     if not stands_in(policy):
         return None
@@ -108,7 +108,7 @@ def _wanted(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _Found 
         for tier, count in tiers
         if count
     ]
-    return _Found(entry.since, policy, wishes, entry.says(policy))
+    return _PolicyWishes(entry.since, policy, wishes, entry.says(policy))
 
 
 def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
@@ -128,7 +128,7 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
     )
 
 
-def _in_order(policies: list[_Found]) -> list[Wish]:
+def _in_order(policies: list[_PolicyWishes]) -> list[Wish]:
     """Returns the wishes by class, the highest first, then by age; copies on devices before those in host memory."""
     ordered = sorted(policies, key=lambda each: (-CLASSES.index(each.policy.slo_class or "standard"), each.since))
     wishes = [wish for each in ordered for wish in each.wishes]

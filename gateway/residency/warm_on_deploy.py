@@ -26,14 +26,14 @@ async def warm_targets(warming: Warming, tenant: str, name: str, versions: Itera
     return await _warmed(warming, WarmOrder(tenant, name, targets))
 
 
-async def warm_staged(warming: Warming, base: str, tenant: str, made: Deployment) -> list[str]:
+async def warm_staged(warming: Warming, base: str, tenant: str, staged: Deployment) -> list[str]:
     """Waits until a version that is stored, and not listed yet, is warm on a node. `base`: fingerprint of the base
     model. Returns what went wrong."""
     from adapters.artifact import artifact_key  # with numpy, which clients that know of warm deploys need not load
 
-    key, itemsize = artifact_key(base, made.digest), ITEM_BYTES[made.dtype]
-    adapter = Adapter(made.digest, key, made.bytes, made.ranks, itemsize)
-    return await _warmed(warming, WarmOrder(tenant, made.function, [Version(made.version or 0, adapter)]))
+    key, itemsize = artifact_key(base, staged.digest), ITEM_BYTES[staged.dtype]
+    adapter = Adapter(staged.digest, key, staged.bytes, staged.ranks, itemsize)
+    return await _warmed(warming, WarmOrder(tenant, staged.function, [Version(staged.version or 0, adapter)]))
 
 
 async def _warmed(warming: Warming, order: WarmOrder) -> list[str]:

@@ -17,10 +17,10 @@ from cluster.residency import HeldTier, Moved, PrefetchOrder
 from cluster.state import ClusterState
 from gateway.calls.node_calls import NodeCalls, PathUnknown
 from gateway.catalog.functions import Functions, adapter_of
-from gateway.residency.manual_holds import Held
+from gateway.residency.manual_holds import ManualHold
 from gateway.residency.messages import Tier, Version, WarmOrder, WarmPlace, WarmReply
 from gateway.residency.plan import node_memory
-from gateway.scheduling.home_nodes import Homes
+from gateway.scheduling.home_nodes import HomeNodes
 from gateway.scheduling.placement import RETRY_AFTER
 
 MAX_UNDERWAY = 256
@@ -59,7 +59,7 @@ class Warming:
         functions: Functions,
         node_calls: NodeCalls,
         *,
-        hold: Callable[[Held], None],
+        hold: Callable[[ManualHold], None],
     ) -> None:
         self._cluster, self._base, self._functions, self._node_calls = cluster, base, functions, node_calls
         self._hold = hold
@@ -86,12 +86,12 @@ class Warming:
         places = await self._places(order)
         reply = await self._bring(order, places)
         for version, node in places:
-            self._hold(Held(order.tenant, order.function, version.adapter, node.id, order.tier))
+            self._hold(ManualHold(order.tenant, order.function, version.adapter, node.id, order.tier))
         return reply
 
     async def _places(self, order: WarmOrder) -> list[Place]:
         nodes = await self._cluster.table()
-        homes = Homes(nodes, self._base)
+        homes = HomeNodes(nodes, self._base)
         if not len(homes):
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
         return [
@@ -174,10 +174,10 @@ def _raise_refusal(answers: Iterable[asyncio.Task[Moved]], places: int) -> None:
         raise failures[0]
 
 
-def _place(nodes: NodeTable, place: Place, answers: Mapping[Key, asyncio.Task[Moved]], wanted: Tier) -> WarmPlace:
+def _place(nodes: NodeTable, place: Place, answers: Mapping[Key, asyncio.Task[Moved]], target_tier: Tier) -> WarmPlace:
     version, node = place
     tier, answer = _tier(nodes, version, node), answers.get(_key(version, node))
-    if wanted == "host":
+    if target_tier == "host":
         never = None if tier in ("device", "host") else node_memory(node).why_never(version.adapter, "host")
         return WarmPlace(version.number, node.id, tier, never)
     if answer is None or not answer.done() or answer.cancelled():

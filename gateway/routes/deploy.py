@@ -165,9 +165,9 @@ def _alias(upload: Upload) -> str | None:
         raise invalid("alias", "an alias is made of a-z, 0-9, '.', '_', '-'") from None
 
 
-async def _reply(catalog: Catalog, made: Deployment, problems: Sequence[str]) -> DeployReply:
-    fields = {field: getattr(made, field) for field in DeployReply.__struct_fields__}
-    fields["warnings"] = (*made.warnings, *await _room_warnings(catalog, made), *problems)
+async def _reply(catalog: Catalog, deployment: Deployment, problems: Sequence[str]) -> DeployReply:
+    fields = {field: getattr(deployment, field) for field in DeployReply.__struct_fields__}
+    fields["warnings"] = (*deployment.warnings, *await _room_warnings(catalog, deployment), *problems)
     return msgspec.convert(fields, DeployReply)
 
 

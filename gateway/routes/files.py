@@ -88,13 +88,13 @@ async def delete_file(request: Request, calls: Calls, tenant: str) -> Response:
     return json_response(FileDeleted(file_id))
 
 
-async def _check_tenant(calls: Calls, tenant: str, made: FileRecord) -> None:
+async def _check_tenant(calls: Calls, tenant: str, record: FileRecord) -> None:
     """Removes the file if its tenant was deleted during the upload: a tenant that gets the name next must not see it.
     Raises NotFound then."""
     try:
         await calls.callers.account(tenant)
     except NotFound:
-        await calls.threads.write(calls.batches.files.abandon, tenant, made.id)
+        await calls.threads.write(calls.batches.files.abandon, tenant, record.id)
         await calls.threads.write(calls.batches.files.quota.forget, tenant)
         raise
 

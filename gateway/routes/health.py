@@ -87,7 +87,7 @@ async def _nodes(nodes: Nodes) -> Check:
     states = [record.state for record in records if record.base in (base.fingerprint, "")]
     if "ready" in states:
         return Check(ok=True)
-    if await nodes.hold.applies():
+    if await nodes.hold.should_wait():
         return Check(ok=True, problem="no node is ready: calls wait for one that the autoscaler starts")
     summary = ", ".join(sorted(states)) if states else "none has reported"
     return Check(ok=False, problem=f"no node is ready to serve {base.id} ({summary})")

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from gateway.api import schema
 from gateway.calls.prompts import source_of
 from gateway.calls.reply import collect, invocation_headers, invoke_events, invoke_failure, invoke_reply
-from gateway.calls.unsupported_fields import UNSERVED, served_fields
+from gateway.calls.unsupported_fields import UNSUPPORTED, supported_fields
 from gateway.events.calls import IDEMPOTENCY_HEADER
 from gateway.events.messages import EventReply, reply_of
 from gateway.groups import Calls
@@ -45,14 +45,14 @@ TYPE_HEADER = "x-invocation-type"
 )
 async def invoke(request: Request, calls: Calls, tenant: str, watch: Stopwatch) -> ASGIApp:
     data = await read_call_body(request, calls.config)
-    call = convert(served_fields(parse_json(data), UNSERVED), schema.InvokeRequest)
+    call = convert(supported_fields(parse_json(data), UNSUPPORTED), schema.InvokeRequest)
     watch.lap("body")
     function = _name_and_qualifier(request)
     if _is_event(request, call):
         event = await calls.event_calls.accept(request, tenant, watch, named=function, call=call)
         return json_response(reply_of(event), 202, {"location": f"/invocations/{event.id}"})
     source = source_of(call, calls.inputs.base.vocab_size)
-    invocation = await calls.inputs.prepare(request, tenant, watch, named=function, source=source, stated=call)
+    invocation = await calls.inputs.prepare(request, tenant, watch, function=function, source=source, stated=call)
     generations = calls.dispatcher.generations(invocation)
     headers = partial(invocation_headers, generations[0])
     if call.stream or asks_for_events(request.headers.get("accept", "")):

@@ -125,7 +125,7 @@ async def list_node_adapters(request: Request, nodes: Nodes) -> Response:
     errors=(409, *NODE_ERRORS),
 )
 async def prefetch(request: Request, nodes: Nodes) -> Response:
-    adapter = await _named(nodes, request, await _ref(nodes, request))
+    adapter = await _adapter_named(nodes, request, await _ref(nodes, request))
     node = await _node(nodes, request)
     status, moved = await nodes.node_calls.ask(node, "/adapters/prefetch", Moved, PrefetchOrder(adapter))
     return _moved(node, moved, status)
@@ -141,7 +141,7 @@ async def prefetch(request: Request, nodes: Nodes) -> Response:
 )
 async def evict(request: Request, nodes: Nodes) -> Response:
     ref = await _ref(nodes, request)
-    digest = ref.digest or (await _named(nodes, request, ref)).digest
+    digest = ref.digest or (await _adapter_named(nodes, request, ref)).digest
     node = await _node(nodes, request)
     status, moved = await nodes.node_calls.ask(node, "/adapters/evict", Moved, EvictOrder(digest))
     return _moved(node, moved, status)
@@ -197,7 +197,7 @@ async def _ref(nodes: Nodes, request: Request) -> AdapterRef:
     return ref
 
 
-async def _named(nodes: Nodes, request: Request, ref: AdapterRef) -> Adapter:
+async def _adapter_named(nodes: Nodes, request: Request, ref: AdapterRef) -> Adapter:
     """Raises NotFound when the registry has no such version, or no artifact of it for this base."""
     registry, read = nodes.registry, nodes.threads.read
     if ref.digest is not None:

@@ -12,11 +12,11 @@ from starlette.types import ASGIApp
 from adapters.functions import FunctionRecord
 from gateway.api import openai_schema as openai
 from gateway.api import schema
-from gateway.calls.openai_reply import Head, chunks, failure, whole
+from gateway.calls.openai_reply import Head, chunks, failure, full_reply
 from gateway.calls.prompts import Conversation, Source, prompts_of
 from gateway.calls.reply import collect, invocation_headers
 from gateway.calls.request import Invocation
-from gateway.calls.unsupported_fields import CHAT_UNSERVED, UNSERVED, Unserved, served_fields
+from gateway.calls.unsupported_fields import CHAT_UNSUPPORTED, UNSUPPORTED, Unsupported, supported_fields
 from gateway.groups import Calls
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
@@ -74,7 +74,7 @@ async def get_model(request: Request, calls: Calls, tenant: str) -> Response:
     stream="Completion chunks, then `data: [DONE]`",
 )
 async def create_completion(request: Request, calls: Calls, tenant: str, watch: Stopwatch) -> ASGIApp:
-    call = await _read(request, calls, watch, openai.CompletionRequest, UNSERVED)
+    call = await _read(request, calls, watch, openai.CompletionRequest, UNSUPPORTED)
     source = prompts_of(call.prompt, calls.inputs.base.vocab_size)
     if len(source.prompts) * (call.n or 1) > schema.MAX_GENERATIONS:
         raise invalid("n", f"prompts times n may be at most {schema.MAX_GENERATIONS}; send several calls")
@@ -89,7 +89,7 @@ async def create_completion(request: Request, calls: Calls, tenant: str, watch: 
     stream="ChatChunk chunks, then `data: [DONE]`",
 )
 async def create_chat_completion(request: Request, calls: Calls, tenant: str, watch: Stopwatch) -> ASGIApp:
-    call = await _read(request, calls, watch, openai.ChatRequest, UNSERVED | CHAT_UNSERVED)
+    call = await _read(request, calls, watch, openai.ChatRequest, UNSUPPORTED | CHAT_UNSUPPORTED)
     if call.top_logprobs is not None and not call.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if None not in (call.max_tokens, call.max_completion_tokens) and call.max_tokens != call.max_completion_tokens:
@@ -98,10 +98,10 @@ async def create_chat_completion(request: Request, calls: Calls, tenant: str, wa
     return await _answer(request, calls, tenant, watch, call, source)
 
 
-async def _read(request: Request, calls: Calls, watch: Stopwatch, kind: type[T], unserved: dict[str, Unserved]) -> T:
+async def _read(request: Request, calls: Calls, watch: Stopwatch, kind: type[T], unserved: dict[str, Unsupported]) -> T:
     """The checked body."""
     data = await read_call_body(request, calls.config)
-    call = convert(served_fields(parse_json(data), unserved, openai.HARMLESS), kind)
+    call = convert(supported_fields(parse_json(data), unserved, openai.HARMLESS), kind)
     if call.prompt_logprobs is not None and call.stream:
         why = "prompt_logprobs come with whole replies only; leave out stream, or use echo with logprobs"
         raise invalid("prompt_logprobs", why)
@@ -113,14 +113,14 @@ async def _answer(
     request: Request, calls: Calls, tenant: str, watch: Stopwatch, call: openai.Shared, source: Source
 ) -> ASGIApp:
     function = calls.inputs.split_model(call.model)
-    invocation = await calls.inputs.prepare(request, tenant, watch, named=function, source=source, stated=call)
+    invocation = await calls.inputs.prepare(request, tenant, watch, function=function, source=source, stated=call)
     head = _head(invocation, call)
     generations = calls.dispatcher.generations(invocation)
     headers = partial(invocation_headers, generations[0])
     if call.stream:
         return EventStream(chunks(head, generations), headers, failure, calls.config, keepalive=BLANK_LINE)
     outcomes = await while_connected(collect(generations), request.receive)
-    return json_response(whole(head, outcomes), headers=headers())
+    return json_response(full_reply(head, outcomes), headers=headers())
 
 
 def _head(invocation: Invocation, call: openai.Shared) -> Head:

@@ -85,7 +85,7 @@ class UsageReply(msgspec.Struct, frozen=True, rename={"start": "from", "end": "t
     errors=(404,),
 )
 async def get_usage(request: Request, admin: Admin, caller: Caller) -> Response:
-    tenant = _whose(request, caller)
+    tenant = _tenant(request, caller)
     start, end = _span(request, time.time())
     sheet = Sheet(_groups(request))
     if tenant is None:
@@ -107,7 +107,7 @@ def _sums(counts: UsageCounts, prices: Prices | None) -> dict[str, Any]:
     return fields if prices is None else fields | {"cost": cost_of(counts, prices)}
 
 
-def _whose(request: Request, caller: Caller) -> str | None:
+def _tenant(request: Request, caller: Caller) -> str | None:
     """The tenant meant; None: all of them."""
     parameter, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
     if None not in (parameter, header) and parameter != header:

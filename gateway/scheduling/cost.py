@@ -117,20 +117,20 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
     )
 
 
-def attainable(nodes: NodeTable, made: Terms, request: PlacementRequest) -> np.ndarray:
+def attainable(nodes: NodeTable, costs: Terms, request: PlacementRequest) -> np.ndarray:
     """Returns bool[C]: whether the node would attain the request's SLO if it were idle. Where none would, waiting does
     not help."""
     tokens, rank, tpot = request.demand.prompt_tokens, request.demand.rank, request.demand.tpot
-    attained = np.zeros(made.candidates.size, np.bool_)
-    sizes = _on_device(request, nodes.adapter_itemsize[made.candidates])
-    rows = zip(made.candidates.tolist(), made.tier.tolist(), sizes.tolist(), strict=True)
+    attained = np.zeros(costs.candidates.size, np.bool_)
+    sizes = _on_device(request, nodes.adapter_itemsize[costs.candidates])
+    rows = zip(costs.candidates.tolist(), costs.tier.tolist(), sizes.tolist(), strict=True)
     for index, (row, tier, size) in enumerate(rows):
         model = nodes.model(row)
         load = 0.0 if tier == DEVICE else model.to_device.seconds(size)
         load += model.from_store.seconds(request.adapter_bytes) if tier in (DISK, ABSENT) else 0.0
         ttft = model.prefill.seconds(tokens, tokens * tokens, tokens * rank) + load * model.exposed_share
         step = model.decode.seconds(1, tokens + request.answer_tokens / 2, rank)
-        attained[index] = ttft <= made.ttft_limit and (tpot is None or step <= tpot)
+        attained[index] = ttft <= costs.ttft_limit and (tpot is None or step <= tpot)
     return attained
 
 

@@ -15,7 +15,7 @@ from cluster.node_table import ABSENT, DEVICE, TIERS, NodeTable
 from gateway.scheduling.cost import Scores
 from gateway.scheduling.request import PlacementRequest
 
-MOST_CANDIDATES = 16
+MAX_CANDIDATES = 16
 """Candidates that a decision lists: the chosen one and the best of the rest."""
 
 Outcome = Literal["placed", "overloaded", "unavailable"]
@@ -98,7 +98,7 @@ TERMS = ("tier", "prefill", "exposed", "decode", "step", "wait", "ttft", "spread
 """Columns of gateway.scheduling.cost.Terms, in the order of FIELDS."""
 
 
-class Picture(msgspec.Struct):
+class Snapshot(msgspec.Struct):
     """Candidates of one choice, as they were then."""
 
     nodes: list[str]
@@ -133,9 +133,9 @@ class Picture(msgspec.Struct):
         )
 
 
-def picture(
+def take_snapshot(
     nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest, row: int | None, scores: Scores | None
-) -> Picture:
+) -> Snapshot:
     """`row`: the chosen one."""
     shown = _best(nodes, candidates, row, scores)
     rows = candidates[shown]
@@ -153,7 +153,7 @@ def picture(
         for index, column in enumerate((*columns, scores.totals, scores.terms.tpot_limit), 5):
             values[index] = column[shown]
     listed = rows.tolist()
-    return Picture(
+    return Snapshot(
         nodes=[nodes.ids[where] or "" for where in listed],
         problems=[nodes.model_problem(where) for where in listed],
         widened=[False] * len(listed) if scores is None else scores.widened[shown].tolist(),
@@ -168,8 +168,8 @@ def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Sco
     if candidates.size == 1:
         return ONLY
     order = scores.totals if scores is not None else nodes.requests[candidates]
-    if candidates.size > MOST_CANDIDATES:
-        shown = np.argpartition(order, MOST_CANDIDATES - 1)[:MOST_CANDIDATES]
+    if candidates.size > MAX_CANDIDATES:
+        shown = np.argpartition(order, MAX_CANDIDATES - 1)[:MAX_CANDIDATES]
     else:
         shown = np.arange(candidates.size)
     shown = shown[np.argsort(order[shown], kind="stable")]

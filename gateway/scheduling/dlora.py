@@ -13,7 +13,7 @@ from gateway.scheduling.baselines import MostIdle
 
 PERIOD = 1.0
 """Seconds."""
-LEAST_GAP, RUNNING_GAP = 2, 6
+MIN_GAP, RUNNING_GAP = 2, 6
 """Requests that one node must have more than another for a waiting one, or a running one, to move."""
 
 
@@ -72,7 +72,7 @@ def _movable(requests: Sequence[Movable], gap: float) -> Movable | None:
     """Returns the waiting request that came last, else the running one that has computed least.
 
     None when the gap is too small for any."""
-    if gap < LEAST_GAP:
+    if gap < MIN_GAP:
         return None
     waiting = next((request for request in reversed(requests) if not request.runs), None)
     if waiting is not None or gap < RUNNING_GAP:

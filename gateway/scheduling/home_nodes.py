@@ -17,7 +17,7 @@ _STEP, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1C
 """Constants of splitmix64."""
 
 
-class Homes:
+class HomeNodes:
     """Home nodes among those that serve a base now; to be made again when they may have changed."""
 
     def __init__(self, nodes: NodeTable, base: str) -> None:

@@ -54,7 +54,7 @@ class ResponseLengths:
         self._all = _Mean()
         self._tokens, self._inverses = _Mean(SPREAD_MEMORY), _Mean(SPREAD_MEMORY)
 
-    def note(self, tenant: str, function: str, tokens: int) -> None:
+    def record(self, tenant: str, function: str, tokens: int) -> None:
         """Records an answer that ended by itself, or at its `max_tokens`."""
         self._functions.add((tenant, function), tokens)
         self._tenants.add(tenant, tokens)

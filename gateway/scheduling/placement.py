@@ -11,7 +11,7 @@ from cluster.errors import ServiceError
 from cluster.node_table import NodeTable
 from cluster.state import ClusterState
 from gateway.scheduling.cost import Scores, ScoringPolicy
-from gateway.scheduling.decision import Picture, picture
+from gateway.scheduling.decision import Snapshot, take_snapshot
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import work
@@ -43,7 +43,7 @@ class Trace(msgspec.Struct):
     """Trace of one routing, for `/explain`."""
 
     tries: int = 0
-    picture: Picture | None = None
+    snapshot: Snapshot | None = None
     """Snapshot of the last choice; None when there was nothing to choose from."""
 
 
@@ -60,7 +60,7 @@ async def place(
     demand = request.demand
     for attempt in range(ATTEMPTS):
         nodes = await state.table()
-        serving = able(nodes, base, request, excluded)
+        serving = eligible_nodes(nodes, base, request, excluded)
         if not serving.size:
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
         free = serving[~nodes.full[serving]]
@@ -71,7 +71,7 @@ async def place(
         row = policy.choose(nodes, free, request)
         scores = policy.last if isinstance(policy, ScoringPolicy) else None
         if trace is not None:
-            trace.tries, trace.picture = attempt + 1, picture(nodes, free, request, row, scores)
+            trace.tries, trace.snapshot = attempt + 1, take_snapshot(nodes, free, request, row, scores)
         if row is None:
             raise _refusal(scores)
         record = nodes.record(row)
@@ -86,7 +86,7 @@ async def place(
     raise ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
 
 
-def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
+def eligible_nodes(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
     """i64[C]: rows of the nodes that could serve the request if they had a free place, ascending; not to be changed."""
     serving = nodes.serving(base)
     rows, needed = serving.rows, request.demand.prompt_tokens + request.demand.max_tokens

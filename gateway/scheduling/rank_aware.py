@@ -42,7 +42,7 @@ class RankAware(ScoringPolicy):
         self._widening = Widening(clock)
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
-        self._widening.look(nodes)
+        self._widening.update(nodes)
         with np.errstate(all="ignore"):
             scores = self.last = self._score(nodes, candidates, request)
             best = _best(nodes, scores)
@@ -52,7 +52,7 @@ class RankAware(ScoringPolicy):
                     scores.retry_after = _retry_after(scores.terms, later)
                     return None
             if best is None:
-                best = self._least_bad(scores)
+                best = self._smallest_breach(scores)
         return int(candidates[best])
 
     def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
@@ -65,14 +65,14 @@ class RankAware(ScoringPolicy):
     def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
         return terms(nodes, candidates, request)
 
-    def _total_cost(self, made: Terms) -> np.ndarray:
+    def _total_cost(self, costs: Terms) -> np.ndarray:
         """Returns f64[C], the total cost of each candidate, whatever was promised."""
-        imposed = (made.requests - 1.0) * (made.prefill / made.answer + made.decode)
-        copy = made.requests * made.spreading / made.answer
-        plain: np.ndarray = made.ttft * made.inverse + made.step + imposed + copy
+        imposed = (costs.requests - 1.0) * (costs.prefill / costs.answer + costs.decode)
+        copy = costs.requests * costs.spreading / costs.answer
+        plain: np.ndarray = costs.ttft * costs.inverse + costs.step + imposed + copy
         return plain
 
-    def _least_bad(self, scores: Scores) -> int:
+    def _smallest_breach(self, scores: Scores) -> int:
         """Returns the index of the node where SLOs are broken by the smallest part, as far as its forecasts are
         believed."""
         costs = scores.terms
@@ -91,11 +91,13 @@ def _best(nodes: NodeTable, scores: Scores) -> int | None:
     return int(equal[np.lexsort((-room, costs.requests[equal], costs.tier[equal]))[0]])
 
 
-def _retry_after(made: Terms, later: np.ndarray) -> float:
+def _retry_after(costs: Terms, later: np.ndarray) -> float:
     """Returns the seconds until one of the nodes `later` could keep the promises: its wait is shorter then, or one of
     its requests has ended."""
-    late = np.maximum(made.ttft - made.ttft_limit, 0.0)
-    crowded = np.where(made.step > made.tpot_limit, made.answer * made.step / np.maximum(made.requests - 1.0, 1.0), 0.0)
+    late = np.maximum(costs.ttft - costs.ttft_limit, 0.0)
+    crowded = np.where(
+        costs.step > costs.tpot_limit, costs.answer * costs.step / np.maximum(costs.requests - 1.0, 1.0), 0.0
+    )
     until = np.maximum(late, crowded)
     low, high = RETRY_BOUNDS
     soonest = float(np.where(later & (until >= 0.0), until, np.inf).min())
@@ -118,7 +120,7 @@ class Widening:
         """Start of the time for which a node's model is off, by node."""
         self._widened: frozenset[str] = frozenset()
 
-    def look(self, nodes: NodeTable) -> None:
+    def update(self, nodes: NodeTable) -> None:
         """Records which nodes' models have been off for PATIENCE seconds. To be called before every choice; most calls
         do nothing."""
         now = self._clock()
@@ -127,12 +129,12 @@ class Widening:
         self._looked = now
         off = [nodes.record(row).id for row in nodes.rows() if is_off(nodes.record(row).forecast_ratio)]
         self._since = {node: self._since.get(node, now) for node in off}
-        found = frozenset(node for node, since in self._since.items() if now - since >= PATIENCE)
-        for node in found - self._widened:
+        widened = frozenset(node for node, since in self._since.items() if now - since >= PATIENCE)
+        for node in widened - self._widened:
             log.warning("forecasts of node %s are off: they refuse nobody until they are right again", node)
-        for node in self._widened - found:
+        for node in self._widened - widened:
             log.info("forecasts of node %s count again", node)
-        self._widened = found
+        self._widened = widened
 
     def widened(self, nodes: NodeTable, candidates: np.ndarray) -> np.ndarray:
         """bool[C]"""

@@ -23,10 +23,10 @@ class Cell(NamedTuple):
 Cells = dict[Cell, UsageCounts]
 
 
-def join_into(cells: Cells, others: Iterable[tuple[Cell, UsageCounts]]) -> bool:
+def join_into(cells: Cells, added: Iterable[tuple[Cell, UsageCounts]]) -> bool:
     """Raises `cells` to the maximum of both, counter by counter. Returns whether that changed anything."""
     changed = False
-    for cell, counts in others:
+    for cell, counts in added:
         counted = cells.get(cell)
         joined = counts if counted is None else counted.maximum(counts)
         if joined != counted:

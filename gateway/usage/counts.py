@@ -28,19 +28,19 @@ class UsageCounts(msgspec.Struct, omit_defaults=True):
     """The same of provisioned copies."""
     host_pinned_gb_seconds: float = 0.0
 
-    def add(self, other: UsageCounts) -> None:
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.cold_starts += other.cold_starts
-        self.device_seconds += other.device_seconds
-        self.device_gb_seconds += other.device_gb_seconds
-        self.host_gb_seconds += other.host_gb_seconds
-        self.device_pinned_gb_seconds += other.device_pinned_gb_seconds
-        self.host_pinned_gb_seconds += other.host_pinned_gb_seconds
+    def add(self, counts: UsageCounts) -> None:
+        self.requests += counts.requests
+        self.prompt_tokens += counts.prompt_tokens
+        self.completion_tokens += counts.completion_tokens
+        self.cold_starts += counts.cold_starts
+        self.device_seconds += counts.device_seconds
+        self.device_gb_seconds += counts.device_gb_seconds
+        self.host_gb_seconds += counts.host_gb_seconds
+        self.device_pinned_gb_seconds += counts.device_pinned_gb_seconds
+        self.host_pinned_gb_seconds += counts.host_pinned_gb_seconds
 
-    def maximum(self, other: UsageCounts) -> UsageCounts:
-        return UsageCounts(*map(max, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
+    def maximum(self, counts: UsageCounts) -> UsageCounts:
+        return UsageCounts(*map(max, msgspec.structs.astuple(self), msgspec.structs.astuple(counts)))
 
 
 Functions = dict[str, dict[str, UsageCounts]]

@@ -48,9 +48,9 @@ class Sheet:
         values = tenant, cell.function, version, cell.hour
         self._add_row(tuple([values[column] for column in self._columns]), counts)
 
-    def include(self, other: Sheet) -> None:
+    def include(self, sheet: Sheet) -> None:
         """Adds the sums of a sheet of the same groups."""
-        for row, counts in other.rows.items():
+        for row, counts in sheet.rows.items():
             self._add_row(row, counts)
 
     def ordered(self) -> Iterator[tuple[dict[str, str | int | None], UsageCounts]]:

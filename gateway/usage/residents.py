@@ -49,7 +49,7 @@ class Owners:
         self.unknown: dict[Owner, None] = {}
         """Owners of whose digests the versions are to be looked up, the first first."""
 
-    def note(self, tenant: str, function: str, digest: str) -> None:
+    def record(self, tenant: str, function: str, digest: str) -> None:
         """A call or a policy of the function names the adapter."""
         owners, owner = self._owners.setdefault(digest, {}), (tenant, function)
         self._owners.move_to_end(digest)
@@ -111,9 +111,9 @@ class ResidentMeter:
         """Time of the last reading."""
 
     def job(self) -> Job:
-        return Job("residents", self.look, METER_SECONDS, "nodes")
+        return Job("residents", self.measure, METER_SECONDS, "nodes")
 
-    async def look(self, turn: Turn) -> None:
+    async def measure(self, turn: Turn) -> None:
         """Counts what lies in memory for the time since the last look."""
         for owner in list(self._owners.unknown)[:MAX_LOOKUPS]:
             turn.check()

@@ -57,9 +57,9 @@ class Attainment(SlidingSums[Kept]):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         windows = tuple(seconds // SLICE for seconds in WINDOWS)
-        super().__init__(clock, "attainment", Kept, seconds=SLICE, windows=windows, most=MAX_TENANTS)
+        super().__init__(clock, "attainment", Kept, seconds=SLICE, windows=windows, max_names=MAX_TENANTS)
 
-    def note(self, tenant: str, outcome: dict[Promise, bool]) -> None:
+    def record(self, tenant: str, outcome: dict[Promise, bool]) -> None:
         """Counts a call of the tenant that has ended. Nothing is kept of a tenant without an SLO."""
         if outcome:
             attained = {f"held_{promise}": int(is_attained) for promise, is_attained in outcome.items()}

@@ -26,9 +26,9 @@ class CalledDigests:
         """The tenant has it run here."""
         if not self.has(tenant, digest):
             self.on_first(tenant, digest)
-        self.note(tenant, digest)
+        self.record(tenant, digest)
 
-    def note(self, tenant: str, digest: str) -> None:
+    def record(self, tenant: str, digest: str) -> None:
         """The tenant has it run somewhere."""
         digests = self._digests.setdefault(tenant, OrderedDict())
         self._digests.move_to_end(tenant)

@@ -26,9 +26,9 @@ class LastHour(SlidingSums[Counts]):
     """Counts by tenant and function. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(clock, "hour", Counts, seconds=60, windows=(MINUTES,), most=MAX_FUNCTIONS)
+        super().__init__(clock, "hour", Counts, seconds=60, windows=(MINUTES,), max_names=MAX_FUNCTIONS)
 
-    def note(self, tenant: str, function: str, counts: Counts) -> None:
+    def record(self, tenant: str, function: str, counts: Counts) -> None:
         self.add(name_of(tenant, function), counts)
 
 

@@ -52,13 +52,13 @@ class LabelCap:
 
     def __init__(self, limit: int = MAX_LABELS) -> None:
         self._limit = limit
-        self._known: set[str] = set()
+        self._labels: set[str] = set()
 
     def __call__(self, value: str) -> str:
-        if value not in self._known:
-            if len(self._known) >= self._limit:
+        if value not in self._labels:
+            if len(self._labels) >= self._limit:
                 return "other"
-            self._known.add(value)
+            self._labels.add(value)
         return value
 
 
@@ -94,7 +94,7 @@ class Metrics:
         self._opened = counter("garnish_circuits_opened", "Nodes given up for a while, by a worker each", ("node",))
         about = "Calls to which a TTFT, a TPOT or any was promised"
         self._promises = counter("garnish_slo_calls", about, ("tenant", "slo"))
-        self._held = counter("garnish_slo_attained", "Of them those that got it", ("tenant", "slo"))
+        self._attained = counter("garnish_slo_attained", "Of them those that got it", ("tenant", "slo"))
         self._preemptions = counter("garnish_preemptions", "Places given up to strict requests", ("tenant",))
         about = "Invocations in progress"
         self._open = Gauge("garnish_open_invocations", about, registry=self.registry, multiprocess_mode="livesum")
@@ -132,7 +132,7 @@ class Metrics:
         for promise, is_attained in attained.items():
             labels = (self._tenant(tenant), promise)
             self._promises.labels(*labels).inc()
-            self._held.labels(*labels).inc(is_attained)
+            self._attained.labels(*labels).inc(is_attained)
 
     def count_preemptions(self, tenant: str, count: int) -> None:
         if count:
@@ -168,7 +168,7 @@ class Metrics:
             counted = CollectorRegistry()
             MultiProcessCollector(counted)  # type: ignore[no-untyped-call]
         of_nodes = [*_of_nodes(views, stale or 0.0), *_residency(views), *gpu_metrics(views)]
-        gauges.register(_Told([*of_nodes, self._of_promises(attained or {})]))
+        gauges.register(_Gauges([*of_nodes, self._of_promises(attained or {})]))
         return generate_latest(counted) + generate_latest(gauges)
 
     def _of_promises(self, attained: Mapping[str, list[Kept]]) -> Metric:
@@ -186,7 +186,7 @@ class Metrics:
         return family
 
 
-class _Told(Collector):
+class _Gauges(Collector):
     """Gauges that are known now, and were never counted here."""
 
     def __init__(self, families: list[Metric]) -> None:

@@ -33,10 +33,10 @@ class PoolLoad(msgspec.Struct, array_like=True):
     held: int = 0
     """Calls among them that attained it."""
 
-    def add(self, other: PoolLoad) -> None:
-        self.queue_wait = max(self.queue_wait, other.queue_wait)
+    def add(self, load: PoolLoad) -> None:
+        self.queue_wait = max(self.queue_wait, load.queue_wait)
         for name in ("open", "arrived", "backlog", "promised", "held"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, getattr(self, name) + getattr(load, name))
 
     @property
     def demand(self) -> float:
@@ -51,7 +51,7 @@ class PoolLoad(msgspec.Struct, array_like=True):
 class _Pool:
     def __init__(self) -> None:
         self.open = 0
-        self.waiting: dict[Stay, None] = {}
+        self.waiting: dict[QueueSample, None] = {}
         self.slices: deque[tuple[int, PoolLoad]] = deque()
 
     def forget(self, second: int) -> None:
@@ -67,7 +67,7 @@ class _Pool:
         return self.slices[-1][1]
 
 
-class Stay:
+class QueueSample:
     """A request among the pools' loads, from its first wait to its end."""
 
     def __init__(self, loads: PoolLoads, since: float) -> None:
@@ -122,9 +122,9 @@ class PoolLoads:
         self.clock = clock
         self.pools: defaultdict[str | None, _Pool] = defaultdict(_Pool)
 
-    def stay(self, since: float) -> Stay:
+    def track(self, since: float) -> QueueSample:
         """A request that came at `since`."""
-        return Stay(self, since)
+        return QueueSample(self, since)
 
     def refuse(self, work: float | None) -> None:
         """A request was refused because every node was full."""

@@ -137,7 +137,7 @@ def _encoded(link: RedisLink, batch: list[tuple[SlidingSums[Any], list[tuple[str
     kinds = []
     for sums, unreported in batch:
         counted = [(name, sums.age(at), msgspec.structs.astuple(counts)) for name, at, counts in unreported]
-        kinds.append((link.key("sums", sums.kind, ""), sums.seconds, sums.windows[-1], sums.most, counted))
+        kinds.append((link.key("sums", sums.kind, ""), sums.seconds, sums.windows[-1], sums.max_names, counted))
     return msgspec.json.encode(kinds)
 
 

@@ -70,7 +70,7 @@ def test_the_oldest_goes_and_no_tenant_pushes_out_another() -> None:
     keep(store, call(20, "small"))  # its share is not full: the oldest of all goes, its own
     assert find(store, "inv_20", "small") is not None
     assert sum(find(store, f"inv_{number}", None) is not None for number in range(200)) == 60
-    assert len(store._named) == 120
+    assert len(store._latest_by_request) == 120
 
 
 def test_calls_with_many_placements_count_as_many() -> None:
