@@ -48,8 +48,11 @@ class NameWatch:
         return epoch, self._store.now() if self._begins_anew(epoch) else None
 
     def confirmed(self, key: str) -> float:
-        """Returns the time, by `clock`, until which nothing was committed of the record since it was last read or
-        forgotten; -inf while a marked change of it may still be committed."""
+        """Returns the time, by `clock`, until which nothing was committed of the record.
+
+        It counts from when the record was last read or forgotten; -inf while a marked change of it may still be
+        committed.
+        """
         return float("-inf") if key in self._dirty or self._all_dirty_until is not None else self.read_at
 
     def running(self) -> AbstractAsyncContextManager[None]:

@@ -53,9 +53,9 @@ def to_service_error(error: BaseException) -> ServiceError:
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
         case HTTPException():
             return _from_starlette(error)
-    for kind, (told, retry_after) in AS_THEY_SAY.items():
+    for kind, (error_type, retry_after) in AS_THEY_SAY.items():
         if isinstance(error, kind):
-            return ServiceError(told, str(error), retry_after=retry_after)
+            return ServiceError(error_type, str(error), retry_after=retry_after)
     return ServiceError("internal", "an unexpected error; the operator finds it in the log by the request id")
 
 

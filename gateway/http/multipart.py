@@ -164,17 +164,17 @@ class FormParts:
 
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
-        given = [options.get(key, b"").decode(errors="replace") for key in (b"name", b"filename")]
-        known = (self._form.large, *self._form.limits)
-        name = next((text for text in given if text in known), None)
+        stated = [options.get(key, b"").decode(errors="replace") for key in (b"name", b"filename")]
+        parts = (self._form.large, *self._form.limits)
+        name = next((text for text in stated if text in parts), None)
         if name is None:
-            shown = given[0][:100]
-            if PICKLE_FILE in given:
+            shown = stated[0][:100]
+            if PICKLE_FILE in stated:
                 raise invalid(PICKLE_FILE, f"{PICKLE_FILE} is {PICKLE_PROBLEM}")
-            raise invalid(shown or None, f"unknown part {shown!r}; known: {', '.join(known)}")
+            raise invalid(shown or None, f"unknown part {shown!r}; known: {', '.join(parts)}")
         if name in self.filenames:
             raise invalid(name, f"the part {name} occurs twice")
-        self.filenames[name] = given[1]
+        self.filenames[name] = stated[1]
         self._name, self._limit = name, self._form.limits.get(name)
         self._into = self.large if name == self._form.large else self.small.setdefault(name, bytearray())
 
