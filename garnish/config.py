@@ -22,8 +22,8 @@ from garnish.hub import is_hub_place, local_folder
 from garnish.service_file import WHEEL_URL, Function, Gateway, Infra, Node, NodePool, Tenant, Top
 from garnish.sizes import parse_bytes, parse_rate, parse_seconds, parse_whole_seconds
 from garnish.yaml_file import Document, FieldPath, read_yaml
-from gateway.events.webhook_hosts import parse_webhook_hosts
-from gateway.usage.prices import Prices
+from gateway.prices import Prices
+from gateway.webhook_hosts import parse_webhook_hosts
 from node_agent.config import RUNNERS
 
 log = logging.getLogger(__name__)

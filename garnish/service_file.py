@@ -10,7 +10,7 @@ from msgspec import Meta
 from adapters.functions import SUPPORTED_POLICY, Policy, Provisioned
 from adapters.slo import Slo, Weight
 from adapters.tenants import MAX_WEBHOOK_HOSTS, FileBytes, Limits, WebhookHost
-from gateway.usage.prices import Prices
+from gateway.prices import Prices
 from infra.stack import Aws, Text
 
 Port = Annotated[int, Meta(ge=1, le=65535)]

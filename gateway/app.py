@@ -13,23 +13,27 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
+from starlette.types import ASGIApp
 
-from gateway.batches.calls import answer_line
+from gateway.batches.calls import Handler, answer_line
+from gateway.batches.messages import Endpoint
 from gateway.config import GatewayConfig, check_config, share
-from gateway.events.calls import running_events
+from gateway.groups import Admin, Calls, Catalog, Nodes
 from gateway.http.boundary import Boundary, OpenRequests
-from gateway.http.routing import mounted
+from gateway.http.routing import CallHandler, mounted
+from gateway.http.stopwatch import Stopwatch
 from gateway.http.upload_folders import remove_abandoned
+from gateway.routes import invoke, openai
 from gateway.routes.all_routes import ALL
-from gateway.services import Services, open_services
+from gateway.services import open_services
 from gateway.workers.metrics import Metrics
 
 ROUTES = mounted(ALL)
 
 STOP_SECONDS = 3.0
-"""For which the end of the server waits for requests that it has cancelled."""
+"""Seconds for which the end of the server waits for requests that it has cancelled."""
 FLUSH_SECONDS = 0.05
-"""For the last bytes to leave the process."""
+"""Seconds for the last bytes to leave the process."""
 
 
 def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None) -> Starlette:
@@ -40,15 +44,21 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
     limit = share(config.max_concurrent, config)
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Services]]:
+    async def lifespan(_: Starlette) -> AsyncIterator[dict[str, object]]:
         remove_abandoned(Path(config.tmp_dir))
         async with (
             open_services(config, counted) as services,
-            running_events(services),
-            services.batches.runner.running(partial(answer_line, services)),
+            services.calls.event_calls.running(),
+            services.calls.batches.runner.running(partial(answer_line, _batch_handlers(services.calls))),
         ):
             started()
-            yield {"services": services}
+            groups = {Calls: services.calls, Catalog: services.catalog, Nodes: services.nodes, Admin: services.admin}
+            yield {
+                "groups": groups,
+                "callers": services.calls.callers,
+                "suggestions": services.suggestions,
+                "metrics": counted,
+            }
             # Cancelled by the server, they still have to say so.
             await requests.wait_for_none(STOP_SECONDS)
             await asyncio.sleep(FLUSH_SECONDS)
@@ -61,6 +71,22 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _batch_handlers(calls: Calls) -> dict[Endpoint, Handler]:
+    """Returns the handlers of the routes that a batch may name, as they answer with these parts."""
+
+    def bound(handler: CallHandler[Calls]) -> Handler:
+        async def answer(request: Request, tenant: str, watch: Stopwatch) -> ASGIApp:
+            return await handler(request, calls, tenant, watch)
+
+        return answer
+
+    return {
+        "/v1/completions": bound(openai.create_completion),
+        "/v1/chat/completions": bound(openai.create_chat_completion),
+        "/invoke": bound(invoke.invoke),
+    }
 
 
 async def _pass_on(_: Request, error: Exception) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Tasks beside the requests: none ends unseen."""
+"""Runs background tasks, and logs their failures."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 
 AGAIN_SECONDS = 1.0
-"""After which work that failed begins anew."""
+"""Pause before work that failed starts again."""
 
 log = logging.getLogger("gateway")
 
 
 @asynccontextmanager
 async def background(*works: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Each of them runs as long as the context lasts. What it raises is logged, and it begins anew: so it may be
-    begun at any time, and handles what it expects itself."""
-    tasks = [asyncio.create_task(_kept(work)) for work in works]
+    """Runs each of them as long as the context lasts. What it raises is logged, and it starts again: so it may be
+    started at any time, and handles what it expects itself."""
+    tasks = [asyncio.create_task(_restarted(work)) for work in works]
     try:
         yield
     finally:
@@ -31,7 +31,7 @@ async def cancel_all(tasks: Collection[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _kept(work: Callable[[], Awaitable[None]]) -> None:
+async def _restarted(work: Callable[[], Awaitable[None]]) -> None:
     while True:
         try:
             return await work()

@@ -12,13 +12,13 @@ from adapters.errors import InvalidRequest
 from adapters.s3_url import parse_s3_url
 from cluster.news import RECORD_EXPIRY
 from cluster.redis_url import url_problem
-from gateway.events.webhook_hosts import parse_webhook_hosts
-from gateway.usage.prices import Prices
+from gateway.prices import Prices
+from gateway.webhook_hosts import parse_webhook_hosts
 
 MAX_TIMEOUT = 3600.0
 """Seconds: the longest call."""
 MAX_WORKERS = 32
-"""So that all, old and new in a reload, find a slot in the journal of usage."""
+"""Most worker processes, so that all, old and new in a reload, find a slot in the journal of usage."""
 POSITIVE = (
     "call_body",
     "deploy_body",
@@ -51,7 +51,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     tmp_dir: str
     """Uploads lie here while they are checked; emptied at start."""
     usage_dir: str = ""
-    """The journal of usage, which must outlive the process; default: `usage` beside `tmp_dir`."""
+    """The journal of usage, which must outlive the process; default: `usage` next to `tmp_dir`."""
     host: str = "127.0.0.1"
     port: int = 8080
     workers: int = 1
@@ -63,22 +63,22 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts that nodes may name in their URLs although they report from another address."""
     auth: Literal["keys", "none"] = "keys"
     policy: str = "rank_aware"
-    """How requests are placed: one of gateway.scheduling.policy.POLICIES."""
+    """Routing policy: one of gateway.scheduling.policy.POLICIES."""
     predictor: str = "mix"
-    """What forecasts calls: one of gateway.residency.remote_trainer.CHOICES."""
+    """Forecaster of calls: one of gateway.residency.remote_trainer.CHOICES."""
     allowed_sources: tuple[str, ...] = ()
     """`s3://bucket/prefix`es from below which tenants may deploy."""
     prices: Prices | None = None
-    """By which `GET /usage` says what usage costs; None: it does not."""
+    """Prices of `GET /usage`; None: it shows none."""
     webhook_hosts: tuple[str, ...] = ()
     """Hosts that webhooks may go to (`*.domain`: all below it), and networks that may be private; empty: none."""
 
     call_body: int = 1 << 20
     deploy_body: int = 512 << 20
     body_seconds: float = 30.0
-    """Within which the whole body of a call must have arrived."""
+    """Seconds within which the whole body of a call must have arrived."""
     deploy_seconds: float = 600.0
-    """Within which the whole body of a deploy must have arrived."""
+    """Seconds within which the whole body of a deploy must have arrived."""
     body_idle_seconds: float = 20.0
     """Longest pause inside any body."""
     max_concurrent: int = 4096
@@ -95,9 +95,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Deadline of a call that states no `timeout`."""
     max_timeout: float = MAX_TIMEOUT
     hold_seconds: float = 60.0
-    """While an autoscaler is there, a call that finds no node waits so long for one; 0: it is answered at once."""
+    """Seconds for which a call that finds no node waits for one, while there is an autoscaler; 0: it is answered at
+    once."""
     connect_seconds: float = 2.0
-    """To a node."""
+    """Timeout of connecting to a node."""
     node_silence: float = 10.0
     """A node without record for this long is taken for dead: its open requests fail, even if their connections live."""
     record_expiry: float = RECORD_EXPIRY
@@ -109,9 +110,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait for one read of the registry."""
     cache_seconds: float = 1.0
     grace_seconds: float = 60.0
-    """While the store is away, what was known keeps its validity for this long."""
+    """Seconds for which cached records stay valid while the store is away."""
     shutdown_seconds: float = MAX_TIMEOUT + 10.0
-    """Open requests may go on for this long after TERM, then they are told and ended. By default the longest ends."""
+    """Seconds for which open requests may continue after TERM, before they are ended with an error. By default the
+    longest ends."""
 
 
 def check_config(config: GatewayConfig) -> None:

@@ -26,9 +26,10 @@ from gateway.config import ConfigError, GatewayConfig, check_config
 from gateway.http.protocol import GatewayHttp
 
 PROCESS = "gateway"
-"""How its log lines call this process."""
+"""Name of this process in its log lines."""
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-"""Where workers share their metrics; read by prometheus_client when it is imported, so not before a worker runs."""
+"""Variable of the folder where workers share their metrics; read by prometheus_client when it is imported, so not
+before a worker runs."""
 HEARTBEAT_SECONDS = 120
 """A worker whose event loop stood still for this long is killed and replaced."""
 COLLECT = (5_000, 20, 100)
@@ -54,7 +55,7 @@ def run(config: GatewayConfig) -> None:
 
 
 def _fresh_folder(folder: Path) -> str:
-    """Makes the folder anew, without what an earlier run counted, and returns its path."""
+    """Makes an empty folder, without what an earlier run counted, and returns its path."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     return str(folder)
@@ -158,7 +159,8 @@ def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
                 await super()._serve()
 
         async def _beat(self) -> None:
-            """uvicorn tells the arbiter that it lives until it begins to stop; open streams may last much longer."""
+            """Notifies the arbiter that the worker lives, as uvicorn does until it begins to stop; open streams may
+            last much longer."""
             while True:
                 self.notify()
                 await asyncio.sleep(HEARTBEAT_SECONDS / 4)

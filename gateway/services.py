@@ -1,46 +1,41 @@
-"""Everything that the routes share, made once in the lifespan."""
+"""Makes the gateway's parts, once in the lifespan, each with what it needs, and puts them into the routes' groups."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic, time
 
 import aiohttp
-import msgspec
 
 from adapters.base_model import BaseModel, load_base_model
-from adapters.epoch import Mark, mark
-from adapters.errors import StoreUnavailable
 from adapters.inspector import Inspector
 from adapters.open_store import open_checked_store
 from adapters.registry import Registry
 from adapters.sources import Sources
-from adapters.standing import Memory, function_key
 from adapters.store import ObjectStore
 from adapters.tenants import Tenants
-from cluster.errors import ServiceError
 from cluster.leases import Leases
 from cluster.record_check import RecordRates
 from cluster.secret import read_secret
-from cluster.state import ClusterState
 from cluster.text import BaseText
-from gateway.batches.batches import Batches, make_batches
+from gateway.batches.batches import make_batches
+from gateway.calls.accounting import Accounting
 from gateway.calls.breaker import Breakers
 from gateway.calls.chat_templates import ChatTemplates
-from gateway.calls.dispatch import Dispatcher
-from gateway.calls.holding import Hold
+from gateway.calls.dispatch import Dispatcher, Generation
 from gateway.calls.migration import Migration
 from gateway.calls.node_calls import NodeCalls
 from gateway.calls.node_client import NodeClient
 from gateway.calls.node_watch import NodeWatches
-from gateway.calls.placing import Placer
+from gateway.calls.request import InputProcessor
+from gateway.calls.routing import Router
+from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.catalog.callers import Callers
 from gateway.catalog.deploy_slots import DeploySlots
 from gateway.catalog.functions import Functions
@@ -48,11 +43,14 @@ from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.store_probe import StoreProbe
 from gateway.catalog.suggestions import Suggestions
 from gateway.catalog.threads import WRITE_THREADS, LeavableThreads, StoreThreads
+from gateway.changes import Changes
 from gateway.config import GatewayConfig, usage_directory
+from gateway.events.calls import EventCalls
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events
 from gateway.events.jobs import event_jobs
 from gateway.events.metrics import EventMetrics
+from gateway.groups import Admin, Calls, Catalog, Nodes
 from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
@@ -63,24 +61,17 @@ from gateway.residency.orders import ResidencyOrders
 from gateway.residency.remote_trainer import RemoteTrainer, make_forecaster
 from gateway.residency.residency import Parts, Residency
 from gateway.residency.schedules import WarmSchedules
-from gateway.residency.standing import StandingPolicies, memory_of
+from gateway.residency.standing import StandingPolicies
 from gateway.residency.warming import Warming
+from gateway.scheduling.dlora import Migrates
+from gateway.scheduling.policy import make_policy
+from gateway.shared_state import Shared, open_shared
 from gateway.usage.compaction import UsageCompaction
 from gateway.usage.ledger import UsageLedger, open_ledger
-from gateway.usage.residents import Owners, meter_of
+from gateway.usage.residents import Owners, ResidentMeter
 from gateway.workers.called import CalledDigests
 from gateway.workers.metrics import Metrics
-from gateway.workers.peers import (
-    CallsRevoked,
-    DigestCalled,
-    ExplanationAnswered,
-    ExplanationAsked,
-    FunctionChanged,
-    Message,
-    Peers,
-    TenantChanged,
-)
-from gateway.workers.shared_state import Shared, open_shared
+from gateway.workers.peers import DigestCalled
 from gateway.workers.windows import Windows
 
 TEXT_THREADS = 2
@@ -88,114 +79,20 @@ SOURCE_THREADS = 4
 EVENT_THREADS = 8
 """Writes of asynchronous calls at once."""
 CLOCK_SECONDS = 60.0
-"""By which this host's clock may differ from the store's without a word."""
+"""Clock skew (seconds) between this host and the store above which we log a warning."""
 
 log = logging.getLogger("gateway")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Services:
-    config: GatewayConfig
-    base: BaseModel
-    text: BaseText
-    text_threads: LeavableThreads
-    templates: ChatTemplates
-    registry: Registry
-    threads: StoreThreads
-    probe: StoreProbe
-    tenants: Tenants
-    callers: Callers
-    name_watch: NameWatch
-    usage: UsageLedger
-    functions: Functions
-    events: Events
+    """The groups of parts that routes get, and what the boundary asks."""
+
+    calls: Calls
+    catalog: Catalog
+    nodes: Nodes
+    admin: Admin
     suggestions: Suggestions
-    cluster: ClusterState
-    leases: Leases
-    windows: Windows
-    peers: Peers
-    record_rates: RecordRates
-    secret: str
-    dispatcher: Dispatcher
-    node_calls: NodeCalls
-    metrics: Metrics
-    residency: Residency
-    warming: Warming
-    deploys: DeploySlots
-    sources: Sources
-    source_threads: LeavableThreads
-    batches: Batches
-
-    def tenant_changed(self, tenant: str) -> None:
-        """Forgets what is cached of the tenant, after any change of it, its keys included."""
-        self._forget_tenant(tenant)
-        self.peers.publish(TenantChanged(tenant))
-
-    def function_changed(self, tenant: str, function: str) -> None:
-        """Forgets what is cached of the function, after any change of it by this process."""
-        self.callers.forget(tenant)  # its record has what functions reserve
-        self.residency.forget(tenant, function)
-        self.peers.publish(FunctionChanged(tenant, function))
-
-    async def revoke(self, tenant: str, function: str, why: str) -> None:
-        """End the function's generations, on all workers. Those that Redis does not reach read it in the registry's
-        epoch within a second."""
-        number = secrets.token_hex(8)
-        self._end_calls(tenant, function, why, number)
-        self.peers.publish(CallsRevoked(tenant, function, why, number))
-        try:
-            await self.threads.write(mark, self.registry.store, function_key(tenant, function), why, number)
-        except StoreUnavailable as error:
-            log.error("calls of a deleted function may go on where Redis is away, too", extra={"why": str(error)})
-
-    async def provisionable(self) -> Memory:
-        """Returns what of the nodes' memory provisioned copies may take."""
-        return memory_of((node.record for node in await self.cluster.nodes()), self.base.fingerprint)
-
-    def marked(self, mark: Mark) -> None:
-        """The registry's epoch says that this record may have changed."""
-        match mark.key.split("/"):
-            case ["tenants", tenant, "functions", name, _]:
-                self.functions.forget(tenant, name)
-                self.residency.forget(tenant, name)
-                if mark.ended:
-                    self._end_calls(tenant, name, mark.ended, mark.id)
-            case ["tenants", tenant, _]:
-                self._forget_tenant(tenant)
-            case _:
-                self.callers.forget(None)
-
-    def forget_all(self) -> None:
-        """More may have changed than the registry's epoch tells."""
-        self.functions.forget_all()
-        self.callers.forget_all()
-
-    def _end_calls(self, tenant: str, function: str, why: str, number: str) -> None:
-        self.dispatcher.running.revoke(tenant, function, ServiceError("cancelled", why), number)
-
-    def heard(self, message: Message) -> None:
-        """Another worker has published this."""
-        match message:
-            case FunctionChanged(tenant, function):
-                self.functions.forget(tenant, function)
-                self.callers.forget(tenant)
-                self.residency.forget(tenant, function)
-            case TenantChanged(tenant):
-                self._forget_tenant(tenant)
-            case CallsRevoked(tenant, function, why, number):
-                self._end_calls(tenant, function, why, number)
-            case DigestCalled(tenant, digest):
-                self.dispatcher.called.note(tenant, digest)
-            case ExplanationAsked(number, call, whose):
-                found = self.dispatcher.placer.explanations.find(call, whose)
-                if found is not None:
-                    self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(found.reply())))
-            case ExplanationAnswered(number, reply):
-                self.peers.answer(number, reply)
-
-    def _forget_tenant(self, tenant: str) -> None:
-        self.callers.forget(tenant)
-        self.functions.forget_tenant(tenant)
 
 
 def _compare_clocks(store: ObjectStore) -> None:
@@ -207,7 +104,7 @@ def _compare_clocks(store: ObjectStore) -> None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """What of the services is not made here, but lies in files, in the store, or with other processes."""
+    """Parts that are not made here, but lie in files, in the store, or with other processes."""
 
     base: BaseModel
     inspector: Inspector
@@ -240,91 +137,165 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
             open_ledger(usage_directory(config), store) as usage,
             _session() as session,
             open_shared(config, secret) as shared,
+            AsyncExitStack() as running,
         ):
             opened = _Opened(base, inspector, templates, trainer, store, secret, usage, session, shared)
-            services = _make_services(config, metrics, opened)
-            services.name_watch.on_mark, services.name_watch.forget_all = services.marked, services.forget_all
-            services.peers.on_message, services.functions.on_change = services.heard, services.function_changed
-            services.residency.on_provisioned = services.dispatcher.called.run
-            await services.callers.learn_tenants()
-            leader = _leader(config, metrics, shared, services)
-            async with (
-                services.name_watch.running(),
-                services.windows.running(),
-                services.dispatcher.migration.running(),
-                services.warming.running(),
-                services.residency.running(),
-                leader.running(),
-            ):
-                yield services
+            yield await _start(config, metrics, opened, running)
 
 
-def _leader(config: GatewayConfig, metrics: Metrics, shared: Shared, services: Services) -> Leader:
-    alone, store, events = config.redis is None, services.registry.store, services.events
-    leases: Leases = StoreLeases(store, monotonic) if alone else shared.leases
-    seconds = STORE_LEASE_SECONDS if alone else LEASE_SECONDS
-    jobs = [
-        Job("usage_compaction", UsageCompaction(store, monotonic).run),
-        *services.residency.jobs(),
-        meter_of(services).job(),
-        *event_jobs(events.store, events.announce),
-    ]
-    return Leader(leases, worker_name(), jobs, LeaderMetrics(metrics.registry), monotonic, seconds, alone=alone)
-
-
-def _make_services(config: GatewayConfig, metrics: Metrics, opened: _Opened) -> Services:
-    shared, store = opened.shared, opened.store
-    registry, tenants = Registry(store, opened.base, opened.inspector.inspect), Tenants(store)
+async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, running: AsyncExitStack) -> Services:
+    """Makes the parts, connects those that report changes to each other, and has `running` run them."""
+    shared, store, base, fingerprint = opened.shared, opened.store, opened.base, opened.base.fingerprint
+    registry, tenants = Registry(store, base, opened.inspector.inspect), Tenants(store)
     # Deploys take long: however many there are, a rollback finds a thread.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
     functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)
+    callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
     node_calls = NodeCalls(opened.session, opened.secret, connect=config.connect_seconds)
     residency = _make_residency(config, opened, metrics, functions, threads, node_calls)
-    dispatcher = _make_dispatcher(config, metrics, opened, functions, residency)
-    callers = Callers(config, tenants, threads, monotonic, name_watch.confirmed)
-    event_threads = StoreThreads(config.store_seconds, EVENT_THREADS)
-    events = Events(EventStore(store, EventMetrics(metrics.registry)), event_threads, shared.events)
-    return Services(
-        config=config,
-        base=opened.base,
-        text=BaseText(Path(config.model_dir)),
+    dispatcher, migration = _make_dispatcher(config, metrics, opened, functions, residency)
+    accounting, text = dispatcher.accounting, BaseText(Path(config.model_dir))
+    inputs = InputProcessor(
+        base=base,
+        text=text,
         text_threads=LeavableThreads(TEXT_THREADS),
         templates=opened.templates,
-        registry=registry,
-        threads=threads,
-        probe=StoreProbe(config, threads, store, monotonic, lambda: name_watch.read_at),
-        tenants=tenants,
-        callers=callers,
-        name_watch=name_watch,
-        usage=opened.usage,
         functions=functions,
-        events=events,
-        suggestions=Suggestions(registry, threads, monotonic),
+        callers=callers,
         cluster=shared.cluster,
-        leases=shared.leases,
-        windows=Windows(shared.link, dispatcher.last_hour, dispatcher.attainment, dispatcher.loads),
-        peers=shared.peers,
-        record_rates=RecordRates(monotonic),
-        secret=opened.secret,
-        dispatcher=dispatcher,
-        node_calls=node_calls,
-        metrics=metrics,
-        residency=residency,
-        warming=Warming(shared.cluster, opened.base.fingerprint, functions, node_calls, hold=residency.hold),
-        deploys=DeploySlots(config),
-        sources=Sources(config.allowed_sources),
-        source_threads=LeavableThreads(SOURCE_THREADS),
-        batches=make_batches(
-            store,
-            shared.cluster,
-            callers,
-            base=opened.base.fingerprint,
-            name=worker_name(),
-            registry=metrics.registry,
-            unix=events.clock.now,
-        ),
+        request_timeout=config.request_timeout,
+        max_timeout=config.max_timeout,
+        count_usage=opened.usage.add,
     )
+    events = Events(
+        EventStore(store, EventMetrics(metrics.registry)),
+        StoreThreads(config.store_seconds, EVENT_THREADS),
+        shared.events,
+    )
+    changes = Changes(
+        store=store,
+        threads=threads,
+        callers=callers,
+        functions=functions,
+        residency=residency,
+        running=dispatcher.running,
+        called=dispatcher.called,
+        explanations=dispatcher.router.explanations,
+        peers=shared.peers,
+    )
+    name_watch.on_mark, name_watch.forget_all = changes.read_mark, changes.forget_all
+    shared.peers.on_message, functions.on_change = changes.receive, changes.function_changed
+    residency.on_provisioned = dispatcher.called.run
+    windows = Windows(shared.link, accounting.last_hour, accounting.attainment, accounting.loads)
+    warming = Warming(shared.cluster, fingerprint, functions, node_calls, hold=residency.hold)
+    deploys = DeploySlots(config)
+    services = Services(
+        calls=Calls(
+            config=config,
+            inputs=inputs,
+            dispatcher=dispatcher,
+            events=events,
+            event_calls=EventCalls(
+                events=events,
+                inputs=inputs,
+                dispatcher=dispatcher,
+                webhook_hosts=config.webhook_hosts,
+                store=store,
+                threads=threads,
+            ),
+            batches=make_batches(
+                store,
+                shared.cluster,
+                callers,
+                base=fingerprint,
+                name=worker_name(),
+                registry=metrics.registry,
+                unix=events.clock.now,
+            ),
+            callers=callers,
+            uploads=deploys,
+            registry=registry,
+            threads=threads,
+            peers=shared.peers,
+        ),
+        catalog=Catalog(
+            config=config,
+            base=base,
+            text=text,
+            registry=registry,
+            threads=threads,
+            functions=functions,
+            changes=changes,
+            templates=opened.templates,
+            deploys=deploys,
+            sources=Sources(config.allowed_sources),
+            source_threads=LeavableThreads(SOURCE_THREADS),
+            cluster=shared.cluster,
+            called=dispatcher.called,
+            windows=windows,
+            warming=warming,
+            residency=residency,
+        ),
+        nodes=Nodes(
+            config=config,
+            base=base,
+            secret=opened.secret,
+            cluster=shared.cluster,
+            node_calls=node_calls,
+            record_rates=RecordRates(monotonic),
+            breakers=dispatcher.router.breakers,
+            hold=dispatcher.hold,
+            leases=shared.leases,
+            windows=windows,
+            metrics=metrics,
+            probe=StoreProbe(config, threads, store, monotonic, lambda: name_watch.read_at),
+            callers=callers,
+            registry=registry,
+            threads=threads,
+        ),
+        admin=Admin(
+            config=config,
+            tenants=tenants,
+            callers=callers,
+            changes=changes,
+            registry=registry,
+            threads=threads,
+            usage=opened.usage,
+            windows=windows,
+        ),
+        suggestions=Suggestions(registry, threads, monotonic),
+    )
+    await callers.learn_tenants()
+    jobs = [
+        Job("usage_compaction", UsageCompaction(store, monotonic).run),
+        *residency.jobs(),
+        ResidentMeter(
+            shared.cluster,
+            registry,
+            threads,
+            residency.owners,
+            pinned=residency.provisioned,
+            count=opened.usage.add,
+            clock=monotonic,
+        ).job(),
+        *event_jobs(events.store, events.announce),
+    ]
+    await running.enter_async_context(name_watch.running())
+    await running.enter_async_context(windows.running())
+    if migration is not None:
+        await running.enter_async_context(migration.running())
+    await running.enter_async_context(warming.running())
+    await running.enter_async_context(residency.running())
+    await running.enter_async_context(_make_leader(config, metrics, opened, jobs).running())
+    return services
+
+
+def _make_leader(config: GatewayConfig, metrics: Metrics, opened: _Opened, jobs: list[Job]) -> Leader:
+    alone = config.redis is None
+    leases: Leases = StoreLeases(opened.store, monotonic) if alone else opened.shared.leases
+    seconds = STORE_LEASE_SECONDS if alone else LEASE_SECONDS
+    return Leader(leases, worker_name(), jobs, LeaderMetrics(metrics.registry), monotonic, seconds, alone=alone)
 
 
 def _make_residency(
@@ -350,23 +321,34 @@ def _make_residency(
 
 def _make_dispatcher(
     config: GatewayConfig, metrics: Metrics, opened: _Opened, functions: Functions, residency: Residency
-) -> Dispatcher:
+) -> tuple[Dispatcher, Migration | None]:
+    """Makes the dispatcher, and what moves its generations if the policy does that. Raises UnknownPolicy."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
-    placer = Placer(shared.cluster, config.policy, fingerprint, metrics)
+    breakers, policy = Breakers(monotonic, metrics.count_opened_circuit), make_policy(config.policy)
     watches = NodeWatches(shared.cluster, silence=config.node_silence, first_silence=config.record_expiry)
-    breakers = Breakers(monotonic, metrics.count_opened_circuit)
-    return Dispatcher(
+    accounting = Accounting(metrics=metrics)
+    migration = Migration(shared.cluster, fingerprint, policy) if isinstance(policy, Migrates) else None
+    dispatcher = Dispatcher(
         state=shared.cluster,
-        placer=placer,
+        router=Router(
+            state=shared.cluster,
+            policy=policy,
+            policy_name=config.policy,
+            base=fingerprint,
+            breakers=breakers,
+            metrics=metrics,
+            loads=accounting.loads,
+        ),
         client=NodeClient(opened.session, opened.secret, watches, connect=config.connect_seconds, breakers=breakers),
-        migration=Migration(shared.cluster, fingerprint, placer.policy),
-        hold=Hold(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
+        hold=FirstNodeWait(shared.cluster, shared.leases, fingerprint, config.hold_seconds, monotonic),
         limits=shared.limits,
         functions=functions,
-        residency=residency,
-        metrics=metrics,
+        accounting=accounting,
         called=CalledDigests(on_first=lambda tenant, digest: shared.peers.publish(DigestCalled(tenant, digest))),
+        record_call=residency.record_call,
+        generation=Generation if migration is None else migration.generation,
     )
+    return dispatcher, migration
 
 
 def _session() -> aiohttp.ClientSession:

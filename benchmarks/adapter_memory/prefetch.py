@@ -28,7 +28,7 @@ from cluster.forecast.forecaster import Forecaster
 from cluster.messages import Adapter
 from cluster.residency import WantedAdapter
 from garnish import service_file
-from gateway.residency.history import LEAST_CHANCE, MAX_CHOSEN
+from gateway.residency.history import MAX_CHOSEN, MIN_CHANCE
 from gateway.residency.messages import WATCH_SECONDS, Tier
 from gateway.residency.plan import DEVICE_CHANCE, NodeMemory, NodeWants, Wish
 from gateway.residency.residency import PLAN_SECONDS
@@ -55,7 +55,7 @@ def forecasts_of(trace: Trace) -> dict[int, Likely]:
     for now in range(begin + 1, int(trace.at[-1]) + 1):
         forecaster.observe(float(now), counts.get(now - 1, {}))
         if now - begin >= WATCH_SECONDS and now % PLAN_SECONDS == 0:
-            by_second[now] = forecaster.forecast(float(now)).likeliest(LEAST_CHANCE, MAX_CHOSEN)
+            by_second[now] = forecaster.forecast(float(now)).likeliest(MIN_CHANCE, MAX_CHOSEN)
     return by_second
 
 

@@ -46,7 +46,7 @@ async def measure(rig: Rig, settings: dict[str, Any]) -> tuple[list[dict[str, An
 
 async def _steady(rig: Rig, server: str, settings: dict[str, Any]) -> dict[str, float]:
     async with rig.streams(rig.stub if server == "direct" else rig.gateway) as streams:
-        begin, stolen = _worker_seconds(rig.pid), _stolen_seconds()
+        begin, stolen = worker_seconds(rig.pid), stolen_seconds()
         samples = await steady(streams, settings["streams"], settings["tokens"], 1 / RATE, settings["seconds"])
     good = [sample for sample in samples if not sample.error]
     gaps = [after - before for sample in good for before, after in pairwise(sample.times)]
@@ -55,8 +55,8 @@ async def _steady(rig: Rig, server: str, settings: dict[str, Any]) -> dict[str, 
         "requests": len(samples),
         "errors": len(samples) - len(good),
         "tok_s": sum(len(sample.times) for sample in good) / span,
-        "gateway_cpu_share": (_worker_seconds(rig.pid) - begin) / span,
-        "stolen_share": (_stolen_seconds() - stolen) / span / (os.cpu_count() or 1),
+        "gateway_cpu_share": (worker_seconds(rig.pid) - begin) / span,
+        "stolen_share": (stolen_seconds() - stolen) / span / (os.cpu_count() or 1),
         **percentiles("ttft", [sample.ttft for sample in good]),
         **percentiles("gap", gaps),
         **percentiles("delay", streams.delays),
@@ -86,12 +86,12 @@ async def _idle(rig: Rig, count: int, seconds: float) -> float:
     return float(len(good)) if began < ended else 0.0
 
 
-def _stolen_seconds() -> float:
+def stolen_seconds() -> float:
     """Returns the seconds of all processors that the host of this virtual machine took away."""
     return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / 100
 
 
-def _worker_seconds(pid: int) -> float:
+def worker_seconds(pid: int) -> float:
     """Returns processor seconds of the gateway and its workers."""
     return sum(map(cpu_seconds, [pid, *child_pids(pid)]))
 

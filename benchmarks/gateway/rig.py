@@ -44,14 +44,15 @@ class Rig:
 
 @contextmanager
 def rig(
-    model_dir: Path, adapter: Path, root: Path, gap: float, prefill: float, workers: int = 1, redis: str | None = None
-) -> Iterator[Rig]:
-    """Both processes, and `adapter` deployed as `pirate`."""
+    model_dir: Path, adapter: Path, root: Path, gap: float, prefill: float, workers: int = 1, redis: str | None = None,
+    tree: Path | None = None,
+) -> Iterator[Rig]:  # fmt: skip
+    """Both processes, and `adapter` deployed as `pirate`; `tree`: whose code the gateway runs."""
     base = load_base_model(model_dir, model_dir.name)
     tenants = Tenants(LocalStore(root / "registry"))
     tenants.put("bench")
     key = tenants.add_key("bench")[0]
-    with gateway_process(model_dir, str(root / "registry"), root, workers=workers, redis=redis) as gateway:
+    with gateway_process(model_dir, str(root / "registry"), root, workers=workers, redis=redis, tree=tree) as gateway:
         config = StubConfig(gateway.url, gateway.secret, base.fingerprint, base.id, gap, prefill)
         line = msgspec.json.encode(config) + b"\n"
         with process(["-m", "benchmarks.gateway.stub_node"], line, root / "stub.log") as node:

@@ -103,7 +103,7 @@ async def resolve(many: Many, names: int, lookups: int) -> dict[str, float]:
     choices = [await functions.choices(TENANT, name, None) for name in sample]
     read = (time.perf_counter() - begin) / len(sample)
     for number in range(names):
-        cache._known[TENANT, f"x{number}", ""] = (choices[0], time.monotonic())
+        cache._cached[TENANT, f"x{number}", ""] = (choices[0], time.monotonic())
     sample_names = [f"x{number * 7919 % names}" for number in range(lookups)]
     times = []
     for _ in range(5):

@@ -25,11 +25,11 @@ import uvloop
 
 from benchmarks.common.report import ContentionProbe, arguments, publish, report
 from cluster.news import ABSENT_TIER, Changes, NodeRecord, NodeReport, Resident, full_report, heartbeat_from, rank_sums
-from cluster.node_table import ASSUMED
+from cluster.node_table import ASSUMED, Demand
 from cluster.redis_link import RedisLink
 from cluster.redis_state import RedisClusterState
 from cluster.state import ClusterState, MemoryClusterState
-from gateway.scheduling.placement import Trace, able, place
+from gateway.scheduling.placement import Trace, eligible_nodes, place
 from gateway.scheduling.policy import POLICIES, make_policy
 from gateway.scheduling.request import PlacementRequest
 from tests.support.redis_server import redis_server
@@ -95,17 +95,15 @@ def digest(draw: random.Random) -> str:
 
 
 def request(draw: random.Random, number: int) -> PlacementRequest:
+    prompt_tokens, wanted, rank = draw.randrange(1, 1000), digest(draw), draw.choice(RANKS)
     return PlacementRequest(
         id=f"inv_{number}-0",
-        prompt_tokens=draw.randrange(1, 1000),
-        max_tokens=256,
-        digest=digest(draw),
+        demand=Demand(rank, prompt_tokens, max_tokens=256, tpot=0.06),
+        digest=wanted,
         adapter_bytes=10**7,
-        rank=draw.choice(RANKS),
         expected_tokens=draw.uniform(10, 250),
         typical_tokens=100.0,
         ttft=5.0,
-        tpot=0.06,
     )
 
 
@@ -132,7 +130,7 @@ async def measure(policy: str, nodes: int, count: int, seed: int, state: Cluster
     for number in range(count):
         call = request(draw, number)
         table = await state.table()
-        candidates = able(table, "b", call, frozenset())
+        candidates = eligible_nodes(table, "b", call, frozenset())
         begin = time.perf_counter()
         chooser.choose(table, candidates, call)
         scoring.append(time.perf_counter() - begin)

@@ -21,9 +21,9 @@ from garnish.simulation.job import Job
 from garnish.simulation.node import Pace, SimulatedNode
 from garnish.simulation.oracle import Oracle
 from garnish.simulation.profile import NodeProfile
+from gateway.scheduling.dlora import Migrates, Movable
 from gateway.scheduling.lengths import ResponseLengths
-from gateway.scheduling.moves import Migrates, Movable
-from gateway.scheduling.placement import able
+from gateway.scheduling.placement import eligible_nodes
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
 
@@ -134,7 +134,7 @@ class Simulator:
     def _place(self, job: Job) -> None:
         request, table = self._request(job), self.table
         table.now = self.now
-        serving = able(table, BASE, request, NOBODY)
+        serving = eligible_nodes(table, BASE, request, NOBODY)
         free: np.ndarray = serving[~table.full[serving]]
         began = thread_time()
         row = self.policy.choose(table, free, request) if free.size and self._fits(job) else None
@@ -143,7 +143,7 @@ class Simulator:
             job.end, job.outcome = self.now, "rejected"
             self._remaining -= 1
             return
-        table.reserve(row, request.id, Demand(job.rank, job.prompt, job.max_tokens, job.tpot_slo))
+        table.reserve(row, request.id, request.demand)
         self._submit(job, self.nodes[row])
 
     def _fits(self, job: Job) -> bool:
@@ -158,16 +158,13 @@ class Simulator:
         expected = self.lengths.expected(job.tenant, job.digest or "", job.max_tokens)
         return PlacementRequest(
             id=str(job.number),
-            prompt_tokens=job.prompt,
-            max_tokens=job.max_tokens,
+            demand=Demand(job.rank, job.prompt, job.max_tokens, job.tpot_slo),
             digest=job.digest,
             adapter_bytes=job.bytes,
-            rank=job.rank,
             expected_tokens=expected,
             expected_inverse=self.lengths.inverse(expected),
             typical_tokens=self.lengths.typical(),
             ttft=job.ttft_slo,
-            tpot=job.tpot_slo,
         )
 
     def _submit(self, job: Job, node: SimulatedNode) -> None:
@@ -185,7 +182,7 @@ class Simulator:
 
     def _ended(self, job: Job) -> None:
         self._remaining -= 1
-        self.lengths.note(job.tenant, job.digest or "", job.output)
+        self.lengths.record(job.tenant, job.digest or "", job.output)
 
 
 def _movables(node: SimulatedNode, now: float) -> Iterator[Movable]:

@@ -28,7 +28,7 @@ AnySeed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 Part = schema.Text | schema.TokenId | Annotated[list[schema.TokenId], Meta(min_length=1)]
-"""Of a list of prompts; token ids are parts of one prompt."""
+"""Element of a list of prompts; token ids are parts of one prompt."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn. The fields that must be null are those of an earlier reply that a client sends back."""
+    """A turn. The fields that must be null are those of an earlier reply that a client sends back."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: schema.Text | list[TextPart]
@@ -63,7 +63,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Shared(schema.GenerationParams, frozen=True, kw_only=True):
-    """What both kinds of completion have, OpenAI's own parameters and vLLM's."""
+    """Parameters of both kinds of completion, OpenAI's own and vLLM's."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     """`name`, `name:alias`, `name:version`, or the base model's id."""
@@ -75,7 +75,7 @@ class Shared(schema.GenerationParams, frozen=True, kw_only=True):
 
 class CompletionRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: schema.Text | Annotated[list[Part], Meta(min_length=1)]
-    """One text, one list of token ids, or a list of either: several prompts."""
+    """A text, a list of token ids, or a list of either: several prompts."""
     logprobs: schema.LogprobCount | None = None
     echo: bool | None = None
     """The text, and with `logprobs` the tokens, begin with the prompt's."""
@@ -107,7 +107,7 @@ class Model(msgspec.Struct, frozen=True):
     created: int
     owned_by: str
     root: str
-    """What `id` names without alias or version."""
+    """Name in `id` without alias or version."""
     parent: str | None
     """The base's id; null for the base itself."""
     max_model_len: int

@@ -15,7 +15,7 @@ MAX_CHOICES = 16
 MAX_GENERATIONS = 64
 """Choices times prompts."""
 MAX_BAD_CHARACTERS = 4096
-"""Of all bad words together; they are tokenised while others wait."""
+"""Characters of all bad words together; they are tokenised while others wait."""
 MAX_TIMEOUT = 3600
 
 Text = Annotated[str, Meta(max_length=1 << 20)]
@@ -31,17 +31,17 @@ Count = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
 class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_fields=False, omit_defaults=False):
-    """How a text is generated, on all routes, beside what functions may have of their own (Defaults). What is null or
-    absent has the function's default, else the service's."""
+    """Parameters of generation on all routes, with those that functions may preset (Defaults). What is null or absent
+    has the function's default, else the service's."""
 
     max_tokens: TokenCount | None = None
     top_k: TopK | None = None
     """0 and -1: off."""
     timeout: Timeout | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    """Of tokens that the prompt or the output has; 1: none."""
+    """Divisor of the logits of tokens that the prompt or the output has; 1: none."""
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
-    """Token id -> what is added to its logit."""
+    """Token id -> addend of its logit."""
     min_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] | None = None
@@ -52,34 +52,34 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
     """Null: true."""
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
-    """Keep so many of the prompt's last tokens; -1: what leaves room for `max_tokens`."""
+    """Number of the prompt's last tokens to keep; -1: what leaves room for `max_tokens`."""
 
     # What routes state in ways of their own:
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are told of each token; None: no log probabilities are."""
+        """Returns the number of likeliest tokens to report of each token; None: no log probabilities."""
         stated: int | None = getattr(self, "logprobs", None)
         return stated
 
     @property
     def echoes(self) -> bool:
-        """Whether the text is to begin with the prompt's; never where the route has no such field."""
+        """Returns whether the text is to begin with the prompt's; never where the route has no such field."""
         return bool(getattr(self, "echo", None))
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of the output."""
+        """Returns the maximum number of output tokens."""
         return self.max_tokens
 
     @property
     def limit_field(self) -> str:
-        """How the caller calls it."""
+        """Returns the name of the limit in the request."""
         return "max_tokens"
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn of a conversation."""
+    """A turn of a conversation."""
 
     role: Literal["system", "user", "assistant"]
     content: Text
@@ -101,7 +101,7 @@ class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, k
     background: bool = False
     """The call is answered with 202 once it is stored, and run later."""
     on_success: Destination | None = None
-    """Of an asynchronous call, as is `on_failure`: who is told; null: what the function's policy says."""
+    """Destination of an asynchronous call's result, as is `on_failure`; null: the one of the function's policy."""
     on_failure: Destination | None = None
 
 
@@ -119,7 +119,7 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """Of a prompt's token, given those before it. `rank` 1 is the likeliest of the vocabulary."""
+    """Log probability of a prompt's token, given those before it. `rank` 1 is the likeliest of the vocabulary."""
 
     token: str
     token_id: int
@@ -133,7 +133,7 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason
     logprobs: list[Logprob] | None = None
     prompt_logprobs: list[PromptLogprob | None] | None = None
-    """One per token of the prompt, null for the first; only where they were asked for."""
+    """An entry per token of the prompt, null for the first; only where they were asked for."""
     stop_reason: int | str | None = None
     """The stop string, or the one of `stop_token_ids`, that ended the text."""
 
@@ -153,7 +153,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 class ColdStartTiming(msgspec.Struct, frozen=True):
     state: Tier
-    """Where the adapter was when the request arrived; `none`: nothing had to be loaded."""
+    """Tier of the adapter when the request arrived; `none`: nothing had to be loaded."""
     plan: str
     """wait: computed once all of it was there; pipeline: layer by layer as it came; assist: begun by CPU workers"""
     load_ms: float
@@ -202,8 +202,10 @@ class InvokeReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`token_id` is null for text that was held back until the end (it may have been part of a stop string), and for
-    the prompt's, where that was asked for: it comes first, with its log probabilities."""
+    """A token, or a text without one: then `token_id` is null.
+
+    Such a text was held back until the end (it may have been part of a stop string), or is the prompt's, where that was
+    asked for: it comes first, with its log probabilities."""
 
     text: str
     index: int

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from gateway.batches.answers import Answer
 from gateway.batches.lines import Line
 from gateway.batches.messages import Endpoint
 from gateway.batches.replies import LineReply
-from gateway.calls.spare_request import spare_request
+from gateway.calls.request import background_request
 from gateway.http.bodies import parse_json
 from gateway.http.errors import error_reply, is_unexpected, to_service_error
-from gateway.http.routing import CallHandler
 from gateway.http.stopwatch import Stopwatch
-from gateway.routes import invoke, openai
-from gateway.services import Services
 
-HANDLERS: dict[Endpoint, CallHandler] = {
-    "/v1/completions": openai.create_completion,
-    "/v1/chat/completions": openai.create_chat_completion,
-    "/invoke": invoke.invoke,
-}
+Handler = Callable[[Request, str, Stopwatch], Awaitable[ASGIApp]]
+"""Answers one call of a tenant."""
 log = logging.getLogger("gateway")
 
 
-async def answer_line(services: Services, tenant: str, endpoint: Endpoint, line: Line, request_id: str) -> Answer:
+async def answer_line(
+    handlers: Mapping[Endpoint, Handler], tenant: str, endpoint: Endpoint, line: Line, request_id: str
+) -> Answer:
     """Returns what the route would have answered to the line's body, run in spare capacity."""
     try:
         path, body = (endpoint, bytes(line.body)) if endpoint != "/invoke" else _invoke_call(line)
-        request = spare_request(request_id, path, body)
-        response = await HANDLERS[endpoint](request, services, tenant, Stopwatch())
+        request = background_request(request_id, path, body)
+        response = await handlers[endpoint](request, tenant, Stopwatch())
         assert isinstance(response, Response)  # streamed calls are refused when the file is read
         return Answer(LineReply(200, bytes(response.body), request_id))
     except Exception as error:  # all of them are replies, as at the boundary

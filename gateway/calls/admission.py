@@ -1,4 +1,4 @@
-"""A tenant's limits at the door: a call takes what it asks for before its first choice begins, or is refused."""
+"""Enforces a tenant's limits: a call reserves what it asks for before its first choice starts, or is refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from gateway.workers.metrics import Metrics
 T = TypeVar("T")
 
 YIELDED_SHARE = 1 / 8
-"""Of a tenant's and of a function's places: batches and asynchronous calls leave it, rounded up, to all others."""
+"""Share of a tenant's and of a function's places that batches and asynchronous calls leave to all others, rounded
+up."""
 RETRY_AFTER = 1.0
-"""Seconds, where nobody knows when a place gets free."""
+"""Seconds after which to retry where nobody knows when a place gets free."""
 
 
 def call_of(
@@ -35,9 +36,9 @@ def call_of(
     tenant, limits = account.id, account.limits
     reserved = account.reserved if limits.concurrent is not None else {}
     owners = (Owner(tenant, limits.concurrent), Owner(f"{tenant}/{function}", max_concurrency))
-    for owner, whose in zip(owners, ("the tenant", f"function {function}"), strict=True):
+    for owner, owner_text in zip(owners, ("the tenant", f"function {function}"), strict=True):
         if owner.limit is not None and len(requests) > owner.limit:
-            why = f"the call has {len(requests)} choices, and {whose} may have {owner.limit} at once"
+            why = f"the call has {len(requests)} choices, and {owner_text} may have {owner.limit} at once"
             raise ServiceError("validation_failed", why)
     if yields:
         owners = (_yielding(owners[0], len(requests)), _yielding(owners[1], len(requests)))
@@ -50,9 +51,7 @@ def call_of(
             owner for owner in owners if owner.limit is not None or (reserved and owner is owners[-1])
         ),  # where places are kept for functions, those of each are counted
         reserved=reserved.get(function, 0),
-        other_functions=tuple(
-            Owner(f"{tenant}/{other}", places) for other, places in reserved.items() if other != function
-        ),
+        others=tuple(Owner(f"{tenant}/{name}", places) for name, places in reserved.items() if name != function),
     )
 
 
@@ -104,16 +103,16 @@ def _refused(refusal: Refusal, call: Call) -> ServiceError:
         assert owner is not None
         function = owner.name.partition("/")[2]
         why = f"the tenant may have {owner.limit} generations under way at once"
-        if call.other_functions:
-            kept = sum(other.limit or 0 for other in call.other_functions)
-            why += f", {kept} of which are reserved for other functions (reserved_concurrency)"
+        if call.others:
+            reserved = sum(owner.limit or 0 for owner in call.others)
+            why += f", {reserved} of which are reserved for other functions (reserved_concurrency)"
         if function:
             why = f"function {function} runs {owner.limit} generations already, its max_concurrency"
     return ServiceError("rate_limited", f"{why}; try again later", retry_after=refusal.seconds or RETRY_AFTER)
 
 
 def _yielding(owner: Owner, places: int) -> Owner:
-    """Returns the owner with less than its limit, but with room for a call of so many places."""
+    """Returns the owner with less than its limit, but with room for a call of `places`."""
     limit = owner.limit
     return owner if limit is None else Owner(owner.name, max(places, limit - math.ceil(limit * YIELDED_SHARE)))
 

@@ -1,4 +1,4 @@
-"""Nodes that can't be talked to get nothing for a while, then one request to see.
+"""Circuit breakers: a node that can't be reached gets no requests for a while, and then one as a probe.
 
 A record says that a node can reach the gateway; only a call says that the gateway can reach the node. After THRESHOLD
 failures in a row the node's circuit is open: nothing goes there for a second, and for twice the time after each probe
@@ -43,16 +43,16 @@ class _Breaker:
 
 
 class Breakers:
-    """By node and its epoch: a process that was started anew is another one. `clock` is monotonic seconds."""
+    """The breakers of one worker, by node and epoch: a restarted process has a new one. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float], opened: Callable[[str], None] = lambda _: None) -> None:
-        """`opened` is told of each node whose circuit opens."""
+        """`opened` is called with each node whose circuit opens."""
         self._clock = clock
         self._opened = opened
         self._failing: dict[tuple[str, str], _Breaker] = {}
 
     def blocked(self, nodes: NodeTable) -> frozenset[str]:
-        """Ids of nodes that get nothing now."""
+        """Returns the ids of nodes that get nothing now."""
         if not self._failing:
             return frozenset()
         for node_id, epoch in list(self._failing):
@@ -73,8 +73,8 @@ class Breakers:
         return "half_open" if self._clock() >= breaker.until else "open"
 
     def begin(self, node_id: str, epoch: str) -> Probe | None:
-        """A request goes there. Returns what it has to show when it ends, if the circuit is half open. Raises
-        CircuitOpen: others may have begun since the node was chosen."""
+        """Lets a request go there. Returns its probe if the circuit is half open, else None. Raises CircuitOpen:
+        others may have started since the node was chosen."""
         breaker = self._failing.get((node_id, epoch))
         if breaker is None or breaker.failures < THRESHOLD:
             return None
@@ -84,12 +84,12 @@ class Breakers:
         return breaker.probe
 
     def answered(self, node_id: str, epoch: str) -> None:
-        """Notes that the node serves."""
+        """Records that the node serves."""
         self._failing.pop((node_id, epoch), None)
 
     def failed(self, node_id: str, epoch: str, probe: Probe | None = None) -> None:
-        """It can't be talked to. While the circuit is not closed, requests that were on their way when it opened say
-        nothing new."""
+        """Records that the node can't be reached. While the circuit is not closed, only the probe's failure counts:
+        other requests were on their way when it opened."""
         breaker = self._failing.setdefault((node_id, epoch), _Breaker())
         was_open = breaker.failures >= THRESHOLD
         if was_open and (probe is None or probe is not breaker.probe):
@@ -104,7 +104,7 @@ class Breakers:
             self._opened(node_id)
 
     def undecided(self, node_id: str, epoch: str, probe: Probe | None) -> None:
-        """The probe waits in the node's queue, or has ended by no fault of the node: another one may try."""
+        """Frees the probe, which waits in the node's queue, or has ended by no fault of the node: another may try."""
         breaker = self._failing.get((node_id, epoch))
         if breaker is not None and breaker.probe is probe:
             breaker.probe = None

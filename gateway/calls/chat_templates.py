@@ -25,12 +25,12 @@ from gateway.http.connected import while_connected
 from gateway.http.errors import invalid
 
 ANSWER_SECONDS = 30.0
-"""For one conversation, the start of the process included; its limit is in processor time."""
+"""Wait for one conversation, the start of the process included; its limit is in processor time."""
 CHECK_SECONDS = 60.0
-"""For the check of a template that is to be stored, those before it included."""
+"""Wait for the check of a template that is to be stored, the checks before it included."""
 RETRY_AFTER = 1.0
 SAMPLE = ({"role": "user", "content": "Hello"},)
-"""What a template must make a text of."""
+"""Messages that every template must make a text of."""
 
 _decoder = msgspec.msgpack.Decoder(Rendered | Refused)
 
@@ -40,13 +40,13 @@ class _TemplateRefused(Exception):
 
 
 class ChatTemplates:
-    """Of one gateway worker. `receive` must have given the request's whole body."""
+    """Renders chat templates for one gateway worker. `receive` must have given the request's whole body."""
 
     def __init__(self) -> None:
         self._helper = HelperProcess("gateway.calls.template_process")
         self._thread = LeavableThreads(1)
         self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Of each tenant one conversation is in line."""
+        """Locks by tenant: one conversation of each is in line."""
 
     def close(self) -> None:
         """Ends the process, and with it what is being rendered."""
@@ -90,8 +90,8 @@ class ChatTemplates:
             raise ServiceError("timeout", "the timeout passed before the chat template was rendered") from None
 
     async def _in_turn(self, tenant: str, job: Job) -> str:
-        turn = self._tenants.setdefault(tenant, asyncio.Lock())
-        async with turn:
+        tenant_lock = self._tenants.setdefault(tenant, asyncio.Lock())
+        async with tenant_lock:
             return await self._thread.run(lambda: self._ask(job))
 
     def _ask(self, job: Job) -> str:

@@ -1,4 +1,4 @@
-"""How the latest requests were placed, so that it can be asked afterwards. Bounded, and shared fairly by tenants."""
+"""Log of the latest routing decisions, bounded and shared fairly by tenants, from which `/explain` answers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections import OrderedDict
 
 import msgspec
 
-from gateway.scheduling.decision import Decision, Outcome, Picture
+from gateway.scheduling.decision import Decision, Outcome, Snapshot
 from gateway.scheduling.request import PlacementRequest
 
 MAX_PLACEMENTS = 4096
-"""Some 4 kB each."""
+"""Decisions that are kept, of some 4 kB each."""
 MAX_OF_CALL = 16
-"""Of one call, which may have many choices, each of them placed twice."""
+"""Decisions that are kept of one call, which may have many choices, each of them routed twice."""
 OF_PLACEMENT = ("outcome", "node", "policy", "at", "took", "tries")
-OF_REQUEST = ("prompt_tokens", "max_tokens", "rank", "adapter_bytes", "slo_class", "ttft", "tpot")
-"""What a decision repeats."""
+OF_DEMAND = ("prompt_tokens", "max_tokens", "rank", "slo_class", "tpot")
+OF_REQUEST = ("adapter_bytes", "ttft")
+"""Fields of other structs that a decision repeats."""
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """One decision, as it is kept."""
+    """A routing decision, as it is kept."""
 
     request: PlacementRequest
     outcome: Outcome
@@ -31,34 +32,35 @@ class Placement(msgspec.Struct, frozen=True):
     """Seconds."""
     tries: int
     excluded: tuple[str, ...]
-    picture: Picture | None
+    snapshot: Snapshot | None
 
     def decision(self) -> Decision:
-        wanted = self.request
+        request = self.request
         return Decision(
             **{name: getattr(self, name) for name in OF_PLACEMENT},
-            **{name: getattr(wanted, name) for name in OF_REQUEST},
+            **{name: getattr(request.demand, name) for name in OF_DEMAND},
+            **{name: getattr(request, name) for name in OF_REQUEST},
             excluded=list(self.excluded),
-            expected_tokens=wanted.answer_tokens,
-            expected_inverse=wanted.inverse_tokens,
-            candidates=self.picture.candidates(wanted) if self.picture else [],
-            more=self.picture.more if self.picture else 0,
+            expected_tokens=request.answer_tokens,
+            expected_inverse=request.inverse_tokens,
+            candidates=self.snapshot.candidates(request) if self.snapshot else [],
+            more=self.snapshot.more if self.snapshot else 0,
         )
 
 
-class PlacedCall(msgspec.Struct, frozen=True):
-    """Whose placements they are."""
+class CallKey(msgspec.Struct, frozen=True):
+    """Names the call that was routed."""
 
     id: str
-    """The invocation's."""
+    """Id of the invocation."""
     request_id: str
-    """As in `x-request-id`."""
+    """Value of `x-request-id`."""
     tenant: str
     function: str
 
 
 class Explained(msgspec.Struct):
-    call: PlacedCall
+    call: CallKey
     placements: list[Placement] = []
     left_out: int = 0
     """Further placements of this call that were not kept."""
@@ -66,13 +68,15 @@ class Explained(msgspec.Struct):
     def reply(self) -> ExplainReply:
         return ExplainReply(
             **msgspec.structs.asdict(self.call),
-            placements=[ExplainedPlacement(kept.request.id, kept.decision()) for kept in self.placements],
+            placements=[
+                ExplainedPlacement(placement.request.id, placement.decision()) for placement in self.placements
+            ],
             left_out=self.left_out,
         )
 
 
 class ExplainReply(msgspec.Struct, frozen=True):
-    """How the generations of one call were placed."""
+    """Routing decisions of the generations of one call."""
 
     id: str
     """The call's, as its reply names it."""
@@ -80,9 +84,9 @@ class ExplainReply(msgspec.Struct, frozen=True):
     tenant: str
     function: str
     placements: list[ExplainedPlacement]
-    """In their order: one per choice of the call, one more for each that was placed again after a node had failed."""
+    """Decisions in their order: one per choice of the call, and one for each retry after a node had failed."""
     left_out: int
-    """So many more were not kept."""
+    """Number of further decisions, which were not kept."""
 
 
 class ExplainedPlacement(msgspec.Struct, frozen=True):
@@ -98,48 +102,51 @@ class _Tenant:
 
 
 class Explanations:
-    """Of this process. Whoever has more than an equal share makes room first: no tenant can push out another's."""
+    """Decisions of this process. A tenant with more than an equal share makes room first: none pushes out others'."""
 
     def __init__(self, max_placements: int = MAX_PLACEMENTS) -> None:
         self._max_placements = max_placements
         self._placements = 0
         self._calls: OrderedDict[str, Explained] = OrderedDict()
         self._tenants: dict[str, _Tenant] = {}
-        self._named: dict[tuple[str | None, str], str] = {}
+        self._latest_by_request: dict[tuple[str | None, str], str] = {}
         """(tenant, request id) -> its latest call; and (None, request id) -> anybody's"""
 
-    def keep(self, call: PlacedCall, placement: Placement) -> None:
-        known = self._calls.get(call.id) or self._add(call)
-        if len(known.placements) == MAX_OF_CALL:
-            known.left_out += 1
+    def keep(self, call: CallKey, placement: Placement) -> None:
+        explained = self._calls.get(call.id) or self._add(call)
+        if len(explained.placements) == MAX_OF_CALL:
+            explained.left_out += 1
             return
-        known.placements.append(placement)
+        explained.placements.append(placement)
         self._placements += 1
         self._tenants[call.tenant].placements += 1
         while self._placements > self._max_placements:
             self._drop(call.tenant)
 
-    def find(self, wanted: str, tenant: str | None) -> Explained | None:
-        """`wanted`: an invocation's id, the id of one of its generations, or a request id (then the latest call that
-        had it). `tenant`: whose call it must be; None: anybody's."""
-        for name in (wanted, wanted.rpartition("-")[0], self._named.get((tenant, wanted))):
-            found = self._calls.get(name) if name else None
-            if found is not None and tenant in (None, found.call.tenant):
-                return found
+    def find(self, id: str, tenant: str | None) -> Explained | None:
+        """Returns the call of an invocation's id, of a generation's, or of a request id (the latest that had it).
+
+        `tenant`: the call's; None: any."""
+        for name in (id, id.rpartition("-")[0], self._latest_by_request.get((tenant, id))):
+            explained = self._calls.get(name) if name else None
+            if explained is not None and tenant in (None, explained.call.tenant):
+                return explained
         return None
 
-    def _add(self, call: PlacedCall) -> Explained:
+    def _add(self, call: CallKey) -> Explained:
         self._tenants.setdefault(call.tenant, _Tenant()).calls[call.id] = None
-        for whose in (call.tenant, None):
-            self._named[whose, call.request_id] = call.id
+        for tenant in (call.tenant, None):
+            self._latest_by_request[tenant, call.request_id] = call.id
         self._calls[call.id] = Explained(call)
         return self._calls[call.id]
 
     def _drop(self, adding: str) -> None:
-        """The oldest call of the tenant that adds, if it has more than its share; else the oldest of all."""
+        """Drops the oldest call of the tenant that adds, if it has more than its share; else the oldest of all."""
         share = max(MAX_OF_CALL, self._max_placements // len(self._tenants))
-        own = self._tenants.get(adding)
-        oldest = next(iter(self._calls if own is None or own.placements <= share else own.calls))
+        adding_tenant = self._tenants.get(adding)
+        oldest = next(
+            iter(self._calls if adding_tenant is None or adding_tenant.placements <= share else adding_tenant.calls)
+        )
         dropped = self._calls.pop(oldest)
         call, theirs = dropped.call, self._tenants[dropped.call.tenant]
         del theirs.calls[oldest]
@@ -147,6 +154,6 @@ class Explanations:
         self._placements -= len(dropped.placements)
         if not theirs.calls:
             del self._tenants[call.tenant]
-        for whose in (call.tenant, None):
-            if self._named.get((whose, call.request_id)) == oldest:
-                del self._named[whose, call.request_id]
+        for tenant in (call.tenant, None):
+            if self._latest_by_request.get((tenant, call.request_id)) == oldest:
+                del self._latest_by_request[tenant, call.request_id]

@@ -1,4 +1,4 @@
-"""Short questions and orders to one node, each bounded in time and in the size of its answer."""
+"""Sends short queries and commands to one node, each bounded in time and in the size of its answer."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from cluster.secret import authorization
 T = TypeVar("T")
 
 ANSWER_SECONDS = 15.0
-"""Longer than a node gives its engine."""
+"""Longest wait for an answer, more than a node gives its engine."""
 ANSWER_BYTES = 8 << 20
 OUR_FAULT = ("unauthenticated", "invalid_request", "method_not_allowed", "unsupported_media_type")
 """A node that says so does not speak as we do; the operator who asked can't help it."""
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _ErrorContent(msgspec.Struct, frozen=True):
     type: str
     message: str
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    error: _Told
+    error: _ErrorContent
 
 
 class PathUnknown(ServiceError):
-    """The node is of a release that does not take such orders."""
+    """Raised for a node of a release that does not know the command."""
 
 
 class NodeCalls:
@@ -42,8 +42,8 @@ class NodeCalls:
     async def ask(
         self, node: NodeRecord, path: str, kind: type[T], order: msgspec.Struct | None = None
     ) -> tuple[int, T]:
-        """GET, or POST with an order: the status, and the answer as `kind`. Raises ServiceError: what the node says, or
-        `node_failed`, PathUnknown."""
+        """Sends a GET, or a POST with an order. Returns the status, and the answer as `kind`. Raises ServiceError: what
+        the node answers, or `node_failed`; PathUnknown."""
         method = "GET" if order is None else "POST"
         status, body = await self._call(node, method, path, b"" if order is None else msgspec.msgpack.encode(order))
         try:
@@ -52,7 +52,7 @@ class NodeCalls:
             raise _failed(node, f"said something that is no answer ({error})") from error
 
     async def order(self, node: NodeRecord, path: str, order: msgspec.Struct | None = None) -> None:
-        """POST without an answer. Raises as `ask`, and PathUnknown."""
+        """Sends a POST without an answer. Raises as `ask`."""
         status, body = await self._exchange(node, "POST", path, b"" if order is None else msgspec.msgpack.encode(order))
         if status == 404:
             raise _unknown(node, path)
@@ -82,12 +82,12 @@ class NodeCalls:
 
 def _refusal(node: NodeRecord, path: str, status: int, body: bytes) -> ServiceError:
     try:
-        told = msgspec.json.decode(body, type=_Refusal).error
+        error = msgspec.json.decode(body, type=_Refusal).error
     except msgspec.DecodeError:
         return _unknown(node, path) if status == 404 else _failed(node, f"answered with status {status}")
-    if told.type not in STATUS or told.type in OUR_FAULT:
-        return _failed(node, f"refused the gateway ({told.type[:50]})")
-    return ServiceError(told.type, told.message, retry_after=1.0 if STATUS[told.type] in (429, 503) else None)
+    if error.type not in STATUS or error.type in OUR_FAULT:
+        return _failed(node, f"refused the gateway ({error.type[:50]})")
+    return ServiceError(error.type, error.message, retry_after=1.0 if STATUS[error.type] in (429, 503) else None)
 
 
 def _unknown(node: NodeRecord, path: str) -> PathUnknown:

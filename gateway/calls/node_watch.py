@@ -17,11 +17,11 @@ from cluster.state import ClusterState
 from gateway.scheduling.placement import Placed
 
 TICK = 0.25
-"""Seconds between two looks at a node that has streams."""
+"""Seconds between two checks of a node that has streams."""
 
 
 class NodeFailure(Exception):
-    """The node did not serve the request; `retryable` when another one may."""
+    """Raised when a node did not serve the request; `retryable`: another one may."""
 
     def __init__(self, error: ServiceError, *, retryable: bool) -> None:
         super().__init__(error.message)
@@ -34,7 +34,7 @@ def node_failed(message: str) -> NodeFailure:
 
 
 class WatchedStream:
-    """One request on a node, under its node's watch."""
+    """A request on a node, under its node's watch."""
 
     def __init__(self, watch: _Watch, deadline: float) -> None:
         """`deadline`: monotonic seconds."""
@@ -42,19 +42,24 @@ class WatchedStream:
         self.deadline = deadline
         self.has_token = False
         self.given_up: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        """Gets the reason when the request is to end."""
+        """Future of the reason for which the request is to end."""
 
     def give_up(self, reason: Exception) -> None:
         if not self.given_up.done():
             self.given_up.set_result(reason)
 
-    def note_bytes(self) -> None:
-        """Something has come from the node."""
+    def interrupt(self, reason: asyncio.Future[Exception]) -> None:
+        """Gives the stream up for what `reason` has got."""
+        if not reason.cancelled():
+            self.give_up(reason.result())
+
+    def record_bytes(self) -> None:
+        """Records that bytes have come from the node."""
         self._watch.last_bytes = time.monotonic()
 
 
 class _Watch:
-    """Over one node, while it has streams."""
+    """The watch over one node, while it has streams."""
 
     def __init__(self, node_id: str, epoch: str) -> None:
         self.node_id, self.epoch = node_id, epoch
@@ -65,8 +70,8 @@ class _Watch:
 
 
 class NodeWatches:
-    """`silence`: seconds without a record or a byte after which a node is taken for dead; `first_silence`: the same for
-    a request without a token, when there are other nodes, which can take it over."""
+    """Watches the nodes that have streams. `silence`: seconds without a record or a byte after which a node counts as
+    dead. `first_silence`: the same for a request without a token, when other nodes can take it over."""
 
     def __init__(self, state: ClusterState, *, silence: float, first_silence: float) -> None:
         self._state = state
@@ -76,7 +81,7 @@ class NodeWatches:
 
     @contextmanager
     def watched(self, placed: Placed, deadline: float) -> Iterator[WatchedStream]:
-        """The stream is given up when its node is gone, or `deadline` (monotonic seconds) has passed."""
+        """Watches a stream: it is given up when its node is dead, or `deadline` (monotonic seconds) has passed."""
         key = placed.node_id, placed.epoch
         watch = self._watches.get(key)
         if watch is None:
@@ -94,16 +99,16 @@ class NodeWatches:
                 watch.task.cancel()
 
     async def _run(self, watch: _Watch) -> None:
-        """Cancelled with the node's last stream."""
+        """Checks the node until it is cancelled with the node's last stream."""
         try:
             while True:
                 await asyncio.sleep(TICK)
-                await self._look(watch)
+                await self._check(watch)
         except Exception as error:  # nobody would watch these streams any more
             for stream in watch.streams:
                 stream.give_up(error)
 
-    async def _look(self, watch: _Watch) -> None:
+    async def _check(self, watch: _Watch) -> None:
         recorded = await self._state.silence(watch.node_id, watch.epoch)
         now = time.monotonic()
         silence = min(recorded, now - watch.last_bytes)

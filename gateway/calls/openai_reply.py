@@ -1,10 +1,9 @@
-"""Generations in OpenAI's shapes: whole replies and chunks of a stream."""
+"""Formats generations as OpenAI does: full replies, and chunks of a stream."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -12,9 +11,9 @@ import msgspec
 from cluster.errors import ServiceError
 from cluster.messages import Done, Token, TokenLogprob
 from gateway.api import openai_schema as openai
-from gateway.calls.choices import Outcome, merged
-from gateway.calls.dispatch import Generation
-from gateway.calls.invocation import Echo
+from gateway.calls.dispatch import Generation, events_of
+from gateway.calls.reply import Outcome
+from gateway.calls.request import Echo
 from gateway.http.errors import openai_body
 from gateway.http.event_stream import sse
 
@@ -24,7 +23,7 @@ StreamedChoice = openai.ChunkChoice | openai.CompletionChoice
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What all chunks of one reply repeat."""
+    """Fields that all chunks of one reply repeat, and what its chunks are to have."""
 
     id: str
     model: str
@@ -34,12 +33,12 @@ class Head(msgspec.Struct, frozen=True):
     choices: int = 1
     """Generations per prompt."""
     alternatives: int = 0
-    """How many of the likeliest tokens `logprobs` names per token."""
+    """Likeliest tokens that `logprobs` names per token."""
     echo: list[Echo] = []
-    """What the texts of each prompt begin with; empty where nothing is to be echoed."""
+    """Texts that the outputs of each prompt begin with; empty where nothing is to be echoed."""
     prompt_logprobs: bool = False
     continuous_usage: bool = False
-    """Whether each chunk has the usage so far."""
+    """Adds the usage up to that chunk to each."""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def echo_of(self, index: int) -> Echo | None:
@@ -47,7 +46,7 @@ class Head(msgspec.Struct, frozen=True):
         return self.echo[index // self.choices] if self.echo else None
 
 
-def whole(head: Head, outcomes: Sequence[Outcome]) -> openai.Completion | openai.Chat:
+def full_reply(head: Head, outcomes: Sequence[Outcome]) -> openai.Completion | openai.Chat:
     usage = usage_of(head, [outcome.done for outcome in outcomes])
     if head.chat:
         return openai.Chat(
@@ -83,42 +82,51 @@ def _completion(head: Head, index: int, outcome: Outcome) -> openai.CompletionCh
 
 
 async def chunks(head: Head, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
-    """Events of the stream, up to `[DONE]`. Raises ServiceError."""
+    """Yields events of the stream, up to `[DONE]`. Raises ServiceError."""
     kind: Callable[..., object] = openai.ChatChunk if head.chat else openai.Completion
-    completed = [0] * len(generations)
-    async with aclosing(_choices(head, generations, completed)) as choices:
-        async for choice in choices:
-            usage = _usage_so_far(head, generations, sum(completed)) if head.continuous_usage else None
-            yield sse(kind(head.id, head.created, head.model, [choice], usage))
+    choices = [_StreamedChoices(head, index, generation) for index, generation in enumerate(generations)]
+    usage: openai.TokenUsage | None = None
+    async with events_of(generations) as events:
+        async for index, event in events:
+            for choice in choices[index].of(event):
+                if head.continuous_usage:
+                    usage = _usage_so_far(head, generations, sum(each.completed for each in choices))
+                yield sse(kind(head.id, head.created, head.model, [choice], usage))
     if head.include_usage:
         usage = usage_of(head, [generation.done for generation in generations if generation.done])
         yield sse(kind(head.id, head.created, head.model, [], usage))
     yield END
 
 
-async def _choices(
-    head: Head, generations: Sequence[Generation], completed: list[int]
-) -> AsyncGenerator[StreamedChoice, None]:
-    """Yields what each chunk says of one generation; keeps in `completed` each generation's tokens up to that chunk."""
-    offsets = [0] * len(generations)
-    begun: set[int] = set()
-    async with aclosing(merged(generations)) as items:
-        async for index, event in items:
-            if index not in begun:
-                begun.add(index)
-                choice, offsets[index] = _first_choice(head, index, generations[index].prompt_logprobs)
-                if choice:
-                    yield choice
-            if isinstance(event, Token):
-                completed[index] += len(event.token_ids)
-                yield _token_choice(head, index, event, offsets[index])
-                # By the tokens, as in a whole reply: text may be held back for what comes after it.
-                offsets[index] += sum(len(entry.token) for entry in event.logprobs)
-            else:
-                completed[index] = event.completion_tokens
-                if event.text:
-                    yield _token_choice(head, index, Token(event.text, [], event.completion_tokens), offsets[index])
-                yield _last_choice(head, index, event)
+class _StreamedChoices:
+    """Makes the chunks' choices of one generation."""
+
+    def __init__(self, head: Head, index: int, generation: Generation) -> None:
+        self._head, self._index, self._generation = head, index, generation
+        self._is_begun = False
+        self._offset = 0
+        """Characters of the text that the tokens before have."""
+        self.completed = 0
+        """Tokens up to the latest chunk."""
+
+    def of(self, event: Token | Done) -> Iterator[StreamedChoice]:
+        """Yields the choices that the event adds, each for one chunk."""
+        head, index = self._head, self._index
+        if not self._is_begun:
+            self._is_begun = True
+            choice, self._offset = _first_choice(head, index, self._generation.prompt_logprobs)
+            if choice:
+                yield choice
+        if isinstance(event, Token):
+            self.completed += len(event.token_ids)
+            yield _token_choice(head, index, event, self._offset)
+            # By the tokens, as in a whole reply: text may be held back for what comes after it.
+            self._offset += sum(len(entry.token) for entry in event.logprobs)
+        else:
+            self.completed = event.completion_tokens
+            if event.text:
+                yield _token_choice(head, index, Token(event.text, [], event.completion_tokens), self._offset)
+            yield _last_choice(head, index, event)
 
 
 def failure(error: ServiceError, request_id: str) -> bytes:
@@ -189,7 +197,7 @@ def _bytes(token: str) -> list[int] | None:
 
 
 def _echoed_tokens(head: Head, scored: list[TokenLogprob]) -> list[TokenLogprob]:
-    """The prompt's tokens but the first, with as many alternatives as `logprobs` asks for."""
+    """Returns the prompt's tokens but the first, with as many alternatives as `logprobs` asks for."""
     if not (head.echo and head.logprobs):
         return []
     return [msgspec.structs.replace(entry, top=entry.top[: head.alternatives]) for entry in scored]
@@ -219,7 +227,7 @@ def _prompt_logprobs(head: Head, outcome: Outcome) -> openai.PromptLogprobs | No
 def _by_id(entry: TokenLogprob) -> dict[str, openai.RankedLogprob]:
     """Returns ranked logprobs by token id, as vLLM does: the prompt's own token first, then the likeliest ones that it
     is not."""
-    found = {str(entry.token_id): openai.RankedLogprob(entry.logprob, entry.rank, entry.token)}
+    by_id = {str(entry.token_id): openai.RankedLogprob(entry.logprob, entry.rank, entry.token)}
     for rank, top in enumerate(entry.top, start=1):
-        found.setdefault(str(top.token_id), openai.RankedLogprob(top.logprob, rank, top.token))
-    return found
+        by_id.setdefault(str(top.token_id), openai.RankedLogprob(top.logprob, rank, top.token))
+    return by_id

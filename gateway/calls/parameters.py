@@ -1,4 +1,4 @@
-"""A call's parameters: what it states, over the function's defaults, as nodes take them
+"""Resolves a call's parameters: what it states, over the function's defaults, as nodes take them
 (docs/design/decisions/generation-params.md)."""
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MAX_PROMPT_LOGPROBS = 1 << 16
 MAX_SEED = (1 << 63) - 1
 """Nodes take 63 bits; OpenAI's seeds may be negative."""
 PASSED_ON = sorted({*GenerationParams.__struct_fields__} & {*Sampling.__struct_fields__})
-"""What a call states under the name that nodes read."""
+"""Fields that a call states under the name that nodes read."""
 
 DEFAULTED = sorted({*GenerationParams.__struct_fields__} & {*Defaults.__struct_fields__})
-"""What a call may leave to its function."""
+"""Fields that a call may leave to its function."""
 
 Params = TypeVar("Params", bound=GenerationParams)
 
 
 def merge(stated: Params, defaults: Defaults) -> Params:
-    """The call's own values, then the function's."""
+    """Returns the call with the function's defaults for what it leaves out."""
     unset = {name: getattr(defaults, name) for name in DEFAULTED if getattr(stated, name) is None}
     return msgspec.structs.replace(stated, **unset)
 
@@ -55,7 +55,7 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
     passed_on = {name: value for name in PASSED_ON if (value := getattr(merged, name)) is not None}
     stop_ids = list(dict.fromkeys(merged.stop_token_ids or []))
     check_ids(stop_ids, vocab_size, "stop_token_ids")
-    made = {
+    adjusted = {
         "temperature": 0.0 if passed_on.get("temperature", 1.0) < GREEDY_BELOW else passed_on.get("temperature", 1.0),
         "top_k": max(merged.top_k or 0, 0),
         "seed": secrets.randbits(63) if merged.seed is None else merged.seed & MAX_SEED,
@@ -66,47 +66,49 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
         "prompt_logprobs": prompt_logprobs(merged),
         "include_stop": bool(merged.include_stop_str_in_output),
     }
-    sampling = Sampling(**{**passed_on, **made})
+    sampling = Sampling(**{**passed_on, **adjusted})
     stop = [merged.stop] if isinstance(merged.stop, str) else list(merged.stop or [])
     return {"sampling": sampling, "stop": stop, "ignore_eos": bool(merged.ignore_eos)}
 
 
 def prompt_logprobs(call: GenerationParams) -> int | None:
-    """How many of the likeliest tokens are wanted at each of the prompt's tokens. As in vLLM, `echo` wants as many as
-    `logprobs`. None: no log probabilities of the prompt."""
+    """Returns the number of likeliest tokens to report at each of the prompt's tokens; None: no log probabilities.
+
+    As in vLLM, `echo` asks for as many as `logprobs`."""
     echoed = call.alternatives if call.echoes else None
     return max((k for k in (call.prompt_logprobs, echoed) if k is not None), default=None)
 
 
 def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, context: int, prompt_field: str) -> int:
     """`declared`: the call's own; `prompt`: its tokens. Raises ServiceError when they don't fit the context."""
-    left = context - prompt
-    if left < 1:
+    room = context - prompt
+    if room < 1:
         why = f"the prompt has {prompt} tokens, and prompt and output together may have {context}"
         raise invalid(prompt_field, why)
-    if declared is not None and declared > left:
-        why = f"max_tokens is {declared}, but the prompt of {prompt} tokens leaves {left} of the context of {context}"
+    if declared is not None and declared > room:
+        why = f"max_tokens is {declared}, but the prompt of {prompt} tokens leaves {room} of the context of {context}"
         raise invalid(merged.limit_field, why)
-    most = min(merged.limit or DEFAULT_MAX_TOKENS, left)
-    if (merged.min_tokens or 0) > most:
-        why = f"min_tokens is {merged.min_tokens}, but the output may have {most} tokens (max_tokens)"
+    max_tokens = min(merged.limit or DEFAULT_MAX_TOKENS, room)
+    if (merged.min_tokens or 0) > max_tokens:
+        why = f"min_tokens is {merged.min_tokens}, but the output may have {max_tokens} tokens (max_tokens)"
         raise invalid("min_tokens", why)
-    return most
+    return max_tokens
 
 
 def kept_tokens(merged: GenerationParams, context: int) -> int | None:
-    """How many of a prompt's last tokens are kept; None: all. -1 keeps what leaves room for `max_tokens`; for the
-    service's default of it no more than half the context is left.
+    """Returns the number of a prompt's last tokens to keep; None: all.
+
+    -1 keeps what leaves room for `max_tokens`; for the service's default of it, no more than half the context.
 
     Raises ServiceError when it is more than the context.
     """
-    kept = merged.truncate_prompt_tokens
-    if kept == -1:
+    count = merged.truncate_prompt_tokens
+    if count == -1:
         return max(context - (merged.limit or min(DEFAULT_MAX_TOKENS, context // 2)), 1)
-    if kept is not None and not 1 <= kept <= context:
-        why = f"truncate_prompt_tokens is {kept}; it may be -1 or 1 to {context}, the context"
+    if count is not None and not 1 <= count <= context:
+        why = f"truncate_prompt_tokens is {count}; it may be -1 or 1 to {context}, the context"
         raise invalid("truncate_prompt_tokens", why)
-    return kept
+    return count
 
 
 def check_prompt_logprobs(call: GenerationParams, prompt_tokens: int) -> None:

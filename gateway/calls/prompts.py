@@ -1,4 +1,4 @@
-"""Prompts and conversations to tokens: long ones in a thread, within the call's deadline, while its caller waits."""
+"""Tokenises prompts and conversations: long ones in a thread, within the call's deadline, while its caller waits."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from gateway.http.errors import invalid
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 4096
-"""Of all prompts of a call. More are tokenised in a thread, for they would hold up other requests."""
+"""Longest text of a call that is tokenised at once. More would hold up other requests, and goes into a thread."""
 MESSAGE_CHARACTERS = 16
-"""What a template may put around each message, however empty."""
+"""Characters that a template may put around each message, however empty."""
 
 
 class Source(Protocol):
-    """What a call wants tokens of."""
+    """The text of a call that is to be tokenised."""
 
     @property
     def field(self) -> str:
-        """How the caller calls it."""
+        """Name of the request's field."""
 
     @property
     def characters(self) -> int: ...
@@ -67,15 +67,15 @@ class Prompts(msgspec.Struct, frozen=True):
         ]
 
 
-def prompts_of(given: Sequence[str | int | list[int]] | str, vocab_size: int) -> Prompts:
-    """One text, one list of token ids, or a list of either. Raises ServiceError for a mixture, and for token ids that
-    the base model has not."""
-    if isinstance(given, str):
-        return Prompts([given])
-    kinds = {type(prompt) for prompt in given}
+def prompts_of(stated: Sequence[str | int | list[int]] | str, vocab_size: int) -> Prompts:
+    """Makes prompts of one text, one list of token ids, or a list of either. Raises ServiceError for a mixture, and for
+    token ids that the base model has not."""
+    if isinstance(stated, str):
+        return Prompts([stated])
+    kinds = {type(prompt) for prompt in stated}
     if len(kinds) != 1:
         raise invalid("prompt", "prompt has texts and token ids; send texts, token ids, or lists of token ids")
-    lists = [[token for token in given if isinstance(token, int)]] if kinds == {int} else given
+    lists = [[token for token in stated if isinstance(token, int)]] if kinds == {int} else stated
     prompts = [prompt for prompt in lists if not isinstance(prompt, int)]
     for prompt in prompts:
         if isinstance(prompt, list):
@@ -91,7 +91,7 @@ class Conversation(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     field: str = "messages"
     answer: bool = True
-    """Ready for the assistant's turn."""
+    """Opens the assistant's turn at the end."""
 
     @property
     def characters(self) -> int:
@@ -102,7 +102,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 class RenderedConversation(msgspec.Struct, frozen=True):
-    """Of which the function's own chat template has made a text."""
+    """A conversation as the text that the function's own chat template has made of it."""
 
     text: str
     field: str = "messages"
@@ -116,7 +116,7 @@ class RenderedConversation(msgspec.Struct, frozen=True):
 
 
 def source_of(call: InvokeRequest, vocab_size: int) -> Source:
-    """Returns what a native call asks to go on from. Raises ServiceError."""
+    """Returns the prompt or conversation of a native call. Raises ServiceError."""
     if (call.prompt is None) == (call.messages is None):
         raise invalid("prompt", "send exactly one of prompt and messages")
     if call.messages is not None:

@@ -1,9 +1,8 @@
-"""What a caller reads about an invocation: the reply, its headers, the events of a stream."""
+"""Formats an invocation for its caller: the reply, its headers, the events of a stream."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import cast
 
 import msgspec
@@ -11,11 +10,40 @@ import msgspec
 from cluster.errors import ServiceError
 from cluster.messages import Done, GenerateRequest, Token, TokenLogprob
 from gateway.api import schema
-from gateway.calls.choices import Outcome, merged
-from gateway.calls.dispatch import Generation
-from gateway.calls.invocation import Invocation
+from gateway.calls.dispatch import Generation, events_of
+from gateway.calls.request import Invocation
 from gateway.http.errors import native_body
 from gateway.http.event_stream import sse
+
+
+class Outcome(msgspec.Struct):
+    """A generation at its end."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+    done: Done
+    prompt_logprobs: list[TokenLogprob] = []
+    """Entries of the prompt's tokens but the first, where they were asked for."""
+
+
+async def collect(generations: Sequence[Generation]) -> list[Outcome]:
+    """Runs all to their ends. Raises the first ServiceError, and cancels the others."""
+    pieces: list[list[str]] = [[] for _ in generations]
+    logprobs: list[list[TokenLogprob]] = [[] for _ in generations]
+    ends: dict[int, Done] = {}
+    async with events_of(generations) as events:
+        async for index, event in events:
+            pieces[index].append(event.text)
+            if isinstance(event, Done):
+                ends[index] = event
+            else:
+                logprobs[index] += event.logprobs
+    if len(ends) != len(generations):
+        raise ServiceError("node_failed", "the node ended without an outcome")
+    return [
+        Outcome("".join(pieces[index]), logprobs[index], ends[index], generation.prompt_logprobs)
+        for index, generation in enumerate(generations)
+    ]
 
 
 def invoke_reply(generations: Sequence[Generation], outcomes: Sequence[Outcome]) -> schema.InvokeReply:
@@ -51,14 +79,14 @@ def _prompt_logprobs(request: GenerateRequest, entries: list[TokenLogprob]) -> l
 
 
 async def invoke_events(generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
-    """The native stream: `token` events, then `done`. Raises ServiceError."""
-    begun: set[int] = set()
+    """Yields the native stream: `token` events, then `done`. Raises ServiceError."""
+    unbegun = set(range(len(generations)))
     several = len(generations) > 1
-    async with aclosing(merged(generations)) as events:
+    async with events_of(generations) as events:
         async for index, event in events:
             choice = index if several else None
-            if index not in begun:
-                begun.add(index)
+            if index in unbegun:
+                unbegun.discard(index)
                 first = _prompt_event(index, generations[index], choice)
                 if first is not None:
                     yield sse(first, "token")
@@ -68,7 +96,7 @@ async def invoke_events(generations: Sequence[Generation]) -> AsyncGenerator[byt
 
 
 def _prompt_event(index: int, generation: Generation, choice: int | None) -> schema.TokenEvent | None:
-    """Returns the event that tells of the prompt before the first token; None when there is nothing to tell."""
+    """Returns the event about the prompt, which precedes the first token; None without an echo or log probabilities."""
     echo = generation.invocation.echo_of(index)
     logprobs = _prompt_logprobs(generation.request, generation.prompt_logprobs)
     if echo is None and logprobs is None:
@@ -78,7 +106,7 @@ def _prompt_event(index: int, generation: Generation, choice: int | None) -> sch
 
 
 def token_events(event: Token | Done, choice: int | None = None) -> list[schema.TokenEvent]:
-    """One event per token; when several came at once, the last one carries their text. Of Done, its text."""
+    """Returns an event per token, of which the last carries the text of all; for Done, one with its text, if any."""
     ids = [] if isinstance(event, Done) else event.token_ids
     if isinstance(event, Done) or not ids:
         index = event.completion_tokens if isinstance(event, Done) else event.index
@@ -138,8 +166,9 @@ def usage(ends: Sequence[Done]) -> schema.Usage:
 
 
 def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
-    """`done`: of the first."""
-    generation, cold = generations[0], done.timing.cold_start
+    """Returns the timing of a call. `done`: the first generation's."""
+    times, cold = generations[0].times, done.timing.cold_start
+    ends = [each.times.done_at for each in generations if each.times.done_at is not None]
     return schema.Timing(
         queue_ms=_ms(done.timing.queue),
         cold_start=schema.ColdStartTiming(
@@ -153,16 +182,16 @@ def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
             replays=cold.replays,
             forecast_ms=_ms(cold.forecast),
         ),
-        ttft_ms=None if generation.ttft is None else _ms(generation.ttft),
-        tpot_ms=None if generation.tpot is None else _ms(generation.tpot),
-        total_ms=_ms(max(each.done_at for each in generations if each.done_at is not None) - generation.received),
+        ttft_ms=None if times.ttft is None else _ms(times.ttft),
+        tpot_ms=None if times.tpot is None else _ms(times.tpot),
+        total_ms=_ms(max(ends) - times.received),
         resumed=max(each.resumed for each in generations),
         device_ms=_ms(sum(each.done.timing.device for each in generations if each.done is not None)),
     )
 
 
 def invocation_headers(generation: Generation) -> dict[str, str]:
-    """Returns the headers that tell of the invocation, as far as they are known when the reply begins."""
+    """Returns the headers about the invocation, as far as they are known when the reply begins."""
     target = generation.invocation.target
     headers = {"x-garnish-function": target.function, "server-timing": server_timing(generation)}
     if target.version is not None:
@@ -175,11 +204,11 @@ def invocation_headers(generation: Generation) -> dict[str, str]:
 
 
 def server_timing(generation: Generation) -> str:
-    """Steps in milliseconds. The node's own figures where it has told them, else what the gateway saw."""
-    steps = {**generation.invocation.steps, "schedule": generation.schedule}
-    if generation.held:
-        steps = {"hold": generation.held, **steps}
-    done, sent, started, first = generation.done, generation.sent_at, generation.started_at, generation.first_at
+    """Returns the steps in milliseconds: the node's figures once it has reported them, else the gateway's."""
+    done, times = generation.done, generation.times
+    steps = {**generation.invocation.steps, "schedule": times.schedule}
+    if times.hold_wait:
+        steps = {"hold": times.hold_wait, **steps}
     if done is not None:
         cold = done.timing.cold_start
         steps |= {
@@ -191,16 +220,16 @@ def server_timing(generation: Generation) -> str:
         }
         steps["decode"] = max(0.0, done.timing.total - done.timing.queue - done.timing.prefill)
     else:
-        if sent is not None and started is not None:
-            steps["queue"] = started - sent
-        if started is not None and first is not None:
-            steps["prefill"] = first - started
-    told = [f"{name};dur={seconds * 1000:.2f}" for name, seconds in steps.items()]
+        if times.sent_at is not None and times.started_at is not None:
+            steps["queue"] = times.started_at - times.sent_at
+        if times.started_at is not None and times.first_at is not None:
+            steps["prefill"] = times.first_at - times.started_at
+    entries = [f"{name};dur={seconds * 1000:.2f}" for name, seconds in steps.items()]
     if done is not None and done.timing.cold_start.plan != "none":
         cold = done.timing.cold_start
         layers = f"{cold.layers_cpu} layers on CPU workers and {cold.layers_device} on the device"
-        told.append(f'cold;desc="{cold.plan}: {layers}; {cold.replays} replays"')
-    return ", ".join(told)
+        entries.append(f'cold;desc="{cold.plan}: {layers}; {cold.replays} replays"')
+    return ", ".join(entries)
 
 
 def _ms(seconds: float) -> float:

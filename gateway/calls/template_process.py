@@ -21,9 +21,9 @@ from cluster.chat_template import compile_template, render
 RENDER_SECONDS = 1.0
 """Processor time for one conversation; honest templates need some thousandths."""
 MAX_CHARACTERS = 4 << 20
-"""Of a rendered conversation: four times what a call's body may have."""
+"""Longest rendered conversation: four times what a call's body may have."""
 MAX_COMPILED = 256
-"""Templates; the one that was used least recently is compiled anew."""
+"""Compiled templates that are kept; the one that was used least recently is compiled again."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class Job(msgspec.Struct, frozen=True):
 class Rendered(msgspec.Struct, frozen=True, tag=True):
     text: str
     last: bool
-    """Whether the process holds so much memory that a new one should go on."""
+    """True if the process has so much memory that a new one should replace it."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

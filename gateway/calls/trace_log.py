@@ -20,7 +20,7 @@ class Call(msgspec.Struct, frozen=True):
     """Unix time at which it was received."""
     tenant: str
     digest: str
-    """Of the adapter version; empty for the base alone."""
+    """Digest of the adapter version; empty for the base alone."""
     rank: int
     bytes: int
     prompt_tokens: int

@@ -1,4 +1,5 @@
-"""What the registry said: valid for a second since that was last known, for a minute while it is away."""
+"""A cache of answers of the registry: valid for a second since they were last confirmed, for a minute while it is
+away."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ V = TypeVar("V")
 
 
 KEPT_SECONDS = 600.0
-"""For which confirmations count. An answer in use is renewed after half of it: a gateway of a release that marks
-nothing (adapters.epoch) may have written to the registry."""
+"""Seconds for which confirmations count. An answer in use is renewed after half of it: a gateway of a release that
+marks nothing (adapters.epoch) may have written to the registry."""
 MAX_KNOWN = 50_000
 """Answers that are kept, about a kilobyte each."""
 PATIENCE = 1.0
@@ -39,41 +40,41 @@ class GraceCache(Generic[K, V]):
     limit: int = MAX_KNOWN
     patience: float = PATIENCE
     confirmed: Callable[[K], float] = lambda _: float("-inf")
-    """When it was last known, by `clock`, that an answer which is kept would still be the same."""
-    _known: OrderedDict[K, tuple[V, float]] = field(default_factory=OrderedDict, init=False)
+    """Returns when, by `clock`, it was last known that a cached answer would still be the same."""
+    _cached: OrderedDict[K, tuple[V, float]] = field(default_factory=OrderedDict, init=False)
     _loading: dict[K, asyncio.Task[V]] = field(default_factory=dict, init=False)
     _patience_ends: dict[K, float] = field(default_factory=dict, init=False)
-    """By the event loop's time, for each load under way."""
+    """End of patience by the event loop's time, for each load in progress."""
 
     async def get(self, key: K) -> V:
         """Raises what `load` raises; StoreUnavailable only when nothing younger than the grace is known."""
-        known = self._known.get(key)
-        if known is not None and self._age(key, known[1]) < self.fresh:
-            kept = KEPT_SECONDS if self.confirmed(key) > known[1] else self.fresh
-            if self.clock() - known[1] > kept / 2 and key not in self._loading:
+        cached = self._cached.get(key)
+        if cached is not None and self._age(key, cached[1]) < self.fresh:
+            valid_s = KEPT_SECONDS if self.confirmed(key) > cached[1] else self.fresh
+            if self.clock() - cached[1] > valid_s / 2 and key not in self._loading:
                 self._begin(key)
-            return known[0]
+            return cached[0]
         load = self._loading.get(key) or self._begin(key)
-        if known is None or self._age(key, known[1]) >= self.grace:
+        if cached is None or self._age(key, cached[1]) >= self.grace:
             return await asyncio.shield(load)
         # What has hung for as long before holds up nobody any more.
-        left = self._patience_ends.get(key, 0.0) - asyncio.get_running_loop().time()
-        await asyncio.wait({load}, timeout=max(0.0, left))
+        patience_s = self._patience_ends.get(key, 0.0) - asyncio.get_running_loop().time()
+        await asyncio.wait({load}, timeout=max(0.0, patience_s))
         if not load.done() or isinstance(load.exception(), StoreUnavailable):
-            return known[0]
+            return cached[0]
         return load.result()
 
     def forget_where(self, matches: Callable[[K], bool]) -> None:
-        """The next `get` of these asks anew, and a load of them that began before does not count."""
-        for key in [key for key in self._known if matches(key)]:
-            del self._known[key]
+        """Forgets matching answers: the next `get` loads them again, and a load that began before does not count."""
+        for key in [key for key in self._cached if matches(key)]:
+            del self._cached[key]
         for key in [key for key in self._loading if matches(key)]:
             del self._loading[key], self._patience_ends[key]
 
-    def _age(self, key: K, asked: float) -> float:
+    def _age(self, key: K, asked_at: float) -> float:
         """Returns the seconds since an answer that was asked for then was last known to be valid."""
         now = self.clock()
-        return now - (max(asked, self.confirmed(key)) if now - asked < KEPT_SECONDS else asked)
+        return now - (max(asked_at, self.confirmed(key)) if now - asked_at < KEPT_SECONDS else asked_at)
 
     def _begin(self, key: K) -> asyncio.Task[V]:
         task = asyncio.ensure_future(self._load_one(key))
@@ -85,21 +86,21 @@ class GraceCache(Generic[K, V]):
 
     async def _load_one(self, key: K) -> V:
         task = asyncio.current_task()
-        asked = self.clock()
+        asked_at = self.clock()
         try:
             value = await self.load(key)
         except StoreUnavailable:
             raise
         except Exception:
             if self._loading.get(key) is task:
-                self._known.pop(key, None)
+                self._cached.pop(key, None)
             raise
         else:
             if self._loading.get(key) is task:
-                self._known[key] = (value, asked)
-                self._known.move_to_end(key)
-                if len(self._known) > self.limit:
-                    self._known.popitem(last=False)
+                self._cached[key] = (value, asked_at)
+                self._cached.move_to_end(key)
+                if len(self._cached) > self.limit:
+                    self._cached.popitem(last=False)
             return value
         finally:
             if self._loading.get(key) is task:

@@ -1,4 +1,4 @@
-"""Who calls: keys to tenants, by what the registry says of their owner.
+"""Authenticates callers: keys to tenants, by what the registry has of their owner.
 
 A key that is not in it is looked up, as far as there is room for such look-ups.
 """
@@ -9,8 +9,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from urllib.parse import urlsplit
 
-import msgspec
 from starlette.requests import Request
 
 from adapters.errors import NotFound, StoreUnavailable
@@ -20,25 +20,17 @@ from cluster.errors import ServiceError
 from gateway.catalog.cache import GraceCache
 from gateway.catalog.key_lookups import LOOKUPS_PER_SECOND, KeyLookups
 from gateway.catalog.threads import StoreThreads
-from gateway.config import GatewayConfig, share
-from gateway.http.local_only import check_local
+from gateway.config import GatewayConfig, is_loopback, share
 from gateway.http.params import TENANT_HEADER
+from gateway.http.routing import Caller
 
 OPEN_TENANT = "default"
-"""Whose functions are served when `auth` is `none`."""
+"""Tenant whose functions are served when `auth` is `none`."""
 MAX_KEY_TEXT = 512
 MAX_NAMES = 50_000
 """Tenants whose names are kept."""
 REFUSAL_SECONDS = 0.05
-"""A key is refused after a multiple of this, so that the time tells nothing of whether its tenant exists."""
-
-
-class Caller(msgspec.Struct, frozen=True):
-    """`tenant` is the one that the key belongs to; None for an admin key. `key_id` is None while there are no keys."""
-
-    tenant: str | None
-    admin: bool
-    key_id: str | None = None
+"""Refusals of keys take a multiple of this, so that their time does not show whether the tenant exists."""
 
 
 class Callers:
@@ -55,7 +47,7 @@ class Callers:
         self._tenants = tenants
         self._threads = threads
         self._lookups = KeyLookups(share(LOOKUPS_PER_SECOND, config), clock)
-        self._known: GraceCache[str | None, _Owner] = GraceCache(
+        self._owners: GraceCache[str | None, _Owner] = GraceCache(
             self._owner,
             clock=clock,
             fresh=config.cache_seconds,
@@ -78,7 +70,7 @@ class Callers:
         """Raises ServiceError: `unauthenticated` without a valid key; `forbidden` for another site's page while there
         are no keys."""
         if self._open:
-            check_local(request, self._host)
+            _check_local(request, self._host)
             return Caller(tenant=OPEN_TENANT, admin=True)
         text = _key_text(request)
         claim = parse_key(text)
@@ -96,45 +88,46 @@ class Callers:
     async def tenant(self, request: Request) -> str:
         """Inside whose functions the request is looked up. Raises ServiceError."""
         caller = await self.caller(request)
-        named = request.headers.get(TENANT_HEADER)
-        if named is None:
+        stated = request.headers.get(TENANT_HEADER)
+        if stated is None:
             if caller.tenant is None:
                 raise ServiceError(
                     "invalid_request", f"an admin key names a tenant in the header {TENANT_HEADER}", param=TENANT_HEADER
                 )
             return caller.tenant
-        if named == caller.tenant:
-            return named
+        if stated == caller.tenant:
+            return stated
         if not caller.admin:
             raise ServiceError("forbidden", "only an admin key may act for another tenant", param=TENANT_HEADER)
-        return (await self._known.get(named)).record.id
+        return (await self._owners.get(stated)).record.id
 
     async def account(self, tenant: str) -> Tenant:
         """The tenant's record, as old as a key may be. Raises NotFound, StoreUnavailable."""
         try:
-            return (await self._known.get(tenant)).record
+            return (await self._owners.get(tenant)).record
         except NotFound:
             if self._open and tenant == OPEN_TENANT:
                 return Tenant(id=tenant)
             raise
 
     async def is_valid(self, tenant: str | None, key_id: str) -> bool:
-        """Whether this key, of a tenant or (None) of an administrator, is not revoked. Raises StoreUnavailable."""
+        """Returns whether this key, of a tenant or (None) of an administrator, is not revoked. Raises
+        StoreUnavailable."""
         try:
-            return (await self._known.get(tenant)).has_id(key_id)
+            return (await self._owners.get(tenant)).has_id(key_id)
         except NotFound:
             return False
 
     def forget(self, tenant: str | None) -> None:
         """Forgets callers after a change of the tenant (None: of administrators) or its keys: this process must not
         answer from before it."""
-        self._known.forget_where(lambda name: name == tenant)
+        self._owners.forget_where(lambda name: name == tenant)
         if tenant is not None and len(self._names) < MAX_NAMES:
             self._names.add(tenant)
 
     def forget_all(self) -> None:
         """Forgets all callers, after changes that nobody can name."""
-        self._known.forget_where(lambda _: True)
+        self._owners.forget_where(lambda _: True)
 
     async def admin(self, request: Request) -> None:
         """Raises ServiceError `forbidden` for a tenant's key."""
@@ -142,11 +135,11 @@ class Callers:
             raise ServiceError("forbidden", "this route needs an admin key")
 
     async def _is_known(self, text: str, claim: Principal) -> bool:
-        """Whether it is a valid key by what is known of its owner; False where nothing is."""
+        """Returns whether it is a valid key by the cached record of its owner; False where there is none."""
         if claim.tenant is not None and claim.tenant not in self._names:
             return False
         try:
-            return (await self._known.get(claim.tenant)).has(text, claim)
+            return (await self._owners.get(claim.tenant)).has(text, claim)
         except NotFound:
             self._names.discard(claim.tenant)
             return False
@@ -165,7 +158,7 @@ class Callers:
 
 
 class _Owner:
-    """Of keys. Administrators together are a tenant without a name, of which nothing but its keys is asked."""
+    """Owner of keys. Administrators together are a tenant without a name, of which only the keys are used."""
 
     __slots__ = ("_keys", "record")
 
@@ -195,3 +188,29 @@ def _key_text(request: Request) -> str:
 
 def _invalid_key() -> ServiceError:
     return ServiceError("unauthenticated", "the key is not valid")
+
+
+def _check_local(request: Request, bound_host: str) -> None:
+    """Lets only local addresses and pages call: without keys, any web page in a browser on this host could.
+
+    Raises ServiceError `forbidden` for what a page of another site can make a browser send.
+
+    A browser names the page's site in `Origin` with everything but plain reads, and can't read the replies to those;
+    where a site's name was made to point to this host (DNS rebinding), `Host` still has that name.
+    """
+    host = request.headers.get("host")
+    if host is not None and not _is_local(host, bound_host):
+        raise ServiceError(
+            "forbidden", "while `auth` is `none`, only loopback addresses are served: Host names another"
+        )
+    for origin in request.headers.getlist("origin"):
+        if host is None or origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
+            raise ServiceError("forbidden", "while `auth` is `none`, pages of other sites may not call: see Origin")
+
+
+def _is_local(host: str, bound_host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    return name is not None and (is_loopback(name) or name == bound_host.lower())

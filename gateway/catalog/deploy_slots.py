@@ -1,4 +1,4 @@
-"""How many deploys there may be at once, so that no tenant's uploads keep the other tenants from deploying."""
+"""Limits concurrent deploys, so that no tenant's uploads keep the other tenants from deploying."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class _Share:
 
 
 class DeploySlots:
-    """An upload takes memory and disk for as long as its sender likes, so each tenant has a few of its own.
-
-    Checking and storing takes a thread: these places are for all, and a tenant gets only some of them at once.
-    """
+    """Slots for deploys. An upload takes memory and disk for as long as its sender likes, so each tenant has a few
+    slots for itself. Checking and storing takes a thread: these slots are for all, and a tenant gets only some of them
+    at once."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._free_uploads = share(config.max_uploads, config)
@@ -36,20 +35,20 @@ class DeploySlots:
     def deploy(self, tenant: str) -> Iterator[None]:
         """Holds a place for a deploy from the start of the upload to the reply. Raises ServiceError `overloaded` at
         once when all places, or all of the tenant's, are taken."""
-        own = self._shares.get(tenant)
-        if own is not None and own.uploads >= self._tenant_uploads:
-            raise _busy(f"you have {own.uploads} deploys under way already")
+        tenant_share = self._shares.get(tenant)
+        if tenant_share is not None and tenant_share.uploads >= self._tenant_uploads:
+            raise _busy(f"you have {tenant_share.uploads} deploys under way already")
         if self._free_uploads <= 0:
             raise _busy("too many deploys at once")
-        own = self._shares.setdefault(tenant, _Share(self._tenant_stores))
-        own.uploads += 1
+        tenant_share = self._shares.setdefault(tenant, _Share(self._tenant_stores))
+        tenant_share.uploads += 1
         self._free_uploads -= 1
         try:
             yield
         finally:
-            own.uploads -= 1
+            tenant_share.uploads -= 1
             self._free_uploads += 1
-            if not own.uploads:
+            if not tenant_share.uploads:
                 del self._shares[tenant]
 
     @asynccontextmanager

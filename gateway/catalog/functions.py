@@ -29,13 +29,13 @@ Key = tuple[str, str, str]
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What an invocation runs: one version of a function, or the base model alone (`adapter` None)."""
+    """The target of an invocation: one version of a function, or the base model alone (`adapter` None)."""
 
     function: str
     version: int | None = None
     adapter: Adapter | None = None
     policy: Policy = Policy()
-    """The function's; the base model has none of its own."""
+    """Policy of the function; empty for the base model."""
 
     @property
     def digest(self) -> str | None:
@@ -53,7 +53,7 @@ class Functions:
     ) -> None:
         """`confirmed`: when it was last known that a record is as it was read, by its key."""
         self.on_change: Callable[[str, str], None] = lambda *_: None
-        """Told of each function (tenant, name) that this process has changed."""
+        """Called with each function (tenant, name) that this process has changed."""
         self._registry = registry
         self._threads = threads
         self._rebuilds = Rebuilds(registry, self.forget)
@@ -74,8 +74,8 @@ class Functions:
         if name == self._registry.base.id and not qualifier:
             return Target(function=name)
         choices = await self.choices(tenant, name, qualifier)
-        found = pick(choices, point_of(tenant, name, qualifier or "latest", side))
-        return Target(found.function, found.version, adapter_of(found), found.policy)
+        resolved = pick(choices, point_of(tenant, name, qualifier or "latest", side))
+        return Target(resolved.function, resolved.version, adapter_of(resolved), resolved.policy)
 
     async def choices(self, tenant: str, name: str, qualifier: str | None) -> Sequence[Choice]:
         """Returns what `Registry.choices` does, from the cache while that is valid."""
@@ -108,11 +108,12 @@ class Functions:
         self._cache.forget_where(lambda key: key[0] == tenant)
 
     def remake(self, tenant: str, target: Target) -> ServiceError:
-        """Begin to make the artifact again, which a node has found damaged; what that node's caller is told."""
+        """Starts to make the artifact again, which a node has found damaged. Returns the error for that node's
+        caller."""
         assert target.version is not None and target.digest is not None  # nodes find no fault with the base alone
         self._rebuilds.request(tenant, target.function, target.version, target.digest)
-        found = f"the artifact of version {target.version} of function {target.function} was damaged"
-        return ServiceError("unavailable", f"{found}: it is being made again", retry_after=STORE_RETRY_AFTER)
+        damage = f"the artifact of version {target.version} of function {target.function} was damaged"
+        return ServiceError("unavailable", f"{damage}: it is being made again", retry_after=STORE_RETRY_AFTER)
 
     async def _load(self, key: Key) -> Sequence[Choice]:
         tenant, name, qualifier = key
@@ -123,12 +124,12 @@ class Functions:
         return choices
 
 
-def adapter_of(found: Resolved) -> Adapter:
-    """Returns the version as nodes are told of it."""
+def adapter_of(resolved: Resolved) -> Adapter:
+    """Returns the version as nodes get it."""
     return Adapter(
-        digest=found.digest,
-        artifact=found.artifact_key,
-        bytes=found.bytes,
-        ranks=found.ranks,
-        itemsize=found.itemsize,
+        digest=resolved.digest,
+        artifact=resolved.artifact_key,
+        bytes=resolved.bytes,
+        ranks=resolved.ranks,
+        itemsize=resolved.itemsize,
     )

@@ -9,9 +9,9 @@ from cluster.errors import ServiceError
 from cluster.limits import Bucket
 
 LOOKUPS_PER_SECOND = 50
-"""Of the whole gateway."""
+"""Look-ups per second of the whole gateway."""
 AT_ONCE = 4
-"""Of one worker: fewer than there are threads for reads, which known callers need, too."""
+"""Concurrent look-ups of one worker: fewer than there are threads for reads, which known callers need, too."""
 RETRY_AFTER = 1.0
 
 

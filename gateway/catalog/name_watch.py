@@ -1,7 +1,8 @@
-"""How long what was read of a record stays valid: until the registry's epoch says that it may have changed.
+"""Validity of cached records: they are valid until the registry's epoch shows that they may have changed. See
+adapters.epoch.
 
-See adapters.epoch. An answer is from after every change that was committed `cache_seconds` ago: an epoch that was read
-within that time has marks of all of those. Without one, while the store is slow, answers are valid for `cache_seconds`.
+An answer is from after every change that was committed `cache_seconds` ago: an epoch that was read within that time has
+marks of all of those. Without one, while the store is slow, answers are valid for `cache_seconds`.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ log = logging.getLogger("gateway")
 
 
 class NameWatch:
-    """Of one worker. `on_mark` is told of each mark once, and of those before the first reading never."""
+    """Reads the epoch for one worker. `on_mark` is called with each mark once, and never with those before the first
+    reading."""
 
     def __init__(self, store: ObjectStore, threads: StoreThreads, clock: Callable[[], float], seconds: float) -> None:
         self._store = store
         self._threads = threads
         self._clock = clock
         self._seconds = seconds
-        self._known: Epoch | None = None
+        self._epoch: Epoch | None = None
         self.read_at = float("-inf")
-        """When the newest reading began."""
+        """Start of the newest reading."""
         self._dirty: dict[str, float] = {}
-        """Until when each marked record may still be committed."""
+        """Time until which each marked record may still be committed."""
         self._all_dirty_until: float | None = None
         self.on_mark: Callable[[Mark], None] = lambda _: None
         self.forget_all: Callable[[], None] = lambda: None
@@ -46,8 +48,11 @@ class NameWatch:
         return epoch, self._store.now() if self._begins_anew(epoch) else None
 
     def confirmed(self, key: str) -> float:
-        """Returns until when, by `clock`, nothing was committed of the record since it was last read or forgotten; -inf
-        while a marked change of it may still be committed."""
+        """Returns the time, by `clock`, until which nothing was committed of the record.
+
+        It counts from when the record was last read or forgotten; -inf while a marked change of it may still be
+        committed.
+        """
         return float("-inf") if key in self._dirty or self._all_dirty_until is not None else self.read_at
 
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -68,13 +73,13 @@ class NameWatch:
             await asyncio.sleep(max(0.0, POLL_SHARE * self._seconds - (self._clock() - began)))
 
     def apply(self, epoch: Epoch, now: float | None, began: float) -> None:
-        """Takes in what `read` has returned; `began`: when that reading began, by `clock`. Tells `on_mark` of the new
-        marks, and calls `forget_all` when marks may have been missed."""
-        known, self._known = self._known, epoch
+        """Takes in what `read` has returned. Calls `on_mark` with the new marks, and `forget_all` when marks may have
+        been missed. `began`: start of the reading, by `clock`."""
+        before, self._epoch = self._epoch, epoch
         marks = epoch.marks
         if now is None:
-            assert known is not None
-            marks = tuple(mark for mark in marks if mark.number > known.number)
+            assert before is not None
+            marks = tuple(mark for mark in marks if mark.number > before.number)
         else:
             self._all_dirty_until = max(self._all_dirty_until or 0.0, self._dirty_until(epoch.since, now))
             self.forget_all()
@@ -82,17 +87,17 @@ class NameWatch:
             until = self._dirty_until(mark.at, now)
             if until > began:
                 self._dirty[mark.key] = max(until, self._dirty.get(mark.key, 0.0))
-            if known is not None:
+            if before is not None:
                 self.on_mark(mark)
         self._end_dirty(began)
         self.read_at = began
 
     def _begins_anew(self, epoch: Epoch) -> bool:
-        """Whether there may be marks that this worker has not seen and that the epoch no longer names."""
-        known = self._known
-        if known is None or known.id != epoch.id or epoch.number < known.number:
+        """Returns whether there may be marks that this worker has not seen and that the epoch no longer names."""
+        before = self._epoch
+        if before is None or before.id != epoch.id or epoch.number < before.number:
             return True
-        return bool(epoch.marks) and epoch.marks[0].number > known.number + 1
+        return bool(epoch.marks) and epoch.marks[0].number > before.number + 1
 
     def _dirty_until(self, marked: float, now: float | None) -> float:
         """Returns until when, by `clock`, a change that was marked at `marked` may still be committed. `now`: the

@@ -20,12 +20,12 @@ log = logging.getLogger("gateway")
 
 
 class Rebuilds:
-    """Each digest is made once, however many ask. Failures are kept by the registry's contents, and told by them."""
+    """Makes each digest's artifact once, however many ask. Failures are cached by the registry's contents."""
 
-    def __init__(self, registry: Registry, made: Callable[[str, str], None]) -> None:
-        """`made` is told of the function (tenant, name) whose artifact was made, or can't be."""
+    def __init__(self, registry: Registry, on_rebuilt: Callable[[str, str], None]) -> None:
+        """`made` is called with the function (tenant, name) whose artifact was made, or can't be."""
         self._registry = registry
-        self._made = made
+        self._on_rebuilt = on_rebuilt
         self._threads = LeavableThreads(THREADS)
         self._waiting: dict[str, asyncio.Task[None]] = {}
 
@@ -45,4 +45,4 @@ class Rebuilds:
             log.exception("version %d of %s/%s: its artifact is not made", version, tenant, name)
         finally:
             del self._waiting[digest]
-            self._made(tenant, name)
+            self._on_rebuilt(tenant, name)

@@ -1,4 +1,4 @@
-"""Whether the registry answers and can be written to: anyone may ask that without a key, so it is asked rarely."""
+"""Probes whether the registry answers and can be written to: rarely, for anyone may ask that without a key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.catalog.threads import LeavableThreads, StoreThreads
 from gateway.config import GatewayConfig
 
 READ_KEY = "admin.json"
-"""Whether this object exists does not matter: the store must only answer."""
+"""Key of an object that need not exist: the store must only answer."""
 WRITE_KEY = "probes/ready"
 WRITE_BYTES = 4096
 WRITE_EVERY = 10.0
@@ -56,7 +56,7 @@ class StoreProbe:
     async def _write(self, _: None) -> bool:
         """An answer either way, so that a store that can't be written to is not tried with each request."""
         try:
-            if self._writes.left:
+            if self._writes.abandoned:
                 raise StoreUnavailable("an earlier write still hangs")
             async with asyncio.timeout(self._seconds):
                 await self._writes.run(partial(self._store.put, WRITE_KEY, bytes(WRITE_BYTES)))

@@ -1,7 +1,7 @@
-"""Which function a caller may have meant who named one that does not exist. Best effort, and cheap for the service.
+"""Suggests a function to a caller who named one that does not exist.
 
-A tenant's names are kept for many times as long as it took to list them, and suggestions per second are limited: calls
-of drawn names cost little more than the lookup that fails.
+Best effort, and cheap for the service. A tenant's names are cached for many times as long as it took to list them, and
+suggestions per second are limited: calls of drawn names cost little more than the lookup that fails.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from adapters.store import MAX_LIST
 from gateway.catalog.threads import StoreThreads
 
 MAX_NAMES = 50_000
-"""Of one tenant; what comes after them in the order of names is not suggested."""
+"""Names of one tenant that are listed; those after them in their order are not suggested."""
 MAX_KEPT = 200_000
 MAX_TENANTS = 1000
 """Names of all tenants together, and tenants; the one that asked least recently is forgotten."""
 KEPT_FACTOR = 20.0
-"""A list is kept for so many times as long as it took: at most a twentieth of one thread's time goes into lists."""
+"""Multiple of the time a list took for which it is cached: at most a twentieth of one thread's time goes into lists."""
 PATIENCE = 0.5
 """Seconds that a reply waits for the list."""
 PER_SECOND = 5
@@ -36,8 +36,8 @@ class _Tenant:
     expires: float = 0.0
     listing: asyncio.Task[None] | None = None
     second: int = 0
-    """In which `given` were given."""
-    given: int = 0
+    """Second in which `given` were given."""
+    suggestions: int = 0
 
 
 class Suggestions:
@@ -78,9 +78,9 @@ class Suggestions:
     def _has_budget(self, state: _Tenant) -> bool:
         second = int(self._clock())
         if state.second != second:
-            state.second, state.given = second, 0
-        state.given += 1
-        return state.given <= PER_SECOND
+            state.second, state.suggestions = second, 0
+        state.suggestions += 1
+        return state.suggestions <= PER_SECOND
 
     async def _list(self, tenant: str, state: _Tenant) -> None:
         """Reads the tenant's names into `state`. A store that fails leaves those of before, and is asked later."""
@@ -107,7 +107,7 @@ class Suggestions:
             names -= len(self._tenants.popitem(last=False)[1].index)
 
     async def _exists(self, tenant: str, name: str) -> bool:
-        """Whether a listed name is a function: what is left of a deleted one is listed, too."""
+        """Returns whether a listed name is a function: what remains of a deleted one is listed, too."""
         try:
             await self._threads.read(self._registry.function, tenant, name)
         except NotFound:

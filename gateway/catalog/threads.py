@@ -22,12 +22,12 @@ WRITE_THREADS = 4
 
 
 class LeavableThreads:
-    """At most `count` calls at once, each in a thread of its own. Whoever waits for one may leave (be cancelled), but
-    its place is free only when the thread has ended: calls that hang can't pile up."""
+    """Runs at most `count` calls at once, each in its own thread. A caller may leave (be cancelled), but its place is
+    free only when the thread has ended: calls that hang can't pile up."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.left = 0
+        self.abandoned = 0
         """Calls that still run although nobody waits for them any more."""
         self._places = asyncio.Semaphore(count)
 
@@ -49,7 +49,7 @@ class LeavableThreads:
             await asyncio.wait({ended})  # unlike a plain await, it leaves `ended` alone when it is cancelled
         finally:
             if not ended.done():
-                self.left += 1
+                self.abandoned += 1
                 ended.add_done_callback(self._end_left)
         return ended.result()
 
@@ -59,7 +59,7 @@ class LeavableThreads:
             ended.exception()  # retrieved: whoever waited may have left
 
     def _end_left(self, _: asyncio.Future[T]) -> None:
-        self.left -= 1
+        self.abandoned -= 1
 
 
 def _run(work: Callable[[], T], outcome: Future[T]) -> None:
@@ -81,10 +81,13 @@ class StoreThreads:
         self._write_limiter = anyio.CapacityLimiter(writes)
 
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Raises StoreUnavailable when the store (or a free thread) does not answer in time; at once while earlier
-        reads that were given up hang in all threads."""
-        if self._reads.left >= self._reads.count:
-            raise StoreUnavailable(f"{self._reads.left} earlier reads of the registry still hang")
+        """Returns the result of a read. Raises StoreUnavailable when the store (or a free thread) does not answer in
+        time.
+
+        Raises it at once while earlier reads that were given up hang in all threads.
+        """
+        if self._reads.abandoned >= self._reads.count:
+            raise StoreUnavailable(f"{self._reads.abandoned} earlier reads of the registry still hang")
         try:
             async with asyncio.timeout(self._seconds):
                 return await self._reads.run(partial(call, *args, **kwargs))

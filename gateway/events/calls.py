@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,21 +15,22 @@ from starlette.requests import Request
 from adapters.destinations import Destination, check_destination
 from adapters.errors import NotFound
 from adapters.functions import Policy
+from adapters.store import ObjectStore
 from cluster.errors import ServiceError
 from gateway.api.schema import InvokeReply, InvokeRequest
-from gateway.calls.choices import collect
-from gateway.calls.prepare import prepare
+from gateway.calls.dispatch import Dispatcher
 from gateway.calls.prompts import source_of
-from gateway.calls.reply import invoke_reply
-from gateway.calls.spare_request import spare_request
+from gateway.calls.reply import collect, invoke_reply
+from gateway.calls.request import InputProcessor, background_request
+from gateway.catalog.threads import StoreThreads
 from gateway.events.deliveries import Deliveries
+from gateway.events.events import Events
 from gateway.events.records import MAX_AGE_S, RETRIES, EventRecord, new_nonce
-from gateway.events.webhook_hosts import NotAllowed, WebhookHosts, parse_webhook_hosts
 from gateway.events.webhook_secrets import read_secrets
 from gateway.events.webhooks import Webhooks
 from gateway.events.worker import NotKnownHere, Worker
 from gateway.http.stopwatch import Stopwatch
-from gateway.services import Services
+from gateway.webhook_hosts import NotAllowed, WebhookHosts, parse_webhook_hosts
 
 IDEMPOTENCY_HEADER = "idempotency-key"
 MAX_KEY = 255
@@ -38,101 +39,109 @@ OWN_FIELDS = ("background", "stream", "on_success", "on_failure")
 """Of the request, which say how it is called and not what is generated."""
 
 
-async def accept(
-    request: Request,
-    services: Services,
-    tenant: str,
-    watch: Stopwatch,
-    *,
-    named: tuple[str, str | None],
-    call: InvokeRequest,
-) -> EventRecord:
-    """Stores the call as an event. Raises what a call that can't be run raises, and ServiceError `overloaded` for a
-    full queue, `conflict` for an Idempotency-Key that another call has used."""
-    source = source_of(call, services.base.vocab_size)
-    invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
-    policy = invocation.target.policy
-    on_success, on_failure = call.on_success or policy.on_success, call.on_failure or policy.on_failure
-    await _check(services, tenant, on_success, "on_success")
-    await _check(services, tenant, on_failure, "on_failure")
-    stated = msgspec.to_builtins(call)
-    asked = {name: value for name, value in stated.items() if name not in OWN_FIELDS and value is not None}
-    now, max_age = await services.events.clock.now(), policy.max_age or MAX_AGE_S
-    event = EventRecord(
-        id=_event_id(request, tenant),
-        tenant=tenant,
-        function=named[0],
-        qualifier=named[1],
-        request=asked,
-        fingerprint=_fingerprint(named, asked, call),
-        created=now,
-        changed=now,
-        due=now,
-        retries=RETRIES if policy.retries is None else policy.retries,
-        max_age=max_age,
-        deadline=now + max_age,
-        nonce=new_nonce(),
-        on_success=on_success,
-        on_failure=on_failure,
-    )
-    return await services.events.add(event)
+@dataclass(frozen=True, kw_only=True)
+class EventCalls:
+    """Accepts and runs asynchronous calls."""
 
+    events: Events
+    inputs: InputProcessor
+    dispatcher: Dispatcher
+    webhook_hosts: Sequence[str]
+    """Where webhooks of all tenants may go."""
+    store: ObjectStore
+    threads: StoreThreads
 
-async def execute(services: Services, event: EventRecord) -> InvokeReply:
-    """Runs the event's call once. Raises what calls raise, and NotKnownHere."""
-    try:
-        call = msgspec.convert(event.request, InvokeRequest)
-    except msgspec.ValidationError:
-        raise NotKnownHere from None
-    named, source = (event.function, event.qualifier), source_of(call, services.base.vocab_size)
-    request, watch = spare_request(event.id), Stopwatch()
-    invocation = await prepare(request, services, event.tenant, watch, named=named, source=source, stated=call)
-    generations = services.dispatcher.generations(invocation)
-    outcomes = await collect(generations)
-    return msgspec.structs.replace(invoke_reply(generations, outcomes), id=event.id)
+    async def accept(
+        self,
+        request: Request,
+        tenant: str,
+        watch: Stopwatch,
+        *,
+        named: tuple[str, str | None],
+        call: InvokeRequest,
+    ) -> EventRecord:
+        """Stores the call as an event. Raises what a call that can't be run raises, and ServiceError `overloaded` for a
+        full queue, `conflict` for an Idempotency-Key that another call has used."""
+        source = source_of(call, self.inputs.base.vocab_size)
+        invocation = await self.inputs.prepare(request, tenant, watch, function=named, source=source, stated=call)
+        policy = invocation.target.policy
+        on_success, on_failure = call.on_success or policy.on_success, call.on_failure or policy.on_failure
+        await self._check(tenant, on_success, "on_success")
+        await self._check(tenant, on_failure, "on_failure")
+        stated = msgspec.to_builtins(call)
+        asked = {name: value for name, value in stated.items() if name not in OWN_FIELDS and value is not None}
+        now, max_age = await self.events.clock.now(), policy.max_age or MAX_AGE_S
+        event = EventRecord(
+            id=_event_id(request, tenant),
+            tenant=tenant,
+            function=named[0],
+            qualifier=named[1],
+            request=asked,
+            fingerprint=_fingerprint(named, asked, call),
+            created=now,
+            changed=now,
+            due=now,
+            retries=RETRIES if policy.retries is None else policy.retries,
+            max_age=max_age,
+            deadline=now + max_age,
+            nonce=new_nonce(),
+            on_success=on_success,
+            on_failure=on_failure,
+        )
+        return await self.events.add(event)
 
-
-@asynccontextmanager
-async def running_events(services: Services) -> AsyncIterator[None]:
-    """This process runs events of all tenants as long as the context lasts."""
-
-    async def can_run() -> bool:
-        """Whether a node serves, or is started for calls that wait."""
-        nodes = (await services.cluster.table()).serving(services.base.fingerprint)
-        return bool(nodes.rows.size) or await services.dispatcher.hold.applies()
-
-    async def policy_of(tenant: str, name: str, qualifier: str | None) -> Policy:
+    async def execute(self, event: EventRecord) -> InvokeReply:
+        """Runs the event's call once. Raises what calls raise, and NotKnownHere."""
         try:
-            choices = await services.functions.choices(tenant, name, qualifier)
-        except NotFound:  # the call itself will say so
-            return Policy()
-        return choices[0].version.policy
+            call = msgspec.convert(event.request, InvokeRequest)
+        except msgspec.ValidationError:
+            raise NotKnownHere from None
+        named, source = (event.function, event.qualifier), source_of(call, self.inputs.base.vocab_size)
+        request, watch = background_request(event.id), Stopwatch()
+        invocation = await self.inputs.prepare(request, event.tenant, watch, function=named, source=source, stated=call)
+        generations = self.dispatcher.generations(invocation)
+        outcomes = await collect(generations)
+        return msgspec.structs.replace(invoke_reply(generations, outcomes), id=event.id)
 
-    events, webhooks = services.events, Webhooks(lambda tenant: _webhook_hosts(services, tenant))
-    async with Worker(events, partial(execute, services), Deliveries(events, webhooks, policy_of), can_run).running():
-        yield
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """This process runs events of all tenants as long as the context lasts."""
 
+        async def can_run() -> bool:
+            """Whether a node serves, or is started for calls that wait."""
+            nodes = (await self.inputs.cluster.table()).serving(self.inputs.base.fingerprint)
+            return bool(nodes.rows.size) or await self.dispatcher.hold.should_wait()
 
-async def _webhook_hosts(services: Services, tenant: str) -> WebhookHosts:
-    """Returns where the tenant's webhooks may go: where all may, and by its own list. Raises StoreUnavailable."""
-    own: tuple[str, ...] = ()
-    with suppress(NotFound):  # it is being removed, and its calls with it
-        own = (await services.callers.account(tenant)).webhook_hosts
-    return parse_webhook_hosts((*services.config.webhook_hosts, *own))
+        async def policy_of(tenant: str, name: str, qualifier: str | None) -> Policy:
+            try:
+                choices = await self.inputs.functions.choices(tenant, name, qualifier)
+            except NotFound:  # the call itself will say so
+                return Policy()
+            return choices[0].version.policy
 
+        events, webhooks = self.events, Webhooks(self._webhook_hosts)
+        async with Worker(events, self.execute, Deliveries(events, webhooks, policy_of), can_run).running():
+            yield
 
-async def _check(services: Services, tenant: str, destination: Destination | None, field: str) -> None:
-    """Raises InvalidRequest, ServiceError `validation_failed` for a webhook that would never be sent."""
-    check_destination(destination, field)
-    if destination is None or destination.webhook is None:
-        return
-    try:
-        (await _webhook_hosts(services, tenant)).check_url(destination.webhook)
-    except NotAllowed as error:
-        raise ServiceError("validation_failed", str(error), param=f"{field}.webhook") from None
-    if not await services.threads.read(read_secrets, services.registry.store, tenant):
-        why = "the tenant has no webhook secret to sign with: POST /tenants/{id}/webhook-secrets makes one"
-        raise ServiceError("validation_failed", why, param=f"{field}.webhook")
+    async def _webhook_hosts(self, tenant: str) -> WebhookHosts:
+        """Returns where the tenant's webhooks may go: where all may, and by its own list. Raises StoreUnavailable."""
+        own: tuple[str, ...] = ()
+        with suppress(NotFound):  # it is being removed, and its calls with it
+            own = (await self.inputs.callers.account(tenant)).webhook_hosts
+        return parse_webhook_hosts((*self.webhook_hosts, *own))
+
+    async def _check(self, tenant: str, destination: Destination | None, field: str) -> None:
+        """Raises InvalidRequest, ServiceError `validation_failed` for a webhook that would never be sent."""
+        check_destination(destination, field)
+        if destination is None or destination.webhook is None:
+            return
+        try:
+            (await self._webhook_hosts(tenant)).check_url(destination.webhook)
+        except NotAllowed as error:
+            raise ServiceError("validation_failed", str(error), param=f"{field}.webhook") from None
+        if not await self.threads.read(read_secrets, self.store, tenant):
+            why = "the tenant has no webhook secret to sign with: POST /tenants/{id}/webhook-secrets makes one"
+            raise ServiceError("validation_failed", why, param=f"{field}.webhook")
 
 
 def _event_id(request: Request, tenant: str) -> str:

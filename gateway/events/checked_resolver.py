@@ -11,7 +11,7 @@ from ipaddress import ip_address
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from gateway.events.webhook_hosts import WebhookHosts
+from gateway.webhook_hosts import WebhookHosts
 
 RESOLVE_S = 5.0
 MAX_ADDRESSES = 8

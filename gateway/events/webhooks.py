@@ -10,8 +10,8 @@ import aiohttp
 from standardwebhooks import Webhook
 
 from gateway.events.checked_resolver import CheckedResolver
-from gateway.events.webhook_hosts import NotAllowed, WebhookHosts
 from gateway.events.webhook_secrets import WebhookSecret
+from gateway.webhook_hosts import NotAllowed, WebhookHosts
 
 SEND_S = 15.0
 """For one try, from the resolution of the host to the status of the reply."""

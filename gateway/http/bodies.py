@@ -61,9 +61,9 @@ async def read_body(request: Request, limit: int, seconds: float, idle_seconds: 
 async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
     """A call's JSON body, within the limits for calls. Raises ServiceError, also for another content type; a body
     without a stated type is taken for JSON."""
-    given = media_type(request)
-    if given not in ("", "application/json"):
-        raise ServiceError("unsupported_media_type", f"send content-type: application/json, not {given[:100]}")
+    type_of_body = media_type(request)
+    if type_of_body not in ("", "application/json"):
+        raise ServiceError("unsupported_media_type", f"send content-type: application/json, not {type_of_body[:100]}")
     return await read_body(request, config.call_body, config.body_seconds, config.body_idle_seconds)
 
 
@@ -127,16 +127,16 @@ def fields_at(kind: Any, path: tuple[str, ...]) -> tuple[str, ...]:
 
 def _structs(types: Iterable[Any]) -> list[msgspec.inspect.StructType]:
     """The message types among these, also as members of a union or of a list."""
-    found: list[msgspec.inspect.StructType] = []
+    structs: list[msgspec.inspect.StructType] = []
     for kind in types:
         match kind:
             case msgspec.inspect.StructType():
-                found.append(kind)
+                structs.append(kind)
             case msgspec.inspect.UnionType():
-                found += _structs(kind.types)
+                structs += _structs(kind.types)
             case msgspec.inspect.CollectionType():
-                found += _structs([kind.item_type])
-    return found
+                structs += _structs([kind.item_type])
+    return structs
 
 
 def media_type(request: Request) -> str:

@@ -26,7 +26,7 @@ log = logging.getLogger("gateway")
 
 
 class OpenRequests:
-    """How many there are, and a way to wait for the last one."""
+    """Counts the open requests, and waits for the end of the last one."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -112,14 +112,14 @@ async def _with_suggestion(error: Exception, scope: Scope) -> Exception:
     if not isinstance(error, NoSuchFunction):
         return error
     of_functions = scope["path"].startswith(("/functions/", "/deploy/"))
-    helpful: Exception = await scope["state"]["services"].suggestions.add_to(error, with_base=not of_functions)
+    helpful: Exception = await scope["state"]["suggestions"].add_to(error, with_base=not of_functions)
     return helpful
 
 
 def _request_id(scope: Scope) -> str:
     """Returns the caller's x-request-id where it can do no harm in headers and logs (SANE_ID), else a new one."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    text: str = given.decode("latin-1")
+    header = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    text: str = header.decode("latin-1")
     return text if SANE_ID.fullmatch(text) else f"req_{secrets.token_hex(12)}"
 
 

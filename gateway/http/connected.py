@@ -1,6 +1,6 @@
 """Work that ends when nobody waits for its outcome any more, or for another reason that comes from outside.
 
-It runs in its caller's own task: one of its own would begin, and be noticed to end, a turn of the event loop later,
+It runs in its caller's task: another one would begin, and be noticed to end, a turn of the event loop later,
 and each turn makes a caller wait for the tokens of all other streams.
 """
 
@@ -19,17 +19,17 @@ T = TypeVar("T")
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The result of `work`; when the caller closes the connection, `work` is cancelled and ClientGone raised.
+    """Returns the result of `work`; when the caller closes the connection, `work` is cancelled and ClientGone raised.
 
     The request's body must have been read to its end.
     """
-    gone = asyncio.ensure_future(_disconnected(receive))
+    disconnection = asyncio.ensure_future(_disconnected(receive))
     try:
-        with cut_short(gone):
+        with cut_short(disconnection):
             return await work
     finally:
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
+        disconnection.cancel()
+        await asyncio.gather(disconnection, return_exceptions=True)
 
 
 @contextmanager
@@ -37,11 +37,11 @@ def cut_short(by: asyncio.Future[Exception]) -> Iterator[None]:
     """Cancels what the block waits for when `by` has a result, and raises that instead. The block stays in one task."""
     task = asyncio.current_task()
     assert task is not None
-    others, cut, left = task.cancelling(), False, False
+    other_cancels, cut, is_over = task.cancelling(), False, False
 
     def cancel(_: asyncio.Future[Exception]) -> None:
         nonlocal cut
-        if not by.cancelled() and not left:
+        if not by.cancelled() and not is_over:
             cut = True
             task.cancel()
 
@@ -49,11 +49,11 @@ def cut_short(by: asyncio.Future[Exception]) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if cut and task.cancelling() - 1 <= others:
+        if cut and task.cancelling() - 1 <= other_cancels:
             raise (by.exception() or by.result()) from None
         raise
     finally:
-        left = True  # once `by` is done its callbacks are on their way, and can't be removed any more
+        is_over = True  # once `by` is done its callbacks are on their way, and can't be removed any more
         by.remove_done_callback(cancel)
         if cut:
             task.uncancel()

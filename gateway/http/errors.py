@@ -53,14 +53,14 @@ def to_service_error(error: BaseException) -> ServiceError:
             return ServiceError("unavailable", "the registry can't be reached now", retry_after=STORE_RETRY_AFTER)
         case HTTPException():
             return _from_starlette(error)
-    for kind, (told, retry_after) in AS_THEY_SAY.items():
+    for kind, (error_type, retry_after) in AS_THEY_SAY.items():
         if isinstance(error, kind):
-            return ServiceError(told, str(error), retry_after=retry_after)
+            return ServiceError(error_type, str(error), retry_after=retry_after)
     return ServiceError("internal", "an unexpected error; the operator finds it in the log by the request id")
 
 
 def is_unexpected(error: BaseException) -> bool:
-    """Whether the log must hold the stack trace."""
+    """Returns whether the log must have the stack trace."""
     return to_service_error(error).type == "internal"
 
 
@@ -72,9 +72,9 @@ def _from_starlette(error: HTTPException) -> ServiceError:
     return ServiceError("invalid_request", str(error.detail))
 
 
-def cut(text: str, most: int) -> str:
+def cut(text: str, max_characters: int) -> str:
     """The text, or its beginning with `…` when it has more than `most` characters."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
 def native_body(error: ServiceError, request_id: str) -> dict[str, Any]:

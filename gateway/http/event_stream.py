@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -34,9 +35,14 @@ log = logging.getLogger("gateway")
 
 
 def sse(data: object, event: str | None = None) -> bytes:
-    """One event with JSON data."""
-    name = b"event: " + event.encode() + b"\n" if event else b""
-    return b"".join((name, b"data: ", _encode(data), b"\n\n"))
+    """Returns one event with JSON data."""
+    return b"".join((_head(event), _encode(data), b"\n\n"))
+
+
+@cache
+def _head(event: str | None) -> bytes:
+    """Returns what precedes the data of all events of this name."""
+    return b"event: " + event.encode() + b"\ndata: " if event else b"data: "
 
 
 @dataclass
@@ -66,12 +72,12 @@ class EventStream:
                 async for chunk in chunks:
                     await wire.put(chunk)
             except asyncio.CancelledError:
-                if wire.begun:
+                if wire.is_started:
                     stopping = ServiceError("unavailable", "the gateway is stopping", retry_after=1.0)
                     await wire.put(self.failure(stopping, request_id), more=False)
                 raise
             except Exception as error:
-                if not wire.begun:
+                if not wire.is_started:
                     raise
                 if is_unexpected(error):
                     log.error("stream failed", exc_info=error)
@@ -82,43 +88,41 @@ class EventStream:
             await wire.put(last, more=False)
 
     async def _beat(self, wire: _Wire) -> None:
-        """The headers if the first chunk is late, and keep-alives while none comes."""
-        due = time.monotonic() + self.config.header_seconds
+        """Sends the headers if the first chunk is late, and keep-alives while none comes."""
+        deadline = time.monotonic() + self.config.header_seconds
         while True:
-            if wire.begun:
-                due = wire.last + self.config.keepalive_seconds
-            if (left := due - time.monotonic()) > 0:
-                await asyncio.sleep(min(left, self.config.keepalive_seconds))
-            elif wire.begun:
+            if wire.is_started:
+                deadline = wire.last + self.config.keepalive_seconds
+            if (remaining_s := deadline - time.monotonic()) > 0:
+                await asyncio.sleep(min(remaining_s, self.config.keepalive_seconds))
+            elif wire.is_started:
                 await wire.put(self.keepalive)
             else:
                 await wire.begin()
 
 
 class _Wire:
-    """Sends the parts of one response one at a time: chunks and comments come from different tasks."""
+    """Sends the parts of one response: chunks and comments come from different tasks, the headers once before both."""
 
     def __init__(self, send: Send, headers: Callable[[], dict[str, str]]) -> None:
         self._send = send
         self._headers = headers
         self._lock = asyncio.Lock()
-        self.begun = False
+        self.is_started = False
+        """True once the headers were sent."""
         self.last = 0.0
-        """When something was last sent (monotonic)."""
+        """Time at which something was last sent (monotonic)."""
 
     async def begin(self) -> None:
         async with self._lock:
-            await self._begin()
+            if not self.is_started:
+                headers = [(name.encode(), value.encode()) for name, value in (HEADERS | self._headers()).items()]
+                self.last = time.monotonic()
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+                self.is_started = True
 
     async def put(self, chunk: bytes, more: bool = True) -> None:
-        async with self._lock:
-            if not self.begun:
-                await self._begin()
-            self.last = time.monotonic()
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
-
-    async def _begin(self) -> None:
-        if not self.begun:
-            headers = [(name.encode(), value.encode()) for name, value in (HEADERS | self._headers()).items()]
-            self.begun, self.last = True, time.monotonic()
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        if not self.is_started:
+            await self.begin()
+        self.last = time.monotonic()
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": more})

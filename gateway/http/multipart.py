@@ -61,9 +61,9 @@ async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterat
     """
     parts = FormParts(request, ADAPTER)
     with disk_needed():
-        own = tempfile.TemporaryDirectory(dir=config.tmp_dir, prefix=upload_prefix())
-    with own:
-        weights = Path(own.name) / WEIGHTS_FILE
+        folder = tempfile.TemporaryDirectory(dir=config.tmp_dir, prefix=upload_prefix())
+    with folder:
+        weights = Path(folder.name) / WEIGHTS_FILE
         with disk_needed(), weights.open("wb") as out:
             body = stream_body(request, config.deploy_body, config.deploy_seconds, config.body_idle_seconds)
             async with aclosing(body) as chunks:
@@ -80,7 +80,7 @@ async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterat
 
 @contextmanager
 def disk_needed() -> Iterator[None]:
-    """A full or broken disk is told as what it is, in the log with its reason. Raises ServiceError `unavailable`."""
+    """Logs a full or broken disk with its reason. Raises ServiceError `unavailable` for it."""
     try:
         yield
     except OSError as error:
@@ -107,10 +107,10 @@ class FormParts:
 
     def __init__(self, request: Request, form: Form) -> None:
         self.filenames: dict[str, str] = {}
-        """Of the parts that have come, empty where none is stated."""
+        """File names of the parts that have come, empty where none is stated."""
         self.small: dict[str, bytearray] = {}
         self.large = bytearray()
-        """What has come of the large part; whoever takes it clears it."""
+        """Bytes of the large part that have come; the caller clears them when it uses them."""
         self._form = form
         self._into = self.large
         self._limit: int | None = None
@@ -164,17 +164,17 @@ class FormParts:
 
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
-        given = [options.get(key, b"").decode(errors="replace") for key in (b"name", b"filename")]
-        known = (self._form.large, *self._form.limits)
-        name = next((text for text in given if text in known), None)
+        stated = [options.get(key, b"").decode(errors="replace") for key in (b"name", b"filename")]
+        parts = (self._form.large, *self._form.limits)
+        name = next((text for text in stated if text in parts), None)
         if name is None:
-            shown = given[0][:100]
-            if PICKLE_FILE in given:
+            shown = stated[0][:100]
+            if PICKLE_FILE in stated:
                 raise invalid(PICKLE_FILE, f"{PICKLE_FILE} is {PICKLE_PROBLEM}")
-            raise invalid(shown or None, f"unknown part {shown!r}; known: {', '.join(known)}")
+            raise invalid(shown or None, f"unknown part {shown!r}; known: {', '.join(parts)}")
         if name in self.filenames:
             raise invalid(name, f"the part {name} occurs twice")
-        self.filenames[name] = given[1]
+        self.filenames[name] = stated[1]
         self._name, self._limit = name, self._form.limits.get(name)
         self._into = self.large if name == self._form.large else self.small.setdefault(name, bytearray())
 

@@ -23,12 +23,12 @@ POLICY = {
     "form-action": "'none'",
     "frame-ancestors": "'none'",
 }
-"""What the Content-Security-Policy of all pages says, by directives."""
+"""Content-Security-Policy of all pages, by directives."""
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
 def page_headers(policy: Mapping[str, str]) -> dict[str, str]:
-    """Returns the headers of a page's files; `policy`: the directives that it has beside, or instead of, POLICY."""
+    """Returns the headers of a page's files; `policy`: its directives in addition to, or instead of, POLICY's."""
     return {
         "content-security-policy": "; ".join(f"{name} {value}" for name, value in {**POLICY, **policy}.items()),
         "x-content-type-options": "nosniff",

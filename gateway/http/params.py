@@ -17,17 +17,17 @@ _TAG = re.compile(r'(W/)?"([^"]*)"|(\d+)', re.ASCII)
 _ZERO = re.compile(r"0(\.0{0,3})?", re.ASCII)
 
 
-def known_only(request: Request, *known: str) -> None:
+def known_only(request: Request, *names: str) -> None:
     """Raises ServiceError `validation_failed` for a parameter that the route has not, or that is there twice."""
     if not request.scope["query_string"]:
         return
-    seen: set[str] = set()
+    present: set[str] = set()
     for name, _ in request.query_params.multi_items():
-        if name not in known:
-            raise invalid(name[:100], f"unknown query parameter {name[:100]!r}{did_you_mean(name, known)}")
-        if name in seen:
+        if name not in names:
+            raise invalid(name[:100], f"unknown query parameter {name[:100]!r}{did_you_mean(name, names)}")
+        if name in present:
             raise invalid(name, f"the query parameter {name} is there more than once")
-        seen.add(name)
+        present.add(name)
 
 
 def flag(request: Request, name: str) -> bool:
@@ -48,7 +48,7 @@ def integer(request: Request, name: str, default: int, low: int, high: int) -> i
 
 
 def asks_for_events(accept: str) -> bool:
-    """Whether an Accept header names text/event-stream, with a weight above 0."""
+    """Returns whether an Accept header names text/event-stream, with a weight above 0."""
     for entry in accept.split(","):
         kind, *parameters = (part.strip().lower() for part in entry.split(";"))
         if kind == "text/event-stream":

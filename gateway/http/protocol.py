@@ -10,15 +10,15 @@ from cluster.http_protocol import READ_BYTES, BoundedHttp, Timer
 from gateway.http.errors import native_body
 
 WRITE_SECONDS = 60.0
-"""For which a full write buffer may stay as it is: then the peer has stopped reading, and its request ends."""
+"""Seconds for which a full write buffer may stay as it is: then the peer has stopped reading, and its request ends."""
 LAST_SECONDS = 2.0
-"""That a connection without any request is kept when the server stops, for one that may be on its way."""
+"""Seconds for which a stopping server keeps a connection without a request, for one that may be on its way."""
 PROBE_SECONDS = (1.0, 1.0, 2.0)
-"""Between probes of a peer that sends no more. The first that reaches a closed socket is answered with a reset, which
-the next one finds."""
+"""Pauses between probes of a peer that sends no more. The first that reaches a closed socket is answered with a reset,
+which the next one finds."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE = "probe"
-"""In a request's state: bytes that may be sent at any time once its answer has begun, for they mean nothing there."""
+"""Key in a request's state of bytes that may be sent at any time once its answer has begun: they mean nothing there."""
 UNPARSABLE = "unparsable"
 """Stands for the route, in metrics, of what is no HTTP request."""
 
@@ -32,8 +32,8 @@ class GatewayHttp(BoundedHttp):
     def refusal(self, error: ServiceError) -> tuple[dict[str, str], Any]:
         """Returns headers and body in the contract's shape; there is no route yet that could have another one. Counts
         the broken request."""
-        if "services" in self.app_state:
-            self.app_state["services"].metrics.count_request(UNPARSABLE, error.status)
+        if "metrics" in self.app_state:
+            self.app_state["metrics"].count_request(UNPARSABLE, error.status)
         request_id = f"req_{secrets.token_hex(12)}"
         return {"x-request-id": request_id}, native_body(error, request_id)
 
@@ -49,7 +49,7 @@ class GatewayHttp(BoundedHttp):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The peer sends no more: it may have closed, or (after shutdown(SHUT_WR)) still read its answer. Only what is
-        sent to it shows which, so it is probed; whoever has closed is found gone within some seconds."""
+        sent to it shows which, so it is probed; a peer that has closed is found gone within some seconds."""
         if self._receiving or self._lingering or self.cycle is None or self.cycle.response_complete:
             return False
         self.cycle.keep_alive = False
@@ -74,11 +74,11 @@ class GatewayHttp(BoundedHttp):
 
     def _end_unwritten(self, before: int) -> None:
         """`before`: bytes that were left at the last look."""
-        left = self.transport.get_write_buffer_size()
-        if left > before - READ_BYTES:
+        unwritten = self.transport.get_write_buffer_size()
+        if unwritten > before - READ_BYTES:
             self.transport.abort()
         else:
-            self._write_timer.start(WRITE_SECONDS, self._end_unwritten, left)
+            self._write_timer.start(WRITE_SECONDS, self._end_unwritten, unwritten)
 
     def _probe(self, pauses: tuple[float, ...]) -> None:
         cycle = self._answered

@@ -1,12 +1,13 @@
-"""The table of routes: each is declared once, beside its handler; what Starlette serves and openapi.json come from it.
+"""The table of routes: each is declared once, at its handler; what Starlette serves and openapi.json come from it.
 
-    routes = Routes()
+    routes = Routes(Catalog)
 
     @routes.tenant("GET /functions/{name}", "One function", {200: FunctionReply})
-    async def get_function(request: Request, services: Services, tenant: str) -> Response: ...
+    async def get_function(request: Request, catalog: Catalog, tenant: str) -> Response: ...
 
-The decorator says who may call the handler, and so what it is given beside the request. Query parameters that are not
-declared are refused before it. Its name is the operation's id in the document and the route's in the metrics.
+A module's routes get one group of the gateway's parts (gateway.groups), whose type is the argument of Routes. The
+decorator says who may call the handler, and so what else it is given. Query parameters that are not declared are
+refused before it. Its name is the operation's id in the document and the route's in the metrics.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import msgspec
 from starlette.requests import Request
@@ -24,16 +25,13 @@ from starlette.types import ASGIApp
 from gateway.http.params import SESSION_HEADER, TENANT_HEADER, known_only
 from gateway.http.stopwatch import Stopwatch
 
-if TYPE_CHECKING:  # the command line imports the routes' messages, and none of what serves them
-    from gateway.catalog.callers import Caller
-    from gateway.services import Services
-
+G = TypeVar("G")
 H = TypeVar("H")
 Declare = Callable[[H], H]
 """A decorator of handlers, which returns them as they are."""
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Parameter = Mapping[str, Any]
-"""As the document has it."""
+"""A parameter as the document has it."""
 Replies = Mapping[int, type[Any] | None]
 """Message types by status; str: plain text; bytes: of any type."""
 
@@ -62,7 +60,7 @@ PATH_PARAMETERS = {
     "secret_id": parameter("path", "secret_id", "Its id"),
     "id": parameter("path", "id", "The invocation's id"),
 }
-"""What the names in paths mean, where a route does not say otherwise."""
+"""Parameters of paths by their names, where a route has no others."""
 TENANT = parameter("header", TENANT_HEADER, "With an admin key: whose functions are meant", NAME_TEXT)
 IF_MATCH = parameter("header", "if-match", "An ETag of the function: answered 412 when it has changed since")
 SESSION = parameter(
@@ -73,12 +71,32 @@ SESSION = parameter(
 )
 
 
+class Caller(msgspec.Struct, frozen=True):
+    """`tenant` is the one that the key belongs to; None for an admin key. `key_id` is None while there are no keys."""
+
+    tenant: str | None
+    admin: bool
+    key_id: str | None = None
+
+
+class Authenticator(Protocol):
+    """Says who calls, by the request's key. Its methods raise ServiceError."""
+
+    async def caller(self, request: Request) -> Caller: ...
+
+    async def tenant(self, request: Request) -> str:
+        """Returns the tenant inside whose functions the request is looked up."""
+
+    async def admin(self, request: Request) -> None:
+        """Raises ServiceError `forbidden` for a tenant's key."""
+
+
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one path."""
+    """A method of a path."""
 
     method: str
     path: str
-    """As Starlette reads it."""
+    """Path as Starlette reads it."""
     endpoint: Endpoint
     summary: str
     """Empty: not in the document."""
@@ -90,28 +108,36 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Details(TypedDict, total=False):
-    """What a route may have beyond method, path, summary and replies."""
+    """Optional details of a route."""
 
     body: type[Any]
     """The message type of its JSON."""
     parameters: Sequence[Parameter]
-    """Its own: of the query, headers, and those of the path that PATH_PARAMETERS has not."""
+    """Parameters of the query, headers, and those of the path that PATH_PARAMETERS has not."""
     errors: Sequence[int]
     """Statuses beyond those that follow from who may call it, its path and its body."""
     media: str
-    """Of a reply that is text: text/plain, where it is not stated."""
+    """Media type of a reply that is text; default: text/plain."""
     stream: str
-    """What the reply is as text/event-stream, if it can be."""
+    """Events of the reply as text/event-stream, if it can be one."""
     multipart: Mapping[str, Any]
     """The JSON schema of the form that is taken as the body, too."""
     etag: bool
-    """Whether a successful reply has one."""
+    """True if a successful reply has an ETag."""
     if_match: bool
-    """Whether it heeds If-Match."""
+    """True if it heeds If-Match."""
 
 
-class Routes(list[Operation]):
-    """The routes of one module."""
+class Routes(list[Operation], Generic[G]):
+    """The routes of one module. `group`: the type of the parts that its handlers get; None: they get none."""
+
+    def __init__(self, group: type[G] | None = None) -> None:
+        super().__init__()
+        self._group = group
+
+    def group(self, request: Request) -> G:
+        """Returns the module's group, for handlers of public routes."""
+        return cast(G, request.state.groups[self._group])
 
     def public(
         self, target: str, summary: str = "", replies: Replies | None = None, **details: Unpack[Details]
@@ -123,44 +149,46 @@ class Routes(list[Operation]):
 
         return self._declare(enter, target, summary, replies or {}, details, (), key=False)
 
-    def tenant(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[TenantHandler]:
+    def tenant(
+        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
+    ) -> Declare[TenantHandler[G]]:
         """A route for a tenant's key, or an admin key that names a tenant."""
 
-        async def enter(request: Request) -> tuple[Services, str]:
-            services: Services = request.state.services
-            return services, await services.callers.tenant(request)
+        async def enter(request: Request) -> tuple[G, str]:
+            return self.group(request), await _authenticator(request).tenant(request)
 
         return self._declare(enter, target, summary, replies, details, TENANT_ERRORS, (TENANT,))
 
-    def call(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[CallHandler]:
+    def call(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[CallHandler[G]]:
         """Declares a route as `tenant` does, for calls of functions: the handler also gets a Stopwatch for their
         steps."""
 
-        async def enter(request: Request) -> tuple[Services, str, Stopwatch]:
+        async def enter(request: Request) -> tuple[G, str, Stopwatch]:
             watch = Stopwatch()
-            services: Services = request.state.services
-            tenant = await services.callers.tenant(request)
+            tenant = await _authenticator(request).tenant(request)
             watch.lap("auth")
-            return services, tenant, watch
+            return self.group(request), tenant, watch
 
         return self._declare(enter, target, summary, replies, details, CALL_ERRORS, (TENANT, SESSION))
 
-    def admin(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[AdminHandler]:
+    def admin(
+        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
+    ) -> Declare[AdminHandler[G]]:
         """A route for admin keys alone."""
 
-        async def enter(request: Request) -> tuple[Services]:
-            services: Services = request.state.services
-            await services.callers.admin(request)
-            return (services,)
+        async def enter(request: Request) -> tuple[G]:
+            await _authenticator(request).admin(request)
+            return (self.group(request),)
 
         return self._declare(enter, target, f"{summary}; admin key", replies, details, KEY_ERRORS)
 
-    def caller(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[CallerHandler]:
+    def caller(
+        self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
+    ) -> Declare[CallerHandler[G]]:
         """A route for any key, which says more to admin keys."""
 
-        async def enter(request: Request) -> tuple[Services, Caller]:
-            services: Services = request.state.services
-            return services, await services.callers.caller(request)
+        async def enter(request: Request) -> tuple[G, Caller]:
+            return self.group(request), await _authenticator(request).caller(request)
 
         return self._declare(enter, target, summary, replies, details, KEY_ERRORS)
 
@@ -176,7 +204,7 @@ class Routes(list[Operation]):
         *,
         key: bool = True,
     ) -> Callable[[Any], Any]:
-        """`enter` checks the caller, and returns what the handler is given beside the request."""
+        """Declares a route. `enter` checks the caller, and returns the handler's arguments after the request."""
         method, path = target.split(" ")
         parameters = _parameters(path, details, headers)
         queries = [each["name"] for each in parameters if each["in"] == "query"]
@@ -184,9 +212,9 @@ class Routes(list[Operation]):
         def declared(handler: Callable[..., Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:
             @wraps(handler)
             async def endpoint(request: Request) -> ASGIApp:
-                given = await enter(request)
+                arguments = await enter(request)
                 known_only(request, *queries)
-                return await handler(request, *given)
+                return await handler(request, *arguments)
 
             self.append(
                 Operation(
@@ -206,35 +234,39 @@ class Routes(list[Operation]):
         return declared
 
 
-TenantHandler = Callable[[Request, "Services", str], Awaitable[ASGIApp]]
-CallHandler = Callable[[Request, "Services", str, Stopwatch], Awaitable[ASGIApp]]
-AdminHandler = Callable[[Request, "Services"], Awaitable[ASGIApp]]
-CallerHandler = Callable[[Request, "Services", "Caller"], Awaitable[ASGIApp]]
+TenantHandler = Callable[[Request, G, str], Awaitable[ASGIApp]]
+CallHandler = Callable[[Request, G, str, Stopwatch], Awaitable[ASGIApp]]
+AdminHandler = Callable[[Request, G], Awaitable[ASGIApp]]
+CallerHandler = Callable[[Request, G, Caller], Awaitable[ASGIApp]]
+
+
+def _authenticator(request: Request) -> Authenticator:
+    return cast(Authenticator, request.state.callers)
 
 
 def _parameters(path: str, details: Details, headers: Sequence[Parameter]) -> list[Parameter]:
     """Returns all parameters: of the path, of the query, headers."""
-    own = details.get("parameters", ())
-    in_path = PATH_PARAMETERS | {each["name"]: each for each in own if each["in"] == "path"}
+    stated = details.get("parameters", ())
+    in_path = PATH_PARAMETERS | {each["name"]: each for each in stated if each["in"] == "path"}
     return [
         *(in_path[name] for name in re.findall(r"{(\w+)", path)),
-        *(each for each in own if each["in"] == "query"),
+        *(each for each in stated if each["in"] == "query"),
         *headers,
-        *(each for each in own if each["in"] == "header"),
+        *(each for each in stated if each["in"] == "header"),
         *([IF_MATCH] if details.get("if_match") else []),
     ]
 
 
 def _errors(path: str, details: Details, errors: Sequence[int]) -> frozenset[int]:
     """Returns the statuses of errors that the route may answer. OpenAI's clients know no 422: on /v1 it is 400."""
-    found = {*errors, *details.get("errors", ())}
+    statuses = {*errors, *details.get("errors", ())}
     if "{" in path:
-        found.add(404)
+        statuses.add(404)
     if "body" in details or "multipart" in details:
-        found.update(BODY_ERRORS)
+        statuses.update(BODY_ERRORS)
     if details.get("if_match"):
-        found.add(412)
-    return frozenset(found if path.startswith("/v1/") else {*found, 422})
+        statuses.add(412)
+    return frozenset(statuses if path.startswith("/v1/") else {*statuses, 422})
 
 
 class ExactRoute(Route):

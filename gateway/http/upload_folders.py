@@ -17,10 +17,10 @@ def remove_abandoned(folder: Path) -> None:
     """Makes `folder`, and removes the upload folders of processes that no longer run, and those under this process's
     own id, which an earlier process left. To be called before the first upload; those of live workers stay."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for left in folder.glob("upload-*"):
-        pid = left.name.split("-")[1]
+    for upload in folder.glob("upload-*"):
+        pid = upload.name.split("-")[1]
         if pid == str(os.getpid()) or not _lives(pid):
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(upload, ignore_errors=True)
 
 
 def _lives(pid: str) -> bool:

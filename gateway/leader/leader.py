@@ -25,11 +25,11 @@ BEATS_A_LEASE = 3
 """A killed leader is replaced within a lease and two beats: its last write may be seen a beat late, and its end another
 one. With Redis, whose clock ends the lease, a beat less: 3.3 s, and a job's pause behind it."""
 ANSWER_SECONDS = 2.0
-"""For the lease to be read and written."""
+"""Seconds for the lease to be read and written."""
 TURN_SECONDS = 10.0
 """Deadline of a turn."""
 OVERTIME_SECONDS = 30.0
-"""After the deadline a turn that has not ended is given up: longer than one call of the store may take."""
+"""Seconds after the deadline when a turn that has not ended is given up: longer than one call of the store may take."""
 
 log = logging.getLogger("gateway")
 
@@ -53,7 +53,8 @@ class Leader:
         *,
         alone: bool = False,
     ) -> None:
-        """`alone`: no other worker knows the same nodes, so that this one does their jobs whoever has the lease."""
+        """`alone`: no other worker knows the same nodes, so that this one does their jobs whether it has the lease or
+        not."""
         self.name = name
         self._leases = leases
         self._jobs = jobs
@@ -64,11 +65,12 @@ class Leader:
         self._until = -math.inf
         """The lease's end, by the clock."""
         self._since = -math.inf
-        """When it was taken last and not prolonged, by the clock."""
+        """Time when it was taken last and not prolonged, by the clock."""
         self._led = self._failing = False
 
     def leads(self) -> bool:
-        """Whether this process leads: false from the lease's end on, also when the process was stopped over it."""
+        """Returns whether this process leads: false from the lease's end on, also when the process was stopped over
+        it."""
         return self._clock() < self._until
 
     @asynccontextmanager
@@ -82,7 +84,7 @@ class Leader:
 
     async def beat(self) -> None:
         """Takes or prolongs the lease."""
-        asked = self._clock()
+        asked_at = self._clock()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 lease = await self._leases.take(LEASE, self.name, self._lease_seconds)
@@ -93,12 +95,12 @@ class Leader:
             self._metrics.count_beat("failed")
         else:
             self._failing = False
-            self._since = self._since if asked < self._until else asked
-            self._until = asked + lease.seconds if lease.holder == self.name else -math.inf
+            self._since = self._since if asked_at < self._until else asked_at
+            self._until = asked_at + lease.seconds if lease.holder == self.name else -math.inf
             self._metrics.count_beat("led" if lease.holder == self.name else "followed")
-        self._note_change()
+        self._record_change()
 
-    async def turn(self, job: Job) -> None:
+    async def run_once(self, job: Job) -> None:
         """Calls the job once, if this worker leads."""
 
         always = self._alone and job.scope == "nodes"
@@ -128,7 +130,7 @@ class Leader:
 
     async def _turns(self, job: Job) -> None:
         while True:
-            await self.turn(job)
+            await self.run_once(job)
             await asyncio.sleep(job.pause_seconds)
 
     async def _resign(self) -> None:
@@ -137,9 +139,9 @@ class Leader:
             with suppress(RedisAway, StoreUnavailable, TimeoutError):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await self._leases.free(LEASE, self.name)
-        self._note_change()
+        self._record_change()
 
-    def _note_change(self) -> None:
+    def _record_change(self) -> None:
         leads = self.leads()
         self._metrics.set_leads(self.name, leads)
         if leads != self._led:

@@ -1,4 +1,4 @@
-"""What /metrics says of the leader."""
+"""Metrics of the leader."""
 
 from __future__ import annotations
 

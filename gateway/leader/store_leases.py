@@ -26,9 +26,9 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     holder: str
     """Empty: nobody."""
     seconds: float
-    """For which it is held from its last write on."""
+    """Seconds for which it is held from its last write on."""
     writes: int
-    """So that each write has another etag."""
+    """Number of writes, so that each has another etag."""
 
 
 class StoreLeases:
@@ -38,43 +38,43 @@ class StoreLeases:
         self._store = store
         self._clock = clock
         self._threads = LeavableThreads(1)
-        self._seen: dict[str, tuple[str, float]] = {}
+        self._observed: dict[str, tuple[str, float]] = {}
         """Each lease's etag, and since when it has been seen."""
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
-        known, etag = await self._read(name)
-        left = self._left(name, known)
-        if known.holder not in ("", holder) and left > 0:
-            return Lease(known.holder, left)
-        if await self._write(name, LeaseRecord(holder, seconds, known.writes + 1), etag):
+        record, etag = await self._read(name)
+        remaining_s = self._remaining_s(name, record)
+        if record.holder not in ("", holder) and remaining_s > 0:
+            return Lease(record.holder, remaining_s)
+        if await self._write(name, LeaseRecord(holder, seconds, record.writes + 1), etag):
             return Lease(holder, seconds)
         return await self.get(name)
 
     async def free(self, name: str, holder: str) -> None:
-        known, etag = await self._read(name)
-        if known.holder == holder:
-            await self._write(name, LeaseRecord("", 0.0, known.writes + 1), etag)
+        record, etag = await self._read(name)
+        if record.holder == holder:
+            await self._write(name, LeaseRecord("", 0.0, record.writes + 1), etag)
 
     async def get(self, name: str) -> Lease:
         """An object that this process sees for the first time may say whose the lease was long ago."""
-        known, _ = await self._read(name)
-        left = self._left(name, known)
-        return Lease(known.holder, left) if known.holder and left > 0 else NOBODY
+        record, _ = await self._read(name)
+        remaining_s = self._remaining_s(name, record)
+        return Lease(record.holder, remaining_s) if record.holder and remaining_s > 0 else NOBODY
 
-    def _left(self, name: str, known: LeaseRecord) -> float:
-        return self._seen[name][1] + known.seconds - self._clock() if name in self._seen else 0.0
+    def _remaining_s(self, name: str, record: LeaseRecord) -> float:
+        return self._observed[name][1] + record.seconds - self._clock() if name in self._observed else 0.0
 
     async def _read(self, name: str) -> tuple[LeaseRecord, str | None]:
         """The lease and its etag; None: there is no object yet."""
         try:
-            found = await self._threads.run(partial(self._store.get, _key(name)))
+            stored = await self._threads.run(partial(self._store.get, _key(name)))
         except NotFound:
-            self._seen.pop(name, None)
+            self._observed.pop(name, None)
             return LeaseRecord("", 0.0, 0), None
-        if self._seen.get(name, ("", 0.0))[0] != found.etag:
-            self._seen[name] = found.etag, self._clock()
+        if self._observed.get(name, ("", 0.0))[0] != stored.etag:
+            self._observed[name] = stored.etag, self._clock()
         try:
-            return msgspec.json.decode(found.data, type=LeaseRecord), found.etag
+            return msgspec.json.decode(stored.data, type=LeaseRecord), stored.etag
         except msgspec.DecodeError as error:
             raise StoreUnavailable(f"{_key(name)} can't be read as a lease ({error}): remove it") from None
 

@@ -16,7 +16,7 @@ class TurnEnded(Exception):
 
 
 class Turn:
-    """One call of a job. `deadline` and `since` are by `clock`, monotonic seconds; safe to use from a thread of the
+    """A call of a job. `deadline` and `since` are by `clock`, monotonic seconds; safe to use from a thread of the
     job's."""
 
     def __init__(
@@ -24,9 +24,9 @@ class Turn:
     ) -> None:
         self.deadline = deadline
         self.since = since
-        """Since then no other worker has led."""
+        """Time since which no other worker has led."""
         self.work = 0
-        """What the job has done so far, in its own unit; shown on /metrics."""
+        """Amount of work that the job has done, in its own unit; shown on /metrics."""
         self._clock = clock
         self._leads = leads
 
@@ -38,13 +38,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Job:
-    """`run` is called again and again while this worker leads. It does a bounded part of its work, returns or raises
-    TurnEnded at the turn's deadline, and goes on in the next turn. Two leaders may run it at once."""
+    """A job of the leader: `run` is called again and again while this worker leads. It does a bounded part of its
+    work, returns or raises TurnEnded at the turn's deadline, and continues in the next turn. Two leaders may run it
+    at once."""
 
     name: str
     run: Callable[[Turn], Awaitable[None]]
     pause_seconds: float = PAUSE_SECONDS
-    """Between two turns."""
+    """Pause between two turns."""
     scope: Scope = "registry"
-    """What has one leader: all gateways of a registry, or those that know the same nodes. Without Redis each gateway
+    """Scope of one leader: all gateways of a registry, or those that know the same nodes. Without Redis each gateway
     has its own."""

@@ -11,7 +11,7 @@ from cluster.messages import Adapter
 MAX_COUNTED = 2000
 """Functions' versions in one report, some 150 bytes each; calls of more are not counted."""
 TOGETHER = 200
-"""In one message."""
+"""Counts in one message."""
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -28,19 +28,19 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallsCounted(msgspec.Struct, frozen=True, array_like=True, tag="counted"):
-    """What the publishing worker has counted since its last message."""
+    """Calls that the publishing worker has counted since its last message."""
 
     arrivals: list[Arrival]
 
 
 class ArrivalCounter:
-    """Of one worker."""
+    """Counts the calls of one worker."""
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[str, str, Adapter]] = Counter()
-        """By tenant, function and version."""
+        """Calls by tenant, function and version."""
 
-    def note(self, tenant: str, function: str, adapter: Adapter) -> None:
+    def record(self, tenant: str, function: str, adapter: Adapter) -> None:
         """A call has come."""
         key = (tenant, function, adapter)
         if key in self._calls or len(self._calls) < MAX_COUNTED:
@@ -48,9 +48,9 @@ class ArrivalCounter:
 
     def take(self) -> list[Arrival]:
         """Returns what was counted since the last time."""
-        taken = [Arrival(*key, calls) for key, calls in self._calls.items()]
+        arrivals = [Arrival(*key, calls) for key, calls in self._calls.items()]
         self._calls.clear()
-        return taken
+        return arrivals
 
 
 def function_key(tenant: str, function: str) -> str:

@@ -1,7 +1,7 @@
-"""What the leader has seen of the calls, and what it forecasts of them.
+"""The leader's history of calls, and its forecasts.
 
-The forecaster runs in a thread of its own, one call at a time: with 40,000 functions it takes longer than the event
-loop may be held up. A new leader begins with nothing, and says nothing until it has watched for a while.
+The forecaster runs in its own thread, one call at a time: with 40,000 functions it takes longer than the event loop may
+be held up. A new leader begins without any, and forecasts nothing until it has watched for a while.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from gateway.residency.arrivals import Arrival, function_key
 from gateway.residency.messages import WATCH_SECONDS
 
 GAP_SECONDS = 10.0
-"""Who has not observed for so long was not the leader, and begins anew."""
+"""Pause after which a worker that has not observed was not the leader, and begins again."""
 MAX_FUNCTIONS = 40_000
-"""Whose versions are known; those of the one that was called least recently are forgotten."""
+"""Functions whose versions are known; those of the one that was called least recently are forgotten."""
 MAX_VERSIONS = 8
-"""Of one function; the one that was called least is forgotten."""
+"""Versions of one function; the one that was called least is forgotten."""
 MANY_CALLS = 64
-"""Of a function's versions, behind which all counts are halved: shares follow what is called lately."""
-LEAST_CHANCE = 0.1
-"""Of a call within 30 s, below which nothing is brought anywhere."""
+"""Calls of a function's versions after which all counts are halved: shares follow what is called lately."""
+MIN_CHANCE = 0.1
+"""Least chance of a call within 30 s for which an adapter is brought anywhere."""
 MAX_CHOSEN = 4096
 """Functions whose adapters are considered, likeliest first."""
 
@@ -36,7 +36,7 @@ class Forecast(NamedTuple):
     """All that is forecast at one time."""
 
     chances: Mapping[str, Chances]
-    """By function."""
+    """Chances by function."""
     likely: list[Likely]
     """The likeliest first."""
     error: Mapping[str, float]
@@ -59,13 +59,13 @@ class CallHistory:
         self._forecaster = self._make_forecaster()
         self._counts: Counter[str] = Counter()
         self._versions: OrderedDict[str, dict[str, tuple[Adapter, float]]] = OrderedDict()
-        """By function and digest: the adapter, and how often it was called of late."""
+        """Versions by function and digest: the adapter, and how often it was called of late."""
         self._since = self._observed = now
         self.latest = NOTHING
 
     @property
     def observes(self) -> bool:
-        """Whether this worker leads, as far as is known here."""
+        """Returns whether this worker leads, as far as is known here."""
         return self._clock() - self._observed < GAP_SECONDS
 
     @property
@@ -80,25 +80,25 @@ class CallHistory:
         for arrival in arrivals:
             if arrival.key in self._counts or len(self._counts) < MAX_FUNCTIONS:
                 self._counts[arrival.key] += arrival.calls
-                self._note_version(arrival)
+                self._record_version(arrival)
 
     def forget(self, tenant: str, function: str) -> None:
         """The function was changed: which versions its calls get is not known any more."""
         self._versions.pop(function_key(tenant, function), None)
 
     def learn(self, key: str, versions: Iterable[tuple[Adapter, float]]) -> None:
-        """What the function's calls get by its aliases, with the shares: until calls tell."""
+        """Takes in what the function's calls get by its aliases, with the shares, until calls show it."""
         self._versions[key] = {adapter.digest: (adapter, share) for adapter, share in versions}
         self._limit_functions()
 
     def versions(self, key: str) -> list[tuple[Adapter, float]] | None:
         """Returns the adapters that the function's calls got lately, with their shares of them; None where that is not
         known."""
-        known = self._versions.get(key)
-        if known is None:
+        by_digest = self._versions.get(key)
+        if by_digest is None:
             return None
-        calls = sum(count for _, count in known.values())
-        return [(adapter, count / calls) for adapter, count in known.values()]
+        calls = sum(count for _, count in by_digest.values())
+        return [(adapter, count / calls) for adapter, count in by_digest.values()]
 
     async def observe(self) -> None:
         """Has the forecaster learn what was counted since the last time. To be called each second."""
@@ -117,7 +117,7 @@ class CallHistory:
         self.latest = await self._thread.run(lambda: _forecast(forecaster, unix))
         return self.latest
 
-    def _note_version(self, arrival: Arrival) -> None:
+    def _record_version(self, arrival: Arrival) -> None:
         versions = self._versions.setdefault(arrival.key, {})
         self._versions.move_to_end(arrival.key)
         digest = arrival.adapter.digest
@@ -136,4 +136,4 @@ class CallHistory:
 
 def _forecast(forecaster: Forecaster, unix: float) -> Forecast:
     chances = forecaster.forecast(unix)
-    return Forecast(chances, chances.likeliest(LEAST_CHANCE, MAX_CHOSEN), forecaster.error())
+    return Forecast(chances, chances.likeliest(MIN_CHANCE, MAX_CHOSEN), forecaster.error())

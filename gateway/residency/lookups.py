@@ -1,5 +1,8 @@
-"""What calls of many functions get. A few are looked up at a time: who begins to lead may know none of them yet, and
-nodes keep what the leader before wanted for some seconds only."""
+"""Looks up what calls of many functions get.
+
+A few are looked up at a time: a new leader may know none of them yet, and nodes keep what the leader before wanted for
+some seconds only.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ async def look_up(
     for first in range(0, len(keys), AT_ONCE):
         turn.check()
         together = keys[first : first + AT_ONCE]
-        found = await asyncio.gather(*(choices_of(functions, key) for key in together))
-        for key, choices in zip(together, found, strict=True):
+        looked_up = await asyncio.gather(*(choices_of(functions, key) for key in together))
+        for key, choices in zip(together, looked_up, strict=True):
             yield key, choices
 
 

@@ -1,4 +1,4 @@
-"""What is said of adapters that are to be warm: light, for the command line imports it."""
+"""Messages about adapters that are to be warm: light, for the command line imports them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_COPIES = 16
 WARM_SECONDS = 60.0
 """Longest wait for a version to be warm before it takes calls."""
 WATCH_SECONDS = 30.0
-"""For which a new leader watches calls before it believes what it foresees: as long as the horizon that counts."""
+"""Seconds for which a new leader watches calls before it believes its forecasts: as long as the horizon that counts."""
 
 
 class Version(NamedTuple):
@@ -29,7 +29,7 @@ class Version(NamedTuple):
 
 
 class WarmOrder(NamedTuple):
-    """Whose versions are to be warm, and where."""
+    """Order to warm versions of a function, and where."""
 
     tenant: str
     function: str
@@ -44,9 +44,9 @@ class WarmPlace(msgspec.Struct, frozen=True):
     version: int
     node: str
     tier: HeldTier
-    """Where it is now; `absent`: it is on its way, unless there is an `error`."""
+    """Tier where it is now; `absent`: it is on its way, unless there is an `error`."""
     error: str | None = None
-    """Why the node does not take it."""
+    """Reason for which the node does not take it."""
 
 
 class WantedPlace(msgspec.Struct, frozen=True):
@@ -72,16 +72,16 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class ForecastReply(msgspec.Struct, frozen=True):
-    """What the gateway worker that leads expects of a function, and what it has done about it."""
+    """Forecast of the gateway worker that leads for a function, and what it has done about it."""
 
     function: str
     watched: float | None = None
     """Seconds for which it has watched calls: it foresees nothing in the first 30. Null: no worker leads now."""
     chances: dict[str, float] | None = None
-    """Of at least one call within so many seconds. Null: not called in the last 30 minutes, or not watched yet."""
+    """Chances of at least one call, by seconds. Null: not called in the last 30 minutes, or not watched yet."""
     error: dict[str, float] = {}
-    """Log loss and Brier score of what was forecast of all functions lately; less is better, and 0.25 is the Brier
-    score of one who always says 0.5."""
+    """Log loss and Brier score of the latest forecasts of all functions; less is better, and 0.25 is the Brier score of
+    a constant 0.5."""
     wanted: list[WantedPlace] = []
     left_out: list[LeftOut] = []
 

@@ -1,4 +1,4 @@
-"""What /metrics says of forecasts, and of what nodes are told to have ready."""
+"""Metrics of forecasts, and of orders to nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ResidencyMetrics:
             registry=registry,
             multiprocess_mode="livemostrecent",
         )
-        self._wanted = Gauge(
+        self._wanted_adapters = Gauge(
             "garnish_wanted_adapters",
             "Adapters that nodes are to have ready, summed over nodes, by the leader",
             ("cause",),
@@ -47,7 +47,7 @@ class ResidencyMetrics:
 
     def set_wanted(self, counts: Mapping[str, int]) -> None:
         for cause in get_args(Cause):
-            self._wanted.labels(cause).set(counts.get(cause, 0))
+            self._wanted_adapters.labels(cause).set(counts.get(cause, 0))
 
     def set_left_out(self, counts: Mapping[str, int]) -> None:
         for cause in get_args(Cause):

@@ -1,4 +1,4 @@
-"""Tells nodes what they are to have ready, when that has changed, and before the last order ends."""
+"""Orders nodes to have adapters ready, when these have changed, and before the last order ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.leader.turn import Turn, TurnEnded
 from gateway.residency.metrics import ResidencyMetrics
 
 ORDER_SECONDS = 20.0
-"""For which an order holds: longer than a killed leader's replacement takes."""
+"""Seconds for which an order holds: longer than a killed leader's replacement takes."""
 ANSWER_SECONDS = 2.0
 AT_ONCE = 16
 
@@ -24,12 +24,12 @@ log = logging.getLogger("gateway")
 
 
 class NodeOrder(NamedTuple):
-    """What one node is to have ready, and how long it keeps what nobody calls."""
+    """Order to one node: what it is to have ready, and how long it keeps what nobody calls."""
 
     adapters: tuple[WantedAdapter, ...] = ()
     """The most wanted first."""
     idle_ttls: Mapping[str, float] = {}
-    """As in WantedResidency."""
+    """Idle limits by digest, as in WantedResidency."""
 
 
 NOTHING = NodeOrder()
@@ -43,12 +43,12 @@ class _Sent(NamedTuple):
 
 
 class ResidencyOrders:
-    """Of the leader. `clock`: monotonic seconds."""
+    """Sends the leader's orders. `clock`: monotonic seconds."""
 
     def __init__(self, node_calls: NodeCalls, metrics: ResidencyMetrics, clock: Callable[[], float]) -> None:
         self._node_calls, self._metrics, self._clock = node_calls, metrics, clock
         self._sent: dict[str, _Sent] = {}
-        """By node."""
+        """The latest orders by node."""
         self._failing: set[str] = set()
 
     async def send(self, turn: Turn, nodes: Sequence[NodeRecord], orders: Mapping[str, NodeOrder]) -> None:
@@ -56,7 +56,7 @@ class ResidencyOrders:
         ids = {node.id for node in nodes}
         self._sent = {id: sent for id, sent in self._sent.items() if id in ids}
         self._failing &= ids
-        due = [node for node in nodes if self._is_due(node, orders.get(node.id, NOTHING))]
+        recipients = [node for node in nodes if self._is_due(node, orders.get(node.id, NOTHING))]
         places = asyncio.Semaphore(AT_ONCE)
 
         async def order(node: NodeRecord) -> None:
@@ -64,7 +64,7 @@ class ResidencyOrders:
                 await self._order(turn, node, orders.get(node.id, NOTHING))
 
         async with asyncio.TaskGroup() as tasks:
-            for node in due:
+            for node in recipients:
                 tasks.create_task(order(node))
         turn.check()
 
@@ -88,7 +88,7 @@ class ResidencyOrders:
             at = math.inf
             self._metrics.count_order("not_understood")
         except (ServiceError, TimeoutError) as error:
-            self._note_failure(node, error)
+            self._record_failure(node, error)
             return
         else:
             turn.work += 1
@@ -96,8 +96,8 @@ class ResidencyOrders:
         self._failing.discard(node.id)
         self._sent[node.id] = _Sent(node.epoch, order, at)
 
-    def _note_failure(self, node: NodeRecord, error: Exception) -> None:
-        """What the node knows now is not known: the next turn tells it again."""
+    def _record_failure(self, node: NodeRecord, error: Exception) -> None:
+        """Forgets what the node knows: the next turn orders it again."""
         self._metrics.count_order("failed")
         self._sent.pop(node.id, None)
         if node.id not in self._failing:

@@ -1,5 +1,5 @@
-"""Which adapters each node is to have ready: provisioned copies first, then what operators and tenants asked for, then
-what is forecast."""
+"""Plans which adapters each node is to have ready: provisioned copies first, then what operators and tenants asked for,
+then what is forecast."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from cluster.news import NodeRecord
 from cluster.node_table import ABSENT, HOST, NodeTable
 from cluster.residency import MAX_WANTED, WantedAdapter
 from gateway.residency.messages import Cause, LeftOut, Tier
-from gateway.scheduling.homes import Homes
+from gateway.scheduling.home_nodes import HomeNodes
 
 DEVICE_CHANCE = 0.5
-"""Of a call within 30 s, from which an adapter is brought to the device at once."""
+"""Least chance of a call within 30 s for which an adapter is brought to the device at once."""
 WANTED_SHARE = 0.75
-"""Of each tier of a node's adapter memory that what it is asked to have there may take: calls that nobody foresaw have
-the rest. Tuned, as DEVICE_CHANCE, on one half of the traces of benchmarks/adapter_memory/prefetch.py."""
+"""Share of each tier of a node's adapter memory that wanted adapters may take: calls that nobody foresaw have the rest.
+Tuned, as DEVICE_CHANCE, on one half of the traces of
+benchmarks/adapter_memory/prefetch.py."""
 PROVISIONED_SHARE = 0.5
 """The same of copies that are provisioned there, which calls' adapters can't push out."""
 TENANT_PROVISIONED_SHARE = 0.5
-"""Of what all provisioned copies may take, that one tenant's may."""
+"""Share of what all provisioned copies may take, for those of one tenant."""
 TENANT_SHARE = 0.125
-"""Of each tier of a node's adapter memory, that one tenant's own orders and schedules may take."""
+"""Share of each tier of a node's adapter memory that one tenant's own orders and schedules may take."""
 TENANT_WANTED = 16
 """Adapters on one node that one tenant's own orders and schedules may name."""
 MAX_LEFT_OUT = 1000
-"""Wishes of which it is told why they are left out."""
+"""Wishes whose reasons for being left out are kept."""
 MAX_NODES = 4
-"""Of those that have an adapter in memory, on which a forecast keeps it."""
+"""Nodes with an adapter in memory on which a forecast keeps it."""
 WHERE: Mapping[Tier, str] = {"device": "the device", "host": "host memory"}
-"""How reasons name the tiers."""
+"""Names of the tiers in reasons."""
 STEPS = 20
-"""Chances are told in so many steps: a list that hardly changed is not sent again."""
+"""Steps of chances in orders: a list that hardly changed is not sent again."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Wish:
     tier: Tier = "device"
     copies: int = 1
     node: str | None = None
-    """On which it is to be; None: on its homes."""
+    """Node on which it is to be; None: its homes."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Want:
     tier: Tier
     chance: float
     causes: dict[str, Cause] = field(default_factory=dict)
-    """By function."""
+    """Causes by function."""
     provisioned: Tier | None = None
     """The best tier in which a function's policy keeps it."""
 
@@ -70,7 +71,7 @@ class Want:
 
     @property
     def steps(self) -> int:
-        """Returns the chance as it is told, of STEPS."""
+        """Returns the chance as orders have it, of STEPS."""
         return round(self.chance * STEPS)
 
     def message(self) -> WantedAdapter:
@@ -79,14 +80,14 @@ class Want:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """What a plan knows of a node's memory."""
+    """Memory of a node, as a plan knows it."""
 
     bytes: Mapping[Tier, float]
-    """By tier; infinite where the node does not tell."""
+    """Bytes by tier; infinite where the node reports none."""
     itemsize: int = 0
-    """Bytes of an element of an adapter there; 0: not told."""
+    """Bytes of an element of an adapter there; 0: not reported."""
     takes_wants: bool = True
-    """As in Facts."""
+    """Capability of the node, as in Facts."""
 
     def taken_by(self, adapter: Adapter) -> float:
         """Returns bytes."""
@@ -96,10 +97,10 @@ class NodeMemory:
         """Returns why no tenant's order or schedule gets the adapter there, whatever else is wanted."""
         if not self.takes_wants:
             return "prefetch is off on this node"
-        size, most = self.taken_by(adapter), TENANT_SHARE * self.bytes[tier]
-        if size > most:
+        size, limit = self.taken_by(adapter), TENANT_SHARE * self.bytes[tier]
+        if size > limit:
             return (
-                f"it takes {size:.0f} bytes, and a tenant's orders and schedules get {most:.0f} of {WHERE[tier]} there"
+                f"it takes {size:.0f} bytes, and a tenant's orders and schedules get {limit:.0f} of {WHERE[tier]} there"
             )
         return None
 
@@ -112,17 +113,17 @@ def node_memory(node: NodeRecord) -> NodeMemory:
 
 @dataclass
 class NodeWants:
-    """What a node is asked for, and what of it may still be."""
+    """Wants of a node, and the room that they leave."""
 
     memory: NodeMemory
     wants: dict[str, Want] = field(default_factory=dict)
-    """By digest."""
+    """Wants by digest."""
     tenants: dict[str, dict[str, tuple[Tier, float]]] = field(default_factory=dict)
-    """By tenant and digest, the bytes that its own orders and schedules have taken, and where."""
+    """Bytes, and their tier, that each tenant's own orders and schedules have taken, by digest."""
     room: dict[Tier, float] = field(init=False)
     """Bytes left in each tier."""
     kept_room: dict[Tier, float] = field(init=False)
-    """As `room`, of provisioned copies alone."""
+    """Room, of provisioned copies alone."""
 
     def __post_init__(self) -> None:
         self.room = {tier: WANTED_SHARE * size for tier, size in self.memory.bytes.items()}
@@ -131,52 +132,52 @@ class NodeWants:
     def keep(self, wish: Wish) -> bool:
         """Returns False where a provisioned copy does not fit. Copies for devices must come first."""
         size, digest, tier = self.memory.taken_by(wish.adapter), wish.adapter.digest, wish.tier
-        known = self.wants.get(digest)
-        if known is None:
+        want = self.wants.get(digest)
+        if want is None:
             if len(self.wants) >= MAX_WANTED or size > min(self.kept_room[tier], self.room[tier]):
                 return False
             self.kept_room[tier] -= size
             self.room[tier] -= size
             # of a copy in host memory, the chance says whether it is wanted on the device besides
-            known = self.wants[digest] = Want(wish.adapter, tier, float(tier == "device"), provisioned=tier)
-        known.causes.setdefault(wish.key, wish.cause)
+            want = self.wants[digest] = Want(wish.adapter, tier, float(tier == "device"), provisioned=tier)
+        want.causes.setdefault(wish.key, wish.cause)
         return True
 
     def take(self, wish: Wish, tier: Tier) -> str | None:
         """Returns why the wish is left out, where it is beyond a bound. A forecast for which the device has no room is
         for host memory."""
         size, digest = self.memory.taken_by(wish.adapter), wish.adapter.digest
-        known = self.wants.get(digest)
-        if known is None and wish.cause == "forecast" and size > self.room[tier]:
+        want = self.wants.get(digest)
+        if want is None and wish.cause == "forecast" and size > self.room[tier]:
             tier = "host"
         if wish.cause != "forecast" and (never := self.memory.why_never(wish.adapter, tier)) is not None:
             return never
-        if known is None and (len(self.wants) >= MAX_WANTED or size > self.room[tier]):
+        if want is None and (len(self.wants) >= MAX_WANTED or size > self.room[tier]):
             return "other adapters that are wanted there take all that it may be asked for"
         if wish.cause != "forecast" and (beyond := self._beyond(wish, tier, size)) is not None:
             return beyond
-        if known is None:
+        if want is None:
             self.room[tier] -= size
-            known = self.wants[digest] = Want(wish.adapter, tier, 0.0)
-        elif (known.tier, tier) == ("host", "device") and size <= self.room[tier]:
-            self.room["host"] += 0.0 if known.provisioned else size  # a provisioned copy stays there, too
+            want = self.wants[digest] = Want(wish.adapter, tier, 0.0)
+        elif (want.tier, tier) == ("host", "device") and size <= self.room[tier]:
+            self.room["host"] += 0.0 if want.provisioned else size  # a provisioned copy stays there, too
             self.room[tier] -= size
-            known.tier = tier
-        known.chance = 1.0 - (1.0 - known.chance) * (1.0 - wish.chance)
-        known.causes.setdefault(wish.key, wish.cause)
+            want.tier = tier
+        want.chance = 1.0 - (1.0 - want.chance) * (1.0 - wish.chance)
+        want.causes.setdefault(wish.key, wish.cause)
         return None
 
     def _beyond(self, wish: Wish, tier: Tier, size: float) -> str | None:
         """Notes what one tenant pins. Returns which bound the wish is beyond."""
-        own, digest = self.tenants.setdefault(wish.key.partition("/")[0], {}), wish.adapter.digest
-        if digest in own:
+        tenant_bytes, digest = self.tenants.setdefault(wish.key.partition("/")[0], {}), wish.adapter.digest
+        if digest in tenant_bytes:
             return None
-        if len(own) >= TENANT_WANTED:
+        if len(tenant_bytes) >= TENANT_WANTED:
             return f"a tenant's orders and schedules may name {TENANT_WANTED} adapters there"
-        most = TENANT_SHARE * self.memory.bytes[tier]
-        if sum(bytes for where, bytes in own.values() if where == tier) + size > most:
-            return f"a tenant's orders and schedules may take {most:.0f} bytes of {WHERE[tier]} there"
-        own[digest] = tier, size
+        limit = TENANT_SHARE * self.memory.bytes[tier]
+        if sum(bytes for where, bytes in tenant_bytes.values() if where == tier) + size > limit:
+            return f"a tenant's orders and schedules may take {limit:.0f} bytes of {WHERE[tier]} there"
+        tenant_bytes[digest] = tier, size
         return None
 
 
@@ -184,14 +185,14 @@ class Plan:
     """Wishes must be added the most important first."""
 
     def __init__(self, nodes: NodeTable, base: str) -> None:
-        self._table, self._homes = nodes, Homes(nodes, base)
+        self._table, self._homes = nodes, HomeNodes(nodes, base)
         self._records = {row: nodes.record(row) for row in self._homes.rows}
         self._planned: dict[int, NodeWants] = {}
-        """By row."""
+        """Wants by row."""
         self._copies: dict[tuple[str, str], set[int]] = {}
         """Rows with a provisioned copy, by function and digest."""
         self.left_out: dict[str, list[LeftOut]] = {}
-        """By function: what was asked for and is not wanted."""
+        """Wishes that were asked for and are not wanted, by function."""
 
     def add(self, wish: Wish) -> None:
         if wish.cause == "provisioned":
@@ -210,31 +211,34 @@ class Plan:
         return list(self._records.values())
 
     def wants(self) -> dict[str, Sequence[Want]]:
-        """Returns what each node that serves is to have: provisioned copies as they were added, those on devices first;
-        then other pinned ones, and the rest by chance as it is told: the same list as long as it says the same."""
-        found: dict[str, Sequence[Want]] = {}
+        """Returns what each node that serves is to have.
+
+        Provisioned copies come as they were added, those on devices first; then other pinned ones, and the rest by
+        chance as orders have it: the list stays equal as long as its content does.
+        """
+        by_node: dict[str, Sequence[Want]] = {}
         for row, record in self._records.items():
             wants = self._planned[row].wants.values() if row in self._planned else ()
-            found[record.id] = sorted(wants, key=_urgency)
-        return found
+            by_node[record.id] = sorted(wants, key=_urgency)
+        return by_node
 
     def _provision(self, wish: Wish) -> None:
         """Each copy on another node: the first of its homes that have room."""
         copies, digest = self._copies.setdefault((wish.key, wish.adapter.digest), set()), wish.adapter.digest
-        wanted = len(copies) + wish.copies
+        target = len(copies) + wish.copies
         for row in self._homes.of(digest, len(self._homes)):
-            if len(copies) >= wanted:
+            if len(copies) >= target:
                 return
             if row not in copies and self._of(row).keep(wish):
                 copies.add(row)
-        if len(copies) < wanted:
-            why = f"{wanted - len(copies)} of the {wish.tier} copies find no node with room for them"
+        if len(copies) < target:
+            why = f"{target - len(copies)} of the {wish.tier} copies find no node with room for them"
             self._leave_out(wish, "", why)
 
     def _leave_out(self, wish: Wish, node: str, why: str) -> None:
         if len(self.left_out) < MAX_LEFT_OUT:
-            found = LeftOut(node, wish.adapter.digest, wish.tier, wish.cause, why)
-            self.left_out.setdefault(wish.key, []).append(found)
+            entry = LeftOut(node, wish.adapter.digest, wish.tier, wish.cause, why)
+            self.left_out.setdefault(wish.key, []).append(entry)
 
     def _rows(self, wish: Wish) -> Iterable[int]:
         if wish.node is not None:

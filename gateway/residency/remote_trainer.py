@@ -22,13 +22,13 @@ from gateway.residency.trainer_process import Job, Weights, embeddings_of, lot_o
 
 MIX, WITH_LSTM = "mix", "mix_with_lstm"
 CHOICES = (MIX, *PARTS, "lstm", WITH_LSTM)
-"""Of `gateway.predictor`."""
+"""Choices of `gateway.predictor`."""
 MAX_LOTS = 320
-"""That wait for an update, as many as a Trainer keeps; the oldest give way."""
+"""Lots that wait for an update, as many as a Trainer keeps; the oldest are dropped."""
 MAX_JOBS = 4
 """Updates that wait; there is one a second at most, and beyond these it is left out."""
 ANSWER_SECONDS = 60.0
-"""For one job, the start of the process included; one that takes longer is killed."""
+"""Seconds for one job, the start of the process included; one that takes longer is killed."""
 END_SECONDS = 2.0
 
 log = logging.getLogger("gateway")
@@ -38,8 +38,8 @@ def make_forecaster(predictor: str, trainer: RemoteTrainer) -> Forecaster:
     """`predictor`: one of CHOICES."""
     if predictor == MIX:
         return Forecaster()
-    every: dict[str, Maker] = PARTS | {"lstm": partial(Lstm, trainer=trainer)}
-    return Forecaster(mixed=every if predictor == WITH_LSTM else {predictor: every[predictor]})
+    makers: dict[str, Maker] = PARTS | {"lstm": partial(Lstm, trainer=trainer)}
+    return Forecaster(mixed=makers if predictor == WITH_LSTM else {predictor: makers[predictor]})
 
 
 class RemoteTrainer:
@@ -54,7 +54,7 @@ class RemoteTrainer:
         )
         self._lots: deque[Observations] = deque(maxlen=MAX_LOTS)
         self._jobs: Queue[Job | None] = Queue(MAX_JOBS)
-        """None wakes a thread that is to end."""
+        """Jobs; None wakes a thread that is to end."""
         self._closed = False
         self._thread: Thread | None = None
 
@@ -93,8 +93,8 @@ class RemoteTrainer:
 
     def _take(self, weights: Weights) -> None:
         self.parameters = parameters_of(weights)
-        for key, own in embeddings_of(weights).items():
+        for key, embedding in embeddings_of(weights).items():
             self.embeddings.pop(key, None)
-            self.embeddings[key] = own
+            self.embeddings[key] = embedding
         while len(self.embeddings) > MAX_EMBEDDINGS:
             del self.embeddings[next(iter(self.embeddings))]

@@ -1,4 +1,4 @@
-"""What gateway workers tell the one that leads, and ask it."""
+"""Messages between gateway workers and the one that leads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from cluster.redis_link import RedisLink
 from gateway.residency.arrivals import CallsCounted
-from gateway.residency.held import Held
+from gateway.residency.manual_holds import ManualHold
 from gateway.workers.channel import Channel
 
 MAX_WAITING = 1000
@@ -14,11 +14,12 @@ MAX_WAITING = 1000
 
 
 class HeldAsked(msgspec.Struct, frozen=True, array_like=True, tag="held_asked"):
-    """What was warmed by hand? A worker asks that begins to lead: it may have started after that was published."""
+    """Query for what was warmed by hand. A worker sends it that begins to lead: it may have started after that was
+    published."""
 
 
 class ForecastAsked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """What is forecast of the function, and what was done on it? For the worker that leads."""
+    """Query for the forecast of the function, and what was done on it, to the worker that leads."""
 
     number: str
     tenant: str
@@ -31,7 +32,7 @@ class ForecastAnswered(msgspec.Struct, frozen=True, array_like=True, tag="answer
     """JSON of ForecastReply."""
 
 
-Message = CallsCounted | Held | HeldAsked | ForecastAsked | ForecastAnswered
+Message = CallsCounted | ManualHold | HeldAsked | ForecastAsked | ForecastAnswered
 
 
 def make_channel(link: RedisLink | None) -> Channel[Message]:

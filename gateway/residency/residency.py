@@ -1,4 +1,4 @@
-"""Predicted prefetch: counts calls, forecasts them where this worker leads, and tells nodes what to have ready.
+"""Predicted prefetch: counts calls, forecasts them where this worker leads, and orders nodes to have adapters ready.
 
 every worker                  the leader
 ------------                  ----------
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from adapters.errors import StoreUnavailable
+from adapters.standing import Memory
 from cluster.messages import Adapter
 from cluster.node_table import HOST, NodeTable
 from cluster.residency import MAX_IDLE_TTLS
@@ -30,34 +31,35 @@ from gateway.background import background
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.leader.turn import Job, Turn
 from gateway.residency.arrivals import TOGETHER, Arrival, ArrivalCounter, CallsCounted, function_key
-from gateway.residency.held import Held, HeldWants
 from gateway.residency.history import CallHistory, Forecast
 from gateway.residency.lookups import choices_of
+from gateway.residency.manual_holds import ManualHold, ManualHolds
 from gateway.residency.messages import ForecastReply, LeftOut, WantedPlace
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import NodeOrder, ResidencyOrders
 from gateway.residency.plan import Plan, Want, Wish
 from gateway.residency.reports import ForecastAnswered, ForecastAsked, HeldAsked, Message
 from gateway.residency.schedules import WarmSchedules
-from gateway.residency.standing import StandingPolicies
+from gateway.residency.standing import StandingPolicies, memory_of
 from gateway.usage.residents import Owners
 from gateway.workers.channel import Channel
 
 SECOND = 1.0
 PLAN_SECONDS = 2.0
 NODES_SECONDS = 0.5
-"""Between two looks whether nodes came or went: then it is planned at once, so that lost copies are soon restored."""
+"""Pause between two checks whether nodes came or went: then it is planned at once, so that lost copies are soon
+restored."""
 TOGETHER_PLANNED = 64
 """Wishes that are planned without a pause for the event loop."""
 MAX_RESOLVED = 32
 """Functions that are looked up in one turn, because it is not known what their calls get."""
 RESOLVE_SECONDS = 1.0
-"""For all of them together."""
+"""Seconds for all of them together."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the leader's half is made of."""
+    """Parts of the leader's half."""
 
     history: CallHistory
     schedules: WarmSchedules
@@ -68,7 +70,7 @@ class Parts:
 
 
 class Residency:
-    """Of one gateway worker. `clock`: monotonic seconds; `unix`: the time of day."""
+    """Prewarms for one gateway worker. `clock`: monotonic seconds; `unix`: the time of day."""
 
     def __init__(
         self,
@@ -87,36 +89,36 @@ class Residency:
         self._planned: frozenset[tuple[str, str]] = frozenset()
         """Id and epoch of the nodes that the last plan was made for."""
         self._plan_at = -math.inf
-        """When the next one is made, whatever they are."""
+        """Time when the next one is made, whatever the nodes are."""
         self.owners = parts.owners
-        self._held = HeldWants(clock)
+        self._holds = ManualHolds(clock)
         self._changed: set[str] = set()
         """Functions with what is held for them, which may be gone."""
         self._counter = ArrivalCounter()
         self._wants: Mapping[str, Sequence[Want]] = {}
-        """By node, as last ordered."""
+        """Wants by node, as last ordered."""
         self._left_out: Mapping[str, list[LeftOut]] = {}
-        """By function, of the last plan."""
+        """Wishes that the last plan left out, by function."""
         self._since: dict[tuple[str, str], float] = {}
         """Unix time, by node and digest."""
         self.on_provisioned: Callable[[str, str], None] = lambda *_: None
-        """Told of each tenant and digest of which it keeps copies."""
-        channel.on_message = self._heard
+        """Called with each tenant and digest of which it keeps copies."""
+        channel.on_message = self._receive
 
-    def note_call(self, tenant: str, function: str, adapter: Adapter) -> None:
+    def record_call(self, tenant: str, function: str, adapter: Adapter) -> None:
         """A call of the function has come, for this version."""
-        self._counter.note(tenant, function, adapter)
+        self._counter.record(tenant, function, adapter)
 
-    def hold(self, want: Held) -> None:
-        """Keeps it wanted for a while, whoever leads."""
-        self._held.hold(want)
+    def hold(self, want: ManualHold) -> None:
+        """Keeps it wanted for a while, whichever worker leads."""
+        self._holds.hold(want)
         self._channel.publish(want)
 
     def forget(self, tenant: str, function: str) -> None:
         """The function was changed, by anyone."""
         self._history.forget(tenant, function)
         self.owners.forget(tenant, function)
-        if self._held.has(tenant, function):
+        if self._holds.has(tenant, function):
             self._changed.add(function_key(tenant, function))
 
     def provisioned(self) -> dict[str, dict[str, str]]:
@@ -125,6 +127,10 @@ class Residency:
             node: {want.adapter.digest: want.provisioned for want in wants if want.provisioned is not None}
             for node, wants in self._wants.items()
         }
+
+    async def provisionable(self) -> Memory:
+        """Returns what of the nodes' memory provisioned copies may take."""
+        return memory_of((node.record for node in await self._cluster.nodes()), self._base)
 
     async def forecast_of(self, tenant: str, function: str) -> ForecastReply:
         """Returns what the leader knows; nothing where none answers."""
@@ -139,12 +145,13 @@ class Residency:
             Job("forecast", self._observe, SECOND, "nodes"),
             self._parts.schedules.job(),
             self._parts.standing.job(),
-            Job("residency", self._look, NODES_SECONDS, "nodes"),
+            Job("residency", self._check_nodes, NODES_SECONDS, "nodes"),
         ]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Reports calls to whoever leads, and forgets orders of deleted functions, as long as the context lasts."""
+        """Reports calls to the worker that leads, and forgets orders of deleted functions, as long as the context
+        lasts."""
         async with self._channel.running(), background(self._each_second):
             yield
 
@@ -160,27 +167,27 @@ class Residency:
                     self._channel.publish(CallsCounted(arrivals[first : first + TOGETHER]))
 
     async def _forget_deleted(self) -> None:
-        """Of functions that are gone nothing stays wanted. While the registry is away, they are looked up again."""
+        """Forgets what is wanted of functions that are gone. While the registry is away, they are looked up again."""
         with suppress(StoreUnavailable):
             for key in list(self._changed):
                 if await choices_of(self._functions, key) is None:
-                    self._held.forget(*key.split("/"))
+                    self._holds.forget(*key.split("/"))
                 self._changed.discard(key)
 
     def _count(self, arrivals: Sequence[Arrival]) -> None:
         """Does nothing on a worker that does not lead."""
         self._history.count(arrivals)
         for arrival in arrivals if self._history.observes else ():
-            self.owners.note(arrival.tenant, arrival.function, arrival.adapter.digest)
+            self.owners.record(arrival.tenant, arrival.function, arrival.adapter.digest)
 
-    def _heard(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         match message:
             case CallsCounted(arrivals):
                 self._count(arrivals)
-            case Held():
-                self._held.hold(message)
+            case ManualHold():
+                self._holds.hold(message)
             case HeldAsked():
-                for want in self._held.now():
+                for want in self._holds.now():
                     self._channel.publish(want)
             case ForecastAsked(number, tenant, function):
                 if self._history.observes:
@@ -195,11 +202,11 @@ class Residency:
         await self._history.observe()
         turn.work += 1
 
-    async def _look(self, turn: Turn) -> None:
+    async def _check_nodes(self, turn: Turn) -> None:
         table, now = await self._cluster.table(), self._clock()
         records = [table.record(row) for row in table.serving(self._base).rows.tolist()]
         nodes = frozenset((record.id, record.epoch) for record in records)
-        if self._parts.standing.has_looked and (nodes != self._planned or now >= self._plan_at):
+        if self._parts.standing.has_read and (nodes != self._planned or now >= self._plan_at):
             self._planned, self._plan_at = nodes, now + PLAN_SECONDS
             await self._order(turn)
 
@@ -210,13 +217,13 @@ class Residency:
         for number, wish in enumerate(self._wishes(forecast)):
             plan.add(wish)
             tenant, _, function = wish.key.partition("/")
-            self.owners.note(tenant, function, wish.adapter.digest)
+            self.owners.record(tenant, function, wish.adapter.digest)
             if wish.cause == "provisioned":
                 self.on_provisioned(tenant, wish.adapter.digest)
             if number % TOGETHER_PLANNED == 0:
                 await asyncio.sleep(0)
                 turn.check()
-        self._note(plan, forecast)
+        self._record(plan, forecast)
         idle = self._idle_ttls(await self._cluster.table())
         orders = {
             node: NodeOrder(tuple(want.message() for want in wants), idle.get(node, {}))
@@ -226,13 +233,13 @@ class Residency:
 
     def _idle_ttls(self, nodes: NodeTable) -> dict[str, dict[str, float]]:
         """Returns the limits of the adapters that nodes hold in memory, by node."""
-        found: dict[str, dict[str, float]] = {}
+        by_node: dict[str, dict[str, float]] = {}
         for digest, seconds in self._parts.standing.idle_ttls.items():
             for row, tier in nodes.tiers(digest).items():
-                limits = found.setdefault(nodes.ids[row] or "", {})
+                limits = by_node.setdefault(nodes.ids[row] or "", {})
                 if tier <= HOST and len(limits) < MAX_IDLE_TTLS:
                     limits[digest] = seconds
-        return found
+        return by_node
 
     async def _resolve(self, keys: Sequence[str]) -> None:
         """Looks up what calls of functions get of which that is not known; those that take long, in another turn."""
@@ -247,13 +254,16 @@ class Residency:
                 await asyncio.gather(*map(resolve, unknown))
 
     def _wishes(self, forecast: Forecast) -> Iterator[Wish]:
-        """What is provisioned, then what was ordered, the latest first, and scheduled, then what is forecast, the
-        likeliest first. Left out are forecasts of functions whose policy says so, and of adapters with an idle
-        limit, which are to leave."""
+        """Yields what is provisioned, then what was ordered, the latest first, and scheduled, then what is forecast,
+        the likeliest first.
+
+        Forecasts are left out of functions whose policy says so, and of adapters with an idle limit, which are to
+        leave.
+        """
         yield from self._parts.standing.wishes
-        for held in reversed(self._held.now()):
-            key = function_key(held.tenant, held.function)
-            yield Wish(key, held.adapter, "order", 1.0, held.tier, node=held.node)
+        for hold in reversed(self._holds.now()):
+            key = function_key(hold.tenant, hold.function)
+            yield Wish(key, hold.adapter, "order", 1.0, hold.tier, node=hold.node)
         yield from self._parts.schedules.wishes
         for likely in forecast.likely:
             if likely.key in self._parts.standing.not_prefetched:
@@ -263,12 +273,12 @@ class Residency:
                     continue
                 yield Wish(likely.key, adapter, "forecast", 1.0 - (1.0 - likely.chance) ** share)
 
-    def _note(self, plan: Plan, forecast: Forecast) -> None:
+    def _record(self, plan: Plan, forecast: Forecast) -> None:
         now, since, wants = self._unix(), self._since, plan.wants()
-        every = [(node, want) for node, each in wants.items() for want in each]
-        self._since = {(node, w.adapter.digest): since.get((node, w.adapter.digest), now) for node, w in every}
+        all_wants = [(node, want) for node, each in wants.items() for want in each]
+        self._since = {(node, w.adapter.digest): since.get((node, w.adapter.digest), now) for node, w in all_wants}
         self._wants, self._left_out = wants, plan.left_out
-        self._parts.metrics.set_wanted(Counter(cause for _, want in every for cause in want.causes.values()))
+        self._parts.metrics.set_wanted(Counter(cause for _, want in all_wants for cause in want.causes.values()))
         self._parts.metrics.set_left_out(Counter(each.cause for of in plan.left_out.values() for each in of))
         self._parts.metrics.set_error(forecast.error)
 

@@ -13,18 +13,18 @@ from adapters.warm_windows import CronProblem, WarmWindow, window_state
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
-from gateway.residency.known import Known
+from gateway.residency.kept_reads import KeptReads
 from gateway.residency.lookups import look_up
 from gateway.residency.plan import Wish
 
 LOOK_SECONDS = 10.0
-"""Between two looks at the schedules: a window opens and closes so late at most."""
+"""Pause between two checks of the schedules: the longest delay of a window's opening and closing."""
 
 log = logging.getLogger("gateway")
 
 
 class WarmSchedules:
-    """Of the leader. `unix`: the time of day."""
+    """Warm schedules, for the leader. `unix`: the time of day."""
 
     def __init__(
         self,
@@ -35,28 +35,28 @@ class WarmSchedules:
         unix: Callable[[], float],
     ) -> None:
         self._store, self._threads, self._functions, self._unix = store, threads, functions, unix
-        self._known = Known("warm windows")
+        self._reads = KeptReads("warm windows")
         self.wishes: list[Wish] = []
-        """What is wanted now, as it was LOOK_SECONDS ago; while the registry is away, as it was."""
+        """Wishes that hold now, as of LOOK_SECONDS ago; while the registry is away, as they were."""
         self._states: dict[WarmWindow, tuple[bool, float]] = {}
-        """Whether windows are open, and until when that stays so."""
+        """States of windows: whether they are open, and until when that stays so."""
 
     def job(self) -> Job:
-        return Job("schedules", self.look, LOOK_SECONDS, "nodes")
+        return Job("schedules", self.check, LOOK_SECONDS, "nodes")
 
-    async def look(self, turn: Turn) -> None:
-        await self._known.renew(self._look(turn))
+    async def check(self, turn: Turn) -> None:
+        await self._reads.renew(self._check(turn))
 
-    async def _look(self, turn: Turn) -> None:
+    async def _check(self, turn: Turn) -> None:
         schedules = await self._threads.read(read_schedules, self._store)
         now, wishes, empty, windows = self._unix(), list[Wish](), list[str](), set[WarmWindow]()
         async for key, choices in look_up(self._functions, list(schedules.functions), turn):
             await asyncio.sleep(0)  # the next time of a cron expression may take 5 ms to find
             turn.check()
-            found = self._wishes_now(key, choices, now, windows)
-            if found is None:
+            now_wanted = self._wishes_now(key, choices, now, windows)
+            if now_wanted is None:
                 empty.append(key)
-            wishes += found or ()
+            wishes += now_wanted or ()
         self.wishes = wishes
         self._states = {window: state for window, state in self._states.items() if window in windows}
         turn.work += len(wishes)
@@ -64,14 +64,14 @@ class WarmSchedules:
             await self._threads.write(forget_schedules, self._store, empty)
 
     def _wishes_now(
-        self, key: str, choices: Sequence[Choice] | None, now: float, seen: set[WarmWindow]
+        self, key: str, choices: Sequence[Choice] | None, now: float, open_windows: set[WarmWindow]
     ) -> list[Wish] | None:
         """Returns what of the function is wanted now; None when it has no windows any more. Adds its windows to
         `seen`."""
         if not choices:
             return None if choices is None else []
         windows = choices[0].version.policy.warm
-        seen.update(windows)
+        open_windows.update(windows)
         copies = max((window.copies for window in windows if self._is_open(key, window, now)), default=0)
         adapters = [adapter_of(choice.version) for choice in choices if choice.is_whole and copies]
         return [Wish(key, adapter, "schedule", 1.0, copies=copies) for adapter in adapters] if windows else None

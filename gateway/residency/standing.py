@@ -17,21 +17,22 @@ from cluster.residency import MAX_WANTED
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
-from gateway.residency.known import Known
+from gateway.residency.kept_reads import KeptReads
 from gateway.residency.lookups import look_up
 from gateway.residency.messages import Tier
 from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, Wish
 
 LOOK_SECONDS = 3.0
-"""Between two looks at the policies: a change is carried out so late at most."""
+"""Pause between two checks of the policies: the longest delay of a change."""
 SETTLED_SECONDS = 60.0
-"""After which an entry that no policy asks for is taken out: before, its policy may be about to be committed."""
+"""Seconds after which an entry that no policy asks for is taken out: before, its policy may be about to be
+committed."""
 
 log = logging.getLogger("gateway")
 
 
-class _Found(NamedTuple):
-    """What a function's policy wants of nodes."""
+class _PolicyWishes(NamedTuple):
+    """Wishes of a function's policy."""
 
     since: float
     policy: Policy
@@ -41,13 +42,13 @@ class _Found(NamedTuple):
 
 
 class StandingPolicies:
-    """Of the leader."""
+    """Provisioned policies, for the leader."""
 
     def __init__(self, store: ObjectStore, threads: StoreThreads, functions: Functions) -> None:
         self._store, self._threads, self._functions = store, threads, functions
-        self._known = Known("standing policies")
-        self.has_looked = False
-        """Before, it is not known what nodes are to keep."""
+        self._reads = KeptReads("standing policies")
+        self.has_read = False
+        """True once the policies were read: before, it is not known what nodes are to keep."""
         self.wishes: list[Wish] = []
         """Provisioned copies, the most important first, as of the last look; while the registry is away, as before."""
         self.idle_ttls: Mapping[str, float] = {}
@@ -56,43 +57,43 @@ class StandingPolicies:
         """Functions (`tenant/name`) whose forecasts bring nothing to a node."""
 
     def job(self) -> Job:
-        return Job("standing", self.look, LOOK_SECONDS, "nodes")
+        return Job("standing", self.check, LOOK_SECONDS, "nodes")
 
-    async def look(self, turn: Turn) -> None:
-        await self._known.renew(self._look(turn))
-        self.has_looked = True
+    async def check(self, turn: Turn) -> None:
+        await self._reads.renew(self._check(turn))
+        self.has_read = True
 
-    async def _look(self, turn: Turn) -> None:
+    async def _check(self, turn: Turn) -> None:
         standing = await self._threads.read(read_standing, self._store)
         # A gateway that does not know `prefetch` takes out what stands for it alone: here it is put in again.
         dropped = dict.fromkeys(self.not_prefetched - standing.functions.keys(), Entry(since=0.0))
         entries = {**standing.functions, **dropped}
-        found, idle, stale, not_prefetched = list[_Found](), dict[str, float](), list[str](), set[str]()
+        policies, idle, stale, not_prefetched = list[_PolicyWishes](), dict[str, float](), list[str](), set[str]()
         async for key, choices in look_up(self._functions, list(entries), turn):
             entry = entries[key]
-            wanted = _wanted(key, entry, choices)
-            if wanted is None or not wanted.is_settled:
+            policy = _wishes_of(key, entry, choices)
+            if policy is None or not policy.is_settled:
                 stale.append(key)
-            if wanted is None:
+            if policy is None:
                 continue
-            found.append(wanted)
-            if wanted.policy.prefetch == "off":
+            policies.append(policy)
+            if policy.policy.prefetch == "off":
                 not_prefetched.add(key)
             for digest in entry.digests if entry.idle_ttl is not None else ():
                 idle[digest] = max(idle.get(digest, 0.0), entry.idle_ttl or 0.0)
-        self.wishes, self.idle_ttls, self.not_prefetched = _in_order(found), idle, frozenset(not_prefetched)
+        self.wishes, self.idle_ttls, self.not_prefetched = _in_order(policies), idle, frozenset(not_prefetched)
         turn.work += len(self.wishes)
         for key in stale:
             turn.check()
             await self._threads.write(_settle_old, self._store, key, entries[key])
 
 
-def _wanted(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _Found | None:
+def _wishes_of(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _PolicyWishes | None:
     """Returns None where the function is gone, or nothing stands of its policy."""
     if choices is None:
         return None
     if not choices:
-        return _Found(entry.since, Policy(), [])
+        return _PolicyWishes(entry.since, Policy(), [])
     policy = choices[0].version.policy
     if not stands_in(policy):
         return None
@@ -107,7 +108,7 @@ def _wanted(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _Found 
         for tier, count in tiers
         if count
     ]
-    return _Found(entry.since, policy, wishes, entry.matches(policy))
+    return _PolicyWishes(entry.since, policy, wishes, entry.matches(policy))
 
 
 def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
@@ -127,9 +128,9 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
     )
 
 
-def _in_order(found: list[_Found]) -> list[Wish]:
+def _in_order(policies: list[_PolicyWishes]) -> list[Wish]:
     """Returns the wishes by class, the highest first, then by age; copies on devices before those in host memory."""
-    ordered = sorted(found, key=lambda each: (-CLASSES.index(each.policy.slo_class or "standard"), each.since))
+    ordered = sorted(policies, key=lambda each: (-CLASSES.index(each.policy.slo_class or "standard"), each.since))
     wishes = [wish for each in ordered for wish in each.wishes]
     return sorted(wishes, key=lambda wish: wish.tier != "device")
 

@@ -17,7 +17,8 @@ from cluster.forecast.lstm_training import Observations, Trainer
 from cluster.forecast.table import Array
 
 IDLE_SECONDS = 3600.0
-"""Without a job, after which the process ends, as that of a worker that leads no more; the next job finds a new one."""
+"""Seconds without a job after which the process ends, as that of a worker that leads no more; the next job finds a new
+one."""
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -25,7 +26,7 @@ class Weights(msgspec.Struct, frozen=True):
 
     parameters: dict[str, bytes]
     embeddings: dict[str, bytes]
-    """By function."""
+    """Embeddings by function."""
 
 
 class Lot(msgspec.Struct, frozen=True):
@@ -47,8 +48,13 @@ def weights_of(parameters: Parameters, embeddings: dict[str, Array]) -> Weights:
     return Weights(_as_bytes(parameters), _as_bytes(embeddings))
 
 
-def lot_of(seen: Observations) -> Lot:
-    return Lot(seen.keys, seen.windows.tobytes(), seen.moment.tobytes(), seen.outcomes.tobytes())
+def lot_of(observations: Observations) -> Lot:
+    return Lot(
+        observations.keys,
+        observations.windows.tobytes(),
+        observations.moment.tobytes(),
+        observations.outcomes.tobytes(),
+    )
 
 
 def parameters_of(weights: Weights) -> Parameters:
@@ -66,7 +72,7 @@ def learn(trainer: Trainer, job: Job) -> Weights:
         trainer.add(Observations(lot.keys, windows, moment, _array(lot.came, n, len(HORIZONS_S))))
     before = dict(trainer.embeddings)
     trainer.update()
-    changed = {key: own for key, own in trainer.embeddings.items() if before.get(key) is not own}
+    changed = {key: embedding for key, embedding in trainer.embeddings.items() if before.get(key) is not embedding}
     return weights_of(trainer.parameters, changed)
 
 

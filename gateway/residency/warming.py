@@ -17,21 +17,21 @@ from cluster.residency import HeldTier, Moved, PrefetchOrder
 from cluster.state import ClusterState
 from gateway.calls.node_calls import NodeCalls, PathUnknown
 from gateway.catalog.functions import Functions, adapter_of
-from gateway.residency.held import Held
+from gateway.residency.manual_holds import ManualHold
 from gateway.residency.messages import Tier, Version, WarmOrder, WarmPlace, WarmReply
 from gateway.residency.plan import node_memory
-from gateway.scheduling.homes import Homes
+from gateway.scheduling.home_nodes import HomeNodes
 from gateway.scheduling.placement import RETRY_AFTER
 
 MAX_UNDERWAY = 256
-"""Loads that this gateway worker has ordered and that go on."""
+"""Loads in progress that this gateway worker has ordered."""
 MAX_TENANT_UNDERWAY = 32
 ANSWER_SECONDS = 2.0
-"""For which a caller waits for the nodes; loads go on behind it."""
+"""Seconds for which a caller waits for the nodes; loads continue after it."""
 AGAIN_SECONDS = 60.0
-"""A load that goes on is not ordered again for so long."""
+"""Seconds for which a load in progress is not ordered again."""
 LOOK_SECONDS = 0.2
-"""Between the first two looks meanwhile; then twice as long each time, up to MAX_LOOK_SECONDS."""
+"""Pause between the first two checks meanwhile; then twice as long each time, up to MAX_LOOK_SECONDS."""
 MAX_LOOK_SECONDS = 2.0
 NAMES: Mapping[int, HeldTier] = {DEVICE: "device", HOST: "host", DISK: "disk", ABSENT: "absent"}
 
@@ -41,7 +41,7 @@ Place = tuple[Version, NodeRecord]
 
 
 class _Load(NamedTuple):
-    """That a node was told to begin."""
+    """A load that was ordered of a node."""
 
     tenant: str
     answer: asyncio.Task[Moved]
@@ -50,7 +50,7 @@ class _Load(NamedTuple):
 
 
 class Warming:
-    """Of one gateway worker. `hold` is told what is to stay wanted."""
+    """Warms for one gateway worker. `hold` is called with what is to stay wanted."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Warming:
         functions: Functions,
         node_calls: NodeCalls,
         *,
-        hold: Callable[[Held], None],
+        hold: Callable[[ManualHold], None],
     ) -> None:
         self._cluster, self._base, self._functions, self._node_calls = cluster, base, functions, node_calls
         self._hold = hold
@@ -67,7 +67,7 @@ class Warming:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs what warms. At its end nobody waits for nodes any more; they finish what they were told."""
+        """Runs the warming. At its end nobody waits for nodes any more; they finish what was ordered."""
         try:
             yield
         finally:
@@ -76,8 +76,8 @@ class Warming:
 
     async def versions(self, tenant: str, name: str, qualifier: str | None) -> list[Version]:
         """Returns the versions that calls of the name get. Raises what Functions.target does."""
-        found = [pick([choice], 0.0) for choice in await self._functions.choices(tenant, name, qualifier)]
-        return [Version(each.version, adapter_of(each)) for each in found]
+        resolved = [pick([choice], 0.0) for choice in await self._functions.choices(tenant, name, qualifier)]
+        return [Version(each.version, adapter_of(each)) for each in resolved]
 
     async def warm(self, order: WarmOrder) -> WarmReply:
         """Has nodes load what is not there yet, and waits ANSWER_SECONDS at most. Raises ServiceError: `unavailable`
@@ -86,12 +86,12 @@ class Warming:
         places = await self._places(order)
         reply = await self._bring(order, places)
         for version, node in places:
-            self._hold(Held(order.tenant, order.function, version.adapter, node.id, order.tier))
+            self._hold(ManualHold(order.tenant, order.function, version.adapter, node.id, order.tier))
         return reply
 
     async def _places(self, order: WarmOrder) -> list[Place]:
         nodes = await self._cluster.table()
-        homes = Homes(nodes, self._base)
+        homes = HomeNodes(nodes, self._base)
         if not len(homes):
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
         return [
@@ -106,10 +106,10 @@ class Warming:
             await asyncio.wait(answers.values(), timeout=ANSWER_SECONDS)
         _raise_refusal(answers.values(), len(places))
         nodes = await self._cluster.table()
-        found = [_place(nodes, place, answers, order.tier) for place in places]
-        if order.tier == "host" and all(place.error for place in found):
-            raise ServiceError("conflict", found[0].error or "")
-        return _reply(order, found)
+        warmed = [_place(nodes, place, answers, order.tier) for place in places]
+        if order.tier == "host" and all(place.error for place in warmed):
+            raise ServiceError("conflict", warmed[0].error or "")
+        return _reply(order, warmed)
 
     async def until_warm(self, order: WarmOrder, seconds: float) -> str | None:
         """Returns when all is warm, or what is not so after `seconds`; None: nothing."""
@@ -137,11 +137,11 @@ class Warming:
         now = monotonic()
         self._loads = {key: load for key, load in self._loads.items() if not load.answer.done() or now < load.until}
         missing = [(v, node) for v, node in places if _tier(nodes, v, node) != "device"]
-        begun = {_key(v, node): (v, node) for v, node in missing if _key(v, node) not in self._loads}
-        own = sum(load.tenant == order.tenant for load in self._loads.values())
-        if own + len(begun) > MAX_TENANT_UNDERWAY or len(self._loads) + len(begun) > MAX_UNDERWAY:
+        started = {_key(v, node): (v, node) for v, node in missing if _key(v, node) not in self._loads}
+        of_tenant = sum(load.tenant == order.tenant for load in self._loads.values())
+        if of_tenant + len(started) > MAX_TENANT_UNDERWAY or len(self._loads) + len(started) > MAX_UNDERWAY:
             raise ServiceError("rate_limited", "too many adapters are being warmed; try again", retry_after=RETRY_AFTER)
-        for key, (version, node) in begun.items():
+        for key, (version, node) in started.items():
             answer = asyncio.create_task(self._ask(node, PrefetchOrder(version.adapter, tenant=order.tenant)))
             answer.add_done_callback(partial(self._end, key))
             self._loads[key] = _Load(order.tenant, answer, now + AGAIN_SECONDS)
@@ -152,7 +152,7 @@ class Warming:
         return (await self._node_calls.ask(node, "/adapters/prefetch", Moved, order))[1]
 
     def _end(self, key: Key, answer: asyncio.Task[Moved]) -> None:
-        """Forgets a load that has ended; one that goes on is remembered, and not ordered again."""
+        """Forgets a load that has ended; one in progress is remembered, and not ordered again."""
         if answer.cancelled() or answer.exception() is not None or answer.result().tier is not None:
             self._loads.pop(key, None)
 
@@ -174,10 +174,10 @@ def _raise_refusal(answers: Iterable[asyncio.Task[Moved]], places: int) -> None:
         raise failures[0]
 
 
-def _place(nodes: NodeTable, place: Place, answers: Mapping[Key, asyncio.Task[Moved]], wanted: Tier) -> WarmPlace:
+def _place(nodes: NodeTable, place: Place, answers: Mapping[Key, asyncio.Task[Moved]], target_tier: Tier) -> WarmPlace:
     version, node = place
     tier, answer = _tier(nodes, version, node), answers.get(_key(version, node))
-    if wanted == "host":
+    if target_tier == "host":
         never = None if tier in ("device", "host") else node_memory(node).why_never(version.adapter, "host")
         return WarmPlace(version.number, node.id, tier, never)
     if answer is None or not answer.done() or answer.cancelled():

@@ -1,1 +1,1 @@
-"""One module per group of public routes: handlers, their messages, and how `openapi.json` describes them."""
+"""Modules of public routes, one per group: handlers, their messages, and how `openapi.json` describes them."""

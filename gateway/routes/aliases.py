@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -16,17 +16,15 @@ from adapters.function_changes import check_generation
 from adapters.functions import FunctionRecord
 from adapters.names import NAME_RULE, is_alias
 from adapters.nearest import did_you_mean
+from gateway.groups import Catalog
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
 from gateway.http.params import etag, flag, if_match
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
-from gateway.residency.before_traffic import WARM, warm_targets
+from gateway.residency.warm_on_deploy import WARM, warm_targets
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Catalog)
 
 VersionNumber = Annotated[int, Meta(ge=1, le=999_999_999)]
 VersionText = Annotated[str, Meta(pattern="^[1-9][0-9]{0,8}$")]
@@ -43,7 +41,7 @@ class AliasTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which alias to point to what it pointed to before."""
+    """The alias to point to what it pointed to before."""
 
     alias: str = "latest"
 
@@ -58,7 +56,7 @@ class AliasPast(msgspec.Struct, frozen=True):
 
 
 class AliasReply(msgspec.Struct, frozen=True):
-    """Where an alias points. `version` is null while it splits its calls."""
+    """The target of an alias. `version` is null while it splits its calls."""
 
     function: str
     alias: str
@@ -67,13 +65,13 @@ class AliasReply(msgspec.Struct, frozen=True):
     since: float
     """Unix time."""
     changes: int
-    """How often it was moved, its first target included."""
+    """Number of its moves, its first target included."""
     generation: int
-    """Of the function, as in the ETag."""
+    """Generation of the function, as in the ETag."""
     history: list[AliasPast]
     """Earlier targets, the latest first."""
     warnings: list[str] = []
-    """What was not warm when the alias was moved."""
+    """Versions that were not warm when the alias was moved."""
 
 
 @routes.tenant(
@@ -82,8 +80,8 @@ class AliasReply(msgspec.Struct, frozen=True):
     {200: AliasReply},
     etag=True,
 )
-async def get_alias(request: Request, services: Services, tenant: str) -> Response:
-    record = await services.threads.read(services.registry.function, tenant, request.path_params["name"])
+async def get_alias(request: Request, catalog: Catalog, tenant: str) -> Response:
+    record = await catalog.threads.read(catalog.registry.function, tenant, request.path_params["name"])
     return _reply(record, request.path_params["alias"])
 
 
@@ -97,19 +95,19 @@ async def get_alias(request: Request, services: Services, tenant: str) -> Respon
     etag=True,
     if_match=True,
 )
-async def put_alias(request: Request, services: Services, tenant: str) -> Response:
+async def put_alias(request: Request, catalog: Catalog, tenant: str) -> Response:
     name, moved = request.path_params["name"], request.path_params["alias"]
-    wanted = await read_message(request, services.config, AliasTarget)
-    if (wanted.version is None) == (wanted.weights is None):
+    target = await read_message(request, catalog.config, AliasTarget)
+    if (target.version is None) == (target.weights is None):
         raise invalid("version", "send exactly one of version and weights")
     if not is_alias(moved):
         raise NotFound(f"there is no alias {moved[:100]!r}: an alias has {NAME_RULE}, not all of them digits")
-    weights = {str(wanted.version): 1.0} if wanted.weights is None else checked_weights(wanted.weights)
+    weights = {str(target.version): 1.0} if target.weights is None else checked_weights(target.weights)
     matches, warnings = if_match(request), list[str]()
     if flag(request, "warm"):
-        check_generation(await services.threads.read(services.registry.function, tenant, name), matches)
-        warnings = await warm_targets(services, tenant, name, weights)
-    record = await services.functions.change(services.registry.changes.set_alias, tenant, name, moved, weights, matches)
+        check_generation(await catalog.threads.read(catalog.registry.function, tenant, name), matches)
+        warnings = await warm_targets(catalog.warming, tenant, name, weights)
+    record = await catalog.functions.change(catalog.registry.changes.set_alias, tenant, name, moved, weights, matches)
     return _reply(record, moved, warnings)
 
 
@@ -123,43 +121,43 @@ async def put_alias(request: Request, services: Services, tenant: str) -> Respon
     etag=True,
     if_match=True,
 )
-async def roll_back(request: Request, services: Services, tenant: str) -> Response:
+async def roll_back(request: Request, catalog: Catalog, tenant: str) -> Response:
     name = request.path_params["name"]
-    wanted = await read_message(request, services.config, Rollback, absent=b"{}")
+    rollback = await read_message(request, catalog.config, Rollback, absent=b"{}")
     matches, warnings = if_match(request), list[str]()
     if flag(request, "warm"):
-        warnings = await _warm_earlier(services, tenant, name, wanted.alias, matches)
-    record = await services.functions.change(services.registry.changes.roll_back, tenant, name, wanted.alias, matches)
-    return _reply(record, wanted.alias, warnings)
+        warnings = await _warm_earlier(catalog, tenant, name, rollback.alias, matches)
+    record = await catalog.functions.change(catalog.registry.changes.roll_back, tenant, name, rollback.alias, matches)
+    return _reply(record, rollback.alias, warnings)
 
 
 async def _warm_earlier(
-    services: Services, tenant: str, name: str, alias: str, matches: frozenset[int] | None
+    catalog: Catalog, tenant: str, name: str, alias: str, matches: frozenset[int] | None
 ) -> list[str]:
-    """As warm_targets, of what a rollback would point to; it says itself when there is nothing."""
-    record = await services.threads.read(services.registry.function, tenant, name)
+    """Warms what a rollback would point to, as warm_targets; the rollback itself reports that there is nothing."""
+    record = await catalog.threads.read(catalog.registry.function, tenant, name)
     check_generation(record, matches)
-    known = record.aliases.get(alias)
-    if known is None:
+    current = record.aliases.get(alias)
+    if current is None:
         return []
-    weights = rolled_back(known, record.numbers(), known.when).weights
-    return await warm_targets(services, tenant, name, weights)
+    weights = rolled_back(current, record.numbers(), current.when).weights
+    return await warm_targets(catalog.warming, tenant, name, weights)
 
 
 def _reply(record: FunctionRecord, name: str, warnings: Sequence[str] = ()) -> Response:
-    found = record.aliases.get(name)
-    if found is None:
+    alias = record.aliases.get(name)
+    if alias is None:
         hint = did_you_mean(name, record.aliases)
         raise NotFound(f"function {record.name} has no alias {name[:100]!r}{hint}")
     reply = AliasReply(
         function=record.name,
         alias=name,
-        version=only_version(found.weights),
-        weights=found.weights,
-        since=found.when,
-        changes=found.generation,
+        version=only_version(alias.weights),
+        weights=alias.weights,
+        since=alias.when,
+        changes=alias.generation,
         generation=record.generation,
-        history=[AliasPast(only_version(past.weights), past.weights, past.when) for past in reversed(found.history)],
+        history=[AliasPast(only_version(past.weights), past.weights, past.when) for past in reversed(alias.history)],
         warnings=list(warnings),
     )
     return json_response(reply, headers={"etag": etag(record.generation)})

@@ -29,4 +29,4 @@ from gateway.routes import (
 CALLED = (invoke, invocations, openai, files, batches, tokens, deploy, functions, aliases, warm)
 OPERATED = (health, metrics, cluster, nodes, pools, tenants, webhook_secrets, usage, explain, docs, console)
 ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
-"""In the order in which openapi.json has them."""
+"""All operations, in the order in which openapi.json has them."""

@@ -1,8 +1,6 @@
-"""What nodes tell the gateway (cluster secret)."""
+"""Routes for nodes, which report to the gateway (cluster secret)."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.requests import Request
@@ -15,13 +13,11 @@ from cluster.node_book import TooManyNodes
 from cluster.record_check import BadRecord, check_news
 from cluster.secret import is_authorized
 from cluster.state import PublishResult
+from gateway.groups import Nodes
 from gateway.http.bodies import read_body
 from gateway.http.routing import Routes
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Nodes)
 
 RECORD_LIMIT = 4 << 20
 """Bytes of a record: some 20,000 resident adapters."""
@@ -31,28 +27,28 @@ _decode = msgspec.msgpack.Decoder(NodeReport).decode
 
 @routes.public("POST /cluster/record")
 async def record(request: Request) -> Response:
-    services: Services = request.state.services
-    if not is_authorized(request.headers.get("authorization"), services.secret):
+    nodes = routes.group(request)
+    if not is_authorized(request.headers.get("authorization"), nodes.secret):
         raise ServiceError("unauthenticated", "the cluster secret is missing or wrong")
     body = await read_body(request, RECORD_LIMIT, RECORD_SECONDS, RECORD_SECONDS)
     try:
-        news = _decode(body)
-        node = news.heartbeat.id
-        if not services.record_rates.allows(node):
+        report = _decode(body)
+        node = report.heartbeat.id
+        if not nodes.record_rates.allows(node):
             raise ServiceError("rate_limited", f"node {node[:60]} sends too many records", retry_after=1.0)
-        taken = await take_news(services, news, request.client.host if request.client else "")
+        outcome = await take_news(nodes, report, request.client.host if request.client else "")
     except msgspec.DecodeError as error:
         raise ServiceError("invalid_request", f"not a node record of version {PROTOCOL_VERSION}: {error}") from error
     except (VersionMismatch, BadRecord) as error:
         raise ServiceError("invalid_request", str(error)) from error
     except TooManyNodes as error:
         raise ServiceError("overloaded", str(error)) from error
-    if taken == "gap":
+    if outcome == "gap":
         return Response(msgspec.msgpack.encode(FullReportRequest()), media_type="application/msgpack")
     return Response(status_code=204)
 
 
-async def take_news(services: Services, news: NodeReport, peer: str) -> PublishResult:
-    """`peer`: where they came from. Raises BadRecord, VersionMismatch, TooManyNodes."""
-    check_news(news, peer, services.config.node_hosts)
-    return await services.cluster.publish(news)
+async def take_news(nodes: Nodes, report: NodeReport, peer: str) -> PublishResult:
+    """Takes a node's report in. `peer`: the address it came from. Raises BadRecord, VersionMismatch, TooManyNodes."""
+    check_news(report, peer, nodes.config.node_hosts)
+    return await nodes.cluster.publish(report)

@@ -12,7 +12,7 @@ from adapters.errors import NotFound
 from gateway.http.page_files import page_file, page_headers
 from gateway.http.routing import Routes
 
-routes = Routes()
+routes: Routes[None] = Routes()
 
 FOLDER = Path(__file__).parents[1] / "console"
 # Text can't be made markup, not even by mistake.

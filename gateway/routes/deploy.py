@@ -17,18 +17,19 @@ from adapters.functions import ITEM_BYTES
 from adapters.names import is_name
 from cluster.errors import ServiceError
 from gateway.catalog.source_copy import allowed_place, copied_source
+from gateway.groups import Catalog
 from gateway.http.bodies import media_type, read_message
 from gateway.http.errors import invalid
 from gateway.http.multipart import Upload, receive_upload
 from gateway.http.params import flag
 from gateway.http.responses import json_response
 from gateway.http.routing import BOOLEAN, NAME_PATTERN, Routes, parameter
-from gateway.residency.before_traffic import WARM, warm_staged
+from gateway.residency.warm_on_deploy import WARM, warm_staged
 
 if TYPE_CHECKING:
-    from gateway.services import Services
+    from adapters.deployment import Deployment
 
-routes = Routes()
+routes = Routes(Catalog)
 
 ADAPTER_FORM = {
     "type": "object",
@@ -73,36 +74,36 @@ class DeployReply(msgspec.Struct, frozen=True):
     multipart=ADAPTER_FORM,
     errors=(409, 499, 504),
 )
-async def deploy(request: Request, services: Services, tenant: str) -> Response:
+async def deploy(request: Request, catalog: Catalog, tenant: str) -> Response:
     name = request.path_params["name"]
     if not is_name(name):
         rule = "has 1 to 64 of a-z, 0-9, '.', '_' and '-', and starts and ends with a letter or digit"
         raise invalid("name", f"a function's name {rule}")
     how = _How(flag(request, "dry_run"), flag(request, "warm"))
-    given = media_type(request)
-    if given == "application/json":
-        return await _from_source(services, request, tenant, name, how)
-    if given != "multipart/form-data":
+    body_type = media_type(request)
+    if body_type == "application/json":
+        return await _from_source(catalog, request, tenant, name, how)
+    if body_type != "multipart/form-data":
         message = "send multipart/form-data with the adapter's two files, or application/json with a source"
         raise ServiceError("unsupported_media_type", message)
-    with services.deploys.deploy(tenant):
-        return await _from_upload(services, request, tenant, name, how)
+    with catalog.deploys.deploy(tenant):
+        return await _from_upload(catalog, request, tenant, name, how)
 
 
-async def _from_upload(services: Services, request: Request, tenant: str, name: str, how: _How) -> Response:
-    async with receive_upload(request, services.config) as upload:
-        given = AdapterUpload(upload.config, upload.weights, _alias(upload), _policy(upload))
-        return await _store(services, request, tenant, name, given, how)
+async def _from_upload(catalog: Catalog, request: Request, tenant: str, name: str, how: _How) -> Response:
+    async with receive_upload(request, catalog.config) as upload:
+        adapter = AdapterUpload(upload.config, upload.weights, _alias(upload), _policy(upload))
+        return await _store(catalog, request, tenant, name, adapter, how)
 
 
-async def _from_source(services: Services, request: Request, tenant: str, name: str, how: _How) -> Response:
-    body = await read_message(request, services.config, DeploySource)
-    place = allowed_place(services.sources, body.source)
+async def _from_source(catalog: Catalog, request: Request, tenant: str, name: str, how: _How) -> Response:
+    body = await read_message(request, catalog.config, DeploySource)
+    place = allowed_place(catalog.sources, body.source)
     check_options(body.alias, body.policy)
-    with services.deploys.deploy(tenant):
-        async with copied_source(services.config, services.sources, services.source_threads, place) as files:
-            given = AdapterUpload(files.config, files.weights, body.alias, body.policy, body.source)
-            return await _store(services, request, tenant, name, given, how)
+    with catalog.deploys.deploy(tenant):
+        async with copied_source(catalog.config, catalog.sources, catalog.source_threads, place) as files:
+            adapter = AdapterUpload(files.config, files.weights, body.alias, body.policy, body.source)
+            return await _store(catalog, request, tenant, name, adapter, how)
 
 
 class _How(NamedTuple):
@@ -111,25 +112,26 @@ class _How(NamedTuple):
 
 
 async def _store(
-    services: Services, request: Request, tenant: str, name: str, upload: AdapterUpload, how: _How
+    catalog: Catalog, request: Request, tenant: str, name: str, upload: AdapterUpload, how: _How
 ) -> Response:
     problems: list[str] = []
-    registry, staged = services.registry, None
-    await services.templates.check(
-        tenant, upload.policy or {}, special=services.text.special, receive=request.receive, within="policy."
+    registry, staged = catalog.registry, None
+    await catalog.templates.check(
+        tenant, upload.policy or {}, special=catalog.text.special, receive=request.receive, within="policy."
     )
     if how.dry_run:
-        async with services.deploys.store(tenant):
-            checked = await services.threads.write(registry.check, upload, name)
-        return json_response(await _reply(services, checked, problems))
+        async with catalog.deploys.store(tenant):
+            checked = await catalog.threads.write(registry.check, upload, name)
+        return json_response(await _reply(catalog, checked, problems))
     if how.warm:
-        async with services.deploys.store(tenant):
-            staged = await services.threads.write(registry.stage, tenant, name, upload)
-        problems += await warm_staged(services, tenant, staged.deployment)  # meanwhile others store theirs
-    async with services.deploys.store(tenant):
-        memory = await services.provisionable()
-        made = await services.functions.change(registry.deploy, tenant, name, upload, staged, memory)
-    return json_response(await _reply(services, made, problems), 201 if made.created else 200)
+        async with catalog.deploys.store(tenant):
+            staged = await catalog.threads.write(registry.stage, tenant, name, upload)
+        # Meanwhile others store theirs.
+        problems += await warm_staged(catalog.warming, catalog.base.fingerprint, tenant, staged.deployment)
+    async with catalog.deploys.store(tenant):
+        memory = await catalog.residency.provisionable()
+        deployment = await catalog.functions.change(registry.deploy, tenant, name, upload, staged, memory)
+    return json_response(await _reply(catalog, deployment, problems), 201 if deployment.created else 200)
 
 
 def _policy(upload: Upload) -> dict[str, Any] | None:
@@ -153,13 +155,13 @@ def _alias(upload: Upload) -> str | None:
         raise invalid("alias", "an alias is made of a-z, 0-9, '.', '_', '-'") from None
 
 
-async def _reply(services: Services, made: Deployment, problems: Sequence[str]) -> DeployReply:
-    fields = {field: getattr(made, field) for field in DeployReply.__struct_fields__}
-    fields["warnings"] = (*made.warnings, *await _room_warnings(services, made), *problems)
+async def _reply(catalog: Catalog, deployment: Deployment, problems: Sequence[str]) -> DeployReply:
+    fields = {field: getattr(deployment, field) for field in DeployReply.__struct_fields__}
+    fields["warnings"] = (*deployment.warnings, *await _room_warnings(catalog, deployment), *problems)
     return msgspec.convert(fields, DeployReply)
 
 
-async def _room_warnings(services: Services, deployment: Deployment) -> list[str]:
+async def _room_warnings(catalog: Catalog, deployment: Deployment) -> list[str]:
     """Returns a warning if every node that is known now would answer calls of the adapter 413.
 
     Nodes keep adapters in a dtype of their own, and padded a little: one that barely fits may be refused without having
@@ -167,11 +169,11 @@ async def _room_warnings(services: Services, deployment: Deployment) -> list[str
     """
     elements = deployment.bytes // ITEM_BYTES[deployment.dtype]
     fits: list[tuple[int, int]] = []
-    for node in await services.cluster.nodes():
+    for node in await catalog.cluster.nodes():
         record = node.record
         room = record.largest_adapter or record.adapter_bytes  # an older node reports its whole memory alone
         # A node that is starting reports no room yet.
-        if record.base == services.base.fingerprint and room:
+        if record.base == catalog.base.fingerprint and room:
             fits.append((room, elements * (record.adapter_itemsize or min(ITEM_BYTES.values()))))
     if not fits or any(needed <= room for room, needed in fits):
         return []

@@ -1,6 +1,6 @@
 """GET /docs: the API as a page, drawn in the browser from /openapi.json; no key needed, nothing from elsewhere.
 
-`python -m gateway.routes.openapi` makes openapi.json anew; a test compares it with the routes.
+`python -m gateway.routes.openapi` makes openapi.json again; a test compares it with the routes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway.http.page_files import FOREVER, page_file, page_headers
 from gateway.http.routing import Routes
 
-routes = Routes()
+routes: Routes[None] = Routes()
 
 GATEWAY = Path(__file__).parents[1]
 FOLDER, OPENAPI = GATEWAY / "docs_page", GATEWAY / "openapi.json"

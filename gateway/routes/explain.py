@@ -1,8 +1,6 @@
-"""GET /explain/{id}: how a call was placed. For whoever made it, and for admin keys."""
+"""GET /explain/{id}: how a call was placed. For its tenant, and for admin keys."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.requests import Request
@@ -10,15 +8,12 @@ from starlette.responses import Response
 
 from adapters.errors import NotFound
 from gateway.calls.explanations import ExplainReply
+from gateway.groups import Calls
 from gateway.http.params import TENANT_HEADER
 from gateway.http.responses import json_response
-from gateway.http.routing import TENANT, Routes, parameter
+from gateway.http.routing import TENANT, Caller, Routes, parameter
 
-if TYPE_CHECKING:
-    from gateway.catalog.callers import Caller
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Calls)
 _ID = parameter("path", "id", "The call's id, or the x-request-id of its reply", {"type": "string", "maxLength": 200})
 
 
@@ -29,15 +24,15 @@ _ID = parameter("path", "id", "The call's id, or the x-request-id of its reply",
     parameters=(_ID, TENANT),
     errors=(400,),
 )
-async def explain(request: Request, services: Services, caller: Caller) -> Response:
-    named = TENANT_HEADER in request.headers
-    whose = None if caller.admin and not named else await services.callers.tenant(request)
-    wanted = request.path_params["id"]
-    found = services.dispatcher.placer.explanations.find(wanted, whose)
-    if found is not None:
-        return json_response(found.reply())
-    told = await services.peers.explain(wanted, whose)
-    if told is None:
+async def explain(request: Request, calls: Calls, caller: Caller) -> Response:
+    names_tenant = TENANT_HEADER in request.headers
+    tenant = None if caller.admin and not names_tenant else await calls.callers.tenant(request)
+    id = request.path_params["id"]
+    explained = calls.dispatcher.router.explanations.find(id, tenant)
+    if explained is not None:
+        return json_response(explained.reply())
+    reply = await calls.peers.explain(id, tenant)
+    if reply is None:
         # Another tenant's call answers the same.
-        raise NotFound(f"no call {wanted[:100]!r} is remembered; the latest few thousand are")
-    return json_response(msgspec.json.decode(told, type=ExplainReply))
+        raise NotFound(f"no call {id[:100]!r} is remembered; the latest few thousand are")
+    return json_response(msgspec.json.decode(reply, type=ExplainReply))

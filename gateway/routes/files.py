@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -14,15 +13,13 @@ from gateway.batches.files import FileRecord, piece_starts
 from gateway.batches.messages import FileDeleted, FileList, FileObject
 from gateway.batches.pages import Page, page_parameters
 from gateway.batches.upload import receive_file
+from gateway.groups import Calls
 from gateway.http.bodies import media_type
 from gateway.http.errors import invalid
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Calls)
 
 FILE_FORM = {
     "type": "object",
@@ -34,7 +31,7 @@ FILE_FORM = {
     },
 }
 MAX_PAGE = 10_000
-"""As OpenAI has it; a tenant has far fewer files."""
+"""Largest page, as OpenAI has it; a tenant has far fewer files."""
 PURPOSES = ("batch", "batch_output")
 FILE_ID = parameter("path", "file_id", "The file")
 
@@ -42,14 +39,14 @@ FILE_ID = parameter("path", "file_id", "The file")
 @routes.tenant(
     "POST /v1/files", "Upload the calls of a batch", {200: FileObject}, multipart=FILE_FORM, errors=(409, 413, 415)
 )
-async def create_file(request: Request, services: Services, tenant: str) -> Response:
+async def create_file(request: Request, calls: Calls, tenant: str) -> Response:
     if media_type(request) != "multipart/form-data":
         raise ServiceError("unsupported_media_type", "send multipart/form-data with `file` and `purpose`")
-    files, limit = services.batches.files, (await services.callers.account(tenant)).file_bytes
-    with services.deploys.deploy(tenant):
-        made = await receive_file(request, services.config, files, services.threads, tenant, limit)
-    await _check_tenant(services, tenant, made)
-    return json_response(made.reply())
+    files, limit = calls.batches.files, (await calls.callers.account(tenant)).file_bytes
+    with calls.uploads.deploy(tenant):
+        record = await receive_file(request, calls.config, files, calls.threads, tenant, limit)
+    await _check_tenant(calls, tenant, record)
+    return json_response(record.reply())
 
 
 @routes.tenant(
@@ -58,54 +55,54 @@ async def create_file(request: Request, services: Services, tenant: str) -> Resp
     {200: FileList},
     parameters=(*page_parameters(MAX_PAGE), parameter("query", "purpose", "Only those of this purpose")),
 )
-async def list_files(request: Request, services: Services, tenant: str) -> Response:
+async def list_files(request: Request, calls: Calls, tenant: str) -> Response:
     page, purpose = Page.asked(request, "file-", default=MAX_PAGE, most=MAX_PAGE), request.query_params.get("purpose")
     if purpose not in (None, *PURPOSES):
         raise invalid("purpose", f"purpose is one of {', '.join(PURPOSES)}")
-    files = services.batches.files
-    ids = page.ids(await services.threads.read(files.ids, tenant))
-    records = await services.threads.read(files.records, tenant, ids if purpose else ids[: page.limit + 1])
-    found = [record.reply() for record in records if purpose in (None, record.purpose)]
-    shown = found[: page.limit]
+    files = calls.batches.files
+    ids = page.ids(await calls.threads.read(files.ids, tenant))
+    records = await calls.threads.read(files.records, tenant, ids if purpose else ids[: page.limit + 1])
+    replies = [record.reply() for record in records if purpose in (None, record.purpose)]
+    shown = replies[: page.limit]
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return json_response(FileList(shown, len(found) > page.limit, first, last))
+    return json_response(FileList(shown, len(replies) > page.limit, first, last))
 
 
 @routes.tenant("GET /v1/files/{file_id}", "One of them", {200: FileObject}, parameters=(FILE_ID,))
-async def get_file(request: Request, services: Services, tenant: str) -> Response:
-    return json_response((await _record(request, services, tenant)).reply())
+async def get_file(request: Request, calls: Calls, tenant: str) -> Response:
+    return json_response((await _record(request, calls, tenant)).reply())
 
 
 @routes.tenant("GET /v1/files/{file_id}/content", "Its content", {200: bytes}, parameters=(FILE_ID,))
-async def get_file_content(request: Request, services: Services, tenant: str) -> Response:
-    record = await _record(request, services, tenant)
+async def get_file_content(request: Request, calls: Calls, tenant: str) -> Response:
+    record = await _record(request, calls, tenant)
     headers = {"content-length": str(record.bytes), "x-content-type-options": "nosniff"}
-    content = _content(services, tenant, record)
+    content = _content(calls, tenant, record)
     return StreamingResponse(content, headers=headers, media_type="application/octet-stream")
 
 
 @routes.tenant("DELETE /v1/files/{file_id}", "Delete a file", {200: FileDeleted}, parameters=(FILE_ID,))
-async def delete_file(request: Request, services: Services, tenant: str) -> Response:
+async def delete_file(request: Request, calls: Calls, tenant: str) -> Response:
     file_id = request.path_params["file_id"]
-    await services.threads.write(services.batches.files.delete, tenant, file_id)
+    await calls.threads.write(calls.batches.files.delete, tenant, file_id)
     return json_response(FileDeleted(file_id))
 
 
-async def _check_tenant(services: Services, tenant: str, made: FileRecord) -> None:
-    """Removes the file if its tenant was deleted during the upload: whoever is given the name next must not see it.
+async def _check_tenant(calls: Calls, tenant: str, record: FileRecord) -> None:
+    """Removes the file if its tenant was deleted during the upload: a tenant that gets the name next must not see it.
     Raises NotFound then."""
     try:
-        await services.callers.account(tenant)
+        await calls.callers.account(tenant)
     except NotFound:
-        await services.threads.write(services.batches.files.abandon, tenant, made.id)
-        await services.threads.write(services.batches.files.quota.forget, tenant)
+        await calls.threads.write(calls.batches.files.abandon, tenant, record.id)
+        await calls.threads.write(calls.batches.files.quota.forget, tenant)
         raise
 
 
-async def _record(request: Request, services: Services, tenant: str) -> FileRecord:
-    return await services.threads.read(services.batches.files.get, tenant, request.path_params["file_id"])
+async def _record(request: Request, calls: Calls, tenant: str) -> FileRecord:
+    return await calls.threads.read(calls.batches.files.get, tenant, request.path_params["file_id"])
 
 
-async def _content(services: Services, tenant: str, record: FileRecord) -> AsyncGenerator[bytes, None]:
+async def _content(calls: Calls, tenant: str, record: FileRecord) -> AsyncGenerator[bytes, None]:
     for start, length in piece_starts(record.bytes):
-        yield await services.threads.read(services.batches.files.read, tenant, record, start, length)
+        yield await calls.threads.read(calls.batches.files.read, tenant, record, start, length)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from adapters.errors import NotFound
 from adapters.functions import BrokenFunction, FunctionRecord, Manifest, Policy, VersionEntry
 from adapters.names import is_name
+from gateway.groups import Catalog
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
 from gateway.http.params import etag, flag, if_match, integer
@@ -21,16 +22,15 @@ from gateway.routes.aliases import only_version
 
 if TYPE_CHECKING:
     from cluster.node_book import NodeView
-    from gateway.services import Services
 
-routes = Routes()
+routes = Routes(Catalog)
 
 MAX_PAGE = 1000
 
 
 class Residency(msgspec.Struct, frozen=True):
-    """Where a version is: on which node, in which tier. Known of versions that the tenant has called since the gateway
-    started, or has provisioned."""
+    """A place of a version: node and tier. Known of versions that the tenant has called since the gateway started, or
+    has provisioned."""
 
     version: int
     node: str
@@ -42,11 +42,12 @@ class FunctionItem(msgspec.Struct, frozen=True):
     versions: list[int]
     aliases: dict[str, int | dict[str, float]]
     ranks: list[int]
-    """Of the version that `latest` points to, like `bytes`; of that with the largest share, if there are several."""
+    """Ranks of the version that `latest` points to, like `bytes`; of that with the largest share, if there are
+    several."""
     bytes: int
     residency: list[Residency]
     error: str | None = None
-    """Why nothing else is known of it; null in good order."""
+    """Reason for which nothing else is known of it; null in good order."""
 
 
 class FunctionList(msgspec.Struct, frozen=True):
@@ -82,7 +83,7 @@ class VersionReply(msgspec.Struct, frozen=True):
     created: float
     """Unix time."""
     source: str | None = None
-    """Where the files came from, if not with the request."""
+    """Place of the files, if they did not come with the request."""
 
 
 class VersionList(msgspec.Struct, frozen=True):
@@ -90,7 +91,7 @@ class VersionList(msgspec.Struct, frozen=True):
 
 
 class LastHour(msgspec.Struct, frozen=True):
-    """What this gateway saw of the function in the last 60 minutes."""
+    """Counts of the function in the last 60 minutes, on this gateway."""
 
     invocations: int
     failures: int
@@ -123,17 +124,17 @@ _LIMIT = {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": 100}
         parameter("query", "after", "`next` of the page before", NAME_TEXT),
     ),
 )
-async def list_functions(request: Request, services: Services, tenant: str) -> Response:
+async def list_functions(request: Request, catalog: Catalog, tenant: str) -> Response:
     limit = integer(request, "limit", 100, 1, MAX_PAGE)
     after = request.query_params.get("after", "")
     if after and not is_name(after):
         raise invalid("after", "after is the `next` of the page before")
-    records, following = await services.threads.read(services.registry.functions, tenant, after, limit)
-    nodes = await services.cluster.nodes()
+    records, following = await catalog.threads.read(catalog.registry.functions, tenant, after, limit)
+    nodes = await catalog.cluster.nodes()
     items = [
         FunctionItem(record.name, [], {}, [], 0, [], error=record.problem)
         if isinstance(record, BrokenFunction)
-        else _item(record, _called(services, tenant, record), nodes)
+        else _item(record, _called(catalog, tenant, record), nodes)
         for record in records
     ]
     return json_response(FunctionList(functions=items, next=following))
@@ -145,9 +146,9 @@ async def list_functions(request: Request, services: Services, tenant: str) -> R
     {200: FunctionReply},
     etag=True,
 )
-async def get_function(request: Request, services: Services, tenant: str) -> Response:
-    record = await services.threads.read(services.registry.function, tenant, request.path_params["name"])
-    return await _function_reply(services, tenant, record)
+async def get_function(request: Request, catalog: Catalog, tenant: str) -> Response:
+    record = await catalog.threads.read(catalog.registry.function, tenant, request.path_params["name"])
+    return await _function_reply(catalog, tenant, record)
 
 
 @routes.tenant(
@@ -159,17 +160,17 @@ async def get_function(request: Request, services: Services, tenant: str) -> Res
     etag=True,
     if_match=True,
 )
-async def change_policy(request: Request, services: Services, tenant: str) -> Response:
+async def change_policy(request: Request, catalog: Catalog, tenant: str) -> Response:
     name = request.path_params["name"]
-    policy = await read_message(request, services.config, dict[str, Any])
-    await services.templates.check(tenant, policy, special=services.text.special, receive=request.receive)
-    set_policy, memory = services.registry.changes.set_policy, await services.provisionable()
-    record = await services.functions.change(set_policy, tenant, name, policy, if_match(request), memory)
-    return await _function_reply(services, tenant, record)
+    policy = await read_message(request, catalog.config, dict[str, Any])
+    await catalog.templates.check(tenant, policy, special=catalog.text.special, receive=request.receive)
+    set_policy, memory = catalog.registry.changes.set_policy, await catalog.residency.provisionable()
+    record = await catalog.functions.change(set_policy, tenant, name, policy, if_match(request), memory)
+    return await _function_reply(catalog, tenant, record)
 
 
-async def _function_reply(services: Services, tenant: str, record: FunctionRecord) -> Response:
-    sums = await services.windows.last_hour(tenant, record.name)
+async def _function_reply(catalog: Catalog, tenant: str, record: FunctionRecord) -> Response:
+    sums = await catalog.windows.last_hour(tenant, record.name)
     mean = round(sums.ttft_seconds / sums.first_tokens * 1000, 3) if sums.first_tokens else None
     reply = FunctionReply(
         name=record.name,
@@ -178,7 +179,7 @@ async def _function_reply(services: Services, tenant: str, record: FunctionRecor
         policy=msgspec.to_builtins(record.policy),
         aliases=_aliases(record),
         versions=[msgspec.convert(entry, VersionItem, from_attributes=True) for entry in record.versions],
-        residency=_residency(_called(services, tenant, record), await services.cluster.nodes()),
+        residency=_residency(_called(catalog, tenant, record), await catalog.cluster.nodes()),
         last_hour=msgspec.convert({**msgspec.structs.asdict(sums), "mean_ttft_ms": mean}, LastHour),
     )
     return json_response(reply, headers={"etag": etag(record.generation)})
@@ -191,25 +192,25 @@ async def _function_reply(services: Services, tenant: str, record: FunctionRecor
     parameters=(parameter("query", "force", "Cancel the running ones, too", BOOLEAN),),
     if_match=True,
 )
-async def delete_function(request: Request, services: Services, tenant: str) -> Response:
+async def delete_function(request: Request, catalog: Catalog, tenant: str) -> Response:
     force = flag(request, "force")
     name = request.path_params["name"]
-    await services.functions.change(services.registry.delete_function, tenant, name, if_match(request))
+    await catalog.functions.change(catalog.registry.delete_function, tenant, name, if_match(request))
     if force:
-        await services.revoke(tenant, name, f"function {name} was deleted")
+        await catalog.changes.revoke(tenant, name, f"function {name} was deleted")
     return Response(status_code=204)
 
 
 @routes.tenant("GET /functions/{name}/versions", "The manifests of all versions", {200: VersionList})
-async def list_versions(request: Request, services: Services, tenant: str) -> Response:
-    manifests = await services.threads.read(services.registry.versions, tenant, request.path_params["name"])
+async def list_versions(request: Request, catalog: Catalog, tenant: str) -> Response:
+    manifests = await catalog.threads.read(catalog.registry.versions, tenant, request.path_params["name"])
     return json_response(VersionList(versions=[_manifest(manifest) for manifest in manifests]))
 
 
 @routes.tenant("GET /functions/{name}/versions/{version}", "The manifest of one version", {200: VersionReply})
-async def get_version(request: Request, services: Services, tenant: str) -> Response:
+async def get_version(request: Request, catalog: Catalog, tenant: str) -> Response:
     name, number = request.path_params["name"], _number(request)
-    return json_response(_manifest(await services.threads.read(services.registry.manifest, tenant, name, number)))
+    return json_response(_manifest(await catalog.threads.read(catalog.registry.manifest, tenant, name, number)))
 
 
 @routes.tenant(
@@ -219,9 +220,9 @@ async def get_version(request: Request, services: Services, tenant: str) -> Resp
     errors=(409,),
     if_match=True,
 )
-async def delete_version(request: Request, services: Services, tenant: str) -> Response:
+async def delete_version(request: Request, catalog: Catalog, tenant: str) -> Response:
     name, number = request.path_params["name"], _number(request)
-    await services.functions.change(services.registry.delete_version, tenant, name, number, if_match(request))
+    await catalog.functions.change(catalog.registry.delete_version, tenant, name, number, if_match(request))
     return Response(status_code=204)
 
 
@@ -234,8 +235,8 @@ def _number(request: Request) -> int:
 
 def _item(record: FunctionRecord, called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> FunctionItem:
     weights = record.aliases["latest"].weights if "latest" in record.aliases else {}
-    most = max(weights, key=weights.__getitem__, default="")
-    latest = next((entry for entry in record.versions if str(entry.version) == most), None)
+    largest = max(weights, key=weights.__getitem__, default="")
+    latest = next((entry for entry in record.versions if str(entry.version) == largest), None)
     return FunctionItem(
         name=record.name,
         versions=[entry.version for entry in record.versions],
@@ -251,9 +252,9 @@ def _aliases(record: FunctionRecord) -> dict[str, int | dict[str, float]]:
     return {name: only_version(alias.weights) or alias.weights for name, alias in record.aliases.items()}
 
 
-def _called(services: Services, tenant: str, record: FunctionRecord) -> list[VersionEntry]:
+def _called(catalog: Catalog, tenant: str, record: FunctionRecord) -> list[VersionEntry]:
     """The versions whose residency the tenant may see: an adapter that it never ran is there for someone else."""
-    return [entry for entry in record.versions if services.dispatcher.called.has(tenant, entry.digest)]
+    return [entry for entry in record.versions if catalog.called.has(tenant, entry.digest)]
 
 
 def _residency(called: Sequence[VersionEntry], nodes: Sequence[NodeView]) -> list[Residency]:

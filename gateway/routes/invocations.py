@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.events.messages import EventList, EventReply, RedriveReply, item_of, reply_of
 from gateway.events.records import DEAD, LISTED_STATES, State
+from gateway.groups import Calls
 from gateway.http.errors import invalid
 from gateway.http.params import integer
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Calls)
 
 MAX_LIMIT = 100
 STATES: tuple[State, ...] = get_args(State)
@@ -40,24 +38,24 @@ PAGE = (
         *PAGE,
     ),
 )
-async def list_invocations(request: Request, services: Services, tenant: str) -> Response:
+async def list_invocations(request: Request, calls: Calls, tenant: str) -> Response:
     state = request.query_params.get("state")
     if state is not None and state not in STATES:
         raise invalid("state", f"state must be one of {', '.join(STATES)}")
     states = LISTED_STATES if state is None else (state,)
-    return json_response(await _page(request, services, tenant, states))
+    return json_response(await _page(request, calls, tenant, states))
 
 
 @routes.tenant("GET /invocations/{id}", "An asynchronous call: its state, attempts and result", {200: EventReply})
-async def get_invocation(request: Request, services: Services, tenant: str) -> Response:
-    return json_response(reply_of(await services.events.get(tenant, request.path_params["id"])))
+async def get_invocation(request: Request, calls: Calls, tenant: str) -> Response:
+    return json_response(reply_of(await calls.events.get(tenant, request.path_params["id"])))
 
 
 @routes.tenant(
     "DELETE /invocations/{id}", "Cancel an asynchronous call that has not ended", {200: EventReply}, errors=(409,)
 )
-async def cancel_invocation(request: Request, services: Services, tenant: str) -> Response:
-    return json_response(reply_of(await services.events.cancel(tenant, request.path_params["id"])))
+async def cancel_invocation(request: Request, calls: Calls, tenant: str) -> Response:
+    return json_response(reply_of(await calls.events.cancel(tenant, request.path_params["id"])))
 
 
 @routes.tenant(
@@ -66,15 +64,15 @@ async def cancel_invocation(request: Request, services: Services, tenant: str) -
     {200: EventList},
     parameters=(FUNCTION, *PAGE),
 )
-async def list_dead_letters(request: Request, services: Services, tenant: str) -> Response:
-    return json_response(await _page(request, services, tenant, DEAD))
+async def list_dead_letters(request: Request, calls: Calls, tenant: str) -> Response:
+    return json_response(await _page(request, calls, tenant, DEAD))
 
 
 @routes.tenant(
     "POST /dead-letters/{id}/redrive", "Queue a dead letter again, as if it were new", {202: EventReply}, errors=(409,)
 )
-async def redrive_dead_letter(request: Request, services: Services, tenant: str) -> Response:
-    event = await services.events.redrive(tenant, request.path_params["id"])
+async def redrive_dead_letter(request: Request, calls: Calls, tenant: str) -> Response:
+    event = await calls.events.redrive(tenant, request.path_params["id"])
     return json_response(reply_of(event), 202, {"location": f"/invocations/{event.id}"})
 
 
@@ -84,13 +82,13 @@ async def redrive_dead_letter(request: Request, services: Services, tenant: str)
     {202: RedriveReply},
     parameters=(FUNCTION,),
 )
-async def redrive_dead_letters(request: Request, services: Services, tenant: str) -> Response:
-    count, more = await services.events.redrive_all(tenant, request.query_params.get("function"))
+async def redrive_dead_letters(request: Request, calls: Calls, tenant: str) -> Response:
+    count, more = await calls.events.redrive_all(tenant, request.query_params.get("function"))
     return json_response(RedriveReply(count, more), 202)
 
 
-async def _page(request: Request, services: Services, tenant: str, states: tuple[State, ...]) -> EventList:
+async def _page(request: Request, calls: Calls, tenant: str, states: tuple[State, ...]) -> EventList:
     function, after = request.query_params.get("function"), request.query_params.get("after", "")
     limit = integer(request, "limit", 20, 1, MAX_LIMIT)
-    page = await services.events.list(tenant, states, function, after, limit)
+    page = await calls.events.list(tenant, states, function, after, limit)
     return EventList([item_of(event) for event in page.events], page.after)

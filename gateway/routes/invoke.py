@@ -9,13 +9,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from gateway.api import schema
-from gateway.calls.choices import collect
-from gateway.calls.prepare import prepare
 from gateway.calls.prompts import source_of
-from gateway.calls.reply import invocation_headers, invoke_events, invoke_failure, invoke_reply
-from gateway.calls.unserved import UNSERVED, served_fields
-from gateway.events.calls import IDEMPOTENCY_HEADER, accept
+from gateway.calls.reply import collect, invocation_headers, invoke_events, invoke_failure, invoke_reply
+from gateway.calls.unsupported_fields import UNSUPPORTED, supported_fields
+from gateway.events.calls import IDEMPOTENCY_HEADER
 from gateway.events.messages import EventReply, reply_of
+from gateway.groups import Calls
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
 from gateway.http.errors import invalid
@@ -24,9 +23,8 @@ from gateway.http.params import asks_for_events
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
 from gateway.http.stopwatch import Stopwatch
-from gateway.services import Services
 
-routes = Routes()
+routes = Routes(Calls)
 
 TYPE_HEADER = "x-invocation-type"
 
@@ -45,26 +43,26 @@ TYPE_HEADER = "x-invocation-type"
     body=schema.InvokeRequest,
     stream="Events `token` (TokenEvent), then one `done` (DoneEvent), or `error` (ErrorReply)",
 )
-async def invoke(request: Request, services: Services, tenant: str, watch: Stopwatch) -> ASGIApp:
-    data = await read_call_body(request, services.config)
-    call = convert(served_fields(parse_json(data), UNSERVED), schema.InvokeRequest)
+async def invoke(request: Request, calls: Calls, tenant: str, watch: Stopwatch) -> ASGIApp:
+    data = await read_call_body(request, calls.config)
+    call = convert(supported_fields(parse_json(data), UNSUPPORTED), schema.InvokeRequest)
     watch.lap("body")
-    named = _name_and_qualifier(request)
+    function = _name_and_qualifier(request)
     if _is_event(request, call):
-        event = await accept(request, services, tenant, watch, named=named, call=call)
+        event = await calls.event_calls.accept(request, tenant, watch, named=function, call=call)
         return json_response(reply_of(event), 202, {"location": f"/invocations/{event.id}"})
-    source = source_of(call, services.base.vocab_size)
-    invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
-    generations = services.dispatcher.generations(invocation)
+    source = source_of(call, calls.inputs.base.vocab_size)
+    invocation = await calls.inputs.prepare(request, tenant, watch, function=function, source=source, stated=call)
+    generations = calls.dispatcher.generations(invocation)
     headers = partial(invocation_headers, generations[0])
     if call.stream or asks_for_events(request.headers.get("accept", "")):
-        return EventStream(invoke_events(generations), headers, invoke_failure, services.config)
+        return EventStream(invoke_events(generations), headers, invoke_failure, calls.config)
     outcomes = await while_connected(collect(generations), request.receive)
     return json_response(invoke_reply(generations, outcomes), headers=headers())
 
 
 def _is_event(request: Request, call: schema.InvokeRequest) -> bool:
-    """Whether nobody waits for the call. Raises ServiceError for what fits only one of both kinds of calls."""
+    """Returns whether the call is asynchronous. Raises ServiceError for what fits only one of both kinds of calls."""
     stated = request.headers.get(TYPE_HEADER, "")
     if stated.lower() not in ("", "event", "requestresponse"):
         raise invalid(TYPE_HEADER, "it must be Event or RequestResponse")
@@ -79,9 +77,9 @@ def _is_event(request: Request, call: schema.InvokeRequest) -> bool:
 
 def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     name, colon, qualifier = request.path_params["target"].partition(":")
-    asked = request.query_params.get("qualifier")
-    if colon and asked is not None and asked != qualifier:
+    stated = request.query_params.get("qualifier")
+    if colon and stated is not None and stated != qualifier:
         raise invalid("qualifier", "the path names another qualifier")
     if colon:
         return name, qualifier or ":"  # an empty qualifier names nothing, which is not the same as none
-    return name, asked
+    return name, stated

@@ -6,14 +6,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.groups import Nodes
 from gateway.http.routing import Routes
-from gateway.services import Services
 
-routes = Routes()
+routes = Routes(Nodes)
 
 
 @routes.admin("GET /metrics", "Prometheus text", {200: str})
-async def metrics(_: Request, services: Services) -> Response:
-    nodes = await services.cluster.nodes()
-    text = services.metrics.render(nodes, await services.windows.attained(), services.cluster.stale)
+async def metrics(_: Request, nodes: Nodes) -> Response:
+    views = await nodes.cluster.nodes()
+    text = nodes.metrics.render(views, await nodes.windows.attained(), nodes.cluster.stale)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,24 +28,23 @@ from cluster.residency import (
     PrefetchOrder,
 )
 from gateway.catalog.functions import adapter_of
+from gateway.groups import Nodes
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
 from gateway.http.responses import json_response
 from gateway.http.routing import TENANT, Routes, parameter
 from gateway.routes.cluster import take_news
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Nodes)
 _NODE = parameter("path", "id", "The node, as GET /nodes names it")
 _TENANT = {**TENANT, "description": "Whose function is meant"}
 NODE_ERRORS = (502, 504)
 
 
 class NodeItem(msgspec.Struct, frozen=True):
-    """`age` is in seconds since the node's last record; `reserved` counts places that it has not acknowledged yet;
-    `circuit` is whether the gateway worker that answers can reach it (`half_open`: one request may try)."""
+    """A node as the scheduler sees it. `age`: seconds since the node's last record. `reserved`: places that it has not
+    acknowledged yet. `circuit`: whether the gateway worker that answers can reach it (`half_open`: one request may
+    try)."""
 
     record: dict[str, Any]
     reserved: int
@@ -70,28 +69,28 @@ class NodeAdapter(msgspec.Struct, frozen=True):
 
     digest: str
     tier: HeldTier
-    """Where all of it is; `absent`: it is arriving from the registry."""
+    """Tier that has all of it; `absent`: it is arriving from the registry."""
     bytes: int
-    """In memory, or of its file on the disk; 0 until that is known."""
+    """Bytes in memory, or of its file on the disk; 0 until that is known."""
     ranks: list[int]
-    """Of its projections, without repeats. Empty for one that is on the disk alone."""
+    """Ranks of its projections, without repeats. Empty for one that is on the disk alone."""
     in_use: int
     """Requests that are computed with it."""
     waiting: int
     """Requests and prefetches that wait for it."""
     layers: list[LayerName] | None
-    """While it loads: how far each layer has come. Null when it does not."""
+    """Progress of each layer while it loads; null when it does not."""
 
 
 class NodeAdapters(msgspec.Struct, frozen=True):
     node: str
     adapters: list[NodeAdapter]
     unnamed: int
-    """So many more are on the disk alone."""
+    """Number of further adapters, which are on the disk alone."""
 
 
 class MovedReply(msgspec.Struct, frozen=True):
-    """`tier` is where the adapter is now; null while its load goes on."""
+    """The result of a move. `tier`: where the adapter is now; null while its load continues."""
 
     node: str
     digest: str
@@ -99,8 +98,8 @@ class MovedReply(msgspec.Struct, frozen=True):
 
 
 @routes.admin("GET /nodes", "The nodes as the scheduler sees them", {200: NodeList})
-async def list_nodes(_: Request, services: Services) -> Response:
-    return json_response(NodeList(nodes=[_item(services, node) for node in await services.cluster.nodes()]))
+async def list_nodes(_: Request, nodes: Nodes) -> Response:
+    return json_response(NodeList(nodes=[_item(nodes, node) for node in await nodes.cluster.nodes()]))
 
 
 @routes.admin(
@@ -110,11 +109,11 @@ async def list_nodes(_: Request, services: Services) -> Response:
     parameters=(_NODE,),
     errors=NODE_ERRORS,
 )
-async def list_node_adapters(request: Request, services: Services) -> Response:
-    node = await _node(services, request)
-    _, found = await services.node_calls.ask(node, "/adapters", AdapterStates)
-    listed = [_adapter(state) for state in found.adapters]
-    return json_response(NodeAdapters(node=node.id, adapters=listed, unnamed=found.unnamed))
+async def list_node_adapters(request: Request, nodes: Nodes) -> Response:
+    node = await _node(nodes, request)
+    _, states = await nodes.node_calls.ask(node, "/adapters", AdapterStates)
+    listed = [_adapter(state) for state in states.adapters]
+    return json_response(NodeAdapters(node=node.id, adapters=listed, unnamed=states.unnamed))
 
 
 @routes.admin(
@@ -125,10 +124,10 @@ async def list_node_adapters(request: Request, services: Services) -> Response:
     body=AdapterRef,
     errors=(409, *NODE_ERRORS),
 )
-async def prefetch(request: Request, services: Services) -> Response:
-    adapter = await _named(services, request, await _ref(services, request))
-    node = await _node(services, request)
-    status, moved = await services.node_calls.ask(node, "/adapters/prefetch", Moved, PrefetchOrder(adapter))
+async def prefetch(request: Request, nodes: Nodes) -> Response:
+    adapter = await _adapter_named(nodes, request, await _ref(nodes, request))
+    node = await _node(nodes, request)
+    status, moved = await nodes.node_calls.ask(node, "/adapters/prefetch", Moved, PrefetchOrder(adapter))
     return _moved(node, moved, status)
 
 
@@ -140,11 +139,11 @@ async def prefetch(request: Request, services: Services) -> Response:
     body=AdapterRef,
     errors=(409, *NODE_ERRORS),
 )
-async def evict(request: Request, services: Services) -> Response:
-    ref = await _ref(services, request)
-    digest = ref.digest or (await _named(services, request, ref)).digest
-    node = await _node(services, request)
-    status, moved = await services.node_calls.ask(node, "/adapters/evict", Moved, EvictOrder(digest))
+async def evict(request: Request, nodes: Nodes) -> Response:
+    ref = await _ref(nodes, request)
+    digest = ref.digest or (await _adapter_named(nodes, request, ref)).digest
+    node = await _node(nodes, request)
+    status, moved = await nodes.node_calls.ask(node, "/adapters/evict", Moved, EvictOrder(digest))
     return _moved(node, moved, status)
 
 
@@ -155,51 +154,52 @@ async def evict(request: Request, services: Services) -> Response:
     parameters=(_NODE,),
     errors=NODE_ERRORS,
 )
-async def drain_node(request: Request, services: Services) -> Response:
-    return await _set_draining(request, services, "/drain")
+async def drain_node(request: Request, nodes: Nodes) -> Response:
+    return await _set_draining(request, nodes, "/drain")
 
 
 @routes.admin(
     "POST /nodes/{id}/undrain", "Give it requests again", {200: NodeItem}, parameters=(_NODE,), errors=NODE_ERRORS
 )
-async def undrain_node(request: Request, services: Services) -> Response:
-    return await _set_draining(request, services, "/undrain")
+async def undrain_node(request: Request, nodes: Nodes) -> Response:
+    return await _set_draining(request, nodes, "/undrain")
 
 
-async def _set_draining(request: Request, services: Services, path: str) -> Response:
-    """The node refuses by itself from now on; its new record is taken in here, so that none is sent there in vain."""
-    node = await _node(services, request)
-    await services.node_calls.order(node, path)
-    _, news = await services.node_calls.ask(node, "/record", NodeReport)
+async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
+    """Starts or ends the draining of a node, which refuses calls by itself from now on. Its new record is taken in
+    here, so that no call is sent there to be refused."""
+    node = await _node(nodes, request)
+    await nodes.node_calls.order(node, path)
+    _, report = await nodes.node_calls.ask(node, "/record", NodeReport)
     try:
-        await take_news(services, news, urlsplit(node.url).hostname or "")
+        await take_news(nodes, report, urlsplit(node.url).hostname or "")
     except BadRecord as error:
         raise ServiceError("node_failed", f"node {node.id} says something that can't be: {error}") from error
-    for view in await services.cluster.nodes():
+    for view in await nodes.cluster.nodes():
         if view.record.id == node.id:
-            return json_response(_item(services, view))
+            return json_response(_item(nodes, view))
     raise ServiceError("node_failed", f"node {node.id} has fallen silent")
 
 
-async def _node(services: Services, request: Request) -> NodeRecord:
+async def _node(nodes: Nodes, request: Request) -> NodeRecord:
     """Raises NotFound. The id is compared, and used for nothing else."""
-    wanted = request.path_params["id"]
-    for view in await services.cluster.nodes():
-        if view.record.id == wanted:
+    node_id = request.path_params["id"]
+    for view in await nodes.cluster.nodes():
+        if view.record.id == node_id:
             return view.record
-    raise NotFound(f"there is no node {wanted[:100]!r}")
+    raise NotFound(f"there is no node {node_id[:100]!r}")
 
 
-async def _ref(services: Services, request: Request) -> AdapterRef:
-    ref = await read_message(request, services.config, AdapterRef)
+async def _ref(nodes: Nodes, request: Request) -> AdapterRef:
+    ref = await read_message(request, nodes.config, AdapterRef)
     if (ref.function is None) == (ref.digest is None):
         raise invalid("function", "send exactly one of function and digest")
     return ref
 
 
-async def _named(services: Services, request: Request, ref: AdapterRef) -> Adapter:
+async def _adapter_named(nodes: Nodes, request: Request, ref: AdapterRef) -> Adapter:
     """Raises NotFound when the registry has no such version, or no artifact of it for this base."""
-    registry, read = services.registry, services.threads.read
+    registry, read = nodes.registry, nodes.threads.read
     if ref.digest is not None:
         key = artifact_key(registry.base.fingerprint, ref.digest)  # the message type has checked that it is hexadecimal
         info = await read(registry.store.head, key)
@@ -208,23 +208,23 @@ async def _named(services: Services, request: Request, ref: AdapterRef) -> Adapt
         return Adapter(digest=ref.digest, artifact=key, bytes=info.size, ranks=())
     assert ref.function is not None
     name, colon, qualifier = ref.function.partition(":")
-    tenant = await services.callers.tenant(request)
-    found = await read(registry.resolve, tenant, name, qualifier if colon else None)
-    return adapter_of(found)
+    tenant = await nodes.callers.tenant(request)
+    resolved = await read(registry.resolve, tenant, name, qualifier if colon else None)
+    return adapter_of(resolved)
 
 
-def _item(services: Services, node: NodeView) -> NodeItem:
+def _item(nodes: Nodes, node: NodeView) -> NodeItem:
     record = node.record
     strict = msgspec.structs.asdict(record.strict) if record.strict is not None else None
     load = _gpu_load(record.gpu_load) if record.gpu_load is not None else None
     residents = [msgspec.structs.asdict(resident) for resident in node.residents.values()]
-    told = {**msgspec.to_builtins(record), "strict": strict, "gpu_load": load, "residents": residents}
-    told.pop("received", None)
+    fields = {**msgspec.to_builtins(record), "strict": strict, "gpu_load": load, "residents": residents}
+    fields.pop("received", None)
     return NodeItem(
-        record=told,
+        record=fields,
         reserved=node.reserved,
         age=round(node.age, 3),
-        circuit=services.dispatcher.client.breakers.circuit(record.id, record.epoch),
+        circuit=nodes.breakers.circuit(record.id, record.epoch),
     )
 
 

@@ -12,14 +12,12 @@ from starlette.types import ASGIApp
 from adapters.functions import FunctionRecord
 from gateway.api import openai_schema as openai
 from gateway.api import schema
-from gateway.calls.choices import collect
-from gateway.calls.invocation import Invocation
-from gateway.calls.model_names import split_model
-from gateway.calls.openai_reply import Head, chunks, failure, whole
-from gateway.calls.prepare import prepare, served_context
+from gateway.calls.openai_reply import Head, chunks, failure, full_reply
 from gateway.calls.prompts import Conversation, Source, prompts_of
-from gateway.calls.reply import invocation_headers
-from gateway.calls.unserved import CHAT_UNSERVED, UNSERVED, Unserved, served_fields
+from gateway.calls.reply import collect, invocation_headers
+from gateway.calls.request import Invocation
+from gateway.calls.unsupported_fields import CHAT_UNSUPPORTED, UNSUPPORTED, Unsupported, supported_fields
+from gateway.groups import Calls
 from gateway.http.bodies import convert, parse_json, read_call_body
 from gateway.http.connected import while_connected
 from gateway.http.errors import invalid
@@ -27,9 +25,8 @@ from gateway.http.event_stream import BLANK_LINE, EventStream
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes, parameter
 from gateway.http.stopwatch import Stopwatch
-from gateway.services import Services
 
-routes = Routes()
+routes = Routes(Calls)
 
 PAGE = 1000
 MAX_PAGES = 10
@@ -39,17 +36,17 @@ T = TypeVar("T", bound=openai.Shared)
 
 
 @routes.tenant("GET /v1/models", "The base model and the tenant's functions", {200: openai.ModelList})
-async def list_models(_: Request, services: Services, tenant: str) -> Response:
+async def list_models(_: Request, calls: Calls, tenant: str) -> Response:
     records: list[FunctionRecord] = []
     after: str | None = ""
     for _page in range(MAX_PAGES):
-        page, after = await services.threads.read(services.registry.functions, tenant, after or "", PAGE)
+        page, after = await calls.threads.read(calls.registry.functions, tenant, after or "", PAGE)
         records += [record for record in page if isinstance(record, FunctionRecord)]  # a broken one can't be called
         if after is None:
             break
-    context = await served_context(services)
-    models = [_model(services, record, record.name, tenant, context) for record in records]
-    return json_response(openai.ModelList([_base(services, context), *models]))
+    context = await calls.inputs.served_context()
+    models = [_model(calls, record, record.name, tenant, context) for record in records]
+    return json_response(openai.ModelList([_base(calls, context), *models]))
 
 
 @routes.tenant(
@@ -58,15 +55,15 @@ async def list_models(_: Request, services: Services, tenant: str) -> Response:
     {200: openai.Model},
     parameters=(parameter("path", "id", "As `model` in a completion"),),
 )
-async def get_model(request: Request, services: Services, tenant: str) -> Response:
-    asked = request.path_params["id"]
-    context = await served_context(services)
-    if asked == services.base.id:
-        return json_response(_base(services, context))
-    name, qualifier = split_model(services, asked)
-    await services.functions.choices(tenant, name, qualifier)
-    record = await services.threads.read(services.registry.function, tenant, name)
-    return json_response(_model(services, record, asked, tenant, context))
+async def get_model(request: Request, calls: Calls, tenant: str) -> Response:
+    model_id = request.path_params["id"]
+    context = await calls.inputs.served_context()
+    if model_id == calls.inputs.base.id:
+        return json_response(_base(calls, context))
+    name, qualifier = calls.inputs.split_model(model_id)
+    await calls.inputs.functions.choices(tenant, name, qualifier)
+    record = await calls.threads.read(calls.registry.function, tenant, name)
+    return json_response(_model(calls, record, model_id, tenant, context))
 
 
 @routes.call(
@@ -76,12 +73,12 @@ async def get_model(request: Request, services: Services, tenant: str) -> Respon
     body=openai.CompletionRequest,
     stream="Completion chunks, then `data: [DONE]`",
 )
-async def create_completion(request: Request, services: Services, tenant: str, watch: Stopwatch) -> ASGIApp:
-    call = await _read(request, services, watch, openai.CompletionRequest, UNSERVED)
-    source = prompts_of(call.prompt, services.base.vocab_size)
+async def create_completion(request: Request, calls: Calls, tenant: str, watch: Stopwatch) -> ASGIApp:
+    call = await _read(request, calls, watch, openai.CompletionRequest, UNSUPPORTED)
+    source = prompts_of(call.prompt, calls.inputs.base.vocab_size)
     if len(source.prompts) * (call.n or 1) > schema.MAX_GENERATIONS:
         raise invalid("n", f"prompts times n may be at most {schema.MAX_GENERATIONS}; send several calls")
-    return await _answer(request, services, tenant, watch, call, source)
+    return await _answer(request, calls, tenant, watch, call, source)
 
 
 @routes.call(
@@ -91,22 +88,20 @@ async def create_completion(request: Request, services: Services, tenant: str, w
     body=openai.ChatRequest,
     stream="ChatChunk chunks, then `data: [DONE]`",
 )
-async def create_chat_completion(request: Request, services: Services, tenant: str, watch: Stopwatch) -> ASGIApp:
-    call = await _read(request, services, watch, openai.ChatRequest, UNSERVED | CHAT_UNSERVED)
+async def create_chat_completion(request: Request, calls: Calls, tenant: str, watch: Stopwatch) -> ASGIApp:
+    call = await _read(request, calls, watch, openai.ChatRequest, UNSUPPORTED | CHAT_UNSUPPORTED)
     if call.top_logprobs is not None and not call.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
     if None not in (call.max_tokens, call.max_completion_tokens) and call.max_tokens != call.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ")
     source = Conversation([message.plain() for message in call.messages])
-    return await _answer(request, services, tenant, watch, call, source)
+    return await _answer(request, calls, tenant, watch, call, source)
 
 
-async def _read(
-    request: Request, services: Services, watch: Stopwatch, kind: type[T], unserved: dict[str, Unserved]
-) -> T:
+async def _read(request: Request, calls: Calls, watch: Stopwatch, kind: type[T], unserved: dict[str, Unsupported]) -> T:
     """The checked body."""
-    data = await read_call_body(request, services.config)
-    call = convert(served_fields(parse_json(data), unserved, openai.HARMLESS), kind)
+    data = await read_call_body(request, calls.config)
+    call = convert(supported_fields(parse_json(data), unserved, openai.HARMLESS), kind)
     if call.prompt_logprobs is not None and call.stream:
         why = "prompt_logprobs come with whole replies only; leave out stream, or use echo with logprobs"
         raise invalid("prompt_logprobs", why)
@@ -115,17 +110,17 @@ async def _read(
 
 
 async def _answer(
-    request: Request, services: Services, tenant: str, watch: Stopwatch, call: openai.Shared, source: Source
+    request: Request, calls: Calls, tenant: str, watch: Stopwatch, call: openai.Shared, source: Source
 ) -> ASGIApp:
-    named = split_model(services, call.model)
-    invocation = await prepare(request, services, tenant, watch, named=named, source=source, stated=call)
+    function = calls.inputs.split_model(call.model)
+    invocation = await calls.inputs.prepare(request, tenant, watch, function=function, source=source, stated=call)
     head = _head(invocation, call)
-    generations = services.dispatcher.generations(invocation)
+    generations = calls.dispatcher.generations(invocation)
     headers = partial(invocation_headers, generations[0])
     if call.stream:
-        return EventStream(chunks(head, generations), headers, failure, services.config, keepalive=BLANK_LINE)
+        return EventStream(chunks(head, generations), headers, failure, calls.config, keepalive=BLANK_LINE)
     outcomes = await while_connected(collect(generations), request.receive)
-    return json_response(whole(head, outcomes), headers=headers())
+    return json_response(full_reply(head, outcomes), headers=headers())
 
 
 def _head(invocation: Invocation, call: openai.Shared) -> Head:
@@ -144,9 +139,9 @@ def _head(invocation: Invocation, call: openai.Shared) -> Head:
     )
 
 
-def _base(services: Services, context: int) -> openai.Model:
-    return openai.Model(services.base.id, 0, "garnish", services.base.id, None, context)
+def _base(calls: Calls, context: int) -> openai.Model:
+    return openai.Model(calls.inputs.base.id, 0, "garnish", calls.inputs.base.id, None, context)
 
 
-def _model(services: Services, record: FunctionRecord, model_id: str, tenant: str, context: int) -> openai.Model:
-    return openai.Model(model_id, int(record.created), tenant, record.name, services.base.id, context)
+def _model(calls: Calls, record: FunctionRecord, model_id: str, tenant: str, context: int) -> openai.Model:
+    return openai.Model(model_id, int(record.created), tenant, record.name, calls.inputs.base.id, context)

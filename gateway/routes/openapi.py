@@ -89,7 +89,7 @@ def _components() -> tuple[dict[type[Any], Any], dict[str, Any]]:
 
 
 def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {
+    described: dict[str, Any] = {
         "operationId": _id(operation.endpoint.__name__),
         "tags": [_tag(operation.path)],
         "summary": operation.summary,
@@ -97,15 +97,15 @@ def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[s
         "responses": _responses(operation, schemas),
     }
     if not operation.key:
-        made["security"] = []
+        described["security"] = []
     content: dict[str, Any] = {}
     if "multipart" in operation.details:
         content["multipart/form-data"] = {"schema": operation.details["multipart"]}
     if "body" in operation.details:
         content["application/json"] = {"schema": schemas[operation.details["body"]]}
     if content:
-        made["requestBody"] = {"required": True, "content": content}
-    return made
+        described["requestBody"] = {"required": True, "content": content}
+    return described
 
 
 def _id(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -14,22 +14,20 @@ from starlette.responses import Response
 from cluster.errors import ServiceError
 from cluster.node_table import NodeTable
 from cluster.redis_link import RedisAway
-from gateway.calls.holding import AUTOSCALER, autoscaler
+from gateway.calls.scale_from_zero import AUTOSCALER, autoscaler
+from gateway.groups import Nodes
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
 from gateway.workers.pool_loads import PoolLoad
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Nodes)
 
 RETRY_AFTER = 1.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What calls ask, over the last ten seconds. Work is in nodes' time, by the nodes' cost models."""
+    """Demand of calls over the last ten seconds. Work is in nodes' time, by the nodes' cost models."""
 
     open_requests: int
     queue_wait: float
@@ -46,7 +44,7 @@ class Pool(Load, frozen=True, kw_only=True):
     pool: str | None
     """Null: nodes of no pool."""
     nodes: int
-    """That report."""
+    """Nodes that report."""
     ready: int
 
 
@@ -59,38 +57,38 @@ class PoolList(msgspec.Struct, frozen=True):
     stale: float | None
     """Seconds since the gateway's workers were last in step; null while they are."""
     autoscaler: str | None
-    """Who holds the autoscaler's lease; null: nobody, or it can't be told."""
+    """Holder of the autoscaler's lease; null: nobody, or it is unknown."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     holder: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,200}$", max_length=200)]
     seconds: Annotated[float, Meta(ge=0, le=300)]
-    """For so long from now; 0 gives it back."""
+    """Duration of the lease from now; 0 gives it back."""
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
     holder: str | None
-    """Who has it now."""
+    """Holder of the lease now."""
     seconds: float
-    """Until it ends by itself."""
+    """Time until it ends by itself."""
 
 
 @routes.admin("GET /pools", "What calls ask of the node pools now", {200: PoolList})
-async def list_pools(_: Request, services: Services) -> Response:
-    loads, workers = await services.windows.loads()
-    nodes = await services.cluster.table()
-    counted = Counter(nodes.record(row).pool for row in nodes.rows() if nodes.live[row])
-    ready = Counter(nodes.record(row).pool for row in nodes.rows() if nodes.live[row] and nodes.ready[row])
+async def list_pools(_: Request, nodes: Nodes) -> Response:
+    loads, workers = await nodes.windows.loads()
+    table = await nodes.cluster.table()
+    counted = Counter(table.record(row).pool for row in table.rows() if table.live[row])
+    ready = Counter(table.record(row).pool for row in table.rows() if table.live[row] and table.ready[row])
     listed = [
-        _pool(name, loads.get(name) or PoolLoad(name), counted[name], ready[name], _occupied(nodes, name))
+        _pool(name, loads.get(name) or PoolLoad(name), counted[name], ready[name], _occupied(table, name))
         for name in sorted({*counted, *(name for name, load in loads.items() if name is not None and load.open)})
     ]
     reply = PoolList(
         pools=listed,
         unplaced=Load(**_fields(loads.get(None) or PoolLoad(None))),
         workers=workers,
-        stale=services.cluster.stale,
-        autoscaler=await autoscaler(services.leases),
+        stale=nodes.cluster.stale,
+        autoscaler=await autoscaler(nodes.leases),
     )
     return json_response(reply)
 
@@ -101,19 +99,19 @@ async def list_pools(_: Request, services: Services) -> Response:
     {200: LeaseReply},
     body=LeaseRequest,
 )
-async def lease_autoscaler(request: Request, services: Services) -> Response:
-    asked = await read_message(request, services.config, LeaseRequest)
+async def lease_autoscaler(request: Request, nodes: Nodes) -> Response:
+    body = await read_message(request, nodes.config, LeaseRequest)
     try:
-        if asked.seconds > 0:
-            held = await services.leases.take(AUTOSCALER, asked.holder, asked.seconds)
+        if body.seconds > 0:
+            lease = await nodes.leases.take(AUTOSCALER, body.holder, body.seconds)
         else:
-            await services.leases.free(AUTOSCALER, asked.holder)
-            held = await services.leases.get(AUTOSCALER)
+            await nodes.leases.free(AUTOSCALER, body.holder)
+            lease = await nodes.leases.get(AUTOSCALER)
     except RedisAway as error:
         raise ServiceError(
             "unavailable", "the lease can't be had while the cluster state is away", retry_after=RETRY_AFTER
         ) from error
-    return json_response(LeaseReply(holder=held.holder or None, seconds=round(held.seconds, 3)))
+    return json_response(LeaseReply(holder=lease.holder or None, seconds=round(lease.seconds, 3)))
 
 
 def _pool(name: str, load: PoolLoad, nodes: int, ready: int, occupied: float) -> Pool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar
+from typing import Annotated, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,16 +16,14 @@ from adapters.names import NAME_RULE, is_name
 from adapters.slo import Slo, Weight
 from adapters.tenants import FILE_BYTES, MAX_WEBHOOK_HOSTS, FileBytes, Limits, Tenant, WebhookHost
 from cluster.errors import ServiceError
-from gateway.events.webhook_hosts import parse_webhook_hosts
+from gateway.groups import Admin
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
+from gateway.webhook_hosts import parse_webhook_hosts
 from gateway.workers.attainment import WINDOWS
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Admin)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,12 +35,12 @@ class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slo: Slo | None = None
     limits: Limits | None = None
     weight: Weight = 1.0
-    """Its share of the nodes is to the others' as its weight is to theirs."""
+    """Weight of its share of the nodes, relative to the other tenants' weights."""
     webhook_hosts: Annotated[list[WebhookHost], Meta(max_length=MAX_WEBHOOK_HOSTS)] = []
-    """Where its webhooks may go beside `gateway.webhook_hosts`: hosts, `*.domain`, addresses and networks, which may be
-    private."""
+    """Allowed destinations of its webhooks in addition to `gateway.webhook_hosts`: hosts, `*.domain`, addresses and
+    networks, which may be private."""
     file_bytes: FileBytes = FILE_BYTES
-    """Of all its files (/v1/files) together."""
+    """Limit of all its files (/v1/files) together."""
 
 
 class KeyItem(msgspec.Struct, frozen=True):
@@ -73,10 +71,10 @@ class TenantReply(msgspec.Struct, frozen=True):
     webhook_hosts: list[str]
     file_bytes: int
     declared: bool
-    """Whether serverless.yml declares it: then only its keys can be changed here."""
+    """True if serverless.yml declares it: then only its keys can be changed here."""
     keys: list[KeyItem]
     attainment: list[Attainment]
-    """Of the SLO, over the last minute, ten minutes and hour; empty while nothing is promised."""
+    """SLO attainment over the last minute, ten minutes and hour; empty without an SLO."""
 
 
 class NewKeyReply(msgspec.Struct, frozen=True):
@@ -89,8 +87,8 @@ class NewKeyReply(msgspec.Struct, frozen=True):
 
 
 @routes.admin("GET /tenants/{tenant}", "A tenant: limits, and its keys without their text", {200: TenantReply})
-async def get_tenant(request: Request, services: Services) -> Response:
-    return json_response(await _reply(services, await services.threads.read(services.tenants.get, _name(request))))
+async def get_tenant(request: Request, admin: Admin) -> Response:
+    return json_response(await _reply(admin, await admin.threads.read(admin.tenants.get, _name(request))))
 
 
 @routes.admin(
@@ -100,26 +98,26 @@ async def get_tenant(request: Request, services: Services) -> Response:
     body=TenantRequest,
     errors=(409,),
 )
-async def put_tenant(request: Request, services: Services) -> Response:
+async def put_tenant(request: Request, admin: Admin) -> Response:
     name = _name(request)
-    asked = await read_message(request, services.config, TenantRequest)
-    limits, hosts = asked.limits or Limits(), tuple(asked.webhook_hosts)
+    body = await read_message(request, admin.config, TenantRequest)
+    limits, hosts = body.limits or Limits(), tuple(body.webhook_hosts)
     try:
         parse_webhook_hosts(hosts)
     except ValueError as error:
         raise ServiceError("validation_failed", str(error), param="webhook_hosts") from None
-    made, created = await _change(
-        services,
+    stored, created = await _change(
+        admin,
         name,
-        services.tenants.replace,
+        admin.tenants.replace,
         name,
         limits,
-        asked.slo,
-        asked.weight,
+        body.slo,
+        body.weight,
         webhook_hosts=hosts,
-        file_bytes=asked.file_bytes,
+        file_bytes=body.file_bytes,
     )
-    return json_response(await _reply(services, made), 201 if created else 200)
+    return json_response(await _reply(admin, stored), 201 if created else 200)
 
 
 @routes.admin(
@@ -128,9 +126,9 @@ async def put_tenant(request: Request, services: Services) -> Response:
     {204: None},
     errors=(409,),
 )
-async def delete_tenant(request: Request, services: Services) -> Response:
+async def delete_tenant(request: Request, admin: Admin) -> Response:
     name = _name(request)
-    await _change(services, name, tenant_removal.delete_tenant, services.tenants, services.registry, name)
+    await _change(admin, name, tenant_removal.delete_tenant, admin.tenants, admin.registry, name)
     return Response(status_code=204)
 
 
@@ -140,26 +138,26 @@ async def delete_tenant(request: Request, services: Services) -> Response:
     {201: NewKeyReply},
     errors=(409,),
 )
-async def create_key(request: Request, services: Services) -> Response:
+async def create_key(request: Request, admin: Admin) -> Response:
     name = request.path_params["tenant"]
-    text, record = await services.threads.write(services.tenants.add_key, name)
-    made = NewKeyReply(tenant=name, key_id=record.key_id, key=text, created=record.created)
-    return json_response(made, 201, {"cache-control": "no-store"})
+    text, record = await admin.threads.write(admin.tenants.add_key, name)
+    reply = NewKeyReply(tenant=name, key_id=record.key_id, key=text, created=record.created)
+    return json_response(reply, 201, {"cache-control": "no-store"})
 
 
 @routes.admin("DELETE /tenants/{tenant}/keys/{key_id}", "End a key within a second on every gateway", {204: None})
-async def revoke_key(request: Request, services: Services) -> Response:
+async def revoke_key(request: Request, admin: Admin) -> Response:
     name = request.path_params["tenant"]
-    await _change(services, name, services.tenants.revoke_key, name, request.path_params["key_id"])
+    await _change(admin, name, admin.tenants.revoke_key, name, request.path_params["key_id"])
     return Response(status_code=204)
 
 
-async def _change(services: Services, tenant: str, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def _change(admin: Admin, tenant: str, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Returns what `change` does. Also when it fails, or its caller goes, the thread may have made the change."""
     try:
-        return await services.threads.write(change, *args, **kwargs)
+        return await admin.threads.write(change, *args, **kwargs)
     finally:
-        services.tenant_changed(tenant)
+        admin.changes.tenant_changed(tenant)
 
 
 def _name(request: Request) -> str:
@@ -170,13 +168,13 @@ def _name(request: Request) -> str:
     return name
 
 
-async def _reply(services: Services, tenant: Tenant) -> TenantReply:
+async def _reply(admin: Admin, tenant: Tenant) -> TenantReply:
     keys = [KeyItem(key.key_id, key.created, key.revoked) for key in tenant.keys]
     promised = tenant.slo.ttft_ms or tenant.slo.tpot_ms
-    attained = await services.windows.attainment(tenant.id) if promised else []
+    attained = await admin.windows.attainment(tenant.id) if promised else []
     windows = [
-        Attainment(seconds, kept.calls, kept.share("ttft"), kept.share("tpot"), kept.share("all"))
-        for seconds, kept in zip(WINDOWS, attained, strict=False)
+        Attainment(seconds, counts.calls, counts.share("ttft"), counts.share("tpot"), counts.share("all"))
+        for seconds, counts in zip(WINDOWS, attained, strict=False)
     ]
     return TenantReply(
         id=tenant.id,

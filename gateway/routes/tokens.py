@@ -14,16 +14,14 @@ from starlette.responses import Response
 from cluster.text import BaseText
 from gateway.api import openai_schema as openai
 from gateway.api import schema
-from gateway.calls.model_names import policy_of
-from gateway.calls.prepare import rendered, served_context
 from gateway.calls.prompts import Conversation, Prompts, RenderedConversation, Source, run_on_text
+from gateway.groups import Calls
 from gateway.http.bodies import read_message
 from gateway.http.errors import invalid
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
-from gateway.services import Services
 
-routes = Routes()
+routes = Routes(Calls)
 
 MAX_TOKENS = 1 << 19
 """Ids of one list; a body of 1 MiB holds no more."""
@@ -42,7 +40,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """The tokenizer's, around the text. Default, as in calls: true for a prompt, false for messages, whose template
     writes its own."""
     add_generation_prompt: bool | None = None
-    """Of messages: whether the assistant's turn is opened. Default: true."""
+    """Opens the assistant's turn after the messages. Default: true."""
     return_token_strs: bool | None = None
 
 
@@ -76,22 +74,22 @@ Tokenized = tuple[list[int], list[str] | None]
     body=TokenizeRequest,
     errors=(499, 504),
 )
-async def tokenize(request: Request, services: Services, tenant: str) -> Response:
-    call, template = await _read(request, services, tenant, TokenizeRequest)
+async def tokenize(request: Request, calls: Calls, tenant: str) -> Response:
+    call, template = await _read(request, calls, tenant, TokenizeRequest)
     if (call.prompt is None) == (call.messages is None):
         raise invalid("prompt", "send exactly one of prompt and messages")
     if call.messages is None and call.add_generation_prompt is not None:
         raise invalid("add_generation_prompt", "add_generation_prompt is for messages; a prompt is taken as it is")
 
-    source, deadline = _source(call), time.monotonic() + services.config.request_timeout
-    source = await rendered(request, services, tenant=tenant, template=template, source=source, deadline=deadline)
+    source, deadline = _source(call), time.monotonic() + calls.config.request_timeout
+    source = await calls.inputs.render(request, tenant, template, source, deadline)
 
     def work() -> Tokenized:
-        tokens = _encode(services.text, call, source)
-        return tokens, services.text.token_strings(tokens) if call.return_token_strs else None
+        tokens = _encode(calls.inputs.text, call, source)
+        return tokens, calls.inputs.text.token_strings(tokens) if call.return_token_strs else None
 
-    tokens, strings = await _run(services, request, work, source.characters, source.field)
-    context = await served_context(services)
+    tokens, strings = await _run(calls, request, work, source.characters, source.field)
+    context = await calls.inputs.served_context()
     return json_response(TokenizeReply(len(tokens), context, tokens, strings))
 
 
@@ -102,21 +100,21 @@ async def tokenize(request: Request, services: Services, tenant: str) -> Respons
     body=DetokenizeRequest,
     errors=(499, 504),
 )
-async def detokenize(request: Request, services: Services, tenant: str) -> Response:
-    call, _ = await _read(request, services, tenant, DetokenizeRequest)
-    text = await _run(services, request, lambda: services.text.decode(call.tokens), len(call.tokens), "tokens")
+async def detokenize(request: Request, calls: Calls, tenant: str) -> Response:
+    call, _ = await _read(request, calls, tenant, DetokenizeRequest)
+    text = await _run(calls, request, lambda: calls.inputs.text.decode(call.tokens), len(call.tokens), "tokens")
     return json_response(DetokenizeReply(text))
 
 
 Call = TypeVar("Call", TokenizeRequest, DetokenizeRequest)
 
 
-async def _read(request: Request, services: Services, tenant: str, kind: type[Call]) -> tuple[Call, str | None]:
+async def _read(request: Request, calls: Calls, tenant: str, kind: type[Call]) -> tuple[Call, str | None]:
     """The checked body of a caller who may name its model, and that model's own chat template."""
-    call = await read_message(request, services.config, kind)
+    call = await read_message(request, calls.config, kind)
     if call.model is None:
         return call, None
-    return call, (await policy_of(services, tenant, call.model)).defaults.chat_template
+    return call, (await calls.inputs.policy_of(tenant, call.model)).defaults.chat_template
 
 
 def _source(call: TokenizeRequest) -> Source:
@@ -138,6 +136,6 @@ def _encode(text: BaseText, call: TokenizeRequest, source: Source) -> list[int]:
     return text.encode_plain(call.prompt) if special is False else text.encode_prompt(call.prompt)
 
 
-async def _run(services: Services, request: Request, work: Callable[[], T], size: int, field: str) -> T:
-    deadline, threads = time.monotonic() + services.config.request_timeout, services.text_threads
+async def _run(calls: Calls, request: Request, work: Callable[[], T], size: int, field: str) -> T:
+    deadline, threads = time.monotonic() + calls.config.request_timeout, calls.inputs.text_threads
     return await run_on_text(work, size=size, field=field, threads=threads, deadline=deadline, receive=request.receive)

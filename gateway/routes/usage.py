@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import msgspec
 from starlette.requests import Request
@@ -15,20 +15,17 @@ from adapters.errors import NotFound
 from adapters.names import is_name
 from adapters.store import MAX_LIST
 from cluster.errors import ServiceError
+from gateway.groups import Admin
 from gateway.http.errors import invalid
 from gateway.http.params import TENANT_HEADER
 from gateway.http.responses import json_response
-from gateway.http.routing import Routes, parameter
-from gateway.usage.counts import UsageCounts
+from gateway.http.routing import Caller, Routes, parameter
+from gateway.prices import Prices
+from gateway.usage.counts import UsageCounts, cost_of
 from gateway.usage.hours import HOUR
-from gateway.usage.prices import Prices, cost_of
 from gateway.usage.report import GROUPS, Group, Sheet, sum_usage
 
-if TYPE_CHECKING:
-    from gateway.catalog.callers import Caller
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Admin)
 
 DEFAULT_HOURS = 24
 MAX_HOURS = 366 * 24
@@ -46,7 +43,7 @@ class UsageSums(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cold_starts: int
     device_seconds: float = 0.0
-    """Of the passes that computed the calls, their part."""
+    """Share of the passes that computed the calls."""
     device_gb_seconds: float = 0.0
     """10^9 bytes of an adapter for a second on a device; the same in host memory; and both of provisioned copies."""
     host_gb_seconds: float = 0.0
@@ -87,17 +84,17 @@ class UsageReply(msgspec.Struct, frozen=True, rename={"start": "from", "end": "t
     ),
     errors=(404,),
 )
-async def get_usage(request: Request, services: Services, caller: Caller) -> Response:
-    whose = _whose(request, caller)
+async def get_usage(request: Request, admin: Admin, caller: Caller) -> Response:
+    tenant = _tenant(request, caller)
     start, end = _span(request, time.time())
     sheet = Sheet(_groups(request))
-    if whose is None:
-        await _add_all(services, sheet, start, end)
+    if tenant is None:
+        await _add_all(admin, sheet, start, end)
     else:
-        await _add(services, sheet, whose, start, end)
+        await _add(admin, sheet, tenant, start, end)
         if not sheet.rows:
-            await services.callers.account(whose)  # a tenant that is gone may have used something, nobody has not
-    prices = services.config.prices
+            await admin.callers.account(tenant)  # a tenant that is gone may have used something, nobody has not
+    prices = admin.config.prices
     empty: dict[str, Any] = dict.fromkeys(GROUPS)
     rows = [msgspec.convert({**empty, **groups, **_sums(sums, prices)}, UsageRow) for groups, sums in sheet.ordered()]
     total = msgspec.convert(_sums(sheet.total, prices), UsageSums)
@@ -110,39 +107,39 @@ def _sums(counts: UsageCounts, prices: Prices | None) -> dict[str, Any]:
     return fields if prices is None else fields | {"cost": cost_of(counts, prices)}
 
 
-def _whose(request: Request, caller: Caller) -> str | None:
+def _tenant(request: Request, caller: Caller) -> str | None:
     """The tenant meant; None: all of them."""
-    named, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
-    if None not in (named, header) and named != header:
+    parameter, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
+    if None not in (parameter, header) and parameter != header:
         raise invalid("tenant", f"{TENANT_HEADER} names another tenant")
-    wanted = named if named is not None else header
+    tenant = parameter if parameter is not None else header
     if not caller.admin:
-        if wanted not in (None, caller.tenant):
+        if tenant not in (None, caller.tenant):
             raise ServiceError("forbidden", "only an admin key may ask for another tenant", param="tenant")
         return caller.tenant
-    if wanted is not None and not is_name(wanted):
-        raise NotFound(f"there is no tenant {wanted[:100]!r}")
-    return wanted
+    if tenant is not None and not is_name(tenant):
+        raise NotFound(f"there is no tenant {tenant[:100]!r}")
+    return tenant
 
 
-async def _add_all(services: Services, sheet: Sheet, start: int, end: int) -> None:
+async def _add_all(admin: Admin, sheet: Sheet, start: int, end: int) -> None:
     after = ""
-    while names := await services.threads.read(services.registry.store.folders, "tenants/", after, MAX_LIST):
+    while names := await admin.threads.read(admin.registry.store.folders, "tenants/", after, MAX_LIST):
         for first in range(0, len(names), TENANTS_AT_ONCE):
-            some = names[first : first + TENANTS_AT_ONCE]
-            await asyncio.gather(*(_add(services, sheet, name, start, end) for name in some))
+            together = names[first : first + TENANTS_AT_ONCE]
+            await asyncio.gather(*(_add(admin, sheet, name, start, end) for name in together))
         after = names[-1]
 
 
-async def _add(services: Services, sheet: Sheet, tenant: str, start: int, end: int) -> None:
-    newer = services.usage.unwritten(tenant)
-    store = services.registry.store
-    sheet.include(await services.threads.read(sum_usage, store, tenant, start, end, newer, sheet.groups))
+async def _add(admin: Admin, sheet: Sheet, tenant: str, start: int, end: int) -> None:
+    newer = admin.usage.unwritten(tenant)
+    store = admin.registry.store
+    sheet.include(await admin.threads.read(sum_usage, store, tenant, start, end, newer, sheet.groups))
 
 
 def _groups(request: Request) -> list[Group]:
-    asked = request.query_params.get("group_by", "function")
-    groups = [part for part in asked.split(",") if part]
+    stated = request.query_params.get("group_by", "function")
+    groups = [part for part in stated.split(",") if part]
     for group in groups:
         if group not in get_args(Group):
             shown = ", ".join(GROUPS)

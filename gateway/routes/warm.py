@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.groups import Catalog
 from gateway.http.bodies import read_message
 from gateway.http.responses import json_response
 from gateway.http.routing import NAME_PATTERN, Routes
 from gateway.residency.messages import MAX_COPIES, ForecastReply, Tier, WarmOrder, WarmReply
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Catalog)
 
 
 class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the versions are to be. `version`: a number or an alias; null: `latest`, with all the versions that it
-    splits its calls between."""
+    """Targets of warming. `version`: a number or an alias; null: `latest`, with all the versions that it splits its
+    calls between."""
 
     tier: Tier = "device"
     copies: Annotated[int, Meta(ge=1, le=MAX_COPIES)] = 1
@@ -37,11 +35,11 @@ class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body=Warm,
     errors=(413, 502, 504),
 )
-async def warm(request: Request, services: Services, tenant: str) -> Response:
-    name, wanted = request.path_params["name"], await read_message(request, services.config, Warm, absent=b"{}")
-    versions = await services.warming.versions(tenant, name, wanted.version)
-    order = WarmOrder(tenant, name, versions, wanted.tier, wanted.copies)
-    return json_response(await services.warming.warm(order), 202)
+async def warm(request: Request, catalog: Catalog, tenant: str) -> Response:
+    name, body = request.path_params["name"], await read_message(request, catalog.config, Warm, absent=b"{}")
+    versions = await catalog.warming.versions(tenant, name, body.version)
+    order = WarmOrder(tenant, name, versions, body.tier, body.copies)
+    return json_response(await catalog.warming.warm(order), 202)
 
 
 @routes.tenant(
@@ -49,6 +47,6 @@ async def warm(request: Request, services: Services, tenant: str) -> Response:
     "Whether calls of a function are expected soon, and which nodes are asked to have it ready",
     {200: ForecastReply},
 )
-async def get_forecast(request: Request, services: Services, tenant: str) -> Response:
-    record = await services.threads.read(services.registry.function, tenant, request.path_params["name"])
-    return json_response(await services.residency.forecast_of(tenant, record.name))
+async def get_forecast(request: Request, catalog: Catalog, tenant: str) -> Response:
+    record = await catalog.threads.read(catalog.registry.function, tenant, request.path_params["name"])
+    return json_response(await catalog.residency.forecast_of(tenant, record.name))

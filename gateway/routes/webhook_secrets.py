@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.events.webhook_secrets import add_secret, end_secret, list_secrets
+from gateway.groups import Admin
 from gateway.http.responses import json_response
 from gateway.http.routing import Routes
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
-routes = Routes()
+routes = Routes(Admin)
 
 
 class NewSecretReply(msgspec.Struct, frozen=True):
@@ -46,22 +42,22 @@ class SecretsReply(msgspec.Struct, frozen=True):
     {201: NewSecretReply},
     errors=(409,),
 )
-async def create_webhook_secret(request: Request, services: Services) -> Response:
+async def create_webhook_secret(request: Request, admin: Admin) -> Response:
     tenant = request.path_params["tenant"]
-    made = await services.threads.write(add_secret, services.tenants, tenant)
-    reply = NewSecretReply(tenant, made.secret_id, made.secret, made.created)
+    secret = await admin.threads.write(add_secret, admin.tenants, tenant)
+    reply = NewSecretReply(tenant, secret.secret_id, secret.secret, secret.created)
     return json_response(reply, 201, {"cache-control": "no-store"})
 
 
 @routes.admin("GET /tenants/{tenant}/webhook-secrets", "The valid secrets, without their text", {200: SecretsReply})
-async def list_webhook_secrets(request: Request, services: Services) -> Response:
+async def list_webhook_secrets(request: Request, admin: Admin) -> Response:
     tenant = request.path_params["tenant"]
-    found = await services.threads.read(list_secrets, services.tenants, tenant)
-    return json_response(SecretsReply(tenant, [SecretItem(each.secret_id, each.created) for each in found]))
+    secrets = await admin.threads.read(list_secrets, admin.tenants, tenant)
+    return json_response(SecretsReply(tenant, [SecretItem(each.secret_id, each.created) for each in secrets]))
 
 
 @routes.admin("DELETE /tenants/{tenant}/webhook-secrets/{secret_id}", "End a webhook secret", {204: None})
-async def end_webhook_secret(request: Request, services: Services) -> Response:
+async def end_webhook_secret(request: Request, admin: Admin) -> Response:
     tenant, secret_id = request.path_params["tenant"], request.path_params["secret_id"]
-    await services.threads.write(end_secret, services.tenants, tenant, secret_id)
+    await admin.threads.write(end_secret, admin.tenants, tenant, secret_id)
     return Response(status_code=204)

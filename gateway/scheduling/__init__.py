@@ -1,1 +1,1 @@
-"""Placement: `policy` names the protocol and the registry of policies; each policy has a module of its own."""
+"""Placement: `policy` names the protocol and the registry of policies; each policy has its own module."""

@@ -10,7 +10,7 @@ from cluster.node_table import ABSENT, STANDARD, NodeTable
 from gateway.scheduling.request import PlacementRequest
 
 ASSUMED_ROWS = 32
-"""Punica's largest batch, of a node that does not tell its own."""
+"""Punica's largest batch, of a node that does not report its own."""
 
 
 class MostIdle:
@@ -31,9 +31,9 @@ class FirstFit:
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
         requests, rows = nodes.requests[candidates], nodes.capacity[candidates]
         fits = requests < np.where(rows < np.inf, rows, ASSUMED_ROWS)
-        fits &= nodes.kv_room[candidates, STANDARD] >= request.prompt_tokens + request.max_tokens
-        wanted = np.where(fits, requests, -1) if fits.any() else -requests
-        equal: list[int] = candidates[wanted == wanted.max()].tolist()
+        fits &= nodes.kv_room[candidates, STANDARD] >= request.demand.prompt_tokens + request.demand.max_tokens
+        preference = np.where(fits, requests, -1) if fits.any() else -requests
+        equal: list[int] = candidates[preference == preference.max()].tolist()
         return min(equal, key=lambda row: nodes.ids[row] or "")
 
 

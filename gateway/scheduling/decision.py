@@ -1,6 +1,6 @@
-"""What a placement saw and chose, kept so that it can be told later.
+"""Snapshots of routing decisions: what the policy saw and chose, for `/explain`.
 
-Taking it costs a few gathers of numbers; they are turned into words only when somebody asks.
+Taking one costs a few gathers of numbers; they become a reply only when somebody asks.
 """
 
 from __future__ import annotations
@@ -15,56 +15,55 @@ from cluster.node_table import ABSENT, DEVICE, TIERS, NodeTable
 from gateway.scheduling.cost import Scores
 from gateway.scheduling.request import PlacementRequest
 
-MOST_CANDIDATES = 16
-"""Told of one placement: the chosen one and the best of the others."""
+MAX_CANDIDATES = 16
+"""Candidates that a decision lists: the chosen one and the best of the rest."""
 
 Outcome = Literal["placed", "overloaded", "unavailable"]
 TIER_NAMES = {number: name for name, number in TIERS.items()} | {ABSENT: "absent"}
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A node that was able to serve the request. Times are in seconds; null where the policy does not reckon with
-    them, and where the node has no performance model of its own: nothing is forecast of it then."""
+    """A node that was able to serve the request. Times are in seconds, and null where the policy does not use them, or
+    the node has not published a performance model: then nothing is forecast."""
 
     node: str
     chosen: bool
     age: float | None
-    """Since the record that it was judged by came in."""
+    """Age of the record by which it was judged."""
     tier: Literal["device", "host", "disk", "absent"]
-    """Where the adapter was, as far as was known; `device` for the base alone."""
+    """Tier of the adapter, as far as was known; `device` for the base alone."""
     running: int
     queued: int
     reserved: int
-    """Places given away there that no record had told of yet."""
+    """Places reserved there that no record had acknowledged yet."""
     model: Literal["measured", "assumed"]
-    """Whether the node was judged by its own performance model, or by one of a mid-size GPU, of which no times are
-    told."""
+    """`measured`: judged by its own performance model; `assumed`: by that of a mid-size GPU, without times here."""
     model_problem: str | None
-    """Why the one that it publishes is not used."""
+    """Reason for which the published model is not used."""
     widened: bool = False
-    """Its passes have taken other than its model says for a minute: what is forecast of it refuses nobody."""
+    """True if its passes have not taken what its model forecasts for a minute: then its forecasts refuse no request."""
     prefill: float | None = None
-    """What the prompt adds to the prompts that wait."""
+    """Time that the prompt adds to the prompts that wait."""
     exposed_load: float | None = None
-    """What the first token waits for the adapter's bytes."""
+    """Wait of the first token for the adapter's bytes."""
     decode: float | None = None
-    """What the request adds to every step."""
+    """Time that the request adds to every step."""
     step: float | None = None
     """A decode step with the request in the batch."""
     wait: float | None = None
-    """Before its prompt is begun."""
+    """Wait before its prompt starts."""
     ttft: float | None = None
-    """From its placement to its first token."""
+    """Time from its routing to its first token."""
     spreading: float | None = None
     """Charged for one more copy of the adapter, for the request and for each one there."""
     total: float | None = None
-    """The least wins; null where it is infinite, see `broken`."""
+    """Total cost, of which the least wins; null where it is infinite, see `broken`."""
     broken: list[str] = []
-    """Which promises would be."""
+    """SLO targets that would be broken."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One placement. Times are in seconds."""
+    """A routing decision. Times are in seconds."""
 
     outcome: Outcome
     node: str | None
@@ -85,22 +84,22 @@ class Decision(msgspec.Struct, frozen=True):
     adapter_bytes: int
     slo_class: str
     ttft: float | None
-    """What was left of the promise when the request was placed."""
+    """Remainder of the TTFT target when the request was routed."""
     tpot: float | None
     candidates: list[Candidate]
     more: int
-    """Candidates that are not told."""
+    """Number of further candidates."""
 
 
 ONLY = np.zeros(1, np.int64)
 SCORED = ("prefill", "exposed_load", "decode", "step", "wait", "ttft", "spreading", "total")
 FIELDS = ("age", "running", "queued", "reserved", "modelled", "tier", *SCORED, "tpot_limit")
 TERMS = ("tier", "prefill", "exposed", "decode", "step", "wait", "ttft", "spreading")
-"""Of gateway.scheduling.cost.Terms, in the order that their FIELDS have."""
+"""Columns of gateway.scheduling.cost.Terms, in the order of FIELDS."""
 
 
-class Picture(msgspec.Struct):
-    """The candidates of one choice, as they were then."""
+class Snapshot(msgspec.Struct):
+    """Candidates of one choice, as they were then."""
 
     nodes: list[str]
     problems: list[str | None]
@@ -115,26 +114,28 @@ class Picture(msgspec.Struct):
         return [self._candidate(index, request) for index in range(len(self.nodes))]
 
     def _candidate(self, index: int, request: PlacementRequest) -> Candidate:
-        told = dict(zip(FIELDS, self.values[:, index].tolist(), strict=True))
-        hidden = () if told["modelled"] else SCORED
-        known = {name: value if math.isfinite(value) and name not in hidden else None for name, value in told.items()}
-        figures: dict[str, Any] = {name: known[name] for name in ("age", *SCORED)}
-        figures |= {name: int(told[name]) for name in ("running", "queued", "reserved")}
+        values = dict(zip(FIELDS, self.values[:, index].tolist(), strict=True))
+        hidden = () if values["modelled"] else SCORED
+        finite = {
+            name: value if math.isfinite(value) and name not in hidden else None for name, value in values.items()
+        }
+        figures: dict[str, Any] = {name: finite[name] for name in ("age", *SCORED)}
+        figures |= {name: int(values[name]) for name in ("running", "queued", "reserved")}
         return Candidate(
             node=self.nodes[index],
             chosen=index == self.chosen,
-            tier=TIER_NAMES[int(told["tier"])],  # type: ignore[arg-type]
-            model="measured" if told["modelled"] else "assumed",
+            tier=TIER_NAMES[int(values["tier"])],  # type: ignore[arg-type]
+            model="measured" if values["modelled"] else "assumed",
             model_problem=self.problems[index],
             widened=self.widened[index],
-            broken=_broken(told, request),
+            broken=_broken(values, request),
             **figures,
         )
 
 
-def picture(
+def take_snapshot(
     nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest, row: int | None, scores: Scores | None
-) -> Picture:
+) -> Snapshot:
     """`row`: the chosen one."""
     shown = _best(nodes, candidates, row, scores)
     rows = candidates[shown]
@@ -152,7 +153,7 @@ def picture(
         for index, column in enumerate((*columns, scores.totals, scores.terms.tpot_limit), 5):
             values[index] = column[shown]
     listed = rows.tolist()
-    return Picture(
+    return Snapshot(
         nodes=[nodes.ids[where] or "" for where in listed],
         problems=[nodes.model_problem(where) for where in listed],
         widened=[False] * len(listed) if scores is None else scores.widened[shown].tolist(),
@@ -163,12 +164,12 @@ def picture(
 
 
 def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Scores | None) -> np.ndarray:
-    """Indices of those to be told, the best first."""
+    """Returns the indices of the candidates to list, the best first."""
     if candidates.size == 1:
         return ONLY
     order = scores.totals if scores is not None else nodes.requests[candidates]
-    if candidates.size > MOST_CANDIDATES:
-        shown = np.argpartition(order, MOST_CANDIDATES - 1)[:MOST_CANDIDATES]
+    if candidates.size > MAX_CANDIDATES:
+        shown = np.argpartition(order, MAX_CANDIDATES - 1)[:MAX_CANDIDATES]
     else:
         shown = np.arange(candidates.size)
     shown = shown[np.argsort(order[shown], kind="stable")]
@@ -179,13 +180,13 @@ def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Sco
     return shown
 
 
-def _broken(told: dict[str, float], request: PlacementRequest) -> list[str]:
-    if math.isnan(told["step"]):
+def _broken(values: dict[str, float], request: PlacementRequest) -> list[str]:
+    if math.isnan(values["step"]):
         return []
     reasons = []
-    if not told["step"] <= told["tpot_limit"]:
-        whose = "its own" if request.tpot == told["tpot_limit"] else "another request's there"
-        reasons.append(f"a step of {told['step']:.4g} s breaks {told['tpot_limit']:.4g} s between tokens, {whose}")
-    if request.ttft is not None and not told["ttft"] <= request.ttft:
-        reasons.append(f"a first token after {told['ttft']:.4g} s breaks its own {request.ttft:.4g} s")
+    if not values["step"] <= values["tpot_limit"]:
+        owner = "its own" if request.demand.tpot == values["tpot_limit"] else "another request's there"
+        reasons.append(f"a step of {values['step']:.4g} s breaks {values['tpot_limit']:.4g} s between tokens, {owner}")
+    if request.ttft is not None and not values["ttft"] <= request.ttft:
+        reasons.append(f"a first token after {values['ttft']:.4g} s breaks its own {request.ttft:.4g} s")
     return reasons

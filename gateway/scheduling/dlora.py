@@ -1,4 +1,4 @@
-"""dLoRA's way, for comparison: requests go to the least loaded node, and every while some move to one with less.
+"""dLoRA's policy, for comparison: requests go to the least loaded node, and now and then some move to one with less.
 
 Waiting requests move first. A running one moves only where the difference is large; its KV memory is not sent, so that
 its prompt and its tokens are computed again where it arrives. Each request moves once at most.
@@ -7,40 +7,72 @@ its prompt and its tokens are computed again where it arrives. Each request move
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from gateway.scheduling.baselines import MostIdle
-from gateway.scheduling.moves import Movable, Move
 
 PERIOD = 1.0
 """Seconds."""
-LEAST_GAP, RUNNING_GAP = 2, 6
+MIN_GAP, RUNNING_GAP = 2, 6
 """Requests that one node must have more than another for a waiting one, or a running one, to move."""
+
+
+class Movable(NamedTuple):
+    """A request that has not been moved yet."""
+
+    id: str
+    row: int
+    """of the node that has it"""
+    runs: bool
+    """it has left the node's queue"""
+    tokens: int
+    """of its prompt, and generated: what a move would have computed again"""
+
+
+class Move(NamedTuple):
+    id: str
+    row: int
+    """of the node that is to have the request"""
+
+
+@runtime_checkable
+class Migrates(Protocol):
+    """A policy that moves requests. The gateway and the simulator call it the same way."""
+
+    period: float
+    """Seconds from one time to the next."""
+
+    def moves(self, loads: Mapping[int, float], requests: Sequence[Movable]) -> list[Move]:
+        """Return which requests to move, each once at most. `loads`: requests on each node that serves, by its row;
+        `requests` in the order in which they came."""
+        ...
 
 
 class Dlora(MostIdle):
     period = PERIOD
 
     def moves(self, loads: Mapping[int, float], requests: Sequence[Movable]) -> list[Move]:
-        loads, found = dict(loads), []
-        left: dict[int, list[Movable]] = {row: [] for row in loads}
+        loads, moves = dict(loads), []
+        movable: dict[int, list[Movable]] = {row: [] for row in loads}
         for request in requests:
-            left.get(request.row, []).append(request)
+            movable.get(request.row, []).append(request)
         for _ in range(len(loads)):  # as many moves at most
-            most, least = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
-            chosen = _movable(left[most], loads[most] - loads[least])
+            busiest, idlest = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
+            chosen = _movable(movable[busiest], loads[busiest] - loads[idlest])
             if chosen is None:
                 break
-            left[most].remove(chosen)
-            found.append(Move(chosen.id, least))
-            loads[most] -= 1
-            loads[least] += 1
-        return found
+            movable[busiest].remove(chosen)
+            moves.append(Move(chosen.id, idlest))
+            loads[busiest] -= 1
+            loads[idlest] += 1
+        return moves
 
 
 def _movable(requests: Sequence[Movable], gap: float) -> Movable | None:
-    """Returns the request that came last of those that wait, or the running one that has computed least; None when
-    the gap is too small for any."""
-    if gap < LEAST_GAP:
+    """Returns the waiting request that came last, else the running one that has computed least.
+
+    None when the gap is too small for any."""
+    if gap < MIN_GAP:
         return None
     waiting = next((request for request in reversed(requests) if not request.runs), None)
     if waiting is not None or gap < RUNNING_GAP:

@@ -1,4 +1,4 @@
-"""How long answers become: learnt per function from those that ended; a request's own is not known beforehand."""
+"""Expected lengths of answers, learnt per function from those that ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Mean:
 
 
 class _Means(Generic[K]):
-    """Of the keys that were added to last."""
+    """Means of the keys that were added to last."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -54,8 +54,8 @@ class ResponseLengths:
         self._all = _Mean()
         self._tokens, self._inverses = _Mean(SPREAD_MEMORY), _Mean(SPREAD_MEMORY)
 
-    def note(self, tenant: str, function: str, tokens: int) -> None:
-        """An answer ended by itself, or at its `max_tokens`."""
+    def record(self, tenant: str, function: str, tokens: int) -> None:
+        """Records an answer that ended by itself, or at its `max_tokens`."""
         self._functions.add((tenant, function), tokens)
         self._tenants.add(tenant, tokens)
         self._all.add(tokens)
@@ -65,16 +65,18 @@ class ResponseLengths:
     def expected(self, tenant: str, function: str, max_tokens: int) -> float:
         """Tokens: as the function's answers, else its tenant's, else everybody's; while there are none, half of
         `max_tokens`. From 1 to `max_tokens`."""
-        known = self._functions.get((tenant, function))
-        if known is None:
-            known = self._tenants.get(tenant)
-        if known is None:
-            known = self._all.value if self._all.count else max_tokens / 2
-        return max(1.0, min(known, float(max_tokens)))
+        mean = self._functions.get((tenant, function))
+        if mean is None:
+            mean = self._tenants.get(tenant)
+        if mean is None:
+            mean = self._all.value if self._all.count else max_tokens / 2
+        return max(1.0, min(mean, float(max_tokens)))
 
     def inverse(self, expected: float) -> float:
-        """The mean of 1 / tokens where so many tokens are expected: more than 1 / expected, for short answers weigh
-        more in it than long ones. Answers of a function are taken to be as unlike as everybody's. At most 1."""
+        """Returns the mean of 1 / tokens, at most 1, where `expected` tokens are expected.
+
+        It is more than 1 / expected, for short answers weigh more in it than long ones. Answers of a function are taken
+        to be as unlike as everybody's."""
         spread = self._tokens.value * self._inverses.value
         return min(1.0, max(1.0, spread) / expected)
 

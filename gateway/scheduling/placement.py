@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from cluster.errors import ServiceError
-from cluster.node_table import Demand, NodeTable
+from cluster.node_table import NodeTable
 from cluster.state import ClusterState
 from gateway.scheduling.cost import Scores, ScoringPolicy
-from gateway.scheduling.decision import Picture, picture
+from gateway.scheduling.decision import Snapshot, take_snapshot
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import work
@@ -34,17 +34,17 @@ class Placed(msgspec.Struct, frozen=True):
     pool: str = ""
     """The node's."""
     work: float | None = None
-    """As gateway.scheduling.work reckons it."""
+    """Seconds of the node's time (gateway.scheduling.work)."""
     number: int = 0
-    """Of the reservation. The node repeats it in its record once the request has arrived."""
+    """Number of the reservation, which the node repeats in its record once the request has arrived."""
 
 
 class Trace(msgspec.Struct):
-    """How a placement went, for whoever is asked about it later."""
+    """Trace of one routing, for `/explain`."""
 
     tries: int = 0
-    picture: Picture | None = None
-    """Of the last choice; None when there was nothing to choose from."""
+    snapshot: Snapshot | None = None
+    """Snapshot of the last choice; None when there was nothing to choose from."""
 
 
 async def place(
@@ -55,48 +55,41 @@ async def place(
     excluded: frozenset[str] = frozenset(),
     trace: Trace | None = None,
 ) -> Placed:
-    """Reserve a place, and fill `trace`. Raises ServiceError: `unavailable` when no node could serve, `overloaded` when
-    all are full or the policy refuses them all."""
-    demand = Demand(
-        request.rank,
-        request.prompt_tokens,
-        request.max_tokens,
-        request.tpot,
-        request.displaces,
-        request.slo_class,
-    )
+    """Reserves a place, and fills `trace`. Raises ServiceError: `unavailable` when no node could serve, `overloaded`
+    when all are full or the policy refuses them all."""
+    demand = request.demand
     for attempt in range(ATTEMPTS):
         nodes = await state.table()
-        serving = able(nodes, base, request, excluded)
+        serving = eligible_nodes(nodes, base, request, excluded)
         if not serving.size:
             raise ServiceError("unavailable", "no node is ready to serve this model", retry_after=RETRY_AFTER)
         free = serving[~nodes.full[serving]]
-        if not free.size and request.displaces:
+        if not free.size and demand.displaces:
             free = serving[~nodes.crammed[serving]]
         if not free.size:
             break
         row = policy.choose(nodes, free, request)
         scores = policy.last if isinstance(policy, ScoringPolicy) else None
         if trace is not None:
-            trace.tries, trace.picture = attempt + 1, picture(nodes, free, request, row, scores)
+            trace.tries, trace.snapshot = attempt + 1, take_snapshot(nodes, free, request, row, scores)
         if row is None:
             raise _refusal(scores)
         record = nodes.record(row)
         # Whatever has changed meanwhile, another look could lead nowhere else when this is the only one, unless to a
         # refusal; and the last attempt takes the place if there is one.
-        looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or request.slo_class == "strict")
-        seen = int(nodes.generation[row]) if looks_again else None
-        number = await state.reserve(record.id, request.id, demand, seen)
+        looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or demand.slo_class == "strict")
+        generation = int(nodes.generation[row]) if looks_again else None
+        number = await state.reserve(record.id, request.id, demand, generation)
         if number is not None:
             forecast, needs = _forecast(scores, nodes, row), work(nodes, row, request)
             return Placed(record.id, record.epoch, record.url, forecast, record.pool, needs, number)
     raise ServiceError("overloaded", "every node's queue is full; try again later", retry_after=RETRY_AFTER)
 
 
-def able(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
+def eligible_nodes(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
     """i64[C]: rows of the nodes that could serve the request if they had a free place, ascending; not to be changed."""
     serving = nodes.serving(base)
-    rows, needed = serving.rows, request.prompt_tokens + request.max_tokens
+    rows, needed = serving.rows, request.demand.prompt_tokens + request.demand.max_tokens
     if needed > serving.shortest:
         rows = rows[nodes.max_context[rows] >= needed]
     if excluded:

@@ -13,18 +13,26 @@ would else soon lie on every node, and push out those that are called less, whic
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable
 
 import numpy as np
 
+from cluster.model_check import is_off
 from cluster.node_table import STANDARD, NodeTable
 from gateway.scheduling.cost import Scores, ScoringPolicy, Terms, attainable, terms
 from gateway.scheduling.request import PlacementRequest
-from gateway.scheduling.widening import Widening
 
 RETRY_BOUNDS = (1.0, 30.0)
 """Seconds; a forecast beyond a batch's answers is worth little."""
+PATIENCE = 60.0
+"""Seconds that it is off before it is widened."""
+EVERY = 1.0
+"""Seconds between two looks at the nodes."""
+
+log = logging.getLogger("gateway")
 
 
 class RankAware(ScoringPolicy):
@@ -34,61 +42,102 @@ class RankAware(ScoringPolicy):
         self._widening = Widening(clock)
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
-        self._widening.look(nodes)
+        self._widening.update(nodes)
         with np.errstate(all="ignore"):
             scores = self.last = self._score(nodes, candidates, request)
             best = _best(nodes, scores)
-            if best is None and request.slo_class == "strict" and not scores.widened.any():
+            if best is None and request.demand.slo_class == "strict" and not scores.widened.any():
                 later = attainable(nodes, scores.terms, request)
                 if later.any():
                     scores.retry_after = _retry_after(scores.terms, later)
                     return None
             if best is None:
-                best = self._least_bad(scores)
+                best = self._smallest_breach(scores)
         return int(candidates[best])
 
     def _score(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Scores:
-        made = self._terms(nodes, candidates, request)
-        plain = self._total_cost(made)
+        costs = self._terms(nodes, candidates, request)
+        plain = self._total_cost(costs)
         # Comparisons with NaN are false: what can't be forecast never wins.
-        totals = np.where((made.strain <= 1.0) & (plain < np.inf), plain, np.inf)
-        return Scores(made, totals, self._widening.widened(nodes, candidates))
+        totals = np.where((costs.strain <= 1.0) & (plain < np.inf), plain, np.inf)
+        return Scores(costs, totals, self._widening.widened(nodes, candidates))
 
     def _terms(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
         return terms(nodes, candidates, request)
 
-    def _total_cost(self, made: Terms) -> np.ndarray:
+    def _total_cost(self, costs: Terms) -> np.ndarray:
         """Returns f64[C], the total cost of each candidate, whatever was promised."""
-        others = (made.requests - 1.0) * (made.prefill / made.answer + made.decode)
-        copy = made.requests * made.spreading / made.answer
-        plain: np.ndarray = made.ttft * made.inverse + made.step + others + copy
+        imposed = (costs.requests - 1.0) * (costs.prefill / costs.answer + costs.decode)
+        copy = costs.requests * costs.spreading / costs.answer
+        plain: np.ndarray = costs.ttft * costs.inverse + costs.step + imposed + copy
         return plain
 
-    def _least_bad(self, scores: Scores) -> int:
-        """The index of the node where promises are broken by the smallest part, as far as its forecasts are
+    def _smallest_breach(self, scores: Scores) -> int:
+        """Returns the index of the node where SLOs are broken by the smallest part, as far as its forecasts are
         believed."""
-        made = scores.terms
-        finite = [np.where(values >= 0.0, values, np.inf) for values in (self._total_cost(made), made.strain)]
+        costs = scores.terms
+        finite = [np.where(values >= 0.0, values, np.inf) for values in (self._total_cost(costs), costs.strain)]
         return int(np.lexsort((*finite, ~scores.widened))[0])
 
 
 def _best(nodes: NodeTable, scores: Scores) -> int | None:
     """The least total's index. Of equals the one nearest to having the adapter, then the emptier one, then the one
     with more KV memory. None: all are infinite."""
-    least = scores.totals.min()
-    if not least < np.inf:
+    minimum = scores.totals.min()
+    if not minimum < np.inf:
         return None
-    equal, made = np.flatnonzero(scores.totals == least), scores.terms
-    room = nodes.kv_room[made.candidates[equal], STANDARD]
-    return int(equal[np.lexsort((-room, made.requests[equal], made.tier[equal]))[0]])
+    equal, costs = np.flatnonzero(scores.totals == minimum), scores.terms
+    room = nodes.kv_room[costs.candidates[equal], STANDARD]
+    return int(equal[np.lexsort((-room, costs.requests[equal], costs.tier[equal]))[0]])
 
 
-def _retry_after(made: Terms, later: np.ndarray) -> float:
+def _retry_after(costs: Terms, later: np.ndarray) -> float:
     """Returns the seconds until one of the nodes `later` could keep the promises: its wait is shorter then, or one of
     its requests has ended."""
-    late = np.maximum(made.ttft - made.ttft_limit, 0.0)
-    crowded = np.where(made.step > made.tpot_limit, made.answer * made.step / np.maximum(made.requests - 1.0, 1.0), 0.0)
+    late = np.maximum(costs.ttft - costs.ttft_limit, 0.0)
+    crowded = np.where(
+        costs.step > costs.tpot_limit, costs.answer * costs.step / np.maximum(costs.requests - 1.0, 1.0), 0.0
+    )
     until = np.maximum(late, crowded)
     low, high = RETRY_BOUNDS
     soonest = float(np.where(later & (until >= 0.0), until, np.inf).min())
     return min(max(soonest, low), high)
+
+
+class Widening:
+    """Nodes whose performance model has been off for a while: its forecasts refuse no request until it is right again.
+
+    Each node reports how long its last passes took over what its model forecasts (`forecast_ratio`). A request that no
+    node could serve in time is refused at once, by forecasts alone; where these are wrong, it would be for nothing.
+
+    `clock`: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._looked = -math.inf
+        self._since: dict[str, float] = {}
+        """Start of the time for which a node's model is off, by node."""
+        self._widened: frozenset[str] = frozenset()
+
+    def update(self, nodes: NodeTable) -> None:
+        """Records which nodes' models have been off for PATIENCE seconds. To be called before every choice; most calls
+        do nothing."""
+        now = self._clock()
+        if now - self._looked < EVERY:
+            return
+        self._looked = now
+        off = [nodes.record(row).id for row in nodes.rows() if is_off(nodes.record(row).forecast_ratio)]
+        self._since = {node: self._since.get(node, now) for node in off}
+        widened = frozenset(node for node, since in self._since.items() if now - since >= PATIENCE)
+        for node in widened - self._widened:
+            log.warning("forecasts of node %s are off: they refuse nobody until they are right again", node)
+        for node in self._widened - widened:
+            log.info("forecasts of node %s count again", node)
+        self._widened = widened
+
+    def widened(self, nodes: NodeTable, candidates: np.ndarray) -> np.ndarray:
+        """bool[C]"""
+        if not self._widened:
+            return np.zeros(candidates.size, np.bool_)
+        return np.array([nodes.ids[row] in self._widened for row in candidates.tolist()])

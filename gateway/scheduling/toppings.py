@@ -22,12 +22,13 @@ PENALTY = 1e6
 class Toppings(ScoringPolicy):
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
         with np.errstate(all="ignore"):
-            made = terms(nodes, candidates, request)
-            cost = made.prefill / (request.typical_tokens or made.answer) + made.decode
-            if request.tpot is not None:  # by decode(there + request), all of whom the algorithm takes for running
-                broken = nodes.decode_there[candidates] + made.decode > request.tpot
+            costs = terms(nodes, candidates, request)
+            cost = costs.prefill / (request.typical_tokens or costs.answer) + costs.decode
+            tpot = request.demand.tpot
+            if tpot is not None:  # by decode(there + request), all of whom the algorithm takes for running
+                broken = nodes.decode_there[candidates] + costs.decode > tpot
                 cost = cost + np.where(broken, PENALTY, 0.0)
-            totals = cost * (made.requests - 1.0)
+            totals = cost * (costs.requests - 1.0)
             totals = np.where(totals >= 0.0, totals, np.inf)
-        self.last = Scores(made, totals, np.zeros(totals.size, np.bool_))
+        self.last = Scores(costs, totals, np.zeros(totals.size, np.bool_))
         return int(candidates[totals.argmin()])

@@ -1,4 +1,4 @@
-"""How much of a node a request takes up: its share of a node that is full, by the node's own cost model."""
+"""Work of a request: its share of a node that is full, by the node's own cost model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:
     """
     if not nodes.modelled[row]:
         return None
-    tokens, answer, model = request.prompt_tokens, request.answer_tokens, nodes.model(row)
-    prefill = model.prefill.seconds(tokens, tokens * tokens, tokens * request.rank)
+    tokens, rank = request.demand.prompt_tokens, request.demand.rank
+    answer, model = request.answer_tokens, nodes.model(row)
+    prefill = model.prefill.seconds(tokens, tokens * tokens, tokens * rank)
     together = rows_together(nodes.load(row), tokens + answer)
-    contexts, ranks = together * (tokens + answer / 2), together * request.rank
+    contexts, ranks = together * (tokens + answer / 2), together * rank
     step = model.decode.seconds(together, contexts, ranks) / together
     ratio = nodes.record(row).forecast_ratio
     if ratio is None or not math.isfinite(ratio):
@@ -32,8 +33,8 @@ def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:
 
 
 def rows_together(load: NodeLoad, tokens: float) -> float:
-    """Requests of so many tokens that a node computes at once: at least 1."""
-    most = [float(load.max_rows)] if load.max_rows else []
+    """Returns how many requests of `tokens` a node computes at once: at least 1."""
+    limits = [float(load.max_rows)] if load.max_rows else []
     if load.kv_tokens:
-        most.append(load.kv_tokens / tokens)
-    return max(1.0, min(most, default=1.0))
+        limits.append(load.kv_tokens / tokens)
+    return max(1.0, min(limits, default=1.0))

@@ -23,13 +23,13 @@ class Cell(NamedTuple):
 Cells = dict[Cell, UsageCounts]
 
 
-def join_into(cells: Cells, others: Iterable[tuple[Cell, UsageCounts]]) -> bool:
+def join_into(cells: Cells, added: Iterable[tuple[Cell, UsageCounts]]) -> bool:
     """Raises `cells` to the maximum of both, counter by counter. Returns whether that changed anything."""
     changed = False
-    for cell, counts in others:
-        known = cells.get(cell)
-        joined = counts if known is None else known.maximum(counts)
-        if joined != known:
+    for cell, counts in added:
+        counted = cells.get(cell)
+        joined = counts if counted is None else counted.maximum(counts)
+        if joined != counted:
             cells[cell] = joined
             changed = True
     return changed

@@ -9,7 +9,7 @@ hold more than was merged:
 - A day is sealed by compare-and-swap before it is merged. Then nobody adds to it, and its name is never used again.
 - A month is never removed.
 
-An object that can't be read stays where it is, for reports name it; the others are merged beside it.
+An object that can't be read stays where it is, for reports name it; the others are merged all the same.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ from gateway.usage.objects import (
 T = TypeVar("T")
 
 CLOSED_SECONDS = 600.0
-"""After its end an hour is closed: by then a gateway that reaches the store has written it for the last time."""
+"""Seconds after its end when an hour is closed: by then a gateway that reaches the store has written it for the last
+time."""
 QUIET_SECONDS = 60.0
 PAGE = 128
 """Objects that are merged at once, so that one step is short also on a slow store."""
 MAX_BYTES = 4 << 20
 """A merged object of this size gets no more cells; the next ones go into another one of the same day or month."""
 ATTEMPTS = 10
-"""At a write that another compactor was faster with."""
+"""Attempts at a write that another compactor was faster with."""
 TENANTS = 100
 
 log = logging.getLogger("gateway")
@@ -90,7 +91,8 @@ class UsageCompaction:
         self._next_round = self._clock() + HOUR - (now - CLOSED_SECONDS) % HOUR
 
     def _begin_tenant(self, turn: Turn) -> str | None:
-        """Returns None at the round's end. A tenant that fails waits for the next round, so that the others go on."""
+        """Returns the round's next tenant, or None at its end. A tenant that fails waits for the next round, so that
+        the others continue."""
         if not self._pending:
             turn.check()
             self._pending = list(self._store.folders("tenants/", self._after, TENANTS))
@@ -127,14 +129,14 @@ class _Compactor:
     def _merge_hours(self, listed: Sequence[ObjectInfo]) -> None:
         keys = [info.key for info in listed if info.modified < self._quiet and source_of(info.key)]
         with ThreadPoolExecutor(self._store.readers, "compaction") as pool:
-            found = dict(zip(keys, pool.map(self._read_hour, keys), strict=True))
+            hours = dict(zip(keys, pool.map(self._read_hour, keys), strict=True))
             days: dict[str, Cells] = {}
-            for cells in found.values():
+            for cells in hours.values():
                 for cell, counts in (cells or {}).items():
                     join_into(days.setdefault(cell.hour[:DAY], {}), [(cell, counts)])
             for day, cells in days.items():
                 self._add(self._days, day, cells)
-            merged = [key for key, cells in found.items() if cells is not None]
+            merged = [key for key, cells in hours.items() if cells is not None]
             self._turn.work += sum(pool.map(self._remove_hour, merged))
 
     def _read_hour(self, key: str) -> Cells | None:
@@ -153,14 +155,14 @@ class _Compactor:
     def _merge_day(self, key: str) -> None:
         self._turn.check()
         try:
-            found = self._store.get(key)
-            read = _readable(partial(decode_merged, key, found.data))
+            day = self._store.get(key)
+            read = _readable(partial(decode_merged, key, day.data))
             if read is None:
                 return
             cells, sealed = read
             if not sealed:
                 self._turn.check()
-                self._store.put_if_match(key, encode_merged(cells, sealed=True), found.etag)
+                self._store.put_if_match(key, encode_merged(cells, sealed=True), day.etag)
         except (NotFound, PreconditionFailed):
             return  # another compactor was faster; what it did not finish is for the next round
         self._add(self._months, key.removeprefix(self._days)[:MONTH], cells)
@@ -182,14 +184,14 @@ class _Compactor:
             if info.size >= MAX_BYTES:
                 continue
             self._turn.check()
-            found = self._store.get(info.key)
-            read = _readable(partial(decode_merged, info.key, found.data))
+            stored = self._store.get(info.key)
+            read = _readable(partial(decode_merged, info.key, stored.data))
             if read is None or read[1]:
                 continue
             joined, _ = read
             if join_into(joined, cells.items()):
                 self._turn.check()
-                self._store.put_if_match(info.key, encode_merged(joined), found.etag)
+                self._store.put_if_match(info.key, encode_merged(joined), stored.etag)
             return
         self._turn.check()
         key = day_key(folder, name) if folder == self._days else month_key(folder, name, len(listed))

@@ -1,8 +1,13 @@
-"""The counters, and the objects of the registry that hold them."""
+"""The counters of usage, and what they cost."""
 
 from __future__ import annotations
 
 import msgspec
+
+from gateway.prices import Prices
+
+MILLION = 1e6
+HOUR_S = 3600.0
 
 
 class UsageCounts(msgspec.Struct, omit_defaults=True):
@@ -10,12 +15,12 @@ class UsageCounts(msgspec.Struct, omit_defaults=True):
 
     requests: int = 0
     prompt_tokens: int = 0
-    """As in the replies' `usage`: the prompt of a call with several choices counts once."""
+    """Prompt tokens as in the replies' `usage`: the prompt of a call with several choices counts once."""
     completion_tokens: int = 0
     cold_starts: int = 0
     """Calls whose adapter was not on the device when they reached the node."""
     device_seconds: float = 0.0
-    """Of the passes that computed the calls, their part."""
+    """Share of the passes that computed the calls."""
     device_gb_seconds: float = 0.0
     """GB (10^9 bytes) of the adapter x seconds on devices, but for pinned copies; so is the next, in host memory."""
     host_gb_seconds: float = 0.0
@@ -23,25 +28,39 @@ class UsageCounts(msgspec.Struct, omit_defaults=True):
     """The same of provisioned copies."""
     host_pinned_gb_seconds: float = 0.0
 
-    def add(self, other: UsageCounts) -> None:
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.cold_starts += other.cold_starts
-        self.device_seconds += other.device_seconds
-        self.device_gb_seconds += other.device_gb_seconds
-        self.host_gb_seconds += other.host_gb_seconds
-        self.device_pinned_gb_seconds += other.device_pinned_gb_seconds
-        self.host_pinned_gb_seconds += other.host_pinned_gb_seconds
+    def add(self, counts: UsageCounts) -> None:
+        self.requests += counts.requests
+        self.prompt_tokens += counts.prompt_tokens
+        self.completion_tokens += counts.completion_tokens
+        self.cold_starts += counts.cold_starts
+        self.device_seconds += counts.device_seconds
+        self.device_gb_seconds += counts.device_gb_seconds
+        self.host_gb_seconds += counts.host_gb_seconds
+        self.device_pinned_gb_seconds += counts.device_pinned_gb_seconds
+        self.host_pinned_gb_seconds += counts.host_pinned_gb_seconds
 
-    def maximum(self, other: UsageCounts) -> UsageCounts:
-        return UsageCounts(*map(max, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
+    def maximum(self, counts: UsageCounts) -> UsageCounts:
+        return UsageCounts(*map(max, msgspec.structs.astuple(self), msgspec.structs.astuple(counts)))
 
 
 Functions = dict[str, dict[str, UsageCounts]]
-"""By function and version; the base model has the version `base`."""
+"""Counts by function and version; the base model has the version `base`."""
 BASE = "base"
 
 
 def add_to(functions: Functions, function: str, version: str, counts: UsageCounts) -> None:
     functions.setdefault(function, {}).setdefault(version, UsageCounts()).add(counts)
+
+
+def cost_of(counts: UsageCounts, prices: Prices) -> float:
+    """Returns the cost, rounded to millionths."""
+    gb_seconds = (
+        counts.device_gb_seconds
+        + counts.host_gb_seconds
+        + counts.device_pinned_gb_seconds
+        + counts.host_pinned_gb_seconds
+    )
+    cost = counts.prompt_tokens / MILLION * prices.input_tokens_1m
+    cost += counts.completion_tokens / MILLION * prices.output_tokens_1m
+    cost += counts.device_seconds * prices.device_second
+    return round(cost + gb_seconds / HOUR_S * prices.adapter_gb_hour, 6)

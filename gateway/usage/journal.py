@@ -31,7 +31,7 @@ class JournalError(Exception):
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """One call in a log."""
+    """A call in a log."""
 
     tenant: str
     hour: str
@@ -47,7 +47,7 @@ class Sums(msgspec.Struct):
     tenant: str
     hour: str
     part: int
-    """Tells apart the objects of one hour: sums that were forgotten are never written over."""
+    """Number that distinguishes the objects of one hour: sums that were forgotten are never written over."""
     functions: Functions
     changes: int = 0
     flushed: int = 0
@@ -63,7 +63,7 @@ class Sums(msgspec.Struct):
 
 
 class Journal:
-    """One slot, with its lock. Only `append` is for the event loop; the rest blocks."""
+    """A slot, with its lock. Only `append` is for the event loop; the rest blocks."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         """Raises OSError."""
@@ -84,10 +84,10 @@ class Journal:
         if snapshots:
             file = self._file("snapshot", first)
             try:
-                kept = msgspec.json.decode(file.read_bytes(), type=list[Sums])
+                summed = msgspec.json.decode(file.read_bytes(), type=list[Sums])
             except msgspec.DecodeError as error:
                 raise _broken(file, str(error)) from None
-            sums = {entry.key: entry for entry in kept}
+            sums = {entry.key: entry for entry in summed}
         for number in sorted(number for number in logs if number >= first):
             for line in _lines(self._file("log", number)):
                 key = line.tenant, line.hour, line.part
@@ -104,9 +104,8 @@ class Journal:
         self._log, self.segment, self.size = opened, number, 0
 
     def append(self, line: Line) -> None:
-        """Into the kernel's page cache, where the end of this process does not reach: that takes microseconds, which is
-        why the event loop may do it. Raises OSError, for example when the disk is full; then nothing was appended.
-        """
+        """Appends to the kernel's page cache, which outlives this process: that takes microseconds, so the event loop
+        may do it. Raises OSError, for example when the disk is full; then nothing was appended."""
         assert self._log is not None
         data = msgspec.json.encode(line) + b"\n"
         try:
@@ -184,10 +183,10 @@ def _identity(folder: Path) -> str:
         temporary = folder / "id.new"
         temporary.write_text(secrets.token_hex(8))
         os.replace(temporary, file)
-    found = file.read_text()
-    if len(found) != 16 or not set(found) <= set("0123456789abcdef"):
+    identity = file.read_text()
+    if len(identity) != 16 or not set(identity) <= set("0123456789abcdef"):
         raise _broken(file, "expected 16 hexadecimal digits")
-    return found
+    return identity
 
 
 def _lines(file: Path) -> Iterator[Line]:
@@ -213,8 +212,8 @@ def _readable(piece: bytes) -> bool:
 
 
 def _numbered(folder: Path, kind: str) -> list[int]:
-    found = (path.name.removeprefix(f"{kind}-") for path in folder.glob(f"{kind}-*"))
-    return sorted(int(number) for number in found if number.isdecimal())
+    suffixes = (path.name.removeprefix(f"{kind}-") for path in folder.glob(f"{kind}-*"))
+    return sorted(int(number) for number in suffixes if number.isdecimal())
 
 
 def _broken(file: Path, why: str) -> JournalError:

@@ -23,14 +23,15 @@ from gateway.usage.objects import UsageRecord, usage_key
 
 FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0
-"""For the last writing when the gateway stops; what it does not reach is in the journal, for the next start."""
+"""Seconds for the last writing when the gateway stops; what it does not reach is in the journal, for the next start."""
 MAX_WRITES = 200
 """Objects written in one round; the others wait for the next."""
 LATE_SECONDS = 300.0
-"""After its hour's end an object is written under a new name each time: the old one may be removed any moment, once it
-is merged. Less than the compaction's CLOSED_SECONDS, by as much as this host's clock may be behind the store's."""
+"""Seconds after its hour's end from which an object is written under a new name each time: the old one may be removed
+any moment, once it is merged. Less than the compaction's CLOSED_SECONDS, by as much as this host's clock may be behind
+the store's."""
 LOG_BYTES = 1 << 20
-"""From which the journal begins anew with its sums."""
+"""Size from which the journal starts again with its sums."""
 
 log = logging.getLogger("gateway")
 
@@ -45,14 +46,14 @@ class UsageLedger:
         self._threads = LeavableThreads(1)
         self._sums: dict[tuple[str, str, int], Sums] = {}
         self._open: dict[tuple[str, str], Sums] = {}
-        """Those that calls are added to, by tenant and hour."""
+        """Sums that calls are added to, by tenant and hour."""
         self._unwritten = False
-        """Whether lines are missing in the journal."""
+        """True if lines are missing in the journal."""
         self.away = False
-        """Whether the registry did not take what was last written."""
+        """True if the registry did not take what was last written."""
 
     def add(self, tenant: str, function: str, version: str, counts: UsageCounts) -> None:
-        """One call. When this returns, a kill of the process does not lose it."""
+        """Counts a call. When this returns, a kill of the process does not lose it."""
         hour = hour_name(self._clock())
         sums = self._open.get((tenant, hour))
         if sums is None:
@@ -106,8 +107,8 @@ class UsageLedger:
 
     def _keep(self, sums: Sums) -> None:
         self._sums[sums.key] = sums
-        known = self._open.get((sums.tenant, sums.hour))
-        if known is None or known.part < sums.part:
+        open_sums = self._open.get((sums.tenant, sums.hour))
+        if open_sums is None or open_sums.part < sums.part:
             self._open[sums.tenant, sums.hour] = sums
 
     def _past(self) -> list[Sums]:
@@ -168,15 +169,15 @@ async def open_ledger(
 async def _take_over(folder: Path, store: ObjectStore) -> None:
     """Writes to the registry what processes that are gone have left in their journals; what can't be written stays
     there."""
-    for left in await asyncio.to_thread(lambda: list(abandoned(folder))):
+    for journal in await asyncio.to_thread(lambda: list(abandoned(folder))):
         try:
-            other = UsageLedger(left, store, time.time)
-            await other.begin()
-            await _last_flush(other)
+            ledger = UsageLedger(journal, store, time.time)
+            await ledger.begin()
+            await _last_flush(ledger)
         except Exception as error:  # whatever is wrong with one, the others are written
             log.error(LEFT, exc_info=error)
         finally:
-            left.close()
+            journal.close()
 
 
 async def _last_flush(ledger: UsageLedger) -> None:

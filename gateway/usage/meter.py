@@ -1,4 +1,4 @@
-"""What one call used, over all its choices."""
+"""Usage of one call, over all its choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Meter:
     """
 
     def __init__(self, choices: int, count: Count) -> None:
-        self._left = choices
+        self._open_choices = choices
         self._count = count
         self._sums = UsageCounts(requests=1)
         self._failed = False
@@ -28,8 +28,8 @@ class Meter:
         """A choice is complete. `prompt_tokens` is 0 for all but the first choice of a prompt."""
         self._add(prompt_tokens, completion_tokens, cold_start)
         self._sums.device_seconds += device_seconds
-        self._left -= 1
-        if self._left == 0 or self._cut:
+        self._open_choices -= 1
+        if self._open_choices == 0 or self._cut:
             self._report()
 
     def cut(self, prompt_tokens: int, completion_tokens: int, cold_start: bool) -> None:

@@ -20,7 +20,7 @@ from gateway.usage.counts import Functions, UsageCounts
 from gateway.usage.hours import hour_start
 
 FORMAT = 1
-"""Of merged objects; a later one is refused."""
+"""Format of merged objects; a later one is refused."""
 DAY = len("2026-11-21")
 MONTH = len("2026-11")
 """An hour's name begins with its day's, and that with its month's."""
@@ -114,15 +114,15 @@ def pages(
 
 def decode_hour(key: str, data: bytes) -> Cells:
     """Cells of an object of an hour; none if the key names no such object. Raises StoreUnavailable."""
-    named = source_of(key)
-    if named is None:
+    source = source_of(key)
+    if source is None:
         return {}
     try:
         functions = msgspec.json.decode(data, type=UsageRecord).functions
     except msgspec.DecodeError as error:
         raise StoreUnavailable(f"the record {key} can't be read: {error}") from None
     return {
-        Cell(*named, function, version): counts
+        Cell(*source, function, version): counts
         for function, versions in functions.items()
         for version, counts in versions.items()
     }

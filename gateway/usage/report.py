@@ -48,9 +48,9 @@ class Sheet:
         values = tenant, cell.function, version, cell.hour
         self._add_row(tuple([values[column] for column in self._columns]), counts)
 
-    def include(self, other: Sheet) -> None:
+    def include(self, sheet: Sheet) -> None:
         """Adds the sums of a sheet of the same groups."""
-        for row, counts in other.rows.items():
+        for row, counts in sheet.rows.items():
             self._add_row(row, counts)
 
     def ordered(self) -> Iterator[tuple[dict[str, str | int | None], UsageCounts]]:
@@ -102,10 +102,10 @@ def read_usage(
     for key in _keys(store, months, low[:MONTH], last[:MONTH] + LAST):
         by_month.setdefault(key.removeprefix(months)[:MONTH], []).append(key)
     for month, keys in sorted(by_month.items()):
-        whole = {cell: counts for cell, counts in cells.items() if cell.hour.startswith(month)}
+        of_month = {cell: counts for cell, counts in cells.items() if cell.hour.startswith(month)}
         for key, data in _contents(store, keys):
-            join_into(whole, decode_merged(key, data, low, high)[0].items())
-        yield from whole.items()
+            join_into(of_month, decode_merged(key, data, low, high)[0].items())
+        yield from of_month.items()
 
 
 def _keys(store: ObjectStore, folder: str, low: str, high: str) -> Sequence[str]:

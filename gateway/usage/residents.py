@@ -1,18 +1,16 @@
-"""Meters adapters in nodes' memory: GB-seconds by tier, of provisioned copies apart, for whoever has the adapter.
+"""Meters adapters in nodes' memory: GB-seconds by tier, of provisioned copies apart, for the owners of the adapter.
 
-The leader looks every few seconds at what nodes hold, and counts each adapter for the time since its last look. Whose
-an adapter is it learns from calls and from policies: nodes know digests alone. An adapter of several functions counts
-for each of them in equal parts. What no call and no policy has named since this worker leads is not counted.
+The leader reads every few seconds what nodes hold, and counts each adapter for the time since its last reading. It
+learns the owners from calls and from policies: nodes know digests alone. An adapter of several functions counts for
+each of them in equal parts. What no call and no policy has named since this worker leads is not counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
 from adapters.registry import Registry
@@ -22,16 +20,13 @@ from gateway.catalog.threads import StoreThreads
 from gateway.leader.turn import Job, Turn
 from gateway.usage.counts import UsageCounts
 
-if TYPE_CHECKING:
-    from gateway.services import Services
-
 METER_SECONDS = 10.0
 LONGEST_GAP = 60.0
 """Seconds: nothing is counted for a longer one, nor for one in which another worker may have led and counted."""
 MAX_DIGESTS = 40_000
-"""Whose owners are known; those of the one that was named least recently are forgotten."""
+"""Digests whose owners are known; those of the one that was named least recently are forgotten."""
 MAX_OWNERS = 16
-"""Of one adapter."""
+"""Owners of one adapter."""
 MAX_LOOKUPS = 32
 """Functions whose versions are read in one turn."""
 GB = 1e9
@@ -45,16 +40,16 @@ Count = Callable[[str, str, str, UsageCounts], None]
 
 
 class Owners:
-    """Which functions have an adapter."""
+    """Functions that have each adapter."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, dict[Owner, str | None]] = OrderedDict()
-        """By digest: owners, each with its version; None: not known yet."""
+        """Owners by digest, each with its version; None: not known yet."""
         self._digests: dict[Owner, set[str]] = {}
         self.unknown: dict[Owner, None] = {}
         """Owners of whose digests the versions are to be looked up, the first first."""
 
-    def note(self, tenant: str, function: str, digest: str) -> None:
+    def record(self, tenant: str, function: str, digest: str) -> None:
         """A call or a policy of the function names the adapter."""
         owners, owner = self._owners.setdefault(digest, {}), (tenant, function)
         self._owners.move_to_end(digest)
@@ -96,8 +91,8 @@ class Owners:
 
 
 class ResidentMeter:
-    """Of the leader. `pinned`: by node, the tier in which each digest is provisioned there; `count`: the ledger's
-    `add`; `clock`: monotonic seconds."""
+    """Meters for the leader. `pinned`: by node, the tier in which each digest is provisioned there; `count`: the
+    ledger's `add`; `clock`: monotonic seconds."""
 
     def __init__(
         self,
@@ -113,12 +108,12 @@ class ResidentMeter:
         self._cluster, self._registry, self._threads, self._owners = cluster, registry, threads, owners
         self._pinned, self._count, self._clock = pinned, count, clock
         self._at = -math.inf
-        """Of the last look."""
+        """Time of the last reading."""
 
     def job(self) -> Job:
-        return Job("residents", self.look, METER_SECONDS, "nodes")
+        return Job("residents", self.measure, METER_SECONDS, "nodes")
 
-    async def look(self, turn: Turn) -> None:
+    async def measure(self, turn: Turn) -> None:
         """Counts what lies in memory for the time since the last look."""
         for owner in list(self._owners.unknown)[:MAX_LOOKUPS]:
             turn.check()
@@ -136,7 +131,7 @@ class ResidentMeter:
             turn.work += 1
 
     async def _learn(self, owner: Owner) -> None:
-        """While the registry is away, nothing changes."""
+        """Reads the versions of the owner's function. While the registry is away, nothing changes."""
         try:
             record = await self._threads.read(self._registry.function, *owner)
         except (StoreUnavailable, CorruptRecord):
@@ -153,25 +148,12 @@ class ResidentMeter:
         for row in list(table.rows()):
             await asyncio.sleep(0)
             for resident in list(table.residents(row).values()) if table.live[row] else ():
-                kept = pinned.get(table.ids[row] or "", {}).get(resident.digest)
+                pinned_tier = pinned.get(table.ids[row] or "", {}).get(resident.digest)
                 owners = self._owners.of(resident.digest) if resident.tier in TIERS else []
                 for owner in owners:
-                    part = _counted(resident, kept == resident.tier, seconds / len(owners))
+                    part = _counted(resident, pinned_tier == resident.tier, seconds / len(owners))
                     sums.setdefault(owner, UsageCounts()).add(part)
         return sums
-
-
-def meter_of(services: Services) -> ResidentMeter:
-    residency = services.residency
-    return ResidentMeter(
-        services.cluster,
-        services.registry,
-        services.threads,
-        residency.owners,
-        pinned=residency.provisioned,
-        count=services.usage.add,
-        clock=time.monotonic,
-    )
 
 
 def _counted(resident: Resident, pinned: bool, seconds: float) -> UsageCounts:

@@ -1,2 +1,2 @@
-"""What the workers of one gateway share, in Redis or, with one worker, in memory: messages (`peers`), sums over
+"""State that the workers of one gateway share, in Redis or, with one worker, in memory: messages (`peers`), sums over
 sliding windows (`windows`), and the metrics that each of them counts."""

@@ -1,4 +1,4 @@
-"""How many of a tenant's calls kept its SLO, over sliding windows, on this gateway worker."""
+"""SLO attainment of each tenant's calls, over sliding windows, on this gateway worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMISES: tuple[Promise, ...] = ("ttft", "tpot", "all")
 
 
 class Kept(Sums):
-    """Of the calls that ended in some time: to how many something was promised, and how many of these got it."""
+    """Calls that ended in some time: those that had an SLO, and those of them that attained it."""
 
     calls: int = 0
     ttft: int = 0
@@ -36,14 +36,14 @@ class Kept(Sums):
 
 
 def judge(
-    promised: tuple[float | None, float | None], seen: tuple[float | None, float | None], answered: bool
+    promised: tuple[float | None, float | None], measured: tuple[float | None, float | None], answered: bool
 ) -> dict[Promise, bool]:
     """Returns which promises (TTFT, TPOT; seconds) a call kept, and as `all` whether each; empty without promises.
 
     A call without an answer kept nothing. One that was answered by a single token has no TPOT to break.
     """
     outcome: dict[Promise, bool] = {}
-    for name, limit, value in zip(PROMISES, promised, seen, strict=False):
+    for name, limit, value in zip(PROMISES, promised, measured, strict=False):
         if limit is not None:
             late = value is not None and value > limit
             outcome[name] = answered and not late and (value is not None or name == "tpot")
@@ -53,14 +53,14 @@ def judge(
 
 
 class Attainment(SlidingSums[Kept]):
-    """By tenant, for each of WINDOWS. `clock` is monotonic seconds."""
+    """Attainment by tenant, for each of WINDOWS. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         windows = tuple(seconds // SLICE for seconds in WINDOWS)
-        super().__init__(clock, "attainment", Kept, seconds=SLICE, windows=windows, most=MAX_TENANTS)
+        super().__init__(clock, "attainment", Kept, seconds=SLICE, windows=windows, max_names=MAX_TENANTS)
 
-    def note(self, tenant: str, outcome: dict[Promise, bool]) -> None:
-        """One call of the tenant has ended. Nothing is kept of a tenant to which nothing is promised."""
+    def record(self, tenant: str, outcome: dict[Promise, bool]) -> None:
+        """Counts a call of the tenant that has ended. Nothing is kept of a tenant without an SLO."""
         if outcome:
-            held = {f"held_{promise}": int(kept) for promise, kept in outcome.items()}
-            self.add(tenant, Kept(calls=1, **dict.fromkeys(outcome, 1), **held))
+            attained = {f"held_{promise}": int(is_attained) for promise, is_attained in outcome.items()}
+            self.add(tenant, Kept(calls=1, **dict.fromkeys(outcome, 1), **attained))

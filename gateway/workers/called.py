@@ -1,4 +1,4 @@
-"""Which adapters each tenant has had run, or provisioned, so that it is shown the residency of no others."""
+"""Adapters that each tenant has had run, or provisioned, so that it is shown the residency of no others."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ MAX_DIGESTS = 1024
 
 @dataclass(kw_only=True)
 class CalledDigests:
-    """Equal adapters of two tenants have one digest, and one copy on a node. Whoever never called it would learn from
-    its residency that another tenant does.
-    """
+    """Digests that each tenant has called. Equal adapters of two tenants have one digest, and one copy on a node: a
+    tenant that never called it would learn from its residency that another one does."""
 
     on_first: Callable[[str, str], None] = lambda *_: None
     """Called with each tenant and digest that `run` notes for the first time."""
@@ -27,16 +26,16 @@ class CalledDigests:
         """The tenant has it run here."""
         if not self.has(tenant, digest):
             self.on_first(tenant, digest)
-        self.note(tenant, digest)
+        self.record(tenant, digest)
 
-    def note(self, tenant: str, digest: str) -> None:
+    def record(self, tenant: str, digest: str) -> None:
         """The tenant has it run somewhere."""
-        own = self._digests.setdefault(tenant, OrderedDict())
+        digests = self._digests.setdefault(tenant, OrderedDict())
         self._digests.move_to_end(tenant)
-        own[digest] = None
-        own.move_to_end(digest)
-        if len(own) > self.max_digests:
-            own.popitem(last=False)
+        digests[digest] = None
+        digests.move_to_end(digest)
+        if len(digests) > self.max_digests:
+            digests.popitem(last=False)
         if len(self._digests) > self.max_tenants:
             self._digests.popitem(last=False)
 

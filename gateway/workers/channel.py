@@ -35,28 +35,28 @@ log = logging.getLogger("gateway")
 
 
 class Channel(Generic[M]):
-    """Of one worker. Without a link there are no others."""
+    """Channel of one worker. Without a link there are no others."""
 
-    def __init__(self, link: RedisLink | None, name: str, messages: Any, most: int = MAX_WAITING) -> None:
+    def __init__(self, link: RedisLink | None, name: str, messages: Any, max_waiting: int = MAX_WAITING) -> None:
         """`messages`: the union of the messages' types; at most `most` wait."""
         self._link, self._name = link, name
-        self._waiting: deque[M] = deque(maxlen=most)
-        self._some = asyncio.Event()
+        self._waiting: deque[M] = deque(maxlen=max_waiting)
+        self._has_waiting = asyncio.Event()
         self.on_message: Callable[[M], None] = lambda _: None
-        self._asked: dict[str, asyncio.Future[bytes]] = {}
+        self._queries: dict[str, asyncio.Future[bytes]] = {}
         self._decoder = msgspec.msgpack.Decoder(tuple[str, list[messages]])
         if link is not None:
-            link.on_message[name] = self._heard
+            link.on_message[name] = self._receive
 
     @property
     def is_up(self) -> bool:
-        """Whether what is published goes out now."""
+        """Returns whether messages are sent at once."""
         return self._link is not None and self._link.is_up
 
     def publish(self, message: M) -> None:
         if self._link is not None:
             self._waiting.append(message)
-            self._some.set()
+            self._has_waiting.set()
 
     async def ask(self, question: Callable[[str], M]) -> bytes | None:
         """Publishes what `question` makes of a number. Returns what is answered to that number; None when nobody
@@ -64,18 +64,18 @@ class Channel(Generic[M]):
         if not self.is_up:
             return None
         number = secrets.token_hex(8)
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        answer = self._queries[number] = asyncio.get_running_loop().create_future()
         try:
             self.publish(question(number))
             await asyncio.wait([answer], timeout=ANSWER_SECONDS)
             return answer.result() if answer.done() else None
         finally:
-            del self._asked[number]
+            del self._queries[number]
 
     def answer(self, number: str, reply: bytes) -> None:
         """Another worker has answered. Nothing happens when that was not asked here, or was answered already."""
-        if (asked := self._asked.get(number)) is not None and not asked.done():
-            asked.set_result(reply)
+        if (query := self._queries.get(number)) is not None and not query.done():
+            query.set_result(reply)
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Messages go out as long as the context lasts."""
@@ -87,8 +87,8 @@ class Channel(Generic[M]):
                 letter = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOGETHER))]
                 while not await self._sent(link, letter):
                     await link.wait_until_up(LINK_SECONDS)
-            self._some.clear()
-            await self._some.wait()
+            self._has_waiting.clear()
+            await self._has_waiting.wait()
 
     async def _sent(self, link: RedisLink, letter: list[M]) -> bool:
         try:
@@ -98,7 +98,7 @@ class Channel(Generic[M]):
             return False
         return True
 
-    def _heard(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
         try:
             worker, messages = self._decoder.decode(data)
         except msgspec.DecodeError as error:  # a worker of another version, in the middle of a reload

@@ -41,19 +41,19 @@ def gpu_metrics(views: Sequence[NodeView]) -> Iterator[Metric]:
     """Yields nothing where no node reports a GPU."""
     facts = [(view.record.id, view.record.gpu) for view in views if view.record.gpu is not None]
     loads = [(view.record.id, view.record.gpu_load) for view in views if view.record.gpu_load is not None]
-    for field, name, told in OF_FACTS if facts else ():
-        yield node_gauge(f"gpu_{name}", told, [(node, getattr(gpu, field)) for node, gpu in facts])
-    for field, name, told in OF_TROUBLE if facts else ():
-        yield node_gauge(f"gpu_{name}", told, [(node, bool(getattr(gpu, field))) for node, gpu in facts])
-    for field, name, told in OF_LOAD if loads else ():
-        yield node_gauge(f"gpu_{name}", told, [(node, getattr(load, field)) for node, load in loads])
+    for field, name, about in OF_FACTS if facts else ():
+        yield node_gauge(f"gpu_{name}", about, [(node, getattr(gpu, field)) for node, gpu in facts])
+    for field, name, about in OF_TROUBLE if facts else ():
+        yield node_gauge(f"gpu_{name}", about, [(node, bool(getattr(gpu, field))) for node, gpu in facts])
+    for field, name, about in OF_LOAD if loads else ():
+        yield node_gauge(f"gpu_{name}", about, [(node, getattr(load, field)) for node, load in loads])
     if loads:
         yield _throttled([(node, load.throttled) for node, load in loads if load.throttled is not None])
 
 
-def node_gauge(name: str, told: str, values: Sequence[tuple[str, float | None]]) -> Metric:
+def node_gauge(name: str, about: str, values: Sequence[tuple[str, float | None]]) -> Metric:
     """Returns a gauge with one value per node; without those of which there is none."""
-    family = GaugeMetricFamily(f"garnish_node_{name}", told, labels=("node",))
+    family = GaugeMetricFamily(f"garnish_node_{name}", about, labels=("node",))
     for node, value in values:
         if value is not None:
             family.add_metric((node,), value)
@@ -61,8 +61,8 @@ def node_gauge(name: str, told: str, values: Sequence[tuple[str, float | None]])
 
 
 def _throttled(values: Sequence[tuple[str, int]]) -> Metric:
-    told = "1: the reason holds the GPU's clocks back"
-    family = GaugeMetricFamily("garnish_node_gpu_throttled", told, labels=("node", "reason"))
+    about = "1: the reason holds the GPU's clocks back"
+    family = GaugeMetricFamily("garnish_node_gpu_throttled", about, labels=("node", "reason"))
     for node, bits in values:
         for bit, reason in THROTTLE_REASONS.items():
             family.add_metric((node, reason), bool(bits & bit))

@@ -1,4 +1,4 @@
-"""What a function did in the last hour, by the minute, on this gateway worker."""
+"""Counts of each function in the last hour, by the minute, on this gateway worker."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Counts(Sums):
 
 
 class LastHour(SlidingSums[Counts]):
-    """By tenant and function. `clock` is monotonic seconds."""
+    """Counts by tenant and function. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(clock, "hour", Counts, seconds=60, windows=(MINUTES,), most=MAX_FUNCTIONS)
+        super().__init__(clock, "hour", Counts, seconds=60, windows=(MINUTES,), max_names=MAX_FUNCTIONS)
 
-    def note(self, tenant: str, function: str, counts: Counts) -> None:
+    def record(self, tenant: str, function: str, counts: Counts) -> None:
         self.add(name_of(tenant, function), counts)
 
 

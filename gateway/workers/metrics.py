@@ -52,13 +52,13 @@ class LabelCap:
 
     def __init__(self, limit: int = MAX_LABELS) -> None:
         self._limit = limit
-        self._known: set[str] = set()
+        self._labels: set[str] = set()
 
     def __call__(self, value: str) -> str:
-        if value not in self._known:
-            if len(self._known) >= self._limit:
+        if value not in self._labels:
+            if len(self._labels) >= self._limit:
                 return "other"
-            self._known.add(value)
+            self._labels.add(value)
         return value
 
 
@@ -78,26 +78,26 @@ class Metrics:
         self._tpot = histogram("garnish_tpot_seconds", "Between two tokens", owner)
         self._cold = counter("garnish_cold_starts", "Invocations by where the adapter was", ("tier", "plan"))
         self._exposed = counter("garnish_exposed_load_seconds", "Computation waiting for adapter bytes")
-        told = "Loads of invocations' adapters: in all, and of that from the store or the disk"
-        self._loads = counter("garnish_cold_load_seconds", told, ("part",))
-        told = "Exposed load, planned and real, apart"
-        self._forecast_error = histogram("garnish_exposed_forecast_error_seconds", told)
-        told = "Layers begun before the whole adapter was there"
-        self._layers = counter("garnish_cold_layers", told, ("where",))
+        about = "Loads of invocations' adapters: in all, and of that from the store or the disk"
+        self._loads = counter("garnish_cold_load_seconds", about, ("part",))
+        about = "Exposed load, planned and real, apart"
+        self._forecast_error = histogram("garnish_exposed_forecast_error_seconds", about)
+        about = "Layers begun before the whole adapter was there"
+        self._layers = counter("garnish_cold_layers", about, ("where",))
         self._replays = counter("garnish_cold_replays", "Prompt chunks that a CPU worker failed")
         self._schedule = histogram("garnish_schedule_seconds", "Placing one request", buckets=DECISION_SECONDS)
-        told = "First token, forecast at placement and real, apart"
-        self._first_token_error = histogram("garnish_ttft_forecast_error_seconds", told, ("came",))
+        about = "First token, forecast at placement and real, apart"
+        self._first_token_error = histogram("garnish_ttft_forecast_error_seconds", about, ("came",))
         self._retries = counter("garnish_retries", "Generations sent to another node after one failed")
-        told = "Calls refused by a limit of their tenant or function"
-        self._refusals = counter("garnish_limited", told, ("tenant", "limit"))
+        about = "Calls refused by a limit of their tenant or function"
+        self._refusals = counter("garnish_limited", about, ("tenant", "limit"))
         self._opened = counter("garnish_circuits_opened", "Nodes given up for a while, by a worker each", ("node",))
-        told = "Calls to which a TTFT, a TPOT or any was promised"
-        self._promises = counter("garnish_slo_calls", told, ("tenant", "slo"))
-        self._held = counter("garnish_slo_attained", "Of them those that got it", ("tenant", "slo"))
+        about = "Calls to which a TTFT, a TPOT or any was promised"
+        self._promises = counter("garnish_slo_calls", about, ("tenant", "slo"))
+        self._attained = counter("garnish_slo_attained", "Of them those that got it", ("tenant", "slo"))
         self._preemptions = counter("garnish_preemptions", "Places given up to strict requests", ("tenant",))
-        told = "Invocations in progress"
-        self._open = Gauge("garnish_open_invocations", told, registry=self.registry, multiprocess_mode="livesum")
+        about = "Invocations in progress"
+        self._open = Gauge("garnish_open_invocations", about, registry=self.registry, multiprocess_mode="livesum")
 
     def count_request(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -128,11 +128,11 @@ class Metrics:
         if cold.plan not in ("none", "wait"):
             self._forecast_error.observe(abs(cold.exposed - cold.forecast))
 
-    def count_promises(self, tenant: str, held: dict[Promise, bool]) -> None:
-        for promise, kept in held.items():
+    def count_promises(self, tenant: str, attained: dict[Promise, bool]) -> None:
+        for promise, is_attained in attained.items():
             labels = (self._tenant(tenant), promise)
             self._promises.labels(*labels).inc()
-            self._held.labels(*labels).inc(kept)
+            self._attained.labels(*labels).inc(is_attained)
 
     def count_preemptions(self, tenant: str, count: int) -> None:
         if count:
@@ -143,8 +143,8 @@ class Metrics:
 
     def observe_forecast(self, forecast: float, real: float) -> None:
         """Counts by how many seconds a forecast was wrong of the time from a request's placement to its first token."""
-        came = "later" if real > forecast else "sooner"
-        self._first_token_error.labels(came).observe(abs(real - forecast))
+        direction = "later" if real > forecast else "sooner"
+        self._first_token_error.labels(direction).observe(abs(real - forecast))
 
     def count_retry(self) -> None:
         self._retries.inc()
@@ -161,33 +161,33 @@ class Metrics:
     def render(
         self, nodes: Iterable[NodeView], attained: Mapping[str, list[Kept]] | None = None, stale: float | None = None
     ) -> bytes:
-        """Prometheus text format, of all workers, of the nodes as they are known now, and of what was kept of promises
-        by tenant and window; `stale`: since how many seconds it knows no better."""
-        counted, told, views = self.registry, CollectorRegistry(), list(nodes)
+        """Returns the Prometheus text of all workers, of the nodes as they are known now, and of SLO attainment by
+        tenant and window. `stale`: seconds since when it knows no better."""
+        counted, gauges, views = self.registry, CollectorRegistry(), list(nodes)
         if MULTIPROCESS in os.environ:
             counted = CollectorRegistry()
             MultiProcessCollector(counted)  # type: ignore[no-untyped-call]
         of_nodes = [*_of_nodes(views, stale or 0.0), *_residency(views), *gpu_metrics(views)]
-        told.register(_Told([*of_nodes, self._of_promises(attained or {})]))
-        return generate_latest(counted) + generate_latest(told)
+        gauges.register(_Gauges([*of_nodes, self._of_promises(attained or {})]))
+        return generate_latest(counted) + generate_latest(gauges)
 
     def _of_promises(self, attained: Mapping[str, list[Kept]]) -> Metric:
         sums: dict[tuple[str, int], Kept] = {}
         for tenant, windows in attained.items():
-            for seconds, kept in zip(WINDOWS, windows, strict=True):
-                sums.setdefault((self._tenant(tenant), seconds), Kept()).add(kept)
-        told = "Share of calls that got what was promised"
-        family = GaugeMetricFamily("garnish_slo_attainment", told, labels=("tenant", "slo", "window"))
-        for (tenant, seconds), kept in sums.items():
+            for seconds, attainment in zip(WINDOWS, windows, strict=True):
+                sums.setdefault((self._tenant(tenant), seconds), Kept()).add(attainment)
+        about = "Share of calls that got what was promised"
+        family = GaugeMetricFamily("garnish_slo_attainment", about, labels=("tenant", "slo", "window"))
+        for (tenant, seconds), attainment in sums.items():
             for promise in PROMISES:
-                share = kept.share(promise)
+                share = attainment.share(promise)
                 if share is not None:
                     family.add_metric((tenant, promise, f"{seconds}s"), share)
         return family
 
 
-class _Told(Collector):
-    """What is known now, and was never counted here."""
+class _Gauges(Collector):
+    """Gauges that are known now, and were never counted here."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -197,20 +197,20 @@ class _Told(Collector):
 
 
 def _of_nodes(views: list[NodeView], stale: float) -> Iterator[Metric]:
-    told = "Since when the worker that answers has been without Redis"
-    yield GaugeMetricFamily("garnish_cluster_stale_seconds", told, value=stale)
+    about = "Since when the worker that answers has been without Redis"
+    yield GaugeMetricFamily("garnish_cluster_stale_seconds", about, value=stale)
     states = GaugeMetricFamily("garnish_nodes", "Nodes by state", labels=("state",))
     for state, count in sorted(Tally(view.record.state for view in views).items()):
         states.add_metric((state,), count)
     yield states
-    for field, told in OF_NODES:
-        yield node_gauge(field, told, [(view.record.id, getattr(view.record, field)) for view in views])
+    for field, about in OF_NODES:
+        yield node_gauge(field, about, [(view.record.id, getattr(view.record, field)) for view in views])
     yield _of_cpu_workers(views)
 
 
 def _of_cpu_workers(views: list[NodeView]) -> Metric:
-    told = "Milliseconds by which a node decided on its CPU LoRA workers"
-    family = GaugeMetricFamily("garnish_node_cpu_workers_ms", told, labels=("node", "figure"))
+    about = "Milliseconds by which a node decided on its CPU LoRA workers"
+    family = GaugeMetricFamily("garnish_node_cpu_workers_ms", about, labels=("node", "figure"))
     for view in views:
         for figure, value in view.record.cpu_workers_ms.items():
             family.add_metric((view.record.id, figure), value)

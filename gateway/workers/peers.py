@@ -1,6 +1,5 @@
-"""What the gateway's workers publish to and ask each other: changes of functions and tenants, calls that are to end,
-and which adapters were called.
-"""
+"""Messages among the gateway's workers: changes of functions and tenants, calls that are to end, and which adapters
+were called."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ class CallsRevoked(msgspec.Struct, frozen=True, array_like=True, tag="revoked"):
     function: str
     reason: str
     id: str = ""
-    """By which whoever hears it from the registry, too, knows it; empty: an earlier release published it."""
+    """Deduplication id: the same message may also arrive through the registry. Empty: an earlier release published
+    it."""
 
 
 class DigestCalled(msgspec.Struct, frozen=True, array_like=True, tag="called"):
@@ -41,7 +41,7 @@ class DigestCalled(msgspec.Struct, frozen=True, array_like=True, tag="called"):
 
 
 class ExplanationAsked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """How was this call placed? `tenant`: whose it must be; None: anybody's."""
+    """Query for the routing of a call. `tenant`: the call's; None: any."""
 
     number: str
     call: str
@@ -58,11 +58,11 @@ Message = FunctionChanged | TenantChanged | CallsRevoked | DigestCalled | Explan
 
 
 class Peers(Channel[Message]):
-    """Of one worker."""
+    """Channel of one worker."""
 
     def __init__(self, link: RedisLink | None) -> None:
         super().__init__(link, "peers", Message)
 
     async def explain(self, call: str, tenant: str | None) -> bytes | None:
-        """Returns the answer of whoever knows the call; None when nobody says that it does."""
+        """Returns the answer of a worker that knows the call; None when none does."""
         return await self.ask(partial(ExplanationAsked, call=call, tenant=tenant))

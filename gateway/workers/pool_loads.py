@@ -1,4 +1,4 @@
-"""What calls ask of the node pools, as this gateway worker sees it.
+"""Loads of the node pools, as this gateway worker sees them.
 
 Counts are of requests to nodes (a call has one per choice). Those that no node could take, held or refused, belong to
 no pool: they are kept under None.
@@ -16,7 +16,8 @@ WINDOW = 10
 
 
 class PoolLoad(msgspec.Struct, array_like=True):
-    """Of one pool, by one worker or by several together. Work is in seconds of one node's time, by its cost model."""
+    """Load of one pool, by one worker or by several together. Work is in seconds of one node's time, by its cost
+    model."""
 
     pool: str | None
     """Empty: nodes of no pool; None: no node could take these requests."""
@@ -30,12 +31,12 @@ class PoolLoad(msgspec.Struct, array_like=True):
     promised: int = 0
     """Calls that ended within the window and to which something was promised."""
     held: int = 0
-    """Of them those that got it."""
+    """Calls among them that attained it."""
 
-    def add(self, other: PoolLoad) -> None:
-        self.queue_wait = max(self.queue_wait, other.queue_wait)
+    def add(self, load: PoolLoad) -> None:
+        self.queue_wait = max(self.queue_wait, load.queue_wait)
         for name in ("open", "arrived", "backlog", "promised", "held"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, getattr(self, name) + getattr(load, name))
 
     @property
     def demand(self) -> float:
@@ -50,7 +51,7 @@ class PoolLoad(msgspec.Struct, array_like=True):
 class _Pool:
     def __init__(self) -> None:
         self.open = 0
-        self.waiting: dict[Stay, None] = {}
+        self.waiting: dict[QueueSample, None] = {}
         self.slices: deque[tuple[int, PoolLoad]] = deque()
 
     def forget(self, second: int) -> None:
@@ -66,8 +67,8 @@ class _Pool:
         return self.slices[-1][1]
 
 
-class Stay:
-    """One request among the pools' loads, from its first wait to its end."""
+class QueueSample:
+    """A request among the pools' loads, from its first wait to its end."""
 
     def __init__(self, loads: PoolLoads, since: float) -> None:
         self._loads = loads
@@ -107,11 +108,11 @@ class Stay:
         """Lets the request wait for another node, although it had begun, as one that comes now."""
         self.since = self._loads.clock()
 
-    def judge(self, kept: bool) -> None:
-        """Its call has ended, and something had been promised."""
+    def judge(self, is_attained: bool) -> None:
+        """Counts the end of its call, which had an SLO."""
         counts = self._loads.slice(self.pool)
         counts.promised += 1
-        counts.held += kept
+        counts.held += is_attained
 
 
 class PoolLoads:
@@ -121,9 +122,9 @@ class PoolLoads:
         self.clock = clock
         self.pools: defaultdict[str | None, _Pool] = defaultdict(_Pool)
 
-    def stay(self, since: float) -> Stay:
+    def track(self, since: float) -> QueueSample:
         """A request that came at `since`."""
-        return Stay(self, since)
+        return QueueSample(self, since)
 
     def refuse(self, work: float | None) -> None:
         """A request was refused because every node was full."""

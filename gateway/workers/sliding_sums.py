@@ -12,9 +12,9 @@ import msgspec
 class Sums(msgspec.Struct):
     """Numbers that add up. Redis holds them in the order of the fields: another one is another layout."""
 
-    def add(self, other: Self) -> None:
+    def add(self, sums: Self) -> None:
         for field in self.__struct_fields__:
-            setattr(self, field, getattr(self, field) + getattr(other, field))
+            setattr(self, field, getattr(self, field) + getattr(sums, field))
 
 
 Sum = TypeVar("Sum", bound=Sums)
@@ -22,11 +22,17 @@ Sum = TypeVar("Sum", bound=Sums)
 
 class SlidingSums(Generic[Sum]):
     def __init__(
-        self, clock: Callable[[], float], kind: str, empty: type[Sum], seconds: int, windows: tuple[int, ...], most: int
+        self,
+        clock: Callable[[], float],
+        kind: str,
+        empty: type[Sum],
+        seconds: int,
+        windows: tuple[int, ...],
+        max_names: int,
     ) -> None:
         """`windows`: how many of the last slices of `seconds` each has, ascending. `empty` is the sum of nothing. Of
         more than `most` names the one that was counted least recently is forgotten. `clock` is monotonic seconds."""
-        self.kind, self.empty, self.seconds, self.windows, self.most = kind, empty, seconds, windows, most
+        self.kind, self.empty, self.seconds, self.windows, self.max_names = kind, empty, seconds, windows, max_names
         self._clock = clock
         self._slices: OrderedDict[str, dict[int, Sum]] = OrderedDict()
         self._unreported: dict[int, dict[str, Sum]] | None = None
@@ -38,33 +44,33 @@ class SlidingSums(Generic[Sum]):
             for at, counts in slices.items():
                 self._unreported.setdefault(at, {})[name] = msgspec.structs.replace(counts)
 
-    def take_unreported(self, most: int) -> list[tuple[str, int, Sum]]:
-        """Up to so many sums (name, slice) of what was counted since they were last taken."""
-        taken: list[tuple[str, int, Sum]] = []
-        while self._unreported and len(taken) < most:
+    def take_unreported(self, limit: int) -> list[tuple[str, int, Sum]]:
+        """Returns up to `most` sums (name, slice) of what was counted since they were last taken."""
+        unreported: list[tuple[str, int, Sum]] = []
+        while self._unreported and len(unreported) < limit:
             at, sums = next(iter(self._unreported.items()))
-            while sums and len(taken) < most:
+            while sums and len(unreported) < limit:
                 name, counts = sums.popitem()
-                taken.append((name, at, counts))
+                unreported.append((name, at, counts))
             if not sums:
                 del self._unreported[at]
-        return taken
+        return unreported
 
     def add(self, name: str, counts: Sum) -> None:
         slices, now = self._slices.setdefault(name, {}), self._now()
         self._slices.move_to_end(name)
         self._forget(slices, now)
         slices.setdefault(now, self.empty()).add(counts)
-        if len(self._slices) > self.most:
+        if len(self._slices) > self.max_names:
             self._slices.popitem(last=False)
         if self._unreported is not None:
             self._forget(self._unreported, now)
             unreported = self._unreported.setdefault(now, {})
-            if len(unreported) < self.most or name in unreported:
+            if len(unreported) < self.max_names or name in unreported:
                 unreported.setdefault(name, self.empty()).add(counts)
 
     def of(self, name: str) -> list[Sum]:
-        """One per window."""
+        """Returns a sum per window."""
         sums, now = [self.empty() for _ in self.windows], self._now()
         for at, counts in self._slices.get(name, {}).items():
             for window, total in zip(self.windows, sums, strict=True):

@@ -1,9 +1,11 @@
-"""What functions did in the last hour, what was kept of promises, and the pools' loads: of all gateway workers.
+"""Sums of all gateway workers: what functions did in the last hour, SLO attainment, and the pools' loads.
 
 They are sums in Redis, by slices of time, that expire with their window. A worker adds to them once a second what it
-has counted, and whoever asks reads them. Slices are by Redis's clock, which all workers share (those of their hosts
-may differ): a worker says how long ago it counted. What can't be reported waits until Redis is back, within its window;
-what Redis has lost a worker reports again. Meanwhile, and without Redis, the answer is what this worker has counted.
+has counted, and any worker that is asked reads them. Slices are by Redis's clock, which all workers share (those of
+their hosts may differ): a worker reports how long ago it counted.
+
+What can't be reported waits until Redis is back, within its window; what Redis has lost a worker reports again.
+Meanwhile, and without Redis, the answer is what this worker has counted.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ FLUSH_SECONDS = 1.0
 READ_SECONDS = 2.0
 """Longest wait for the sums of all workers."""
 LOAD_SECONDS = 5.0
-"""What a worker sees of the pools' loads is believed for so long."""
+"""Seconds for which a worker's report of the pools' loads counts."""
 SUMS_TOGETHER = 500
 SLICES_TOGETHER = 30
-"""Scripts that add or read more would hold up whoever reserves a place."""
+"""Slices of one script: those that add or read more would delay reservations of places."""
 
 AWAY = (RedisAway, TimeoutError)
 
 
 class Windows:
-    """Of one worker. Without a link there are no others."""
+    """Windows of one worker. Without a link there are no others."""
 
     def __init__(self, link: RedisLink | None, hour: LastHour, attainment: Attainment, loads: PoolLoads) -> None:
         self._link, self._hour, self._attainment, self._loads = link, hour, attainment, loads
@@ -58,8 +60,8 @@ class Windows:
 
     async def attained(self) -> dict[str, list[Kept]]:
         """Returns what was kept of promises in each window, by tenant."""
-        found = await self._read(self._attainment, "")
-        return self._attainment.all() if found is None else found
+        sums = await self._read(self._attainment, "")
+        return self._attainment.all() if sums is None else sums
 
     async def loads(self) -> tuple[dict[str | None, PoolLoad], int]:
         """Returns the loads by pool, and how many workers' they are, this one included. While Redis is away only this
@@ -69,8 +71,8 @@ class Windows:
             args = [self._link.key("load", ""), self._link.worker]
             with suppress(RedisAway):
                 reported = await self._link.run("loads", [self._link.key("workers")], args)
-        others = [msgspec.msgpack.decode(each, type=list[PoolLoad]) for each in reported]
-        return add_up([*self._loads.here(), *(load for loads in others for load in loads)]), 1 + len(others)
+        reports = [msgspec.msgpack.decode(each, type=list[PoolLoad]) for each in reported]
+        return add_up([*self._loads.here(), *(load for loads in reports for load in loads)]), 1 + len(reports)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -93,8 +95,8 @@ class Windows:
                 await self._flush(link)
 
     async def _of(self, sums: SlidingSums[Sum], name: str) -> list[Sum]:
-        found = await self._read(sums, name)
-        return sums.of(name) if found is None else found.get(name) or [sums.empty() for _ in sums.windows]
+        by_name = await self._read(sums, name)
+        return sums.of(name) if by_name is None else by_name.get(name) or [sums.empty() for _ in sums.windows]
 
     async def _read(self, sums: SlidingSums[Sum], name: str) -> dict[str, list[Sum]] | None:
         """Returns the sums of all workers by name (empty `name`: all names); None without a link, while Redis is away,
@@ -119,10 +121,10 @@ class Windows:
                 load = msgspec.msgpack.encode(self._loads.here())
                 expiry = round(LOAD_SECONDS * 1000)
                 args: list[Value] = [self._number, int(self._all), expiry, load, _encoded(link, self._batch)]
-                known = await link.run("count", keys, args) >= 0
-                more = again or not known or any(len(counted) == SUMS_TOGETHER for _, counted in self._batch)
-                self._batch, self._number, self._all = [], self._number + 1, not known
-                if not known:
+                is_counted = await link.run("count", keys, args) >= 0
+                more = again or not is_counted or any(len(counted) == SUMS_TOGETHER for _, counted in self._batch)
+                self._batch, self._number, self._all = [], self._number + 1, not is_counted
+                if not is_counted:
                     self._report_all()
 
     def _report_all(self) -> None:
@@ -133,22 +135,22 @@ class Windows:
 
 def _encoded(link: RedisLink, batch: list[tuple[SlidingSums[Any], list[tuple[str, int, Any]]]]) -> bytes:
     kinds = []
-    for sums, taken in batch:
-        counted = [(name, sums.age(at), msgspec.structs.astuple(counts)) for name, at, counts in taken]
-        kinds.append((link.key("sums", sums.kind, ""), sums.seconds, sums.windows[-1], sums.most, counted))
+    for sums, unreported in batch:
+        counted = [(name, sums.age(at), msgspec.structs.astuple(counts)) for name, at, counts in unreported]
+        kinds.append((link.key("sums", sums.kind, ""), sums.seconds, sums.windows[-1], sums.max_names, counted))
     return msgspec.json.encode(kinds)
 
 
 async def _sums(link: RedisLink, sums: SlidingSums[Sum], name: str) -> dict[str, list[Sum]]:
     """Raises RedisAway."""
-    found: dict[str, list[Sum]] = {}
+    by_name: dict[str, list[Sum]] = {}
     newest: Value = ""
     for first, end in pairwise(sorted({*sums.windows, *range(0, sums.windows[-1], SLICES_TOGETHER)})):
         args: list[Value] = [sums.seconds, name, newest, first, end - 1]
         newest, part = await link.run("sums", [link.key("sums", sums.kind, "")], args)
         for each, numbers in msgspec.json.decode(part).items():
-            totals = found.setdefault(each, [sums.empty() for _ in sums.windows])
+            totals = by_name.setdefault(each, [sums.empty() for _ in sums.windows])
             for window, total in zip(sums.windows, totals, strict=True):
                 if end <= window:
                     total.add(sums.empty(*numbers))
-    return found
+    return by_name

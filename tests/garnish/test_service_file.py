@@ -10,7 +10,7 @@ from adapters.slo import Slo
 from adapters.tenants import Limits
 from garnish.config import ServiceFile, load_service_file, tenant_names, tenant_of
 from garnish.errors import ServiceFileError
-from gateway.usage.prices import Prices
+from gateway.prices import Prices
 
 ROOT = Path(__file__).parents[2]
 HEAD = "service: s\nbase_model: ./base\n"

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from cluster.news import Resident
-from cluster.node_table import ASSUMED, NodeTable
+from cluster.node_table import ASSUMED, Demand, NodeTable
 from cluster.performance_model import PerformanceModel
 from gateway.scheduling.policy import Policy
 from gateway.scheduling.request import PlacementRequest
@@ -22,9 +22,7 @@ RECORD = ListedRecord(
     running=0, queued=0, queue_limit=64, kv_blocks_free=2000, kv_blocks=2000, block_tokens=16, max_rows=32,
     performance=MEASURED,
 )  # fmt: skip
-REQUEST = PlacementRequest(
-    id="r", prompt_tokens=100, max_tokens=200, digest="d", adapter_bytes=40_000_000, rank=16, expected_tokens=100
-)
+REQUEST = PlacementRequest("r", Demand(16, 100, 200), "d", 40_000_000, expected_tokens=100)
 
 
 def node(node_id: str, *ranks: int, tier: str | None = None, **changed: Any) -> ListedRecord:
@@ -69,4 +67,6 @@ def chosen(policy: Policy, nodes: NodeTable, request: PlacementRequest = REQUEST
 
 
 def ask(**changed: Any) -> PlacementRequest:
-    return msgspec.structs.replace(REQUEST, **changed)
+    """REQUEST with other fields, its demand's included."""
+    of_demand = {name: changed.pop(name) for name in Demand.__struct_fields__ if name in changed}
+    return msgspec.structs.replace(REQUEST, demand=msgspec.structs.replace(REQUEST.demand, **of_demand), **changed)

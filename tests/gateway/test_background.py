@@ -18,7 +18,7 @@ from cluster.redis_link import RedisLink
 from cluster.state import ClusterState
 from gateway import background as module
 from gateway.background import background
-from gateway.calls.holding import Hold
+from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.catalog import name_watch
 from gateway.catalog.name_watch import NameWatch
 from gateway.catalog.threads import StoreThreads
@@ -169,7 +169,7 @@ def test_a_held_call_hears_why_nobody_looks_for_a_node() -> None:
         table = Faulty().asked
 
     async def main() -> None:
-        hold = Hold(cast(ClusterState, State), MemoryLeases(monotonic), "base", 60.0, monotonic)
+        hold = FirstNodeWait(cast(ClusterState, State), MemoryLeases(monotonic), "base", 60.0, monotonic)
         with pytest.raises(Surprise):
             await hold.wait(monotonic() + PATIENCE, asyncio.get_running_loop().create_future())
 

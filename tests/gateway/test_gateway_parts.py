@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
-from gateway.calls.running import Running
+from gateway.calls.active_calls import ActiveCalls
 from gateway.catalog.threads import READ_THREADS, LeavableThreads, StoreThreads
 from gateway.http.bodies import convert, field_of
 from gateway.workers.last_hour import Counts, LastHour
@@ -28,23 +28,23 @@ def test_labels_are_capped() -> None:
 def test_last_hour_forgets_minutes() -> None:
     now = 0.0
     hour = LastHour(lambda: now)
-    hour.note("t", "f", Counts(invocations=1))
+    hour.record("t", "f", Counts(invocations=1))
     now = 59 * 60.0
-    hour.note("t", "f", Counts(invocations=2))
+    hour.record("t", "f", Counts(invocations=2))
     assert hour.of("t/f")[0].invocations == 3
     now = 60 * 60.0
     assert hour.of("t/f")[0].invocations == 2
     assert hour.of("t/g")[0].invocations == 0
 
 
-def count(running: Running) -> int:
+def count(running: ActiveCalls) -> int:
     """Returns how many generations it has."""
     return sum(len(futures) for futures in running._revoked.values())
 
 
 def test_revoking_reaches_only_its_function() -> None:
     async def main() -> None:
-        running = Running()
+        running = ActiveCalls()
         now = time.monotonic()
         with (
             running.track("t", "f", now) as first,
@@ -52,7 +52,7 @@ def test_revoking_reaches_only_its_function() -> None:
             running.track("u", "f", now) as other,
         ):
             assert count(running) == 3
-            running.revoke("t", "f", ServiceError("cancelled", "gone"))
+            running.cancel("t", "f", ServiceError("cancelled", "gone"))
             assert (first.done(), second.done(), other.done()) == (True, True, False)
         assert count(running) == 0
 
@@ -61,9 +61,9 @@ def test_revoking_reaches_only_its_function() -> None:
 
 def test_calls_received_before_a_revocation_are_ended_when_they_come_to_run() -> None:
     async def main() -> None:
-        running = Running()
+        running = ActiveCalls()
         before = time.monotonic()
-        running.revoke("t", "f", ServiceError("cancelled", "gone"))
+        running.cancel("t", "f", ServiceError("cancelled", "gone"))
         assert count(running) == 0
         with pytest.raises(ServiceError, match="gone"), running.track("t", "f", before):
             pass
@@ -125,7 +125,7 @@ def test_a_place_is_free_again_whatever_becomes_of_the_call() -> None:
         held.set()
         assert await first is True
         assert await threads.run(lambda: 3) == 3
-        assert threads.left == 0
+        assert threads.abandoned == 0
 
     asyncio.run(main())
 

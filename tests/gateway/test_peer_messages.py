@@ -8,7 +8,7 @@ import pytest
 from cluster.messages import Adapter
 from gateway.residency import reports
 from gateway.residency.arrivals import Arrival, CallsCounted
-from gateway.residency.held import Held
+from gateway.residency.manual_holds import ManualHold
 from gateway.residency.reports import ForecastAnswered, ForecastAsked, HeldAsked
 from gateway.workers.peers import (
     CallsRevoked,
@@ -46,7 +46,7 @@ PACKED = msgspec.msgpack.decode(msgspec.msgpack.encode(ADAPTER))
     ("wire", "message"),
     [
         (["counted", [["acme", "f", PACKED, 2]]], CallsCounted([Arrival("acme", "f", ADAPTER, 2)])),
-        (["held", "acme", "f", PACKED, "n", "host", 9.0], Held("acme", "f", ADAPTER, "n", "host", 9.0)),
+        (["held", "acme", "f", PACKED, "n", "host", 9.0], ManualHold("acme", "f", ADAPTER, "n", "host", 9.0)),
         (["held_asked"], HeldAsked()),
         (["asked", "1", "acme", "f"], ForecastAsked("1", "acme", "f")),
         (["answered", "1", b"{}"], ForecastAnswered("1", b"{}")),

@@ -153,7 +153,7 @@ def test_one_of_many_callers_probes(start: Callable[..., Running], monkeypatch: 
             await all_have_chosen.wait()
         return placed
 
-    monkeypatch.setattr("gateway.calls.placing.place", slow_place)
+    monkeypatch.setattr("gateway.calls.routing.place", slow_place)
     monkeypatch.setattr("gateway.services.monotonic", lambda: time.monotonic() + ahead)
     running = start()
     node, client = running.node(), running.client()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from gateway.calls.explanations import MAX_OF_CALL, Explained, Explanations, PlacedCall, Placement
+from cluster.node_table import Demand
+from gateway.calls.explanations import MAX_OF_CALL, CallKey, Explained, Explanations, Placement
 from gateway.scheduling.request import PlacementRequest
 
 
 def placement(request_id: str = "inv_1-0") -> Placement:
-    request = PlacementRequest(id=request_id, prompt_tokens=1, max_tokens=1, digest=None, adapter_bytes=0)
+    request = PlacementRequest(request_id, Demand(0, 1, 1), digest=None, adapter_bytes=0)
     return Placement(request, "placed", "n", "rank_aware", 0.0, 0.0, 1, (), None)
 
 
-def call(number: int, tenant: str = "t", request_id: str | None = None) -> PlacedCall:
-    return PlacedCall(f"inv_{number}", request_id or f"req_{number}", tenant, "f")
+def call(number: int, tenant: str = "t", request_id: str | None = None) -> CallKey:
+    return CallKey(f"inv_{number}", request_id or f"req_{number}", tenant, "f")
 
 
-def keep(store: Explanations, made: PlacedCall) -> None:
+def keep(store: Explanations, made: CallKey) -> None:
     store.keep(made, placement(f"{made.id}-0"))
 
 
@@ -69,7 +70,7 @@ def test_the_oldest_goes_and_no_tenant_pushes_out_another() -> None:
     keep(store, call(20, "small"))  # its share is not full: the oldest of all goes, its own
     assert find(store, "inv_20", "small") is not None
     assert sum(find(store, f"inv_{number}", None) is not None for number in range(200)) == 60
-    assert len(store._named) == 120
+    assert len(store._latest_by_request) == 120
 
 
 def test_calls_with_many_placements_count_as_many() -> None:

@@ -49,7 +49,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()
         self._looks = 0
-        monkeypatch.setattr("gateway.workers.shared_state.monotonic", self)
+        monkeypatch.setattr("gateway.shared_state.monotonic", self)
         monkeypatch.setattr(node_watch, "time", SimpleNamespace(monotonic=self))
         monkeypatch.setattr(node_watch, "TICK", 0.01)
         silence = MemoryClusterState.silence

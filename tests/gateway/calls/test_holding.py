@@ -7,7 +7,7 @@ import time
 
 from cluster.leases import Lease, MemoryLeases
 from cluster.state import MemoryClusterState
-from gateway.calls.holding import AUTOSCALER, UNLED_SECONDS, Hold
+from gateway.calls.scale_from_zero import AUTOSCALER, UNLED_S, FirstNodeWait
 
 
 class SlowLeases(MemoryLeases):
@@ -30,10 +30,10 @@ class World:
 
     async def __aenter__(self) -> World:
         self.now, self.leases = 0.0, SlowLeases()
-        self.hold = Hold(MemoryClusterState(time.monotonic), self.leases, "base", 60.0, lambda: self.now)
-        assert not await self.hold.applies()
+        self.hold = FirstNodeWait(MemoryClusterState(time.monotonic), self.leases, "base", 60.0, lambda: self.now)
+        assert not await self.hold.should_wait()
         await self.leases.take(AUTOSCALER, "me", 60.0)
-        self.now += UNLED_SECONDS
+        self.now += UNLED_S
         self.leases.go_on.clear()
         self.leases.looks = 0
         return self
@@ -43,7 +43,7 @@ class World:
 
     async def asked(self, count: int) -> list[asyncio.Task[bool]]:
         """So many calls at once; the first of them is asking now."""
-        calls = [asyncio.create_task(self.hold.applies()) for _ in range(count)]
+        calls = [asyncio.create_task(self.hold.should_wait()) for _ in range(count)]
         for _ in range(20):
             await asyncio.sleep(0)
         return calls

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from running_gateway import Running
 
-from gateway.calls.unserved import CHAT_UNSERVED, DOCS, UNSERVED
+from gateway.calls.unsupported_fields import CHAT_UNSUPPORTED, DOCS, UNSUPPORTED
 
 ROOT = Path(__file__).parents[3]
 ROUTES: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ EXPECTED = {
 """The full text of some; of all the form is checked."""
 
 
-FIELDS = dict.fromkeys(ROUTES, UNSERVED) | {"/v1/chat/completions": UNSERVED | CHAT_UNSERVED}
+FIELDS = dict.fromkeys(ROUTES, UNSUPPORTED) | {"/v1/chat/completions": UNSUPPORTED | CHAT_UNSUPPORTED}
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def test_each_refusal_names_what_works_and_a_section_that_exists(gateway: Runnin
         assert (reply.status_code, error["param"]) == (400 if path.startswith("/v1") else 422, field)
         assert error["message"] == f"{field} is not served; {entry.instead} ({anchor})"
         assert error["message"].startswith(EXPECTED.get(field, ""))
-    assert EXPECTED.keys() <= UNSERVED.keys()
+    assert EXPECTED.keys() <= UNSUPPORTED.keys()
 
 
 def test_values_that_ask_for_nothing_are_accepted(gateway: Running) -> None:
     client, path = gateway.client(), "/v1/completions"
-    for count in range(max(len(entry.neutral) for entry in UNSERVED.values())):
-        fields = {field: entry.neutral[min(count, len(entry.neutral) - 1)] for field, entry in UNSERVED.items()}
+    for count in range(max(len(entry.neutral) for entry in UNSUPPORTED.values())):
+        fields = {field: entry.neutral[min(count, len(entry.neutral) - 1)] for field, entry in UNSUPPORTED.items()}
         reply = client.post(path, json={**ROUTES[path], **fields})
         assert reply.status_code == 200, reply.text

@@ -28,8 +28,8 @@ from gateway.events.deliveries import MAX_DEPTH, Deliveries
 from gateway.events.event_store import EventStore
 from gateway.events.records import EventRecord, new_nonce
 from gateway.events.transitions import claimed, succeeded
-from gateway.events.webhook_hosts import NotAllowed, WebhookHosts, parse_webhook_hosts
 from gateway.events.webhook_secrets import WebhookSecret, add_secret, end_secret, read_secrets
+from gateway.webhook_hosts import NotAllowed, WebhookHosts, parse_webhook_hosts
 
 LOOPBACK = ("127.0.0.0/8", "localhost")
 

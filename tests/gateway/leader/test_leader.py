@@ -79,14 +79,14 @@ def test_a_job_that_was_stopped_does_nothing_more(tmp_path: Path) -> None:
     job = Job("steps", run)
 
     async def main() -> None:
-        await worker.leader.turn(job)
+        await worker.leader.run_once(job)
         assert done == [], "it does not lead"
         await worker.leader.beat()
-        await worker.leader.turn(job)
+        await worker.leader.run_once(job)
         assert done == [0, 1, 2, 3]
         assert worker.shown("garnish_leader_work_total", job="steps") == 4
         assert worker.shown("garnish_leader_failures_total", job="steps") == 0, "an ended turn is no failure"
-        await worker.leader.turn(job)
+        await worker.leader.run_once(job)
         assert done == [0, 1, 2, 3]
 
     asyncio.run(main())
@@ -111,7 +111,7 @@ def test_a_turn_says_since_when_no_other_has_led(tmp_path: Path) -> None:
         one.clock.now = 10.0
         for _ in range(3):
             await one.leader.beat()
-            await one.leader.turn(Job("seen", run))
+            await one.leader.run_once(Job("seen", run))
             one.clock.now += LEASE_SECONDS / 2
         assert seen == [10.0] * 3
         await two.leader.beat()
@@ -122,7 +122,7 @@ def test_a_turn_says_since_when_no_other_has_led(tmp_path: Path) -> None:
         one.clock.now += LEASE_SECONDS
         began = one.clock.now
         await one.leader.beat()
-        await one.leader.turn(Job("seen", run))
+        await one.leader.run_once(Job("seen", run))
         assert seen[3:] == [began]
 
     asyncio.run(main())
@@ -144,11 +144,11 @@ def test_who_shares_its_nodes_with_nobody_does_their_jobs_without_a_lease(tmp_pa
         jobs = [job("registry"), job("nodes", scope="nodes")]
         leader = Leader(StoreLeases(LocalStore(tmp_path), clock), "one", jobs, metrics, clock, alone=alone)
         for each in jobs:
-            await leader.turn(each)
+            await leader.run_once(each)
         assert done == (["nodes"] if alone else [])
         await leader.beat()
         for each in jobs:
-            await leader.turn(each)
+            await leader.run_once(each)
         assert done[-2:] == ["registry", "nodes"]
 
     asyncio.run(main())

@@ -12,7 +12,7 @@ from numbered_adapters import adapter
 from cluster.forecast.chances import HORIZONS_S, Forecasts
 from gateway.residency import arrivals, history
 from gateway.residency.arrivals import Arrival, ArrivalCounter
-from gateway.residency.history import GAP_SECONDS, LEAST_CHANCE, NOTHING, CallHistory
+from gateway.residency.history import GAP_SECONDS, MIN_CHANCE, NOTHING, CallHistory
 from gateway.residency.messages import WATCH_SECONDS
 
 
@@ -45,7 +45,7 @@ def test_a_leader_says_nothing_before_it_has_watched_and_begins_anew_after_a_gap
         made: list[Given] = []
 
         def make() -> Given:
-            made.append(Given({"t/f": 0.9, "t/g": LEAST_CHANCE / 2, "t/h": 0.5}))
+            made.append(Given({"t/f": 0.9, "t/g": MIN_CHANCE / 2, "t/h": 0.5}))
             return made[-1]
 
         calls = CallHistory(make, lambda: now, lambda: 1e9 + now)
@@ -100,8 +100,8 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         calls = CallHistory(lambda: forecaster, lambda: 0.0, lambda: 0.0)
         await calls.observe()
         for number in range(100):
-            counter.note("t", f"f{number}", adapter(number))
-            counter.note("t", "f0", adapter(0))
+            counter.record("t", f"f{number}", adapter(number))
+            counter.record("t", "f0", adapter(0))
         taken = counter.take()
         assert (len(taken), taken[0].calls, counter.take()) == (70, 101, [])
         calls.count(taken)

@@ -172,7 +172,7 @@ class Looks:
         self.policies = StandingPolicies(self.store, self.threads, self.functions)  # type: ignore[arg-type]
 
     def wanted(self) -> list[tuple[str, str, int]]:
-        asyncio.run(self.policies.look(Turn(math.inf, lambda: 0.0, lambda: True)))
+        asyncio.run(self.policies.check(Turn(math.inf, lambda: 0.0, lambda: True)))
         assert all(wish.cause == "provisioned" for wish in self.policies.wishes)
         return [(wish.key, wish.tier, wish.copies) for wish in self.policies.wishes]
 

@@ -21,8 +21,8 @@ from adapters.functions import Policy
 from gateway.leader.turn import Turn, TurnEnded
 from gateway.residency import history, residency
 from gateway.residency.arrivals import Arrival
-from gateway.residency.held import Held
 from gateway.residency.history import CallHistory
+from gateway.residency.manual_holds import ManualHold
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ResidencyOrders
 from gateway.residency.plan import TENANT_WANTED, Wish
@@ -103,10 +103,10 @@ def test_of_a_tenants_orders_the_latest_are_carried_out() -> None:
         await world.parts.history.observe()
         count = TENANT_WANTED + 5
         for number in range(count):
-            world.residency.hold(Held("t", f"f{number}", adapter(number), "n", "device"))
+            world.residency.hold(ManualHold("t", f"f{number}", adapter(number), "n", "device"))
         await world.turn()
         assert set(world.told["n"]) == {DIGESTS[number] for number in range(5, count)}
-        world.residency.hold(Held("t", "f0", adapter(0), "n", "device"))
+        world.residency.hold(ManualHold("t", "f0", adapter(0), "n", "device"))
         await world.turn()
         assert set(world.told["n"]) == {DIGESTS[number] for number in (0, *range(6, count))}
 

@@ -74,7 +74,7 @@ class World:
         """By function, digests and copies."""
         self.now = now
         found: dict[str, list[tuple[str, int]]] = {}
-        asyncio.run(self.schedules.look(Turn(math.inf, lambda: 0.0, lambda: True)))
+        asyncio.run(self.schedules.check(Turn(math.inf, lambda: 0.0, lambda: True)))
         for wish in self.schedules.wishes:
             assert (wish.cause, wish.chance, wish.tier) == ("schedule", 1.0, "device")
             found.setdefault(wish.key, []).append((wish.adapter.digest, wish.copies))

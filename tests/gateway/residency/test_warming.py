@@ -16,7 +16,7 @@ from running_gateway import Running, until, upload
 from wanting_node import wanting_node
 
 import garnish
-from gateway.residency import before_traffic, residency, standing, warming
+from gateway.residency import residency, standing, warm_on_deploy, warming
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +212,7 @@ def test_what_does_not_get_warm_takes_calls_with_a_warning(
     running: Running, stories_adapters: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warming, "ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr(before_traffic, "WARM_SECONDS", 0.1)
+    monkeypatch.setattr(warm_on_deploy, "WARM_SECONDS", 0.1)
     client = running.client()
     files = upload(stories_adapters["dragon"])
     without = client.post("/deploy/f", files=files, params={"warm": "true"})
@@ -236,7 +236,7 @@ def test_what_can_never_get_warm_is_not_waited_for(running: Running, stories_ada
         reply = client.post("/deploy/f", files=upload(stories_adapters[adapter]), params={"warm": "true"})
         assert why in reply.json()["warnings"][0]
         assert len(node.ordered) == number
-    assert time.monotonic() - began < before_traffic.WARM_SECONDS
+    assert time.monotonic() - began < warm_on_deploy.WARM_SECONDS
 
 
 def test_the_client_and_the_command_line(running: Running, command_line: CommandLine) -> None:

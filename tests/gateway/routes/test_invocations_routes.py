@@ -19,7 +19,7 @@ from stub_node import Script, die_at_once, hang_before_first, refuse_for_good
 import garnish
 from adapters.local_store import LocalStore
 from garnish.cli.main import main
-from gateway.calls.holding import Hold
+from gateway.calls.scale_from_zero import FirstNodeWait
 from gateway.events import poller, transitions
 from gateway.events.event_store import EventStore
 from gateway.events.messages import EventReply
@@ -236,14 +236,14 @@ def test_no_attempt_is_used_up_while_no_node_serves(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(poller, "AWAY_S", 0.05)
-    applies, asked = Hold.applies, 0
+    applies, asked = FirstNodeWait.should_wait, 0
 
-    async def noted(hold: Hold, *without: Collection[str]) -> bool:
+    async def noted(hold: FirstNodeWait, *without: Collection[str]) -> bool:
         nonlocal asked
         asked += 1
         return await applies(hold, *without)
 
-    monkeypatch.setattr(Hold, "applies", noted)  # which workers ask before they begin a call
+    monkeypatch.setattr(FirstNodeWait, "should_wait", noted)  # which workers ask before they begin a call
     empty = start()
     client = empty.client()
     reply = client.post("/invoke/stories260K", json={"prompt": "x", "max_tokens": 1, "background": True})

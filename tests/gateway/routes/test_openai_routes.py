@@ -11,8 +11,8 @@ from stub_node import StubNode, done, hang_before_first, timing
 
 from cluster.messages import Done, Event, GenerateRequest, Started, Token, TokenLogprob, TopLogprob
 from gateway.api.openai_schema import Chat
-from gateway.calls.choices import Outcome
-from gateway.calls.openai_reply import Head, whole
+from gateway.calls.openai_reply import Head, full_reply
+from gateway.calls.reply import Outcome
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_offsets_and_bytes_of_tokens(start: Callable[..., Running]) -> None:
 def test_half_a_character_has_no_bytes() -> None:
     entries = [TokenLogprob(token=named, token_id=1, logprob=-0.5) for named in ("\u00e9", "\ufffd")]
     outcome = Outcome("x", entries, Done("stop", 1, 2, 0, timing()))
-    reply = whole(Head("i", "m", chat=True, logprobs=True, include_usage=False, choices=1), [outcome])
+    reply = full_reply(Head("i", "m", chat=True, logprobs=True, include_usage=False, choices=1), [outcome])
     assert isinstance(reply, Chat)
     assert reply.choices[0].logprobs is not None
     assert [entry.bytes for entry in reply.choices[0].logprobs.content] == [[0xC3, 0xA9], None]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from running_gateway import Running, plain_client
 
-from gateway.residency import before_traffic
+from gateway.residency import warm_on_deploy
 from gateway.routes.openapi import document
 
 DOCUMENT = document()
@@ -75,7 +75,7 @@ def validators() -> dict[str, Draft202012Validator]:
 def quick() -> Iterator[None]:
     """What is drawn to be warm first is not waited for as long as the client waits for its answer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(before_traffic, "WARM_SECONDS", 0.1)
+        patch.setattr(warm_on_deploy, "WARM_SECONDS", 0.1)
         yield
 
 

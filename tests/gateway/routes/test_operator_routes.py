@@ -143,11 +143,11 @@ def test_residency_tells_nothing_of_other_tenants(reused: Running, pirate: dict)
 def test_called_digests_are_bounded_per_tenant() -> None:
     called = CalledDigests(max_tenants=2, max_digests=2)
     for digest in ("a", "b", "a", "c"):
-        called.note("t", digest)
-    called.note("u", "a")
+        called.record("t", digest)
+    called.record("u", "a")
     assert [called.has("t", digest) for digest in "abc"] == [True, False, True]
     assert [called.has("u", digest) for digest in "abc"] == [True, False, False]
-    called.note("v", "a")
+    called.record("v", "a")
     assert (called.has("t", "a"), called.has("u", "a"), called.has("v", "a")) == (False, True, True)
 
 

@@ -15,7 +15,7 @@ from stub_node import echo, hang_before_first, refuse
 
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from gateway.calls import dispatch
-from gateway.calls.holding import UNLED_SECONDS
+from gateway.calls.scale_from_zero import UNLED_S
 
 PATH = "/invoke/stories260K"
 CALL = {"prompt": "x", "max_tokens": 2}
@@ -32,7 +32,7 @@ MODEL = PerformanceModel(
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway that has just begun waits for nodes to report but for a moment, and a refused call tries again soon."""
     monkeypatch.setattr(dispatch, "RECORD_EXPIRY", 0.05)
-    monkeypatch.setattr(dispatch, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(dispatch, "RETRY_PAUSE_S", 0.1)
 
 
 def loads(admin: httpx.Client) -> tuple[dict[str | None, dict[str, Any]], dict[str, Any]]:
@@ -191,7 +191,7 @@ def test_a_call_that_meets_the_last_node_as_it_goes_waits_for_the_next(start: Ca
     going = running.node(refuse, "here-1", pool="here")
     assert caller.call().result(60).status_code == 503, "without an autoscaler no other would come"
     lead(admin).raise_for_status()
-    time.sleep(UNLED_SECONDS)
+    time.sleep(UNLED_S)
     call = caller.call()
     until(lambda: len(going.received) == 2)
     going.publish(running.url, "draining", pool="here").raise_for_status()

@@ -26,17 +26,17 @@ def ranks_term(model: PerformanceModel, ranks: list[int], distinct: int) -> int:
 
 def reference(record: ListedRecord, demands: list[Demand], request: PlacementRequest) -> tuple[float, float]:
     """(total, how near the nearest promise is to being broken, as a ratio)."""
-    model, answer = record.performance or ASSUMED, request.expected_tokens or max(1.0, request.max_tokens / 2)
+    model, answer = record.performance or ASSUMED, request.expected_tokens or max(1.0, request.demand.max_tokens / 2)
     ranks = [*record.batch_ranks, *record.queued_ranks, *(demand.rank for demand in demands)]
     shared = request.digest is not None and any(entry.in_use for entry in record.residents)
     waiting = record.prompt_tokens_left + sum(demand.prompt_tokens for demand in demands)
-    contexts, mine = sum(record.batch_contexts) + waiting, request.prompt_tokens + answer / 2
+    contexts, mine = sum(record.batch_contexts) + waiting, request.demand.prompt_tokens + answer / 2
     before = model.decode.seconds(len(ranks), contexts, ranks_term(model, ranks, sum(ranks)))
-    then = ranks_term(model, [*ranks, request.rank], sum(ranks) + (0 if shared else request.rank))
+    then = ranks_term(model, [*ranks, request.demand.rank], sum(ranks) + (0 if shared else request.demand.rank))
     step = model.decode.seconds(len(ranks) + 1, contexts + mine, then)  # type: ignore[arg-type]
     d_decode = step - before
-    tokens = request.prompt_tokens
-    d_prefill = model.prefill.seconds(waiting + tokens, tokens**2, tokens * request.rank)
+    tokens = request.demand.prompt_tokens
+    d_prefill = model.prefill.seconds(waiting + tokens, tokens**2, tokens * request.demand.rank)
     d_prefill -= model.prefill.seconds(waiting, 0, 0)
     exposed, tier, size = 0.0, "device", float(request.adapter_bytes)
     if record.adapter_itemsize and request.adapter_itemsize:
@@ -50,12 +50,12 @@ def reference(record: ListedRecord, demands: list[Demand], request: PlacementReq
         exposed *= model.exposed_share
     computed = min(1.0, record.max_rows / (len(ranks) + 1)) if record.max_rows else 1.0
     step = model.decode.base + (step - model.decode.base) * computed
-    if request.slo_class == "strict" and record.strict is not None and request.tpot is not None:
+    if request.demand.slo_class == "strict" and record.strict is not None and request.demand.tpot is not None:
         away = min(record.strict.paused_rows, max(0, record.running - model.decode.flat_rows))
         saved = away * model.decode.per_row + record.strict.paused_contexts * model.decode.per_context
         theirs = [record.strict.tightest_tpot, *(demand.tpot for demand in demands if demand.slo_class == "strict")]
         kept = [tpot for tpot in theirs if tpot is not None and tpot >= model.decode.seconds(1, 0, 0)]
-        step = min(step, max(0.8 * min([*kept, request.tpot]), step - saved * computed, model.decode.base))
+        step = min(step, max(0.8 * min([*kept, request.demand.tpot]), step - saved * computed, model.decode.base))
     queue = _queue(record, demands, request, model, step, answer)
     first = queue + model.prefill.base + d_prefill + exposed
     own = first * (request.expected_inverse or 1 / answer) + step
@@ -63,7 +63,7 @@ def reference(record: ListedRecord, demands: list[Demand], request: PlacementReq
     total = own + len(ranks) * (d_prefill / answer + d_decode) + (len(ranks) + 1) * copy / answer
     least = model.decode.seconds(1, 0, 0)
     others = [record.tightest_tpot, *(demand.tpot for demand in demands)]
-    promises = [request.tpot, *(promise for promise in others if promise is not None and promise >= least)]
+    promises = [request.demand.tpot, *(promise for promise in others if promise is not None and promise >= least)]
     ratios = [step / promise for promise in promises if promise is not None]
     if request.ttft is not None:
         ratios.append(first / request.ttft)
@@ -81,7 +81,7 @@ def _queue(
     free, all_tokens = record.kv_blocks_free * record.block_tokens, record.kv_blocks * record.block_tokens
     ahead, room, rows = record.running + record.queued, free, record.max_rows
     before, waiting = demands, record.prompt_tokens_left
-    if request.slo_class == "strict" and record.strict is not None:
+    if request.demand.slo_class == "strict" and record.strict is not None:
         told = record.strict
         ahead, room, rows, waiting = told.queued, told.blocks * record.block_tokens, told.rows, told.prompt_tokens
         demands = [demand for demand in demands if demand.slo_class != "best_effort"]
@@ -89,13 +89,13 @@ def _queue(
     waiting += sum(demand.prompt_tokens for demand in before)
     prompts = model.prefill.per_token * waiting
     prompts += model.prefill.per_token_rank * sum(demand.prompt_tokens * demand.rank for demand in before)
-    if request.slo_class == "strict" and prompts > 0:
+    if request.demand.slo_class == "strict" and prompts > 0:
         prompts += model.prefill.base
     others = (request.typical_tokens or answer) * step
     over = ahead + len(demands) + 1 - rows
     row = over * others / record.max_rows if record.max_rows and over > 0 else 0.0
     room -= sum(demand.prompt_tokens + demand.max_tokens for demand in demands)
-    held, need = max(all_tokens - max(room, 0), 1), request.prompt_tokens + request.max_tokens
+    held, need = max(all_tokens - max(room, 0), 1), request.demand.prompt_tokens + request.demand.max_tokens
     memory = (need - room) * others / held if need > room and all_tokens else 0.0
     return prompts + max(row, memory)
 
@@ -123,7 +123,7 @@ def test_every_total_is_the_formulas(
         else:
             assert math.isclose(found, total, rel_tol=1e-6, abs_tol=1e-9)
     if row is None:
-        assert request.slo_class == "strict" and np.isinf(scores.totals).all()
+        assert request.demand.slo_class == "strict" and np.isinf(scores.totals).all()
         return
     clear = all(abs(strain - 1) >= 1e-6 for _, strain in wanted)
     finite = [total for total, strain in wanted if strain < 1]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.scheduling.dlora import LEAST_GAP, RUNNING_GAP, Dlora
-from gateway.scheduling.moves import Movable
+from gateway.scheduling.dlora import MIN_GAP, RUNNING_GAP, Dlora, Movable
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.integers(1, 500)), max_size=40)
 UNMOVABLE = st.lists(st.integers(0, 12), min_size=1, max_size=5)
@@ -31,7 +30,7 @@ def test_moves_even_out_what_they_may(unmovable: list[int], drawn: list[tuple[in
         if request.runs:
             assert gap >= RUNNING_GAP and all(other.runs and other.tokens >= request.tokens for other in here)
         else:
-            assert gap >= LEAST_GAP and not any(not other.runs for other in here[here.index(request) + 1 :])
+            assert gap >= MIN_GAP and not any(not other.runs for other in here[here.index(request) + 1 :])
         left.remove(request)
         before[request.row] -= 1
         before[move.row] += 1
@@ -39,7 +38,7 @@ def test_moves_even_out_what_they_may(unmovable: list[int], drawn: list[tuple[in
     stays = [request for request in left if request.row == most]
     gap = before[most] - min(before.values())
     if len(moves) < len(loads):  # nothing more was to be moved
-        assert gap < LEAST_GAP or not stays or (gap < RUNNING_GAP and all(request.runs for request in stays))
+        assert gap < MIN_GAP or not stays or (gap < RUNNING_GAP and all(request.runs for request in stays))
 
 
 def test_a_node_that_serves_no_longer_gives_nothing_and_gets_nothing() -> None:

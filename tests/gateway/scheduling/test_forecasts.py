@@ -83,10 +83,11 @@ def test_what_is_attainable_is_what_the_node_would_do_if_it_had_nothing_to_do(
     put(table, record, demands)
     assume(alone.ttft[0] > 1e-6)
     for ttft, tpot in ((share, None), (2.0, share), (share, 2.0), (None, share), (None, None)):
+        step = None if tpot is None else tpot * float(alone.step[0])
         promised = msgspec.structs.replace(
             request,
+            demand=msgspec.structs.replace(request.demand, tpot=step),
             ttft=None if ttft is None else ttft * float(alone.ttft[0]),
-            tpot=None if tpot is None else tpot * float(alone.step[0]),
         )
         kept = all(each is None or each > 1 for each in (ttft, tpot))
         assert forecast(table, np.array([0]), promised)[1][0] == kept
@@ -112,9 +113,9 @@ def test_an_adapter_in_use_adds_no_rank_where_distinct_ones_count() -> None:
 def test_a_refused_request_is_told_when_the_first_node_could_keep_its_promise(
     records: list[ListedRecord], request: PlacementRequest, data: st.DataObject
 ) -> None:
-    request = msgspec.structs.replace(
-        request, slo_class="strict", ttft=data.draw(st.floats(0.01, 3)), tpot=data.draw(st.none() | st.floats(0.01, 1))
-    )
+    ttft, tpot = data.draw(st.floats(0.01, 3)), data.draw(st.none() | st.floats(0.01, 1))
+    demand = msgspec.structs.replace(request.demand, slo_class="strict", tpot=tpot)
+    request = msgspec.structs.replace(request, demand=demand, ttft=ttft)
     table = table_of(*(msgspec.structs.replace(record, id=str(at)) for at, record in enumerate(records)))
     policy = RankAware()
     row = policy.choose(table, np.arange(len(records)), request)

@@ -10,7 +10,7 @@ import pytest
 from scheduling_world import REQUEST, chosen, node, table_of
 
 from cluster.news import Resident
-from gateway.scheduling.homes import Homes
+from gateway.scheduling.home_nodes import HomeNodes
 from gateway.scheduling.rank_aware import RankAware
 
 DIGESTS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(400)]
@@ -18,7 +18,7 @@ DIGESTS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(
 
 def homes(*nodes: object) -> dict[str, list[str | None]]:
     table = table_of(*nodes)  # type: ignore[arg-type]
-    found = Homes(table, "b")
+    found = HomeNodes(table, "b")
     return {digest: [table.ids[row] for row in found.of(digest, 2)] for digest in DIGESTS}
 
 
@@ -38,9 +38,9 @@ def test_a_node_that_has_it_comes_first_and_one_that_does_not_serve_never() -> N
     held = {tier: [Resident(digest, tier, 1, 0)] for tier in ("disk", "host", "device")}
     nodes = [node("none"), *(node(tier, residents=residents) for tier, residents in held.items())]
     table = table_of(*nodes, node("gone", state="draining", residents=held["device"]), node("else", base="c"))
-    found = Homes(table, "b")
+    found = HomeNodes(table, "b")
     assert [table.ids[row] for row in found.of(digest, 9)] == ["device", "host", "disk", "none"]
-    assert (len(found), len(Homes(table_of(), "b").of(digest, 3))) == (4, 0)
+    assert (len(found), len(HomeNodes(table_of(), "b").of(digest, 3))) == (4, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -49,6 +49,6 @@ def test_calls_go_where_it_was_brought(seed: int) -> None:
     digest, ids = DIGESTS[seed], [f"n{number}" for number in range(5)]
     request = msgspec.structs.replace(REQUEST, digest=digest)
     table = table_of(*map(node, ids))
-    home = table.ids[Homes(table, "b").of(digest, 1)[0]]
+    home = table.ids[HomeNodes(table, "b").of(digest, 1)[0]]
     brought = [node(each, residents=[Resident(digest, "device", 1000, 0)] if each == home else []) for each in ids]
     assert chosen(RankAware(), table_of(*brought), request) == home

@@ -15,8 +15,8 @@ from scheduling_world import RECORD, REQUEST, ask, node, slow, table_of
 from cluster.errors import ServiceError
 from cluster.node_table import Demand
 from cluster.state import MemoryClusterState
-from gateway.scheduling.decision import MOST_CANDIDATES, Candidate
-from gateway.scheduling.placement import ATTEMPTS, Trace, able, place
+from gateway.scheduling.decision import MAX_CANDIDATES, Candidate
+from gateway.scheduling.placement import ATTEMPTS, Trace, eligible_nodes, place
 from gateway.scheduling.policy import POLICIES, make_policy
 from tests.support.listed_record import ListedRecord, full_news
 
@@ -57,7 +57,7 @@ def test_only_those_are_able_that_serve_the_model_and_have_the_context(
 ) -> None:
     records = [msgspec.structs.replace(RECORD, id=str(index), **fields) for index, fields in enumerate(drawn)]
     table = table_of(*records)
-    found = able(table, "b", REQUEST, frozenset(excluded)).tolist()
+    found = eligible_nodes(table, "b", REQUEST, frozenset(excluded)).tolist()
     assert found == [
         index
         for index, record in enumerate(records)
@@ -65,7 +65,7 @@ def test_only_those_are_able_that_serve_the_model_and_have_the_context(
     ]
     for row in table.rows():
         table.expire(row)
-    assert able(table, "b", REQUEST, frozenset()).size == 0
+    assert eligible_nodes(table, "b", REQUEST, frozenset()).size == 0
 
 
 def test_a_place_in_a_full_queue_is_taken_only_where_all_are_full() -> None:
@@ -92,7 +92,7 @@ def test_nobody_is_able() -> None:
             with pytest.raises(ServiceError) as caught:
                 await place(state, make_policy("rank_aware"), base, request, excluded, trace)
             assert caught.value.type == "unavailable"
-            assert trace.picture is None
+            assert trace.snapshot is None
 
     asyncio.run(main())
 
@@ -105,8 +105,8 @@ def test_strict_requests_are_told_when_to_come_back() -> None:
             await place(state, make_policy("rank_aware"), "b", request, trace=trace)
         assert (caught.value.type, caught.value.status) == ("overloaded", 429)
         assert caught.value.retry_after is not None and 1 < caught.value.retry_after <= 30
-        assert trace.picture is not None and trace.picture.chosen is None
-        (candidate,) = trace.picture.candidates(request)
+        assert trace.snapshot is not None and trace.snapshot.chosen is None
+        (candidate,) = trace.snapshot.candidates(request)
         assert candidate.total is None and "a first token after" in candidate.broken[0]
         assert (await place(state, make_policy("rank_aware"), "b", ask(ttft=0.1))).node_id == "a"
 
@@ -158,8 +158,8 @@ def test_what_is_told_of_a_placement() -> None:
         await state.publish(full_news(node("promised", 16, tier="host", tightest_tpot=0.0303, performance=None)))
         now = 8.5
         placed = await place(state, make_policy("rank_aware"), "b", REQUEST, trace=trace)
-        assert trace.picture is not None
-        told = trace.picture.candidates(REQUEST)
+        assert trace.snapshot is not None
+        told = trace.snapshot.candidates(REQUEST)
         assert placed.forecast == told[0].ttft
         return told
 
@@ -184,11 +184,11 @@ def test_of_many_candidates_the_best_and_the_chosen_one_are_told() -> None:
     async def main(policy: str) -> None:
         state, trace = await state_of(*(node(f"n{index:02d}", *[8] * (index % 5)) for index in range(40))), Trace()
         placed = await place(state, make_policy(policy), "b", REQUEST, trace=trace)
-        assert trace.picture is not None
-        told = trace.picture.candidates(REQUEST)
-        assert len(told) == MOST_CANDIDATES and trace.picture.more == 40 - MOST_CANDIDATES
+        assert trace.snapshot is not None
+        told = trace.snapshot.candidates(REQUEST)
+        assert len(told) == MAX_CANDIDATES and trace.snapshot.more == 40 - MAX_CANDIDATES
         assert [candidate.node for candidate in told if candidate.chosen] == [placed.node_id]
-        assert len({candidate.node for candidate in told}) == MOST_CANDIDATES
+        assert len({candidate.node for candidate in told}) == MAX_CANDIDATES
         best = sorted(candidate.running for candidate in told)
         assert best[:8] == [0] * 8
         assert (told[0].total is None) == (policy in ("random", "most_idle", "first_fit", "dlora"))

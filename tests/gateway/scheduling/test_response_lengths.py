@@ -14,11 +14,11 @@ from gateway.scheduling.lengths import MEMORY, SPREAD_MEMORY, ResponseLengths
 def test_the_function_then_its_tenant_then_everybody_then_half() -> None:
     lengths = ResponseLengths()
     assert (lengths.expected("t", "f", 200), lengths.typical()) == (100, 0)
-    lengths.note("u", "g", 30)
+    lengths.record("u", "g", 30)
     assert lengths.expected("t", "f", 200) == 30
-    lengths.note("t", "g", 50)
+    lengths.record("t", "g", 50)
     assert lengths.expected("t", "f", 200) == 50
-    lengths.note("t", "f", 70)
+    lengths.record("t", "f", 70)
     assert lengths.expected("t", "f", 200) == 70
     assert lengths.expected("t", "f", 8) == 8
     assert lengths.typical() == 50
@@ -28,7 +28,7 @@ def test_the_function_then_its_tenant_then_everybody_then_half() -> None:
 def test_it_stays_between_the_shortest_and_the_longest(answers: list[int], max_tokens: int) -> None:
     lengths = ResponseLengths()
     for answer in answers:
-        lengths.note("t", "f", answer)
+        lengths.record("t", "f", answer)
     expected = lengths.expected("t", "f", max_tokens)
     assert 1 <= expected <= max_tokens
     assert max(1, min(min(answers), max_tokens)) - 1e-6 <= expected <= max(1, max(answers)) + 1e-6
@@ -38,7 +38,7 @@ def test_it_stays_between_the_shortest_and_the_longest(answers: list[int], max_t
 def test_the_mean_of_inverses_is_everybodys_scaled_to_what_is_expected(answers: list[int], expected: float) -> None:
     lengths = ResponseLengths()
     for index, answer in enumerate(answers):
-        lengths.note("t", f"f{index % 7}", answer)
+        lengths.record("t", f"f{index % 7}", answer)
     tokens = [max(1, answer) for answer in answers] or [1]
     spread = mean(tokens) * mean(1 / count for count in tokens)
     assert spread >= 1.0 - 1e-9
@@ -48,14 +48,14 @@ def test_the_mean_of_inverses_is_everybodys_scaled_to_what_is_expected(answers: 
 def test_it_follows_a_change() -> None:
     lengths = ResponseLengths()
     for answer in [10] * 100 + [90] * 60:
-        lengths.note("t", "f", answer)
+        lengths.record("t", "f", answer)
     assert 80 < lengths.expected("t", "f", 1000) < 90
 
 
 def test_what_was_called_least_recently_is_forgotten() -> None:
     lengths = ResponseLengths(max_functions=2, max_tenants=2)
     for tenant, function, tokens in [("t", "a", 10), ("t", "b", 20), ("t", "a", 10), ("u", "c", 30)]:
-        lengths.note(tenant, function, tokens)
+        lengths.record(tenant, function, tokens)
     assert lengths.expected("t", "a", 100) == 10
     assert lengths.expected("t", "b", 100) != 20
     assert lengths.expected("u", "c", 100) == 30
@@ -80,7 +80,7 @@ def test_each_mean_is_of_the_latest_answers(
 ) -> None:
     lengths = ResponseLengths()
     for (tenant, function), tokens in answers:
-        lengths.note(tenant, function, tokens)
+        lengths.record(tenant, function, tokens)
     everybody = [float(tokens) for _, tokens in answers]
     tenants = [float(tokens) for (tenant, _), tokens in answers if tenant == whose[0]]
     own = [float(tokens) for name, tokens in answers if name == whose]
@@ -96,7 +96,7 @@ def test_each_mean_is_of_the_latest_answers(
 def test_the_spread_is_of_the_latest_thousand(answers: list[int]) -> None:
     lengths = ResponseLengths()
     for tokens in answers:
-        lengths.note("t", "f", tokens)
+        lengths.record("t", "f", tokens)
     spread = looked_back([float(tokens) for tokens in answers], SPREAD_MEMORY)
     spread *= looked_back([1 / tokens for tokens in answers], SPREAD_MEMORY)
     assert SPREAD_MEMORY == 1000
@@ -107,7 +107,7 @@ def test_the_spread_is_of_the_latest_thousand(answers: list[int]) -> None:
 def test_tenants_are_bounded_like_functions_and_asking_keeps_nobody() -> None:
     lengths = ResponseLengths(max_functions=3, max_tenants=2)
     for tenant, tokens in [("t", 10), ("u", 20), ("v", 30), ("w", 40)]:
-        lengths.note(tenant, "f", tokens)
+        lengths.record(tenant, "f", tokens)
         assert lengths.expected("t", "f", 100) == (25 if tenant == "w" else 10)
     everybody = lengths.typical()
     assert [lengths.expected(tenant, "new", 100) for tenant in "tuvw"] == [everybody, everybody, 30, 40]

@@ -9,9 +9,8 @@ from scheduling_world import ask, chosen, node, table_of
 
 from cluster.model_check import OFF
 from cluster.node_table import NodeTable
-from gateway.scheduling.decision import picture
-from gateway.scheduling.rank_aware import RankAware
-from gateway.scheduling.widening import EVERY, PATIENCE, Widening
+from gateway.scheduling.decision import take_snapshot
+from gateway.scheduling.rank_aware import EVERY, PATIENCE, RankAware, Widening
 from tests.support.listed_record import put_record
 
 FULL = node("full", *[8] * 32, tier="device", queued=50)
@@ -33,7 +32,7 @@ class World:
 
     def widened(self, after: float) -> list[str | None]:
         self.now += after
-        self.widening.look(self.nodes)
+        self.widening.update(self.nodes)
         rows = np.array(list(self.nodes.rows()))
         return [self.nodes.ids[row] for row in rows[self.widening.widened(self.nodes, rows)]]
 
@@ -79,7 +78,7 @@ def test_what_a_widened_node_forecasts_refuses_nobody() -> None:
     assert chosen(policy, nodes, STRICT) is None
     now += PATIENCE
     assert chosen(policy, nodes, STRICT) == "busier"
-    told = picture(nodes, np.arange(2), STRICT, 1, policy.last).candidates(STRICT)
+    told = take_snapshot(nodes, np.arange(2), STRICT, 1, policy.last).candidates(STRICT)
     assert {each.node: each.widened for each in told} == {"full": False, "busier": True}
     put_record(nodes, msgspec.structs.replace(busier, forecast_ratio=1.0))
     now += EVERY

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.node_table import NodeTable
+from cluster.node_table import Demand, NodeTable
 from cluster.performance_model import DecodeModel, ModelKey, PerformanceModel, PrefillModel, Transfer
 from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import rows_together, work
@@ -34,7 +34,7 @@ def taken(record: ListedRecord, request: PlacementRequest) -> float | None:
 
 
 def request(prompt: int = 100, answer: int = 50, rank: int = 0) -> PlacementRequest:
-    return PlacementRequest("r", prompt, answer, None, 0, rank=rank, expected_tokens=float(answer))
+    return PlacementRequest("r", Demand(rank, prompt, answer), None, 0, expected_tokens=float(answer))
 
 
 @given(

@@ -17,11 +17,11 @@ from adapters.errors import NoSuchFunction, StoreUnavailable
 from adapters.functions import FunctionRecord, VersionEntry
 from cluster.news import Resident
 from gateway.leader.turn import Turn
+from gateway.prices import Prices
 from gateway.usage import residents
 from gateway.usage.cells import Cell
-from gateway.usage.counts import UsageCounts
+from gateway.usage.counts import UsageCounts, cost_of
 from gateway.usage.objects import MergedRecord, decode_merged, encode_merged
-from gateway.usage.prices import Prices, cost_of
 from gateway.usage.residents import GB, LONGEST_GAP, Owners, ResidentMeter
 
 DIGESTS = [f"{number:064x}" for number in range(9)]
@@ -66,7 +66,7 @@ class World:
     def look(self, seconds: float = 0.0, since: float = -math.inf) -> None:
         """`since`: when this worker began to lead."""
         self.now += seconds
-        asyncio.run(self.meter.look(Turn(math.inf, lambda: 0.0, lambda: True, since)))
+        asyncio.run(self.meter.measure(Turn(math.inf, lambda: 0.0, lambda: True, since)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -79,7 +79,7 @@ def test_each_adapter_counts_for_its_owners_as_long_as_it_is_there(seed: int) ->
         owned[digest] = rng.sample(functions, rng.randint(0, 2))
         for owner in owned[digest]:
             world.versions.setdefault(owner, []).append(digest)
-            world.owners.note(*owner, digest)
+            world.owners.record(*owner, digest)
     expected: dict[tuple[str, str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     world.look()
     for _ in range(20):
@@ -108,7 +108,7 @@ def test_each_adapter_counts_for_its_owners_as_long_as_it_is_there(seed: int) ->
 def test_who_did_not_lead_meanwhile_counts_nothing_for_it() -> None:
     world = World()
     world.versions["t", "f"] = [DIGESTS[0]]
-    world.owners.note("t", "f", DIGESTS[0])
+    world.owners.record("t", "f", DIGESTS[0])
     world.held["n0"] = [Resident(DIGESTS[0], "device", int(GB), 0)]
     world.look()
     world.look(LONGEST_GAP + 1)
@@ -126,7 +126,7 @@ def test_versions_are_looked_up_once_and_again_after_a_change() -> None:
     world = World()
     world.versions["t", "f"] = [DIGESTS[0]]
     world.held["n0"] = [Resident(DIGESTS[0], "host", int(GB), 0)]
-    world.owners.note("t", "f", DIGESTS[0])
+    world.owners.record("t", "f", DIGESTS[0])
     world.away = True
     world.look()
     world.look(1)
@@ -149,10 +149,10 @@ def test_owners_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residents, "MAX_DIGESTS", 3)
     owners = Owners()
     for number in range(5):
-        owners.note("t", f"f{number}", DIGESTS[number])
+        owners.record("t", f"f{number}", DIGESTS[number])
     assert list(owners.unknown) == [("t", "f2"), ("t", "f3"), ("t", "f4")]
     for number in range(40):
-        owners.note("t", f"g{number}", DIGESTS[4])
+        owners.record("t", f"g{number}", DIGESTS[4])
     assert len(owners.unknown) == 2 + residents.MAX_OWNERS
 
 

@@ -21,10 +21,10 @@ from stub_node import DEVICE_SECONDS, die_after_first, die_at_once, hang_after_f
 from adapters.local_store import LocalStore
 from garnish.client import Client
 from gateway.leader.turn import Turn
+from gateway.prices import Prices
 from gateway.usage.compaction import compact_tenant
 from gateway.usage.hours import HOUR, hour_name
 from gateway.usage.objects import usage_key
-from gateway.usage.prices import Prices
 from tests.support.draws import draws
 
 NUMBERS = ("requests", "prompt_tokens", "completion_tokens")

@@ -35,7 +35,7 @@ def test_windows_hold_what_ended_in_them(steps: list[tuple[float, dict]]) -> Non
     attainment, ended = Attainment(lambda: now), deque[tuple[int, dict]]()
     for pause, outcome in steps:
         now += pause
-        attainment.note("a", outcome)
+        attainment.record("a", outcome)
         ended.append((int(now // SLICE), outcome))
     for seconds, kept in zip(WINDOWS, attainment.of("a"), strict=True):
         inside = [outcome for at, outcome in ended if at > int(now // SLICE) - seconds // SLICE]
@@ -49,7 +49,7 @@ def test_windows_hold_what_ended_in_them(steps: list[tuple[float, dict]]) -> Non
 def test_tenants_are_bounded() -> None:
     attainment = Attainment(lambda: 0.0)
     for number in range(MAX_TENANTS + 5):
-        attainment.note(f"t{number}", {"ttft": True})
-    attainment.note("nothing promised", {})
+        attainment.record(f"t{number}", {"ttft": True})
+    attainment.record("nothing promised", {})
     assert len(attainment.all()) == MAX_TENANTS
     assert attainment.of("t0")[0].calls == 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.workers.pool_loads import WINDOW, PoolLoad, PoolLoads, Stay, add_up
+from gateway.workers.pool_loads import WINDOW, PoolLoad, PoolLoads, QueueSample, add_up
 
 POOLS = ("a", "b", None)
 
@@ -25,7 +25,7 @@ def of(loads: PoolLoads) -> dict[str | None, PoolLoad]:
 def test_a_request_counts_until_its_end() -> None:
     clock = Clock()
     loads = PoolLoads(clock)
-    stay = loads.stay(99.0)
+    stay = loads.track(99.0)
     assert of(loads) == {}
     stay.wait(None, None)
     clock.now = 101.0
@@ -52,8 +52,8 @@ def test_a_request_counts_until_its_end() -> None:
 def test_loads_of_workers_add_up() -> None:
     clock = Clock()
     loads, other = PoolLoads(clock), PoolLoads(clock)
-    loads.stay(100.0).wait("a", 1.0)
-    other.stay(98.0).wait("a", 2.0)
+    loads.track(100.0).wait("a", 1.0)
+    other.track(98.0).wait("a", 2.0)
     found = add_up([*loads.here(), *other.here()])["a"]
     assert (found.open, found.queue_wait, found.arrived, found.backlog) == (2, 2.0, 3.0, 3.0)
 
@@ -72,7 +72,7 @@ def test_loads_of_workers_add_up() -> None:
 def test_counts_are_those_of_what_happened(steps: list[tuple[str, int, str | None, float]]) -> None:
     clock = Clock()
     loads = PoolLoads(clock)
-    stays: list[Stay] = [loads.stay(clock.now) for _ in range(4)]
+    stays: list[QueueSample] = [loads.track(clock.now) for _ in range(4)]
     where: dict[int, tuple[str | None, float, bool]] = {}
     arrived: list[tuple[int, str, float]] = []
     judged: list[tuple[int, str | None]] = []

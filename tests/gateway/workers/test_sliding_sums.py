@@ -27,7 +27,7 @@ def test_a_window_holds_what_was_counted_in_it(steps: list[tuple[float, str, int
 
     for pause, function, tokens, tells in steps:
         now += pause
-        hours.note("a", function, Counts(invocations=1, completion_tokens=tokens))
+        hours.record("a", function, Counts(invocations=1, completion_tokens=tokens))
         ended.append((int(now // SLICE), function, tokens))
         if tells:
             tell(tokens)
@@ -50,9 +50,9 @@ def test_who_was_counted_least_recently_is_forgotten() -> None:
     hours = LastHour(lambda: 0.0)
     hours.report_all()
     for number in range(MAX_FUNCTIONS):
-        hours.note("a", f"f{number}", Counts(invocations=1))
-    hours.note("a", "f0", Counts(invocations=1))
-    hours.note("a", "new", Counts(invocations=1))
+        hours.record("a", f"f{number}", Counts(invocations=1))
+    hours.record("a", "f0", Counts(invocations=1))
+    hours.record("a", "new", Counts(invocations=1))
     kept = [hours.of(name_of("a", name))[0].invocations for name in ("f0", "f1", "f2", "new")]
     assert (len(hours.all()), kept) == (MAX_FUNCTIONS, [2, 0, 1, 1])
     told = {name: sums for name, _, sums in hours.take_unreported(10_000)}

@@ -41,8 +41,8 @@ class Worker:
 
     def call(self, function: str = "f", tokens: int = 1, back: float = 0.0) -> None:
         self.back = back
-        self.hour.note("acme", function, Counts(invocations=1, completion_tokens=tokens, ttft_seconds=0.25))
-        self.attainment.note("acme", HELD if tokens % 2 else LATE)
+        self.hour.record("acme", function, Counts(invocations=1, completion_tokens=tokens, ttft_seconds=0.25))
+        self.attainment.record("acme", HELD if tokens % 2 else LATE)
         self.back = 0.0
 
     async def calls(self, function: str = "f") -> int:
@@ -104,7 +104,7 @@ def test_without_redis_a_worker_reads_its_own() -> None:
     async def main() -> None:
         alone = Worker(None)
         alone.call(tokens=2)
-        alone.loads.stay(monotonic()).wait("a", 1.0)
+        alone.loads.track(monotonic()).wait("a", 1.0)
         async with alone.windows.running():
             assert await alone.calls() == 1
             assert [kept.share("all") for kept in await alone.windows.attainment("acme")] == [0.0] * 3
@@ -190,7 +190,7 @@ def test_every_key_expires_with_its_window(server: RedisServer) -> None:
         async with workers(server, 1) as (worker,):
             worker.call(back=5000.0)
             worker.call()
-            worker.loads.stay(monotonic()).wait("a", 1.0)
+            worker.loads.track(monotonic()).wait("a", 1.0)
             await worker.flush()
             assert worker.link is not None
             return worker.link.prefix
@@ -302,9 +302,9 @@ def test_pool_loads_of_living_workers(server: RedisServer, monkeypatch: pytest.M
 
     async def main() -> None:
         async with workers(server) as (one, two):
-            one.loads.stay(monotonic()).wait("a", 1.0)
-            two.loads.stay(monotonic() - 50.0).wait("a", 2.0)
-            two.loads.stay(monotonic()).wait(None, None)
+            one.loads.track(monotonic()).wait("a", 1.0)
+            two.loads.track(monotonic() - 50.0).wait("a", 2.0)
+            two.loads.track(monotonic()).wait(None, None)
             await two.flush()
             found, many = await one.windows.loads()
             assert (found["a"].open, found["a"].backlog, found[None].open, many) == (2, 3.0, 1, 2)

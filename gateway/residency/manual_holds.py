@@ -1,4 +1,5 @@
-"""What was warmed by hand, which stays wanted for some minutes. Every gateway worker keeps it: any may lead next."""
+"""Adapters that were warmed by hand, which stay wanted for some minutes. Every gateway worker keeps them: any may lead
+next."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ import msgspec
 from cluster.messages import Adapter
 from gateway.residency.messages import Tier
 
-HELD_SECONDS = 300.0
-"""From the last order on."""
+HOLD_S = 300.0
+"""Seconds from the last order on."""
 MAX_HELD = 1000
 MAX_TENANT_HELD = 64
 """The one that was ordered least recently is forgotten, here and above."""
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+class ManualHold(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     """An adapter that somebody ordered to a node."""
 
     tenant: str
@@ -25,25 +26,25 @@ class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     adapter: Adapter
     node: str
     tier: Tier
-    seconds: float = HELD_SECONDS
-    """For which it is still wanted."""
+    seconds: float = HOLD_S
+    """Seconds for which it is still wanted."""
 
 
-class HeldWants:
+class ManualHolds:
     """`clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._until: OrderedDict[tuple[str, str, str, str], tuple[Held, float]] = OrderedDict()
-        """By tenant, function, digest and node."""
+        self._until: OrderedDict[tuple[str, str, str, str], tuple[ManualHold, float]] = OrderedDict()
+        """Adapters and the end of their time, by tenant, function, digest and node."""
 
-    def hold(self, want: Held) -> None:
+    def hold(self, want: ManualHold) -> None:
         key = (want.tenant, want.function, want.adapter.digest, want.node)
         self._until[key] = (want, self._clock() + want.seconds)
         self._until.move_to_end(key)
-        own = [each for each in self._until if each[0] == want.tenant]
-        if len(own) > MAX_TENANT_HELD:
-            del self._until[own[0]]
+        of_tenant = [each for each in self._until if each[0] == want.tenant]
+        if len(of_tenant) > MAX_TENANT_HELD:
+            del self._until[of_tenant[0]]
         elif len(self._until) > MAX_HELD:
             self._until.popitem(last=False)
 
@@ -54,7 +55,7 @@ class HeldWants:
         for key in [key for key in self._until if key[:2] == (tenant, function)]:
             del self._until[key]
 
-    def now(self) -> list[Held]:
+    def now(self) -> list[ManualHold]:
         """Returns what is still wanted, the latest last."""
         now = self._clock()
         for key in [key for key, (_, until) in self._until.items() if until <= now]:

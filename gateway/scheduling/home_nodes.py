@@ -1,4 +1,4 @@
-"""Where an adapter is brought before it is called: nodes that hold it already, then those that its digest draws.
+"""Home nodes of adapters, where they are brought before a call: those that have it, then those its digest draws.
 
 Routing charges a node for what a call would wait for its adapter (rank_aware: `exposed`, `copy`), so that calls go
 where an adapter was brought. Rendezvous hashing draws the same nodes in every gateway worker, spreads adapters evenly,
@@ -17,8 +17,8 @@ _STEP, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1C
 """Constants of splitmix64."""
 
 
-class Homes:
-    """Of the nodes that serve a base now; to be made anew when they may have changed."""
+class HomeNodes:
+    """Home nodes among those that serve a base now; to be made again when they may have changed."""
 
     def __init__(self, nodes: NodeTable, base: str) -> None:
         self._nodes = nodes
@@ -33,12 +33,12 @@ class Homes:
     def of(self, digest: str, copies: int) -> list[int]:
         """Returns rows of `copies` nodes, or of all if there are fewer: by tier (device, host, disk, absent), then as
         drawn."""
-        held = self._nodes.tiers(digest)
+        tier_by_row = self._nodes.tiers(digest)
         rows = self._rows.tolist()
-        tiers = np.array([held.get(row, ABSENT) for row in rows]) if held else np.full(len(rows), ABSENT)
+        tiers = np.array([tier_by_row.get(row, ABSENT) for row in rows]) if tier_by_row else np.full(len(rows), ABSENT)
         order = np.lexsort((_mixed(self._salts, int(digest[:16], 16)), tiers))
-        found: list[int] = self._rows[order[:copies]].tolist()
-        return found
+        rows_drawn: list[int] = self._rows[order[:copies]].tolist()
+        return rows_drawn
 
 
 def _mixed(salts: np.ndarray, seed: int) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Where webhooks may go: allowed hosts, and no address of a private network unless that is allowed by name."""
+"""Allowed destinations of webhooks: hosts by name, and no address of a private network unless that is allowed by
+name."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from urllib.parse import urlsplit
 Network = IPv4Network | IPv6Network
 Address = IPv4Address | IPv6Address
 NAT64 = IPv6Network("64:ff9b::/96")
-"""Behind it lies the IPv4 address to which a network's gateway translates."""
+"""Prefix of addresses that hold an IPv4 address, to which a network's gateway translates."""
 UNICAST = IPv6Network("2000::/3")
 """All that is given to anybody on the public internet; of the rest Python calls some public."""
 

@@ -9,7 +9,7 @@ from cluster.errors import ServiceError
 DOCS = "docs/guide/invoke.md#what-other-services-have"
 
 
-class Unserved(NamedTuple):
+class Unsupported(NamedTuple):
     """`neutral`: the values that ask for no effect. `instead`: the nearest thing that works."""
 
     neutral: tuple[Any, ...]
@@ -21,37 +21,37 @@ _CHOICES = "use n, which returns all choices, and choose by logprobs"
 _SAMPLING = "use temperature, top_p, top_k and n"
 _TOOLS = "describe the tools in the prompt, or train the adapter for them, and parse the text"
 
-UNSERVED: dict[str, Unserved] = {
-    "allowed_token_ids": Unserved((None,), "use logit_bias or bad_words"),
-    "audio": Unserved((None,), _TEXT_ONLY),
-    "best_of": Unserved((None, 1), _CHOICES),
-    "early_stopping": Unserved((None, False), _SAMPLING),
-    "function_call": Unserved((None, "none"), _TOOLS),
-    "functions": Unserved((None, []), _TOOLS),
-    "guided_choice": Unserved((None,), "use logit_bias and logprobs over the choices' tokens"),
-    "guided_decoding_backend": Unserved((None,), _TEXT_ONLY),
-    "guided_grammar": Unserved((None,), _TEXT_ONLY),
-    "guided_json": Unserved((None,), _TEXT_ONLY),
-    "guided_regex": Unserved((None,), _TEXT_ONLY),
-    "length_penalty": Unserved((None, 1.0, 1), _SAMPLING),
-    "modalities": Unserved((None, ["text"]), _TEXT_ONLY),
-    "moderation": Unserved((None,), "check the text in the caller"),
-    "prediction": Unserved((None,), "leave it out: it would change the speed alone"),
-    "priority": Unserved((None, 0), "the function's slo_class says which calls go first"),
-    "reasoning_effort": Unserved((None, "none"), "use max_tokens"),
-    "response_format": Unserved((None, {"type": "text"}), _TEXT_ONLY),
-    "structured_outputs": Unserved((None,), _TEXT_ONLY),
-    "suffix": Unserved((None, ""), "put what comes after into the prompt"),
-    "tool_choice": Unserved((None, "none", "auto"), _TOOLS),
-    "tools": Unserved((None, []), _TOOLS),
-    "use_beam_search": Unserved((None, False), _SAMPLING),
-    "verbosity": Unserved((None, "medium"), "use max_tokens"),
-    "web_search_options": Unserved((None,), "put what was found into the prompt"),
+UNSUPPORTED: dict[str, Unsupported] = {
+    "allowed_token_ids": Unsupported((None,), "use logit_bias or bad_words"),
+    "audio": Unsupported((None,), _TEXT_ONLY),
+    "best_of": Unsupported((None, 1), _CHOICES),
+    "early_stopping": Unsupported((None, False), _SAMPLING),
+    "function_call": Unsupported((None, "none"), _TOOLS),
+    "functions": Unsupported((None, []), _TOOLS),
+    "guided_choice": Unsupported((None,), "use logit_bias and logprobs over the choices' tokens"),
+    "guided_decoding_backend": Unsupported((None,), _TEXT_ONLY),
+    "guided_grammar": Unsupported((None,), _TEXT_ONLY),
+    "guided_json": Unsupported((None,), _TEXT_ONLY),
+    "guided_regex": Unsupported((None,), _TEXT_ONLY),
+    "length_penalty": Unsupported((None, 1.0, 1), _SAMPLING),
+    "modalities": Unsupported((None, ["text"]), _TEXT_ONLY),
+    "moderation": Unsupported((None,), "check the text in the caller"),
+    "prediction": Unsupported((None,), "leave it out: it would change the speed alone"),
+    "priority": Unsupported((None, 0), "the function's slo_class says which calls go first"),
+    "reasoning_effort": Unsupported((None, "none"), "use max_tokens"),
+    "response_format": Unsupported((None, {"type": "text"}), _TEXT_ONLY),
+    "structured_outputs": Unsupported((None,), _TEXT_ONLY),
+    "suffix": Unsupported((None, ""), "put what comes after into the prompt"),
+    "tool_choice": Unsupported((None, "none", "auto"), _TOOLS),
+    "tools": Unsupported((None, []), _TOOLS),
+    "use_beam_search": Unsupported((None, False), _SAMPLING),
+    "verbosity": Unsupported((None, "medium"), "use max_tokens"),
+    "web_search_options": Unsupported((None,), "put what was found into the prompt"),
 }
-CHAT_UNSERVED = {
-    "echo": Unserved((None, False), "use /v1/completions, or prompt_logprobs"),
+CHAT_UNSUPPORTED = {
+    "echo": Unsupported((None, False), "use /v1/completions, or prompt_logprobs"),
 }
-"""On /v1/chat/completions alone."""
+"""Fields that /v1/chat/completions alone refuses."""
 
 
 ROLES = {"tool": _TOOLS, "function": _TOOLS}
@@ -59,15 +59,15 @@ PARTS = dict.fromkeys(
     ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file"),
     "the base reads text alone: say in words what it is to know",
 )
-"""Of a message: roles, and kinds of parts of its content."""
+"""Roles of messages, and kinds of parts of their content, that are refused."""
 
 
-def served_fields(body: Any, unserved: dict[str, Unserved], ignored: tuple[str, ...] = ()) -> Any:
-    """The body without fields that ask for nothing. Raises ServiceError for one that asks for what is not served."""
+def supported_fields(body: Any, unsupported: dict[str, Unsupported], ignored: tuple[str, ...] = ()) -> Any:
+    """Returns the body without fields that ask for nothing. Raises ServiceError for one that is not supported."""
     if not isinstance(body, dict):
         return body
-    for field in unserved.keys() & body.keys():
-        neutral, instead = unserved[field]
+    for field in unsupported.keys() & body.keys():
+        neutral, instead = unsupported[field]
         # 1 == True in Python, but not in JSON.
         if not any(body[field] == value and type(body[field]) is type(value) for value in neutral):
             raise _refusal(field, field, instead)
@@ -76,7 +76,7 @@ def served_fields(body: Any, unserved: dict[str, Unserved], ignored: tuple[str, 
             "max_tokens 0", "max_tokens", "to score a prompt use 1, with prompt_logprobs, or echo and logprobs"
         )
     _check_messages(body.get("messages"))
-    return {field: value for field, value in body.items() if field not in unserved and field not in ignored}
+    return {field: value for field, value in body.items() if field not in unsupported and field not in ignored}
 
 
 def _check_messages(messages: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the gateway's workers share: in the memory of the only one, or in Redis."""
+"""State that the gateway's workers share: in the memory of the only one, or in Redis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gateway.workers.channel import Channel
 from gateway.workers.peers import Peers
 
 START_SECONDS = 60.0
-"""A worker that starts while Redis is away takes no calls for so long: the others know the nodes, it would not."""
+"""Seconds for which a worker that starts while Redis is away takes no calls: it would not know the nodes."""
 
 log = logging.getLogger("gateway")
 

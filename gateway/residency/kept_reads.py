@@ -1,4 +1,4 @@
-"""What the leader's jobs read of the registry, and keep while it is away."""
+"""Reads of the registry that the leader's jobs keep while it is away."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from adapters.errors import CorruptRecord, StoreUnavailable
 log = logging.getLogger("gateway")
 
 
-class Known:
+class KeptReads:
     """`what` is named in the log, once for each time that it can't be read."""
 
     def __init__(self, what: str) -> None:
         self._what, self._failing = what, False
 
     async def renew(self, work: Awaitable[None]) -> None:
-        """Lets `work` read it anew; where the registry is away or the record damaged, what is known goes on."""
+        """Lets `work` read it again; where the registry is away or the record damaged, what is known stays."""
         try:
             await work
             self._failing = False

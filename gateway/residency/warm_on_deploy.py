@@ -12,29 +12,30 @@ from gateway.residency.messages import WARM_SECONDS, Version, WarmOrder
 
 if TYPE_CHECKING:
     from adapters.deployment import Deployment
-    from gateway.services import Services
+    from gateway.residency.warming import Warming
 
 WARM = parameter(
     "query", "warm", f"First bring it to its node; what is not there after {WARM_SECONDS:g} s is a warning", BOOLEAN
 )
 
 
-async def warm_targets(services: Services, tenant: str, name: str, versions: Iterable[str]) -> list[str]:
+async def warm_targets(warming: Warming, tenant: str, name: str, versions: Iterable[str]) -> list[str]:
     """Waits until these versions are warm on a node each. Returns what went wrong. Raises NotFound for a version that
     there is not, and what Functions.target does."""
-    found = [each for version in versions for each in await services.warming.versions(tenant, name, version)]
-    return await _warmed(services, WarmOrder(tenant, name, found))
+    targets = [each for version in versions for each in await warming.versions(tenant, name, version)]
+    return await _warmed(warming, WarmOrder(tenant, name, targets))
 
 
-async def warm_staged(services: Services, tenant: str, made: Deployment) -> list[str]:
-    """Waits until a version that is stored, and not listed yet, is warm on a node. Returns what went wrong."""
+async def warm_staged(warming: Warming, base: str, tenant: str, staged: Deployment) -> list[str]:
+    """Waits until a version that is stored, and not listed yet, is warm on a node. `base`: fingerprint of the base
+    model. Returns what went wrong."""
     from adapters.artifact import artifact_key  # with numpy, which clients that know of warm deploys need not load
 
-    key, itemsize = artifact_key(services.base.fingerprint, made.digest), ITEM_BYTES[made.dtype]
-    adapter = Adapter(made.digest, key, made.bytes, made.ranks, itemsize)
-    return await _warmed(services, WarmOrder(tenant, made.function, [Version(made.version or 0, adapter)]))
+    key, itemsize = artifact_key(base, staged.digest), ITEM_BYTES[staged.dtype]
+    adapter = Adapter(staged.digest, key, staged.bytes, staged.ranks, itemsize)
+    return await _warmed(warming, WarmOrder(tenant, staged.function, [Version(staged.version or 0, adapter)]))
 
 
-async def _warmed(services: Services, order: WarmOrder) -> list[str]:
-    problem = await services.warming.until_warm(order, WARM_SECONDS)
+async def _warmed(warming: Warming, order: WarmOrder) -> list[str]:
+    problem = await warming.until_warm(order, WARM_SECONDS)
     return [] if problem is None else [f"takes calls without being warm: {problem}"]

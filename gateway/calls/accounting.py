@@ -1,0 +1,87 @@
+"""Counts how each generation ended: for metrics, SLO attainment, loads of pools, and its function's last hour."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+from cluster.messages import Done, GenerateRequest
+from gateway.calls.trace_log import log_call
+from gateway.workers.attainment import Attainment, judge
+from gateway.workers.last_hour import Counts, LastHour
+from gateway.workers.metrics import Metrics
+from gateway.workers.pool_loads import PoolLoads, QueueSample
+
+JUDGED = frozenset({"ok", "overloaded", "timeout", "unavailable", "node_failed", "internal"})
+"""Outcomes for which the service, and not its caller, has to answer whether an SLO was attained."""
+
+
+@dataclass(slots=True)
+class Times:
+    """Times of one generation in monotonic seconds, None before they come, and durations in seconds."""
+
+    received: float
+    sent_at: float | None = None
+    """Sending to the node that has it, or to the first one that sent a token."""
+    started_at: float | None = None
+    first_at: float | None = None
+    """The first token's arrival."""
+    last_at: float | None = None
+    done_at: float | None = None
+    hold_wait: float = 0.0
+    """Wait for a first node."""
+    schedule: float = 0.0
+    """Routing, all attempts together."""
+    forecast: float | None = None
+    """Time from `sent_at` to the first token, by the scheduler."""
+    tokens: int = 0
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from receipt to the first token."""
+        return None if self.first_at is None else self.first_at - self.received
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds between two tokens, on average; None before the second one."""
+        if self.first_at is None or self.last_at is None or self.tokens < 2:
+            return None
+        return (self.last_at - self.first_at) / (self.tokens - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accounting:
+    """Counts the generations of one gateway worker."""
+
+    metrics: Metrics
+    last_hour: LastHour = field(default_factory=partial(LastHour, time.monotonic))
+    attainment: Attainment = field(default_factory=partial(Attainment, time.monotonic))
+    loads: PoolLoads = field(default_factory=partial(PoolLoads, time.monotonic))
+
+    def record_end(
+        self, request: GenerateRequest, function: str, outcome: str, done: Done | None, times: Times, stay: QueueSample
+    ) -> None:
+        """Counts a generation that has ended. `outcome`: `cancelled`, or the type of the error that ended it."""
+        tenant, metrics, ttft, tpot = request.tenant, self.metrics, times.ttft, times.tpot
+        ended = "ok" if done is not None and outcome == "cancelled" else outcome
+        metrics.count_invocation(tenant, function, ended)
+        if ended in JUDGED:
+            attained = judge((request.ttft, request.tpot), (ttft, tpot), answered=ended == "ok")
+            self.attainment.record(tenant, attained)
+            if attained:
+                stay.judge(attained["all"])
+            metrics.count_promises(tenant, attained)
+        counts = Counts(invocations=1, failures=ended not in ("ok", "cancelled"))
+        if done is not None:
+            counts.prompt_tokens, counts.completion_tokens = done.prompt_tokens, done.completion_tokens
+            metrics.count_tokens(tenant, function, done.prompt_tokens, done.completion_tokens, done.cached_tokens)
+            metrics.count_cold_start(done.timing.cold_start)
+            log_call(request, done, times.received)
+            metrics.count_preemptions(tenant, done.timing.preemptions)
+        if times.forecast is not None and times.sent_at is not None and times.first_at is not None:
+            metrics.observe_forecast(times.forecast, times.first_at - times.sent_at)
+        if ttft is not None:
+            counts.first_tokens, counts.ttft_seconds = 1, ttft
+            metrics.observe_speed(tenant, function, ttft, tpot)
+        self.last_hour.record(tenant, function, counts)

@@ -1,0 +1,61 @@
+"""The generations in progress in this process: a forced delete can end them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.errors import ServiceError
+
+Owner = tuple[str, str]
+"""Tenant and function."""
+MAX_REVOCATIONS = 10_000
+"""Revocations that are kept for calls that were on their way here; the oldest is forgotten."""
+
+MAX_RECEIVED_IDS = 1_000
+"""Ids of revocations that are kept, so that each counts once."""
+
+
+class ActiveCalls:
+    def __init__(self) -> None:
+        self._revoked: dict[Owner, set[asyncio.Future[Exception]]] = {}
+        self._received_ids: deque[str] = deque(maxlen=MAX_RECEIVED_IDS)
+        self._revocations: OrderedDict[Owner, tuple[float, ServiceError]] = OrderedDict()
+
+    @contextmanager
+    def track(self, tenant: str, function: str, received: float) -> Iterator[asyncio.Future[Exception]]:
+        """Yields a future that gets the reason when the generation must end early. Raises the reason itself when the
+        call was `received` (monotonic seconds) before the function was revoked."""
+        owner = (tenant, function)
+        since, reason = self._revocations.get(owner, (received, None))
+        if reason is not None and received <= since:
+            raise reason
+        revoked: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._revoked.setdefault(owner, set()).add(revoked)
+        try:
+            yield revoked
+        finally:
+            futures = self._revoked[owner]
+            futures.discard(revoked)
+            if not futures:
+                del self._revoked[owner]
+
+    def cancel(self, tenant: str, function: str, reason: ServiceError, id: str = "") -> None:
+        """Ends the function's generations, and calls received until now that come here later.
+
+        `id`: the revocation's, which counts once however often it is received: calls of a function that was made again
+        meanwhile are not ended.
+        """
+        if id and id in self._received_ids:
+            return
+        self._received_ids.append(id)
+        self._revocations[tenant, function] = (time.monotonic(), reason)
+        self._revocations.move_to_end((tenant, function))
+        if len(self._revocations) > MAX_REVOCATIONS:
+            self._revocations.popitem(last=False)
+        for future in self._revoked.get((tenant, function), ()):
+            if not future.done():
+                future.set_result(reason)

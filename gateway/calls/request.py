@@ -1,0 +1,295 @@
+"""Makes an invocation of a checked call: its target resolved, its prompt as tokens, all defaults filled in."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Message
+
+from adapters.base_model import BaseModel
+from adapters.functions import Policy
+from adapters.slo import Slo, lower_class
+from adapters.tenants import Tenant
+from cluster.limits import Call
+from cluster.messages import GenerateRequest
+from cluster.state import ClusterState
+from cluster.text import BaseText
+from gateway.api.schema import GenerationParams
+from gateway.calls.admission import call_of
+from gateway.calls.chat_templates import ChatTemplates
+from gateway.calls.parameters import (
+    NodeParameters,
+    check_prompt_logprobs,
+    kept_tokens,
+    max_tokens_of,
+    merge,
+    resolve,
+)
+from gateway.calls.prompts import (
+    INLINE_CHARACTERS,
+    Conversation,
+    Prompts,
+    RenderedConversation,
+    Source,
+    tokens_of,
+)
+from gateway.calls.template_process import Job
+from gateway.catalog.callers import Callers
+from gateway.catalog.functions import Functions, Target
+from gateway.catalog.threads import LeavableThreads
+from gateway.http.errors import invalid
+from gateway.http.params import side
+from gateway.http.stopwatch import Stopwatch
+from gateway.usage.counts import BASE, UsageCounts
+from gateway.usage.meter import Meter
+
+BACKGROUND_SLO = Slo(slo_class="best_effort")
+"""The SLO of calls that run in what others leave."""
+
+
+class Echo(msgspec.Struct, frozen=True):
+    """A prompt that the text is to begin with."""
+
+    text: str
+    first_token: str
+    """Text of the first token, which has no log probability: nothing precedes it."""
+
+
+class Invocation(msgspec.Struct, frozen=True):
+    """A call that is ready for nodes. `requests` has one entry per choice, those of a prompt one after the other."""
+
+    id: str
+    tenant: str
+    target: Target
+    requests: list[GenerateRequest]
+    received: float
+    """Monotonic seconds at which the request's headers were there."""
+    steps: dict[str, float]
+    """Seconds of the steps before routing, for Server-Timing."""
+    call: Call
+    """Amounts that it takes of the tenant's and the function's limits."""
+    meter: Meter
+    request_id: str = ""
+    """Value of `x-request-id`."""
+    choices: int = 1
+    """Choices of each prompt."""
+    echo: list[Echo] = []
+    """Echo of each prompt; empty where nothing is to be echoed."""
+
+    def echo_of(self, index: int) -> Echo | None:
+        """Returns what the text of the request at `index` begins with; None where nothing is to be echoed."""
+        return self.echo[index // self.choices] if self.echo else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputProcessor:
+    """Turns calls into what nodes take, for one gateway worker. Times are in seconds."""
+
+    base: BaseModel
+    text: BaseText
+    text_threads: LeavableThreads
+    templates: ChatTemplates
+    functions: Functions
+    callers: Callers
+    cluster: ClusterState
+    request_timeout: float
+    """Deadline of a call that states no `timeout`."""
+    max_timeout: float
+    count_usage: Callable[[str, str, str, UsageCounts], None]
+    """Takes tenant, function and version."""
+
+    async def prepare(
+        self,
+        request: Request,
+        tenant: str,
+        watch: Stopwatch,
+        *,
+        function: tuple[str, str | None],
+        source: Source,
+        stated: GenerationParams,
+    ) -> Invocation:
+        """Returns the call as nodes take it. `request` has given its whole body; `named`: a function's name and
+        qualifier.
+
+        Raises NotFound, ClientGone, ServiceError: `validation_failed` when prompt and `max_tokens` don't fit the
+        context, when it has more choices than may run at once, or a parameter names what the base model has not.
+        """
+        target = await self.functions.target(tenant, *function, side(request))
+        watch.lap("resolve")
+        merged = merge(stated, target.policy.defaults)
+        choices = merged.n or 1
+        context = await self.served_context()
+        deadline = watch.received + self._timeout(stated, target)
+        parameters = resolve(merged, self.text, self.base.vocab_size)
+        keep = kept_tokens(merged, context)
+        source = await self.render(request, tenant, target.policy.defaults.chat_template, source, deadline)
+        prompts = await tokens_of(source, self.text, self.text_threads, context, deadline, request.receive, keep)
+        check_prompt_logprobs(merged, choices * sum(map(len, prompts)))
+        account, in_background = await self.callers.account(tenant), is_background(request)
+        if in_background:
+            account = msgspec.structs.replace(account, slo=BACKGROUND_SLO)
+        limits = [max_tokens_of(merged, stated.limit, len(tokens), context, source.field) for tokens in prompts]
+        id, timeout = new_id(), max(deadline - time.monotonic(), 0.001)
+        requests = [
+            self._request(f"{id}-{number}", tokens, limit, choice, target, account, parameters, timeout)
+            for number, (tokens, limit, choice) in enumerate(
+                (tokens, limit, choice)
+                for tokens, limit in zip(prompts, limits, strict=True)
+                for choice in range(choices)
+            )
+        ]
+        call = call_of(account, target.function, target.policy.max_concurrency, requests, yields=in_background)
+        watch.lap("tokenize")
+        version = BASE if target.version is None else str(target.version)
+        return Invocation(
+            id=id,
+            tenant=tenant,
+            target=target,
+            requests=requests,
+            received=watch.received,
+            steps=dict(watch.steps),
+            call=call,
+            meter=Meter(len(requests), partial(self.count_usage, tenant, target.function, version)),
+            request_id=request.state.request_id,
+            choices=choices,
+            echo=await self._echo(source, prompts, merged),
+        )
+
+    async def render(
+        self, request: Request, tenant: str, template: str | None, source: Source, deadline: float
+    ) -> Source:
+        """Returns a conversation as a function's own chat template has it, and any other source as it is. Raises
+        ServiceError, ClientGone."""
+        if template is None or not isinstance(source, Conversation):
+            return source
+        job = Job(template, source.messages, dict(self.text.special), source.answer)
+        text = await self.templates.render(tenant, job, deadline=deadline, receive=request.receive)
+        return RenderedConversation(text)
+
+    async def served_context(self) -> int:
+        """Returns how many tokens prompt and output may have together on the roomiest node that serves now.
+
+        While none does, it is the base's own: routing then answers that the call may be tried again.
+        """
+        longest = (await self.cluster.table()).serving(self.base.fingerprint).longest
+        # A node that is starting tells no context yet: its 0 must not refuse anything.
+        return min(self.base.max_context, longest or self.base.max_context)
+
+    def split_model(self, model: str) -> tuple[str, str | None]:
+        """Splits the `model` of OpenAI's and vLLM's requests into a name and a qualifier.
+
+        The name is a function's or the base model's id; the qualifier an alias or a version, None where none is
+        stated."""
+        if model == self.base.id:
+            return model, None
+        name, colon, qualifier = model.partition(":")
+        # An empty qualifier names nothing, which is not the same as none.
+        return name, (qualifier or ":") if colon else None
+
+    async def policy_of(self, tenant: str, model: str) -> Policy:
+        """Returns the policy of the function that `model` names; an empty one for the base. Raises NotFound unless a
+        call of the tenant could name it."""
+        if model == self.base.id:
+            return Policy()
+        choices = await self.functions.choices(tenant, *self.split_model(model))
+        return choices[0].version.policy
+
+    def _timeout(self, stated: GenerationParams, target: Target) -> float:
+        if stated.timeout is not None and stated.timeout > self.max_timeout:
+            raise invalid("timeout", f"timeout may be at most {self.max_timeout:g} s here")
+        return stated.timeout or target.policy.timeout or self.request_timeout
+
+    def _request(
+        self,
+        id: str,
+        tokens: list[int],
+        max_tokens: int,
+        choice: int,
+        target: Target,
+        account: Tenant,
+        parameters: NodeParameters,
+        timeout: float,
+    ) -> GenerateRequest:
+        sampling, slo = parameters["sampling"], account.slo
+        return GenerateRequest(
+            id=id,
+            base=self.base.fingerprint,
+            tenant=account.id,
+            token_ids=tokens,
+            max_tokens=max_tokens,
+            sampling=msgspec.structs.replace(sampling, choice=choice) if choice else sampling,
+            stop=parameters["stop"],
+            ignore_eos=parameters["ignore_eos"],
+            v=parameters["v"],
+            timeout=timeout,
+            adapter=target.adapter,
+            function=_opaque(target),
+            weight=account.weight,
+            slo_class=lower_class(slo.slo_class, target.policy.slo_class or slo.slo_class),
+            ttft=_seconds(slo.ttft_ms),
+            tpot=_seconds(slo.tpot_ms),
+            reserved=account.reserved.get(target.function, 0),
+        )
+
+    async def _echo(self, source: Source, prompts: list[list[int]], merged: GenerationParams) -> list[Echo]:
+        """Returns the echo of each prompt; empty where nothing is to be echoed. Decodes long prompts in a thread."""
+        if not merged.echoes or not isinstance(source, Prompts):
+            return []
+        text, prompt_source = self.text, source
+        skip, truncated = merged.skip_special_tokens is not False, merged.truncate_prompt_tokens is not None
+
+        def decode() -> list[Echo]:
+            texts = prompt_source.texts(text, prompts, truncated=truncated, skip_special=skip)
+            firsts = [text.tokenizer.decode(tokens[:1], skip_special_tokens=False) for tokens in prompts]
+            return [Echo(*pair) for pair in zip(texts, firsts, strict=True)]
+
+        return decode() if source.characters <= INLINE_CHARACTERS else await self.text_threads.run(decode)
+
+
+def new_id() -> str:
+    return f"inv_{secrets.token_hex(12)}"
+
+
+def is_background(request: Request) -> bool:
+    """Returns whether nobody waits for the call: it is one of a batch, or asynchronous. No header can say so."""
+    return bool(getattr(request.state, "spare_only", False))
+
+
+def background_request(request_id: str, path: str = "", body: bytes = b"") -> Request:
+    """Makes the request of a call that comes over no connection, and runs in spare capacity.
+
+    It is as the server would make it for a client that waits for its reply however long it takes."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not pending:
+            await asyncio.Event().wait()
+        return pending.pop()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [],
+        "query_string": b"",
+        "path_params": {"target": path.removeprefix("/invoke/")},
+        "state": {"request_id": request_id, "spare_only": True},
+    }
+    return Request(scope, receive)
+
+
+def _opaque(target: Target) -> str:
+    """Returns a hash of the function's name, by which nodes see which calls are of one function; empty for the base."""
+    return "" if target.adapter is None else hashlib.blake2b(target.function.encode(), digest_size=8).hexdigest()
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

@@ -1,0 +1,138 @@
+"""Routes an invocation's generations to nodes: forecasts by what was learnt of their function, and logs why each was
+routed so."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from cluster.errors import ServiceError
+from cluster.messages import GenerateRequest
+from cluster.node_table import Demand, NodeTable
+from cluster.queue_shares import QueueShares
+from cluster.state import ClusterState
+from gateway.calls.breaker import Breakers
+from gateway.calls.explanations import CallKey, Explanations, Placement
+from gateway.scheduling.decision import Outcome
+from gateway.scheduling.lengths import ResponseLengths
+from gateway.scheduling.placement import Placed, Trace, eligible_nodes, place
+from gateway.scheduling.policy import Policy
+from gateway.scheduling.request import PlacementRequest
+from gateway.scheduling.work import work
+from gateway.workers.metrics import Metrics
+from gateway.workers.pool_loads import PoolLoads
+
+MIN_TTFT_S = 1e-3
+"""The remainder of a TTFT target that has passed already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Routes the generations of one gateway worker, all of one base model."""
+
+    state: ClusterState
+    policy: Policy
+    policy_name: str
+    base: str
+    """Fingerprint of the base model."""
+    breakers: Breakers
+    metrics: Metrics
+    loads: PoolLoads
+    explanations: Explanations = field(default_factory=Explanations)
+    lengths: ResponseLengths = field(default_factory=ResponseLengths)
+    queued: QueueShares = field(default_factory=QueueShares)
+    """Requests that were routed, and not started on their node yet."""
+
+    async def route(
+        self,
+        call: CallKey,
+        request: GenerateRequest,
+        generated: int | None,
+        received: float,
+        excluded: frozenset[str],
+        *,
+        displaces: bool = False,
+        counts_refusal: bool = False,
+    ) -> Placed:
+        """Reserves a place on a node that is not excluded, and logs the decision. Raises ServiceError.
+
+        `generated`: tokens that earlier nodes have sent, None before the first. `received`: monotonic seconds, from
+        which the TTFT target counts. `displaces`: the request may take another's place in a full queue.
+        `counts_refusal`: a refusal by full queues is demand that no pool has met.
+        """
+        nodes = await self.state.table()
+        excluded |= self.breakers.blocked(nodes)
+        placement_request = self._placement_request(call, request, generated, received, displaces)
+        began, at, trace = time.monotonic(), time.time(), Trace()
+        outcome: Outcome = "placed"
+        node: str | None = None
+        try:
+            placed = await place(self.state, self.policy, self.base, placement_request, excluded, trace)
+            node = placed.node_id
+            return placed
+        except ServiceError as error:
+            outcome = "unavailable" if error.type == "unavailable" else "overloaded"
+            if counts_refusal and error.type == "overloaded":
+                self.loads.refuse(self._refused_work(await self.state.table(), placement_request))
+            raise
+        finally:
+            took = time.monotonic() - began
+            self.metrics.observe_schedule(took)
+            excluded_ids = tuple(sorted(excluded))
+            self.explanations.keep(
+                call,
+                Placement(
+                    placement_request,
+                    outcome,
+                    node,
+                    self.policy_name,
+                    at,
+                    took,
+                    trace.tries,
+                    excluded_ids,
+                    trace.snapshot,
+                ),
+            )
+
+    def displaces(self, request: GenerateRequest) -> bool:
+        """Returns whether the request may take another's place in a full queue, as the node itself would decide."""
+        crowded = self.queued.tenant_to_displace(request.tenant, request.weight)
+        return crowded is not None or request.slo_class == "strict" or request.reserved > 0
+
+    def _refused_work(self, nodes: NodeTable, request: PlacementRequest) -> float | None:
+        """Returns the seconds of a node's work that a refused request asks for.
+
+        None without a node that could serve it, or where its costs were never measured."""
+        rows = eligible_nodes(nodes, self.base, request, frozenset())
+        return work(nodes, int(rows[0]), request) if rows.size else None
+
+    def _placement_request(
+        self, call: CallKey, request: GenerateRequest, generated: int | None, received: float, displaces: bool
+    ) -> PlacementRequest:
+        adapter, lengths, count = request.adapter, self.lengths, generated or 0
+        max_tokens = max(1, request.max_tokens - count)
+        expected = lengths.expected(call.tenant, call.function, max_tokens)
+        return PlacementRequest(
+            id=request.id,
+            demand=Demand(
+                rank=max(adapter.ranks, default=0) if adapter else 0,
+                prompt_tokens=len(request.token_ids) + count,  # the next node computes them as part of the prompt
+                max_tokens=max_tokens,
+                tpot=request.tpot,
+                displaces=displaces,
+                slo_class=request.slo_class,
+            ),
+            digest=adapter.digest if adapter else None,
+            adapter_bytes=adapter.bytes if adapter else 0,
+            adapter_itemsize=adapter.itemsize if adapter else 0,
+            expected_tokens=expected,
+            expected_inverse=lengths.inverse(expected),
+            typical_tokens=lengths.typical(),
+            ttft=None if generated is not None else ttft_left(request, received),
+        )
+
+
+def ttft_left(request: GenerateRequest, received: float) -> float | None:
+    """Returns the seconds that are left of the TTFT target, at least MIN_TTFT_S; None without a target. `received`:
+    monotonic seconds."""
+    return None if request.ttft is None else max(request.ttft - (time.monotonic() - received), MIN_TTFT_S)

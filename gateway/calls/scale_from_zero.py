@@ -1,0 +1,106 @@
+"""Scale from zero: calls that find no node wait for the first one, where an autoscaler is there to start it.
+
+Without an autoscaler no node would come, and they are answered at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+from cluster.errors import ServiceError
+from cluster.leases import Leases
+from cluster.node_table import NodeTable
+from cluster.redis_link import RedisAway
+from cluster.state import ClusterState
+
+AUTOSCALER = "autoscaler"
+"""Name of the lease of the autoscaler, which decides the pools' sizes."""
+LED_S, UNLED_S = 1.0, 0.1
+"""Seconds for which a check of the lease is cached: with an autoscaler, and without one, which may come soon."""
+POLL_S = 0.05
+"""Pause between two checks for a node while calls wait."""
+RETRY_PAUSE_S = 1.0
+"""Pause of a waiting call that found the first node full."""
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 600.0
+
+
+class FirstNodeWait:
+    """Lets calls wait for a first node. `seconds`: the longest wait; 0: none. `clock`: monotonic seconds."""
+
+    def __init__(
+        self, state: ClusterState, leases: Leases, base: str, seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self.seconds = seconds
+        self._state, self._leases, self._base, self._clock = state, leases, base, clock
+        self._check_lock = asyncio.Lock()
+        self._checked_at, self._was_led = -math.inf, False
+        self._waiting: asyncio.Task[None] | None = None
+        self._waiting_calls = 0
+        self._since: float | None = None
+        """Start of the wait for a first node, with pauses of MAX_RETRY_S at most."""
+        self._last_ended_at = -math.inf
+        """End of the latest call's wait."""
+        self._last_wait: float | None = None
+        """Wait for the first node, the last time one started (seconds)."""
+
+    async def should_wait(self, without: Collection[str] = ()) -> bool:
+        """Returns whether a call that no node can take now would wait for one. Nodes in `without` have refused it."""
+        if self.seconds <= 0 or not await self._has_autoscaler():
+            return False
+        return not serving(await self._state.table(), self._base, without)
+
+    async def wait(self, until: float, cut: asyncio.Future[Exception]) -> None:
+        """Waits for a node that is ready, for `until` (by the clock), or for a result of `cut`. Raises what reading the
+        nodes raises."""
+        if self._waiting is None or self._waiting.done():
+            if self._since is None or self._clock() - self._last_ended_at > MAX_RETRY_S:
+                self._since = self._clock()
+            self._waiting = asyncio.create_task(self._until_ready())
+        self._waiting_calls += 1
+        try:
+            ends: list[asyncio.Future[Any]] = [self._waiting, cut]
+            timeout = max(0.0, until - self._clock())
+            await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if self._waiting.done() and not self._waiting.cancelled():
+                self._waiting.result()
+        finally:
+            self._waiting_calls, self._last_ended_at = self._waiting_calls - 1, self._clock()
+            if not self._waiting_calls and not self._waiting.done():
+                self._waiting.cancel()
+
+    def timeout_error(self) -> ServiceError:
+        """Returns the error for a call that has waited for the longest time. Its retry time is what the last start of a
+        first node took, less what has passed; else as long again as has passed."""
+        passed = 0.0 if self._since is None else self._clock() - self._since
+        expected = passed if self._last_wait is None or self._last_wait <= passed else self._last_wait - passed
+        why = f"no node became ready to serve this model within {self.seconds:g} s; one has been asked for"
+        return ServiceError("unavailable", why, retry_after=min(max(expected, MIN_RETRY_S), MAX_RETRY_S))
+
+    async def _until_ready(self) -> None:
+        while not serving(await self._state.table(), self._base):  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        if self._since is not None:
+            self._last_wait, self._since = self._clock() - self._since, None
+
+    async def _has_autoscaler(self) -> bool:
+        async with self._check_lock:  # who comes while it is asked waits for that answer, not for the one before
+            if self._clock() - self._checked_at >= (LED_S if self._was_led else UNLED_S):
+                self._was_led = await autoscaler(self._leases) is not None
+                self._checked_at = self._clock()
+        return self._was_led
+
+
+async def autoscaler(leases: Leases) -> str | None:
+    """Returns the holder of the autoscaler's lease; None: nobody, or it is unknown."""
+    try:
+        return (await leases.get(AUTOSCALER)).holder or None
+    except RedisAway:
+        return None
+
+
+def serving(nodes: NodeTable, base: str, without: Collection[str] = ()) -> bool:
+    """Returns whether any node but those in `without` is ready to serve this base."""
+    return any(nodes.ids[row] not in without for row in nodes.serving(base).rows.tolist())

@@ -1,0 +1,116 @@
+"""Keeps what a gateway worker caches in step with changes: its own, another worker's, and the registry's."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass
+
+import msgspec
+
+from adapters.epoch import Mark, mark
+from adapters.errors import StoreUnavailable
+from adapters.standing import function_key
+from adapters.store import ObjectStore
+from cluster.errors import ServiceError
+from gateway.calls.active_calls import ActiveCalls
+from gateway.calls.explanations import Explanations
+from gateway.catalog.callers import Callers
+from gateway.catalog.functions import Functions
+from gateway.catalog.threads import StoreThreads
+from gateway.residency.residency import Residency
+from gateway.workers.called import CalledDigests
+from gateway.workers.peers import (
+    CallsRevoked,
+    DigestCalled,
+    ExplanationAnswered,
+    ExplanationAsked,
+    FunctionChanged,
+    Message,
+    Peers,
+    TenantChanged,
+)
+
+log = logging.getLogger("gateway")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """Publishes changes to other workers, and forgets what they make invalid."""
+
+    store: ObjectStore
+    threads: StoreThreads
+    callers: Callers
+    functions: Functions
+    residency: Residency
+    running: ActiveCalls
+    called: CalledDigests
+    explanations: Explanations
+    peers: Peers
+
+    def tenant_changed(self, tenant: str) -> None:
+        """Forgets what is cached of the tenant, after any change of it, its keys included."""
+        self._forget_tenant(tenant)
+        self.peers.publish(TenantChanged(tenant))
+
+    def function_changed(self, tenant: str, function: str) -> None:
+        """Forgets what is cached of the function, after any change of it by this process."""
+        self.callers.forget(tenant)  # its record has what functions reserve
+        self.residency.forget(tenant, function)
+        self.peers.publish(FunctionChanged(tenant, function))
+
+    async def revoke(self, tenant: str, function: str, why: str) -> None:
+        """Ends the function's generations, on all workers. Those that Redis does not reach read it in the registry's
+        epoch within a second."""
+        number = secrets.token_hex(8)
+        self._end_calls(tenant, function, why, number)
+        self.peers.publish(CallsRevoked(tenant, function, why, number))
+        try:
+            await self.threads.write(mark, self.store, function_key(tenant, function), why, number)
+        except StoreUnavailable as error:
+            log.error("calls of a deleted function may go on where Redis is away, too", extra={"why": str(error)})
+
+    def read_mark(self, mark: Mark) -> None:
+        """Forgets the record that may have changed, by the registry's epoch."""
+        match mark.key.split("/"):
+            case ["tenants", tenant, "functions", name, _]:
+                self.functions.forget(tenant, name)
+                self.residency.forget(tenant, name)
+                if mark.ended:
+                    self._end_calls(tenant, name, mark.ended, mark.id)
+            case ["tenants", tenant, _]:
+                self._forget_tenant(tenant)
+            case _:
+                self.callers.forget(None)
+
+    def forget_all(self) -> None:
+        """Forgets all records, where more may have changed than the registry's epoch shows."""
+        self.functions.forget_all()
+        self.callers.forget_all()
+
+    def receive(self, message: Message) -> None:
+        """Takes in what another worker has published."""
+        match message:
+            case FunctionChanged(tenant, function):
+                self.functions.forget(tenant, function)
+                self.callers.forget(tenant)
+                self.residency.forget(tenant, function)
+            case TenantChanged(tenant):
+                self._forget_tenant(tenant)
+            case CallsRevoked(tenant, function, why, number):
+                self._end_calls(tenant, function, why, number)
+            case DigestCalled(tenant, digest):
+                self.called.record(tenant, digest)
+            case ExplanationAsked(number, call, whose):
+                explained = self.explanations.find(call, whose)
+                if explained is not None:
+                    self.peers.publish(ExplanationAnswered(number, msgspec.json.encode(explained.reply())))
+            case ExplanationAnswered(number, reply):
+                self.peers.answer(number, reply)
+
+    def _end_calls(self, tenant: str, function: str, why: str, number: str) -> None:
+        self.running.cancel(tenant, function, ServiceError("cancelled", why), number)
+
+    def _forget_tenant(self, tenant: str) -> None:
+        self.callers.forget(tenant)
+        self.functions.forget_tenant(tenant)
