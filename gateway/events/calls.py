@@ -25,7 +25,8 @@ from gateway.calls.request import InputProcessor, background_request
 from gateway.catalog.threads import StoreThreads
 from gateway.events.deliveries import Deliveries
 from gateway.events.events import Events
-from gateway.events.records import MAX_AGE_S, RETRIES, EventRecord, new_nonce
+from gateway.events.records import EventRecord
+from gateway.events.transitions import accepted
 from gateway.events.webhook_secrets import read_secrets
 from gateway.events.webhooks import Webhooks
 from gateway.events.worker import NotKnownHere, Worker
@@ -70,21 +71,15 @@ class EventCalls:
         await self._check(tenant, on_failure, "on_failure")
         stated = msgspec.to_builtins(call)
         asked = {name: value for name, value in stated.items() if name not in OWN_FIELDS and value is not None}
-        now, max_age = await self.events.clock.now(), policy.max_age or MAX_AGE_S
-        event = EventRecord(
+        event = accepted(
+            policy,
+            await self.events.clock.now(),
             id=_event_id(request, tenant),
             tenant=tenant,
             function=named[0],
             qualifier=named[1],
             request=asked,
             fingerprint=_fingerprint(named, asked, call),
-            created=now,
-            changed=now,
-            due=now,
-            retries=RETRIES if policy.retries is None else policy.retries,
-            max_age=max_age,
-            deadline=now + max_age,
-            nonce=new_nonce(),
             on_success=on_success,
             on_failure=on_failure,
         )

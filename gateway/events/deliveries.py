@@ -12,12 +12,13 @@ import msgspec
 
 from adapters.functions import Policy
 from cluster.errors import ServiceError
-from gateway.events.event_store import Stored
 from gateway.events.events import Events
 from gateway.events.messages import EventReply, reply_of
-from gateway.events.records import MAX_AGE_S, RETRIES, Delivery, EventRecord, new_nonce
+from gateway.events.records import Delivery, EventRecord, new_nonce
+from gateway.events.transitions import accepted
 from gateway.events.webhook_secrets import read_secrets
 from gateway.events.webhooks import SEND_S, NotDelivered, Webhooks
+from gateway.jobs.job_store import Stored
 
 PolicyOf = Callable[[str, str, str | None], Awaitable[Policy]]
 """Returns what holds for a tenant's function, by its name and qualifier. Raises StoreUnavailable."""
@@ -48,20 +49,20 @@ class Deliveries:
         self._webhooks = webhooks
         self._policy_of = policy_of
 
-    async def deliver(self, stored: Stored) -> None:
+    async def deliver(self, stored: Stored[EventRecord]) -> None:
         """Tries once. That is stored before: whoever dies in between leaves it to be tried again."""
-        events, delivery = self._events, stored.event.delivery
+        events, delivery = self._events, stored.record.delivery
         assert delivery is not None
-        begun = _replaced(stored.event, attempts=delivery.attempts + 1, due=await events.clock.now() + TRY_S)
+        begun = _replaced(stored.record, attempts=delivery.attempts + 1, due=await events.clock.now() + TRY_S)
         claim = await events.threads.write(events.store.change, stored, begun)
         if claim is None:
             return
         try:
-            await self._send(claim.event, delivery)
+            await self._send(claim.record, delivery)
         except NotDelivered as error:
-            ended = _failed(claim.event, delivery, error, await events.clock.now())
+            ended = _failed(claim.record, delivery, error, await events.clock.now())
         else:
-            ended = _replaced(claim.event, problem=None, state="delivered")
+            ended = _replaced(claim.record, problem=None, state="delivered")
         await events.threads.write(events.store.change, claim, ended)
 
     async def _send(self, event: EventRecord, delivery: Delivery) -> None:
@@ -79,21 +80,15 @@ class Deliveries:
             raise NotDelivered(f"{MAX_DEPTH} events led to this one already", for_good=True)
         function, _, qualifier = destination.partition(":")
         policy = await self._policy_of(event.tenant, function, qualifier or None)
-        now, max_age = await self._events.clock.now(), policy.max_age or MAX_AGE_S
-        called = EventRecord(
+        called = accepted(
+            policy,
+            await self._events.clock.now(),
             # The same in each try: the function is called once.
             id=f"inv_{hashlib.sha256(f'{message_id(event)} to {destination}'.encode()).hexdigest()[:24]}",
             tenant=event.tenant,
             function=function,
             qualifier=qualifier or None,
             request={"prompt": _prompt(event)},
-            created=now,
-            changed=now,
-            due=now,
-            retries=RETRIES if policy.retries is None else policy.retries,
-            max_age=max_age,
-            deadline=now + max_age,
-            nonce=new_nonce(),
             on_success=policy.on_success,
             on_failure=policy.on_failure,
             depth=event.depth + 1,

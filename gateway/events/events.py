@@ -15,10 +15,11 @@ from adapters.errors import Conflict, NotFound, StoreUnavailable
 from cluster.errors import ServiceError
 from cluster.redis_link import RedisLink
 from gateway.catalog.threads import StoreThreads
-from gateway.events.event_store import EventStore, Stored
-from gateway.events.records import DEAD, ENDED, EventRecord, Marker, State, folder
-from gateway.events.store_clock import StoreClock
+from gateway.events.event_store import EventStore
+from gateway.events.records import DEAD, ENDED, EventRecord, State, folder
 from gateway.events.transitions import cancelled, redriven
+from gateway.jobs.clocks import StoreClock
+from gateway.jobs.job_store import Marker, Stored
 from gateway.workers.channel import Channel
 
 MAX_QUEUED = 10_000
@@ -84,22 +85,22 @@ class Events:
         Raises ServiceError: `overloaded` when the tenant's queue is full, `conflict` when another call has used the
         Idempotency-Key; StoreUnavailable.
         """
-        known = await self.threads.read(self.store.get, event.tenant, event.id)
+        known = await self.threads.read(self.store.find, event.tenant, event.id)
         if known is None:
             await self._check_room(event.tenant, 1)
             if await self.threads.write(self.store.add, event) is not None:
                 self.announce()
                 return event
-            known = await self.threads.read(self.store.get, event.tenant, event.id)
+            known = await self.threads.read(self.store.find, event.tenant, event.id)
         if known is None:
             raise StoreUnavailable("an earlier call with this Idempotency-Key is being removed")
-        if known.event.fingerprint != event.fingerprint:
+        if known.record.fingerprint != event.fingerprint:
             raise ServiceError("conflict", "another call has used this Idempotency-Key", param="idempotency-key")
-        return known.event
+        return known.record
 
     async def get(self, tenant: str, event_id: str) -> EventRecord:
         """Raises NotFound, StoreUnavailable."""
-        return (await self._stored(tenant, event_id)).event
+        return (await self._stored(tenant, event_id)).record
 
     async def list(self, tenant: str, states: tuple[State, ...], function: str | None, after: str, limit: int) -> Page:
         """Lists at most `limit` events in these states, the newest that ended first. `after`: of the page before, or
@@ -171,10 +172,10 @@ class Events:
         self._counts[tenant] = known._replace(events=known.events + wanted)
 
     def _count(self, tenant: str) -> int:
-        return sum(1 for _ in islice(self.store.infos(folder("queued", tenant)), self._max_queued))
+        return sum(1 for _ in islice(self.store.list_markers(folder("queued", tenant)), self._max_queued))
 
-    async def _stored(self, tenant: str, event_id: str) -> Stored:
-        found = await self.threads.read(self.store.get, tenant, event_id) if _is_id(event_id) else None
+    async def _stored(self, tenant: str, event_id: str) -> Stored[EventRecord]:
+        found = await self.threads.read(self.store.find, tenant, event_id) if _is_id(event_id) else None
         if found is None:
             raise NotFound(f"there is no invocation {event_id[:100]!r}")
         return found
@@ -184,8 +185,8 @@ class Events:
     ) -> EventRecord:
         for _ in range(ATTEMPTS):
             stored = await self._stored(tenant, event_id)
-            event = change(stored.event, await self.clock.now())
-            if event is stored.event or await self.threads.write(self.store.change, stored, event) is not None:
+            event = change(stored.record, await self.clock.now())
+            if event is stored.record or await self.threads.write(self.store.change, stored, event) is not None:
                 return event
         raise StoreUnavailable(f"invocation {event_id} is changed by too many at once")
 
@@ -195,13 +196,13 @@ class Events:
         first, _, name = after.partition("/")
         for state in states[_position(first, name, states) :]:
             prefix = folder(state, tenant)
-            for marker, info in self.store.infos(prefix, prefix + name if state == first else ""):
+            for marker in self.store.list_markers(prefix, prefix + name if state == first else ""):
                 scanned += 1
                 if function in (None, marker.function):
                     found.append(marker)
                 if len(found) == limit or scanned == SCANNED:
-                    return Page(self.store.read(found), f"{state}/{info.key.removeprefix(prefix)}")
-        return Page(self.store.read(found), None)
+                    return Page(self.store.records(found), f"{state}/{marker.key.removeprefix(prefix)}")
+        return Page(self.store.records(found), None)
 
 
 def _position(first: str, name: str, states: tuple[State, ...]) -> int:

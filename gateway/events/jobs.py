@@ -8,14 +8,19 @@ from itertools import islice
 
 from adapters.store import MAX_LIST
 from gateway.catalog.threads import LeavableThreads
-from gateway.events.event_store import EventStore, Stored
-from gateway.events.lost import release_lost
-from gateway.events.records import DEAD, DELIVERING, ENDED, State, ended_before
+from gateway.events.event_store import EventStore
+from gateway.events.records import DEAD, DELIVERING, ENDED, EventRecord, State, ended_before
+from gateway.events.transitions import LOST, retried
+from gateway.jobs.job_store import LEFTOVER_S, Stored
 from gateway.leader.turn import Job, Turn
 
 KEPT_S = 24 * 3600.0
 DEAD_KEPT_S = 7 * 24 * 3600.0
 """Dead letters wait longer: someone may have to mend what they failed with."""
+WORKER_S = 60.0
+"""For which a worker lives after its last word; it gives one far more often."""
+FORGOTTEN_S = 3600.0
+"""After which nothing is kept of a worker that died."""
 LOST_PAUSE_S = 10.0
 RETENTION_PAUSE_S = 60.0
 COUNT_PAUSE_S = 30.0
@@ -55,12 +60,40 @@ def count_events(store: EventStore, turn: Turn) -> None:
     StoreUnavailable."""
     for index in COUNTED:
         count = 0
-        for _ in islice(store.infos(f"events/{index}/"), MAX_COUNTED):
+        for _ in islice(store.list_markers(f"events/{index}/"), MAX_COUNTED):
             count += 1
             if count % MAX_LIST == 0:
                 turn.check()
         store.metrics.show_there(index, count)
         turn.work += count
+
+
+def release_lost(store: EventStore, turn: Turn) -> None:
+    """Takes events from workers that have said nothing for WORKER_S. Raises TurnEnded, StoreUnavailable."""
+    now, workers = store.objects.now(), store.workers()
+    alive = {worker for worker, last in workers.items() if now - last < WORKER_S}
+    release(store, lambda holder, _: holder not in alive, turn)
+    for worker, last in workers.items():
+        if now - last > FORGOTTEN_S:
+            turn.check()
+            store.retire(worker)
+
+
+def release(store: EventStore, is_lost: Callable[[str, str], bool], turn: Turn | None = None) -> None:
+    """Queues running events again for whose holder and id `is_lost`, or fails those that may not be run again. In a
+    `turn` it is checked before each change and counts them. Raises TurnEnded, StoreUnavailable."""
+    now = store.objects.now()
+    for tenant in store.tenants("running"):
+        for marker in store.list_markers(f"events/running/{tenant}/"):
+            # A marker without its event may belong to a claim under way.
+            if not is_lost(marker.holder, marker.id) or marker.modified > now - LEFTOVER_S:
+                continue
+            if turn is not None:
+                turn.check()
+            stored = store.owner(marker)
+            lost = None if stored is None else store.change(stored, retried(stored.record, LOST, now, 0.0))
+            if turn is not None and lost is not None:
+                turn.work += 1
 
 
 def remove_old(store: EventStore, turn: Turn) -> None:
@@ -73,9 +106,9 @@ def remove_old(store: EventStore, turn: Turn) -> None:
         before = now - kept_seconds(state)
         for tenant in store.tenants(state):
             after = ended_before(state, tenant, before)
-            for marker, info in store.infos(f"events/{state}/{tenant}/", after):
+            for marker in store.list_markers(f"events/{state}/{tenant}/", after):
                 turn.check()
-                stored = store.readable_owner(marker, info.modified)
+                stored = store.owner(marker)
                 turn.work += stored is not None and _remove(store, stored)
 
 
@@ -83,7 +116,7 @@ def kept_seconds(state: State) -> float:
     return DEAD_KEPT_S if state in DEAD else KEPT_S
 
 
-def _remove(store: EventStore, stored: Stored) -> bool:
+def _remove(store: EventStore, stored: Stored[EventRecord]) -> bool:
     """Returns False for an event whose destination is still to be told, or that was changed meanwhile."""
-    delivery = stored.event.delivery
+    delivery = stored.record.delivery
     return (delivery is None or delivery.state != "pending") and store.remove(stored)

@@ -28,11 +28,11 @@ class EventMetrics:
             multiprocess_mode="livemostrecent",
         )
 
-    def note_added(self) -> None:
-        self._accepted.inc()
-
-    def note_changed(self, before: EventRecord, now: EventRecord) -> None:
-        """The store has the event as it is `now`."""
+    def record_change(self, before: EventRecord | None, now: EventRecord) -> None:
+        """Counts a change that the store has taken. `before` is None for a new event."""
+        if before is None:
+            self._accepted.inc()
+            return
         if before.state == "running":
             self._attempts.labels("retried" if now.state == "queued" else now.state).inc()
         if before.state not in ENDED and now.state in ENDED:

@@ -19,6 +19,7 @@ import msgspec
 from adapters.destinations import Destination
 from adapters.names import is_name
 from gateway.api.schema import InvokeReply
+from gateway.jobs.job_store import JobRecord, Marker
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 LISTED_STATES: tuple[State, ...] = ("running", "queued", "failed", "expired", "succeeded", "cancelled")
@@ -64,11 +65,9 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the last attempt that failed."""
 
 
-class EventRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class EventRecord(JobRecord, frozen=True, kw_only=True):
     """invocations/<id>.json. Times are Unix time by the store's clock."""
 
-    id: str
-    tenant: str
     function: str
     qualifier: str | None = None
     request: dict[str, Any]
@@ -107,27 +106,6 @@ class EventRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
         return self.changed if self.state in ENDED else None
 
 
-class Marker(msgspec.Struct, frozen=True):
-    """A marker's key, taken apart."""
-
-    index: str
-    tenant: str
-    time: float
-    """When a queued event or a delivery is due; else when the event came to be in this state."""
-    nonce: str
-    id: str
-    holder: str
-    function: str
-
-    @property
-    def key(self) -> str:
-        ms = round(self.time * 1000)
-        if self.index in ENDED:
-            ms = _END_OF_TIME_MS - ms
-        name = f"{ms:014d}-{self.nonce}-{self.id}-{self.holder}-{self.function}"
-        return f"{folder(self.index, self.tenant)}{name}"
-
-
 def folder(index: str, tenant: str) -> str:
     return f"events/{index}/{tenant}/"
 
@@ -137,16 +115,23 @@ def ended_before(index: str, tenant: str, time: float) -> str:
     return f"{folder(index, tenant)}{_END_OF_TIME_MS - round(time * 1000):014d}-"
 
 
-def parse_marker(key: str) -> Marker | None:
+def parse_marker(key: str, modified: float = 0.0) -> Marker | None:
     """Returns None for a key that is no marker's."""
     parts = key.split("/")
     fields = parts[-1].split("-", 4)
     if len(parts) != 4 or len(fields) != 5 or not fields[0].isdigit():
         return None
-    ms = int(fields[0])
-    if parts[1] in ENDED:
+    digits, _, event_id, holder, function = fields
+    ms = _END_OF_TIME_MS - int(digits) if parts[1] in ENDED else int(digits)
+    return Marker(key, modified, parts[2], event_id, holder, function, ms / 1000)
+
+
+def marker_key(index: str, event: EventRecord, time: float, nonce: str) -> str:
+    ms = round(time * 1000)
+    if index in ENDED:
         ms = _END_OF_TIME_MS - ms
-    return Marker(parts[1], parts[2], ms / 1000, *fields[1:])
+    function = event.function if is_name(event.function) else ""  # the base model's id may have other characters
+    return f"{folder(index, event.tenant)}{ms:014d}-{nonce}-{event.id}-{event.holder}-{function}"
 
 
 def event_key(tenant: str, event_id: str) -> str:
@@ -161,10 +146,8 @@ def markers_of(event: EventRecord) -> frozenset[str]:
     """Returns the keys of all markers that the event should have."""
     if event.removed:
         return frozenset()
-    time = event.due if event.state == "queued" else event.changed
-    named = event.function if is_name(event.function) else ""  # the base model's id may have other characters
-    marker = Marker(event.state, event.tenant, time, event.nonce, event.id, event.holder, named)
-    if event.delivery is None or event.delivery.state != "pending":
-        return frozenset({marker.key})
-    told = msgspec.structs.replace(marker, index=DELIVERING, time=event.delivery.due, nonce=event.delivery.nonce)
-    return frozenset({marker.key, told.key})
+    time, delivery = event.due if event.state == "queued" else event.changed, event.delivery
+    key = marker_key(event.state, event, time, event.nonce)
+    if delivery is None or delivery.state != "pending":
+        return frozenset({key})
+    return frozenset({key, marker_key(DELIVERING, event, delivery.due, delivery.nonce)})

@@ -7,9 +7,20 @@ from typing import Any
 
 import msgspec
 
+from adapters.functions import Policy
 from cluster.errors import ServiceError
 from gateway.api.schema import InvokeReply
-from gateway.events.records import NOBODY, Attempt, Delivery, EventError, EventRecord, State, new_nonce
+from gateway.events.records import (
+    MAX_AGE_S,
+    NOBODY,
+    RETRIES,
+    Attempt,
+    Delivery,
+    EventError,
+    EventRecord,
+    State,
+    new_nonce,
+)
 
 RETRIED = frozenset({"node_failed", "overloaded", "unavailable", "timeout"})
 """Errors behind which the same call may succeed: a node was lost, there was no room, or no token came in time."""
@@ -22,6 +33,21 @@ LONGEST_PAUSE_S = 300.0
 LOST = EventError("node_failed", "the gateway worker that ran it was lost")
 STOPPED = EventError("unavailable", "the gateway worker that ran it was stopped")
 TOO_OLD = EventError("timeout", "it was not done within its max_age")
+
+
+def accepted(policy: Policy, now: float, **fields: Any) -> EventRecord:
+    """Returns a new event of a function with this policy."""
+    max_age = policy.max_age or MAX_AGE_S
+    return EventRecord(
+        created=now,
+        changed=now,
+        due=now,
+        retries=RETRIES if policy.retries is None else policy.retries,
+        max_age=max_age,
+        deadline=now + max_age,
+        nonce=new_nonce(),
+        **fields,
+    )
 
 
 def claimed(event: EventRecord, worker: str, now: float) -> EventRecord:

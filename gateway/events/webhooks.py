@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from ipaddress import ip_address
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 from standardwebhooks import Webhook
 
-from gateway.events.checked_resolver import CheckedResolver
 from gateway.events.webhook_secrets import WebhookSecret
 from gateway.webhook_hosts import NotAllowed, WebhookHosts
 
 SEND_S = 15.0
 """For one try, from the resolution of the host to the status of the reply."""
 CONNECTIONS = 16
+RESOLVE_S = 5.0
+MAX_ADDRESSES = 8
+"""Of one host, that are checked and tried."""
 
 
 class NotDelivered(Exception):
@@ -79,3 +84,28 @@ def _session(allowed: WebhookHosts) -> aiohttp.ClientSession:
     """Returns a session for one webhook: whom a connection may go to is up to the tenant, so that none is kept."""
     connector = aiohttp.TCPConnector(resolver=CheckedResolver(allowed), use_dns_cache=False, force_close=True)
     return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
+
+
+class CheckedResolver(AbstractResolver):
+    """Resolves a host to addresses that were checked: the connection goes to one of these."""
+
+    def __init__(self, allowed: WebhookHosts) -> None:
+        self._allowed = allowed
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Raises NotAllowed if any of the host's addresses is not allowed, OSError."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(RESOLVE_S):
+            found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+        for *_, place in found[:MAX_ADDRESSES]:
+            self._allowed.check_address(ip_address(str(place[0]).partition("%")[0]))
+        flags = socket.AI_NUMERICHOST
+        return [
+            ResolveResult(hostname=host, host=str(place[0]), port=port, family=kind, proto=protocol, flags=flags)
+            for kind, _, protocol, _, place in found[:MAX_ADDRESSES]
+        ]
+
+    async def close(self) -> None:
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from time import monotonic
 
@@ -14,17 +14,20 @@ from cluster.errors import ServiceError
 from gateway.api.schema import InvokeReply
 from gateway.background import background
 from gateway.events.deliveries import Deliveries
-from gateway.events.event_store import Stored
 from gateway.events.events import Events
-from gateway.events.lost import WORKER_S, release
-from gateway.events.poller import NotNow, Poller
+from gateway.events.jobs import WORKER_S, release
 from gateway.events.records import DELIVERING, EventRecord
 from gateway.events.transitions import REFUSED, STOPPED, claimed, expired, failed, postponed, retried, succeeded
 from gateway.http.errors import is_unexpected, to_service_error
+from gateway.jobs.job_store import Marker, Stored
+from gateway.jobs.poller import NoCapacity, Poller, PollResult
+from gateway.jobs.windows import Function
 
 AT_ONCE = 32
 """Events that one worker runs."""
 DELIVERIES_AT_ONCE = 16
+IDLE_S = 5.0
+"""Seconds between two polls while nothing wakes the worker; without Redis other hosts' events wait for them."""
 BEAT_S = 10.0
 STOP_S = 10.0
 """At the worker's end its events may go on for so long; then they are queued again."""
@@ -55,9 +58,9 @@ class Worker:
         self._events = events
         self._execute = execute
         self._can_run = can_run
-        self._runs = Poller(events, "queued", self._run, at_once=AT_ONCE)
-        self._deliveries = Poller(events, DELIVERING, deliveries.deliver, at_once=DELIVERIES_AT_ONCE)
-        self._executions: dict[str, tuple[Stored, asyncio.Task[InvokeReply]]] = {}
+        self._runs = event_poller(events, "queued", self._run, at_once=AT_ONCE)
+        self._deliveries = event_poller(events, DELIVERING, deliveries.deliver, at_once=DELIVERIES_AT_ONCE)
+        self._executions: dict[str, tuple[Stored[EventRecord], asyncio.Task[InvokeReply]]] = {}
         self._stopping = False
         self._beat_at = float("-inf")
         events.on_cancel = self._end_execution
@@ -105,25 +108,25 @@ class Worker:
     async def _check_executions(self) -> None:
         """Ends executions of events that were cancelled through another worker, or taken from this one."""
         for event_id, (stored, _) in list(self._executions.items()):
-            now = await self._events.threads.read(self._events.store.get, stored.event.tenant, event_id)
-            if now is None or now.event.nonce != stored.event.nonce:
+            now = await self._events.threads.read(self._events.store.find, stored.record.tenant, event_id)
+            if now is None or now.record.nonce != stored.record.nonce:
                 self._end_execution(event_id)
 
     def _end_execution(self, event_id: str) -> None:
         if event_id in self._executions:
             self._executions[event_id][1].cancel()
 
-    async def _run(self, stored: Stored) -> float | None:
-        """Returns seconds after which the event may be let through if it was refused, else None. Raises NotNow."""
+    async def _run(self, stored: Stored[EventRecord]) -> float | None:
+        """Returns seconds after which the event may be let through if it was refused, else None. Raises NoCapacity."""
         events, now = self._events, await self._events.clock.now()
-        if now > stored.event.deadline:
-            await events.threads.write(events.store.change, stored, expired(stored.event, now))
+        if now > stored.record.deadline:
+            await events.threads.write(events.store.change, stored, expired(stored.record, now))
             return None
         if monotonic() - self._beat_at > WORKER_S / 2:  # the others could take this worker for lost
             raise StoreUnavailable("it has not taken this worker's word for too long")
         if not await self._can_run():  # each would use up its attempts in a few seconds
-            raise NotNow
-        claim = await events.threads.write(events.store.change, stored, claimed(stored.event, self.name, now))
+            raise NoCapacity
+        claim = await events.threads.write(events.store.change, stored, claimed(stored.record, self.name, now))
         if claim is None:
             return None
         ended, refused_for = await self._outcome(claim)
@@ -132,39 +135,39 @@ class Worker:
             events.wake()  # for the destination that is to be told
         return refused_for
 
-    async def _outcome(self, claim: Stored) -> tuple[EventRecord, float | None]:
+    async def _outcome(self, claim: Stored[EventRecord]) -> tuple[EventRecord, float | None]:
         """Returns the event as it is to be stored, and what `_run` returns."""
-        task = asyncio.ensure_future(self._execute(claim.event))
-        self._executions[claim.event.id] = claim, task
+        task = asyncio.ensure_future(self._execute(claim.record))
+        self._executions[claim.record.id] = claim, task
         try:
             await asyncio.wait([task])
         finally:
-            del self._executions[claim.event.id]
+            del self._executions[claim.record.id]
             task.cancel()
         now = await self._now(claim)
         if task.cancelled():
             if self._stopping:
-                return retried(claim.event, STOPPED, now, 0.0), None
-            return failed(claim.event, ServiceError("cancelled", "it was cancelled"), now), None
+                return retried(claim.record, STOPPED, now, 0.0), None
+            return failed(claim.record, ServiceError("cancelled", "it was cancelled"), now), None
         error = task.exception()
         if error is None:
-            return succeeded(claim.event, task.result(), now), None
+            return succeeded(claim.record, task.result(), now), None
         if is_unexpected(error):
-            log.error("an event failed unexpectedly", exc_info=error, extra={"event": claim.event.id})
+            log.error("an event failed unexpectedly", exc_info=error, extra={"event": claim.record.id})
         told = to_service_error(error)
         if isinstance(error, NotKnownHere) or (told.type == "unavailable" and not await self._can_run()):
-            return postponed(claim.event, told, now), None  # the last node went since the claim: nothing ran
+            return postponed(claim.record, told, now), None  # the last node went since the claim: nothing ran
         refused_for = (told.retry_after or 0.0) if told.type in REFUSED else None
-        return failed(claim.event, told, now), refused_for
+        return failed(claim.record, told, now), refused_for
 
-    async def _now(self, claim: Stored) -> float:
+    async def _now(self, claim: Stored[EventRecord]) -> float:
         """Returns the store's time; while it can't be known, that of the claim: the outcome must be kept."""
         try:
             return await self._events.clock.now()
         except StoreUnavailable:
-            return claim.event.changed
+            return claim.record.changed
 
-    async def _save(self, claim: Stored, ended: EventRecord) -> None:
+    async def _save(self, claim: Stored[EventRecord], ended: EventRecord) -> None:
         """Returns when the outcome is stored, or another process has changed the event meanwhile. Raises
         StoreUnavailable."""
         until = monotonic() + SAVED_WITHIN_S
@@ -176,3 +179,19 @@ class Worker:
                 if monotonic() > until:
                     raise
             await asyncio.sleep(AGAIN_S)
+
+
+def event_poller(
+    events: Events, index: str, handle: Callable[[Stored[EventRecord]], Awaitable[float | None]], *, at_once: int
+) -> Poller[EventRecord]:
+    """Returns a poller of an index, which `events` wakes."""
+
+    async def poll(after: str, closed: Collection[Function]) -> PollResult:
+        return await events.threads.read(events.store.poll, index, after, await events.clock.now(), closed)
+
+    async def owner(marker: Marker) -> Stored[EventRecord] | None:
+        return await events.threads.read(events.store.owner, marker)
+
+    poller = Poller("event", poll, owner, handle, at_once=at_once, idle_s=IDLE_S)
+    events.wakes.append(poller.wake)
+    return poller

@@ -1,7 +1,6 @@
 """Leases in the object store, for gateways without Redis: objects that are written by compare-and-swap.
 
-No host's clock is compared with another's. A holder counts its lease from before it writes; a challenger counts it from
-after it first reads that write, by its own monotonic clock. So the challenger is always the later one.
+Their ends are by `gateway.jobs.clocks.ChangeWatch`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavail
 from adapters.store import ObjectStore
 from cluster.leases import NOBODY, Lease
 from gateway.catalog.threads import LeavableThreads
+from gateway.jobs.clocks import ChangeWatch
 
 STORE_LEASE_SECONDS = 60.0
 """Far longer than in Redis: a store asks money for each write, and what the leader does has time."""
@@ -36,10 +36,8 @@ class StoreLeases:
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
         self._store = store
-        self._clock = clock
+        self._watch = ChangeWatch(clock)
         self._threads = LeavableThreads(1)
-        self._observed: dict[str, tuple[str, float]] = {}
-        """Each lease's etag, and since when it has been seen."""
 
     async def take(self, name: str, holder: str, seconds: float) -> Lease:
         record, etag = await self._read(name)
@@ -62,17 +60,16 @@ class StoreLeases:
         return Lease(record.holder, remaining_s) if record.holder and remaining_s > 0 else NOBODY
 
     def _remaining_s(self, name: str, record: LeaseRecord) -> float:
-        return self._observed[name][1] + record.seconds - self._clock() if name in self._observed else 0.0
+        return record.seconds - self._watch.unchanged_s(name)
 
     async def _read(self, name: str) -> tuple[LeaseRecord, str | None]:
         """The lease and its etag; None: there is no object yet."""
         try:
             stored = await self._threads.run(partial(self._store.get, _key(name)))
         except NotFound:
-            self._observed.pop(name, None)
+            self._watch.forget(name)
             return LeaseRecord("", 0.0, 0), None
-        if self._observed.get(name, ("", 0.0))[0] != stored.etag:
-            self._observed[name] = stored.etag, self._clock()
+        self._watch.observe(name, stored.etag)
         try:
             return msgspec.json.decode(stored.data, type=LeaseRecord), stored.etag
         except msgspec.DecodeError as error:

@@ -24,7 +24,7 @@ from gateway.catalog.threads import StoreThreads
 from gateway.events.deliveries import Deliveries
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events, make_channel
-from gateway.events.lost import release_lost
+from gateway.events.jobs import release_lost
 from gateway.events.records import ENDED, EventRecord, markers_of, new_nonce, parse_marker
 from gateway.events.worker import Worker
 from gateway.leader.turn import Turn
@@ -190,8 +190,8 @@ def leftovers(store: MortalStore) -> set[str]:
         marker = parse_marker(info.key)
         if marker is None:
             continue
-        stored = EventStore(store).get(marker.tenant, marker.id)
-        if stored is None or info.key not in markers_of(stored.event):
+        stored = EventStore(store).find(marker.tenant, marker.id)
+        if stored is None or info.key not in markers_of(stored.record):
             found.add(info.key)
     return found
 

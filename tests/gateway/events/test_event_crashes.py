@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from adapters.errors import StoreUnavailable
 from cluster.errors import ServiceError
-from gateway.events import poller, transitions
+from gateway.events import transitions
 from gateway.events.records import event_key
+from gateway.jobs import poller
 from tests.support.draws import draws
 
 EVENTS = 12
@@ -27,7 +28,7 @@ WRITES = 10
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed is soon tried again."""
     monkeypatch.setattr(transitions, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(poller, "LOOK_S", 0.01)
+    monkeypatch.setattr(poller, "MIN_GAP_S", 0.01)
 
 
 @settings(max_examples=draws(8), deadline=None)
@@ -99,9 +100,9 @@ async def live(world: World, acknowledged: list[str], lost_node: set[int]) -> No
 def check(world: World, acknowledged: list[str], lost_node: set[int]) -> None:
     store = open_events(world.store()).store
     for event_id in acknowledged:
-        stored = store.get("acme", event_id)
+        stored = store.find("acme", event_id)
         assert stored is not None
-        event = stored.event
+        event = stored.record
         assert world.ends[event_key("acme", event_id)] == 1
         assert world.runs[event_id] <= len(event.attempts) <= event.retries + 1
         if int(event_id[4:]) in lost_node:

@@ -14,14 +14,14 @@ from prometheus_client import CollectorRegistry
 from adapters.errors import NotFound
 from cluster.errors import ServiceError
 from gateway.catalog.threads import StoreThreads
-from gateway.events import poller, transitions
+from gateway.events import transitions
 from gateway.events.event_store import EventStore
 from gateway.events.events import Events, make_channel
-from gateway.events.jobs import COUNTED, DEAD_KEPT_S, KEPT_S, count_events, remove_old
-from gateway.events.lost import release_lost
+from gateway.events.jobs import COUNTED, DEAD_KEPT_S, KEPT_S, count_events, release_lost, remove_old
 from gateway.events.metrics import EventMetrics
-from gateway.events.records import ENDED, markers_of, parse_marker
+from gateway.events.records import ENDED, marker_key, markers_of, parse_marker
 from gateway.events.transitions import claimed, expired, failed
+from gateway.jobs import poller
 from gateway.leader.turn import Turn
 
 
@@ -119,7 +119,7 @@ def test_no_attempt_is_used_up_by_a_node_that_goes_between_claim_and_call(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transitions, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(poller, "AWAY_S", 0.05)
+    monkeypatch.setattr(poller, "BACKOFF_S", 0.05)
     serves, tries = True, 0
 
     async def can_run() -> bool:
@@ -171,9 +171,9 @@ def test_a_newer_release_stores_more(world: World) -> None:
     stored = store.get(key)
     more = msgspec.json.encode({**msgspec.json.decode(stored.data), "newer": {"x": 1}})
     store.put_if_match(key, more, stored.etag)
-    found = EventStore(store).get("acme", event.id)
+    found = EventStore(store).find("acme", event.id)
     assert found is not None
-    assert found.event == event
+    assert found.record == event
 
 
 @pytest.mark.parametrize("function", ["pirate", "a-b.c_d", "org/base", ""])
@@ -184,6 +184,7 @@ def test_markers_say_what_they_are(world: World, function: str) -> None:
         [key] = markers_of(each)
         marker = parse_marker(key)
         assert marker is not None
-        assert marker.key == key
-        assert (marker.index, marker.tenant, marker.id, marker.holder) == (each.state, "a.b-c", each.id, each.holder)
+        assert marker_key(each.state, each, marker.time, each.nonce) == marker.key == key
+        assert key.startswith(f"events/{each.state}/a.b-c/")
+        assert (marker.tenant, marker.id, marker.holder) == ("a.b-c", each.id, each.holder)
         assert marker.function == ("" if "/" in function else function)

@@ -17,14 +17,17 @@ from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
 from cluster.errors import ServiceError
 from gateway.catalog.threads import StoreThreads
+from gateway.events import event_store, jobs, worker
 from gateway.events import events as events_module
-from gateway.events import jobs, poller, worker
-from gateway.events.event_store import EventStore, Stored
+from gateway.events.event_store import EventStore
 from gateway.events.jobs import KEPT_S, event_jobs, remove_old
-from gateway.events.poller import Poller
 from gateway.events.records import EventRecord, markers_of
-from gateway.events.store_clock import VALID_S, StoreClock
 from gateway.events.transitions import cancelled, claimed, expired
+from gateway.events.worker import event_poller
+from gateway.jobs import poller
+from gateway.jobs.clocks import VALID_S, StoreClock
+from gateway.jobs.job_store import Stored
+from gateway.jobs.poller import PollResult
 from gateway.leader.turn import Turn, TurnEnded
 
 
@@ -79,13 +82,13 @@ def test_a_change_whose_answer_was_lost_can_be_made_again(tmp_path: Path, lost: 
     now = store.objects.now()
     stored = store.add(new_event(1, now, on_failure=Destination(function="pirate")))
     assert stored is not None
-    ended = expired(stored.event, now)
+    ended = expired(stored.record, now)
     with pytest.raises(StoreUnavailable):
         store.change(stored, ended)
-    assert store.change(stored, ended) == store.get("acme", ended.id)
+    assert store.change(stored, ended) == store.find("acme", ended.id)
     assert {info.key for info in store.objects.list("events/")} == markers_of(ended)
     assert len(markers_of(ended)) == 2
-    assert store.change(stored, cancelled(stored.event, now)) is None
+    assert store.change(stored, cancelled(stored.record, now)) is None
     assert {info.key for info in store.objects.list("events/")} == markers_of(ended)
 
 
@@ -134,16 +137,15 @@ def test_a_flood_of_one_tenant_delays_no_other(world: World) -> None:
         events, begun = open_events(world.store()), []
         enough, release = asyncio.Event(), asyncio.Event()
 
-        async def handle(stored: Stored) -> None:
-            begun.append(stored.event.tenant)
+        async def handle(stored: Stored[EventRecord]) -> None:
+            begun.append(stored.record.tenant)
             if len(begun) == 8:
                 enough.set()
             await release.wait()
 
         await add_some(events, 20, "flood")
         await add_some(events, 4, "quiet", first=100)
-        poller = Poller(events, "queued", handle, at_once=8)
-        task = asyncio.create_task(poller.run())
+        task = asyncio.create_task(event_poller(events, "queued", handle, at_once=8).run())
         await enough.wait()
         task.cancel()
         release.set()
@@ -156,18 +158,21 @@ def test_a_full_worker_rests_although_more_is_queued(world: World) -> None:
     async def work() -> None:
         events, began, rounds = open_events(world.store()), asyncio.Event(), 0
 
-        async def handle(_: Stored) -> None:
+        async def handle(_: Stored[EventRecord]) -> None:
             began.set()
             await asyncio.Event().wait()
 
-        class Counting(Poller):
-            async def _round(self) -> float:
-                nonlocal rounds
-                rounds += 1
-                return await super()._round()
+        full = event_poller(events, "queued", handle, at_once=1)
+        begin = full._round
 
+        async def counted() -> float:
+            nonlocal rounds
+            rounds += 1
+            return await begin()
+
+        full._round = counted
         await add_some(events, 1)
-        task = asyncio.create_task(Counting(events, "queued", handle, at_once=1).run())
+        task = asyncio.create_task(full.run())
         await began.wait()
         await add_some(events, 1, first=1)
         for _ in range(1000):
@@ -181,42 +186,44 @@ def test_a_full_worker_rests_although_more_is_queued(world: World) -> None:
 def test_a_store_that_takes_no_changes_is_not_asked_again_and_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may answer each look all the same, and at each the event is due."""
-    monkeypatch.setattr(poller, "AWAY_S", 3600.0)
-    monkeypatch.setattr(poller, "LOOK_S", 0.0)
+    """It may answer each poll all the same, and at each the event is due."""
+    monkeypatch.setattr(poller, "BACKOFF_S", 3600.0)
+    monkeypatch.setattr(poller, "MIN_GAP_S", 0.0)
 
     async def work() -> None:
-        events, looks, rounds = open_events(world.store()), 0, 0
+        events, polls, rounds = open_events(world.store()), 0, 0
 
-        async def handle(_: Stored) -> None:
+        async def handle(_: Stored[EventRecord]) -> None:
             raise StoreUnavailable("it can be read alone")
 
-        class Counting(Poller):
-            async def _look(self) -> None:
-                nonlocal looks
-                looks += 1
-                await super()._look()
+        counting = event_poller(events, "queued", handle, at_once=4)
+        begin, poll = counting._round, counting._poll
 
-            async def _round(self) -> float:
-                nonlocal rounds
-                rounds += 1
-                return await super()._round()
+        async def counted_round() -> float:
+            nonlocal rounds
+            rounds += 1
+            return await begin()
 
+        async def counted_poll(*arguments: Any) -> PollResult:
+            nonlocal polls
+            polls += 1
+            return await poll(*arguments)
+
+        counting._round, counting._poll = counted_round, counted_poll
         await add_some(events, 40)
-        counting = Counting(events, "queued", handle, at_once=4)
         task = asyncio.create_task(counting.run())
-        while counting.active or counting._away_until < 0:  # noqa: ASYNC110
+        while counting.active or counting._backoff_until < 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         before = rounds
         await add_some(events, 1, first=40)
         while rounds == before:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         task.cancel()
-        assert looks == 1
-        monkeypatch.setattr(poller, "AWAY_S", 0.0)
-        counting._away_until = 0.0
+        assert polls == 1
+        monkeypatch.setattr(poller, "BACKOFF_S", 0.0)
+        counting._backoff_until = 0.0
         task = asyncio.create_task(counting.run())
-        while looks < 3:  # noqa: ASYNC110
+        while polls < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         task.cancel()
 
@@ -229,7 +236,7 @@ def test_a_worker_whose_word_is_too_old_claims_nothing(world: World) -> None:
     async def work() -> None:
         events = open_events(world.store())
         [event_id] = await add_some(events, 1)
-        stored = events.store.get("acme", event_id)
+        stored = events.store.find("acme", event_id)
         assert stored is not None
         with pytest.raises(StoreUnavailable):
             await make_worker(world, events, lambda *_: None)._run(stored)
@@ -239,14 +246,14 @@ def test_a_worker_whose_word_is_too_old_claims_nothing(world: World) -> None:
 
 
 def test_a_store_that_is_slow_to_list_reaches_all_tenants(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(poller, "LONGEST_LOOK_S", 0.0)  # each look reaches one tenant
-    monkeypatch.setattr(poller, "IDLE_S", 0.1)
+    monkeypatch.setattr(event_store, "LONGEST_POLL_S", 0.0)  # each poll reaches one tenant
+    monkeypatch.setattr(worker, "IDLE_S", 0.1)
 
     async def work() -> None:
         events = open_events(world.store())
         for number in range(3):
             await add_some(events, 1, f"tenant{number}", first=number)
-        assert poller._look(events.store, "queued", "", float("inf")).after == "tenant0"
+        assert events.store.poll("queued", "", float("inf")).after == "tenant0"
         async with make_worker(world, events, lambda *_: None).running():
             for number in range(3):
                 await all_ended(events, [f"inv_{number:04d}"], f"tenant{number}")

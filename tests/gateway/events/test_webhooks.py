@@ -142,7 +142,7 @@ def test_nobody_else_tries_while_a_receiver_takes_its_time(
 
     def look() -> None:
         store = world.store()
-        [marker] = [marker for marker, _ in EventStore(store).infos("events/delivering/")]
+        [marker] = EventStore(store).list_markers("events/delivering/")
         left.append(marker.time - store.now())
 
     receiver.amid = look

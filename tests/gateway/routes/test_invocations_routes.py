@@ -20,10 +20,11 @@ import garnish
 from adapters.local_store import LocalStore
 from garnish.cli.main import main
 from gateway.calls.scale_from_zero import FirstNodeWait
-from gateway.events import poller, transitions
+from gateway.events import transitions
 from gateway.events.event_store import EventStore
 from gateway.events.messages import EventReply
 from gateway.events.records import EventRecord, new_nonce
+from gateway.jobs import poller
 
 
 @pytest.fixture
@@ -235,7 +236,7 @@ def test_others_of_the_tenant_find_a_place_beside_asynchronous_calls(deployed: R
 def test_no_attempt_is_used_up_while_no_node_serves(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(poller, "AWAY_S", 0.05)
+    monkeypatch.setattr(poller, "BACKOFF_S", 0.05)
     applies, asked = FirstNodeWait.should_wait, 0
 
     async def noted(hold: FirstNodeWait, *without: Collection[str]) -> bool:

@@ -11,8 +11,8 @@ from event_world import RESULT, World, add_some, make_worker, open_events, run
 
 from cluster.errors import ServiceError
 from gateway.api.schema import InvokeReply
-from gateway.events.pace import FORGOTTEN_S, Paces
 from gateway.events.records import EventRecord
+from gateway.jobs.windows import FORGOTTEN_S, Windows
 
 F, G = ("acme", "f"), ("acme", "g")
 
@@ -27,47 +27,40 @@ class Clock:
 @pytest.mark.parametrize("limit", [1, 2, 8, 31])
 def test_a_flood_finds_the_limit_at_once_and_stays_near_it(limit: int) -> None:
     """Rounds in which as many begin as may, and the limit refuses the rest."""
-    paces, refused, done = Paces(32, Clock()), 0, 0
+    windows, refused, done = Windows(32, Clock()), 0, 0
     for _ in range(50):
         begun = 0
-        while begun < 32 and paces.may_begin(F):
-            paces.begin(F)
+        while begun < 32 and windows.may_begin(F, begun):
             begun += 1
         for number in range(begun):
             if number < limit:
-                paces.let_through(F)
+                windows.accept(F)
                 done += 1
             else:
-                paces.refuse(F, 0.0)
+                windows.refuse(F, 0.0)
                 refused += 1
-            paces.end(F)
     assert done >= 0.8 * 50 * limit
     assert refused < 32 + done / 3
-    assert paces.may_begin(G)
+    assert windows.may_begin(G, 0)
 
 
 def test_a_function_of_which_not_one_is_let_through_waits_for_the_limit() -> None:
     clock = Clock()
-    paces = Paces(32, clock)
+    windows = Windows(32, clock)
+    for active in range(32):
+        assert windows.may_begin(F, active)
     for _ in range(32):
-        assert paces.may_begin(F)
-        paces.begin(F)
-    for _ in range(32):
-        paces.refuse(F, 3.0)
-        paces.end(F)
-    assert (paces.may_begin(F), paces.held(), paces.next_at()) == (False, frozenset({F}), 103.0)
+        windows.refuse(F, 3.0)
+    assert (windows.may_begin(F, 0), windows.closed(), windows.next_opening()) == (False, frozenset({F}), 103.0)
     clock.now += 3.0
-    assert (paces.may_begin(F), paces.held(), paces.next_at()) == (True, frozenset(), None)
-    paces.begin(F)
-    assert not paces.may_begin(F)
+    assert (windows.may_begin(F, 0), windows.closed(), windows.next_opening()) == (True, frozenset(), None)
+    assert not windows.may_begin(F, 1)
     for pause in (2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
-        paces.refuse(F, 0.0)
-        paces.end(F)
-        assert paces.next_at() == clock.now + pause
+        windows.refuse(F, 0.0)
+        assert windows.next_opening() == clock.now + pause
         clock.now += pause
-        paces.begin(F)
     clock.now += FORGOTTEN_S
-    assert paces.may_begin(F), "the refusal counts no more"
+    assert windows.may_begin(F, 1), "the refusal counts no more"
 
 
 def test_a_queue_behind_a_limit_is_not_claimed_over_and_over(tmp_path: Path) -> None:

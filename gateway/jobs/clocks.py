@@ -1,0 +1,71 @@
+"""Clocks that do not compare hosts: the store's time, and the age of a change as this process saw it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+
+from adapters.errors import StoreUnavailable
+from adapters.store import ObjectStore
+from gateway.catalog.threads import StoreThreads
+
+VALID_S = 600.0
+"""Seconds after which the offset between this host's clock and the store's is measured again."""
+
+
+class StoreClock:
+    """The store's clock, read without a request each time: all gateways of a registry agree on it.
+
+    `clock` is monotonic seconds.
+    """
+
+    def __init__(self, store: ObjectStore, threads: StoreThreads, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._threads = threads
+        self._clock = clock
+        self._offset: float | None = None
+        self._measured_at = 0.0
+
+    async def now(self) -> float:
+        """Returns Unix time by the store's clock. Raises StoreUnavailable while it was never measured."""
+        if self._offset is None or self._clock() - self._measured_at > VALID_S:
+            await self._measure()
+        assert self._offset is not None
+        return self._clock() + self._offset
+
+    async def _measure(self) -> None:
+        self._measured_at = started_at = self._clock()
+        try:
+            self._offset = await self._threads.read(self._store.now) - started_at
+        except StoreUnavailable:
+            if self._offset is None:
+                raise
+
+
+class ChangeWatch:
+    """Records that are leases: a holder keeps one by writing it again and again, which changes its etag.
+
+    No host's clock is compared with another's. A holder counts its lease from before it writes. A challenger counts it
+    from after it first reads that write, by its own monotonic clock: it is always the later one.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._observed: dict[str, tuple[str, float]] = {}
+        """Etag of each record, and the time of the first read that returned it."""
+
+    def observe(self, name: str, etag: str) -> None:
+        """Records the etag that was just read."""
+        if name not in self._observed or self._observed[name][0] != etag:
+            self._observed[name] = etag, self._clock()
+
+    def unchanged_s(self, name: str) -> float:
+        """Returns the seconds since the record was first read as it is; infinite if it was never read."""
+        return self._clock() - self._observed[name][1] if name in self._observed else math.inf
+
+    def forget(self, name: str) -> None:
+        self._observed.pop(name, None)
+
+    def retain(self, names: Collection[str]) -> None:
+        """Forgets all other records."""
+        self._observed = {name: self._observed[name] for name in names if name in self._observed}

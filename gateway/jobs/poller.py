@@ -1,0 +1,188 @@
+"""Finds jobs that are due, and begins them in fair shares of tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from math import inf
+from time import monotonic
+from typing import Generic, NamedTuple
+
+from adapters.errors import StoreUnavailable
+from gateway.jobs.job_store import Marker, R, Stored
+from gateway.jobs.windows import Function, Windows
+
+MIN_GAP_S = 0.1
+"""Seconds between two polls at least: a store charges for each."""
+BACKOFF_S = 2.0
+"""Seconds without a poll after a job could not be changed, for the store did not answer, or could not begin: each poll
+would find it again."""
+VALID_S = 1.0
+"""Seconds for which a poll's result is used: other tenants may have come."""
+
+log = logging.getLogger("gateway")
+
+
+class NoCapacity(Exception):
+    """No job of the kind can be handled for a while. The job is left as it was."""
+
+
+class PollResult(NamedTuple):
+    """Due jobs of a part of the tenants."""
+
+    due: dict[str, list[Marker]]
+    """Markers by tenant, in the order in which they are due."""
+    next_in_s: float = inf
+    """Seconds until the first of the others is due."""
+    after: str = ""
+    """Where the next poll begins; empty: at the first tenant."""
+
+
+Poll = Callable[[str, Collection[Function]], Awaitable[PollResult]]
+"""Lists due jobs from `PollResult.after` on, without those of the given functions. Raises StoreUnavailable."""
+
+
+class Poller(Generic[R]):
+    """Calls `handle` with each due job, at most `at_once` at a time, those of the tenant that has the fewest first.
+
+    `owner` reads a job by its marker (`JobStore.owner`). `handle` gets the job as it is stored now, and changes it. It
+    returns seconds after which a refused job may be accepted, or None if it was not refused. Raises NoCapacity.
+    `idle_s`: seconds between two polls while nothing wakes the poller. `kind` names the jobs in the log.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        poll: Poll,
+        owner: Callable[[Marker], Awaitable[Stored[R] | None]],
+        handle: Callable[[Stored[R]], Awaitable[float | None]],
+        *,
+        at_once: int,
+        idle_s: float,
+    ) -> None:
+        self.active: dict[str, asyncio.Task[None]] = {}
+        """Tasks by the jobs' ids."""
+        self.wake = asyncio.Event()
+        """Set when there may be a new job."""
+        self._kind = kind
+        self._poll, self._owner, self._handle = poll, owner, handle
+        self._at_once = at_once
+        self._idle_s = idle_s
+        self._markers: dict[str, Marker] = {}
+        """Markers of the active jobs."""
+        self._windows = Windows(at_once, monotonic)
+        self._after = ""
+        self._waiting: dict[str, list[Marker]] = {}
+        """Jobs of the last poll that have not begun."""
+        self._polled_at = self._backoff_until = -inf
+        self._next_due_at = inf
+        self._job_ended = asyncio.Event()
+
+    async def run(self) -> None:
+        """Runs until it is cancelled; then nothing new begins, but active jobs continue."""
+        while True:
+            try:
+                pause = await self._round()
+            except StoreUnavailable as error:
+                log.warning("%ss can't be looked for", self._kind, extra={"why": str(error)})
+                pause = self._idle_s
+            await self._rest(pause)
+
+    async def _round(self) -> float:
+        """Begins what is due and has room. Returns for how many seconds to rest, unless something happens before."""
+        if len(self.active) >= self._at_once:
+            return self._idle_s
+        if (backoff := self._backoff_until - monotonic()) > 0:
+            return backoff
+        since = monotonic() - self._polled_at
+        if since < MIN_GAP_S and not self._may_begin_any():
+            await asyncio.sleep(MIN_GAP_S - since)
+        if since > VALID_S or not self._may_begin_any():
+            await self._refresh()
+        while len(self.active) < self._at_once and (marker := self._next()) is not None:
+            if marker.id not in self.active:  # a leftover may name a job that has another marker, too
+                self._begin(marker)
+        if len(self.active) >= self._at_once and any(self._waiting.values()):
+            return self._idle_s  # until one has ended: there is no room
+        if self._after:
+            return MIN_GAP_S
+        opening_at = self._windows.next_opening()
+        next_at = self._next_due_at if opening_at is None else min(self._next_due_at, opening_at)
+        return max(MIN_GAP_S, min(self._idle_s, next_at - monotonic()))
+
+    async def _refresh(self) -> None:
+        self.wake.clear()
+        started = monotonic()
+        result = await self._poll(self._after, self._windows.closed())
+        self._polled_at, self._after, self._next_due_at = monotonic(), result.after, started + result.next_in_s
+        self._waiting = {
+            tenant: [marker for marker in due if marker.id not in self.active] for tenant, due in result.due.items()
+        }
+
+    def _may_begin_any(self) -> bool:
+        active = Counter(map(function_of, self._markers.values()))
+        return any(self._first(due, active) is not None for due in self._waiting.values())
+
+    def _next(self) -> Marker | None:
+        """Takes the first due job of the tenant that has the fewest active. Returns None if none may begin."""
+        active = Counter(map(function_of, self._markers.values()))
+        first = {tenant: at for tenant, due in self._waiting.items() if (at := self._first(due, active)) is not None}
+        tenants = Counter(marker.tenant for marker in self._markers.values())
+        tenant = min(first, key=lambda tenant: (tenants[tenant], random.random()), default=None)
+        return None if tenant is None else self._waiting[tenant].pop(first[tenant])
+
+    def _first(self, due: list[Marker], active: Counter[Function]) -> int | None:
+        """Returns the index of the first whose function may have one more."""
+        functions = enumerate(map(function_of, due))
+        return next((at for at, each in functions if self._windows.may_begin(each, active[each])), None)
+
+    def _begin(self, marker: Marker) -> None:
+        self._markers[marker.id] = marker
+        task = self.active[marker.id] = asyncio.create_task(self._run(marker))
+
+        def end(_: asyncio.Task[None]) -> None:
+            del self.active[marker.id], self._markers[marker.id]
+            self._job_ended.set()
+
+        task.add_done_callback(end)
+
+    async def _run(self, marker: Marker) -> None:
+        try:
+            stored = await self._owner(marker)
+            if stored is not None:
+                self._record_outcome(marker, await self._handle(stored))
+        except StoreUnavailable as error:  # its marker stays: it is found again
+            log.warning("a job waits for the store", extra={"job": marker.id, "why": str(error)})
+            self._back_off()
+        except NoCapacity:
+            self._back_off()
+        except Exception:  # one job must not end the others
+            log.exception("a job could not be handled", extra={"job": marker.id})
+
+    def _back_off(self) -> None:
+        self._backoff_until = monotonic() + BACKOFF_S
+        self._waiting = {}
+
+    def _record_outcome(self, marker: Marker, refused_for_s: float | None) -> None:
+        if refused_for_s is None:
+            self._windows.accept(function_of(marker))
+        else:
+            self._windows.refuse(function_of(marker), refused_for_s)
+
+    async def _rest(self, seconds: float) -> None:
+        """Returns after `seconds`, or sooner when a job has ended or, while there is room, a new one may be there."""
+        self._job_ended.clear()
+        wakes = [self._job_ended] if len(self.active) >= self._at_once else [self.wake, self._job_ended]
+        waits = [asyncio.ensure_future(event.wait()) for event in wakes]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+def function_of(marker: Marker) -> Function:
+    return marker.tenant, marker.function
