@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cluster.record_check import RecordRates
     from cluster.state import ClusterState
     from cluster.text import BaseText
-    from gateway.batches.batches import Batches
+    from gateway.batches.runner import Batches
     from gateway.calls.breaker import Breakers
     from gateway.calls.chat_templates import ChatTemplates
     from gateway.calls.dispatch import Dispatcher

@@ -24,7 +24,7 @@ from cluster.leases import Leases
 from cluster.record_check import RecordRates
 from cluster.secret import read_secret
 from cluster.text import BaseText
-from gateway.batches.batches import make_batches
+from gateway.batches.runner import make_batches
 from gateway.calls.accounting import Accounting
 from gateway.calls.breaker import Breakers
 from gateway.calls.chat_templates import ChatTemplates

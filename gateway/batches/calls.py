@@ -10,10 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from gateway.batches.answers import Answer
 from gateway.batches.lines import Line
 from gateway.batches.messages import Endpoint
-from gateway.batches.replies import LineReply
+from gateway.batches.replies import Answer, LineReply
 from gateway.calls.request import background_request
 from gateway.http.bodies import parse_json
 from gateway.http.errors import error_reply, is_unexpected, to_service_error

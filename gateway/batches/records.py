@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from adapters.errors import Conflict, NotFound, PreconditionFailed
-from adapters.records import read_record, read_records, update_record
+from adapters.errors import Conflict, NotFound
+from adapters.records import read_records, update_record
 from adapters.store import ObjectStore, all_objects
 from adapters.tenant_removal import data_prefix
 from cluster.errors import ServiceError
@@ -24,21 +24,18 @@ from gateway.batches.messages import (
     RequestCounts,
     Status,
 )
+from gateway.jobs.job_store import JobRecord, JobStore, Marker, Stored
 
 MAX_BATCHES = 500
 """Of one tenant that are kept: beyond it the oldest that have ended are forgotten."""
 MAX_OPEN = 50
 """Of one tenant that have not ended."""
 MARKERS = "open_batches/"
-ORPHAN_SECONDS = 60.0
-"""A marker without a record is then not one whose batch is just being made."""
 
 
-class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class BatchRecord(JobRecord, frozen=True, kw_only=True):
     """What is known of a batch. Only the holder of the lease changes it, but for the request to cancel."""
 
-    id: str
-    tenant: str
     endpoint: Endpoint
     input_file: str
     created: float
@@ -48,7 +45,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     key_id: str | None = None
     """Of the tenant's key, or (`by_admin`) an administrator's, that made it; None: keys are not asked for."""
     by_admin: bool = False
-    at: dict[str, float] = {}
+    at: dict[str, float] = msgspec.field(default_factory=dict)
     """When it came to each status."""
     problems: tuple[BatchProblem, ...] = ()
     total: int = 0
@@ -98,26 +95,19 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         )
 
 
-class Held(msgspec.Struct, frozen=True):
-    """A record, and the etag by which it was read or written."""
-
-    record: BatchRecord
-    etag: str
-
-
-class BatchStore:
-    """Methods block; they may be called from any thread, and raise StoreUnavailable."""
+class BatchStore(JobStore[BatchRecord]):
+    """Batches of all tenants of a registry. A marker lists each that has not ended."""
 
     def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+        super().__init__(store, BatchRecord, _key, _markers)
 
     def create(self, tenant: str, asked: BatchRequest, key_id: str | None, *, by_admin: bool) -> BatchRecord:
         """Stores a new batch. Raises ServiceError `conflict` for a tenant with MAX_OPEN open ones."""
-        if len(self._store.list(f"{MARKERS}{tenant}/", limit=MAX_OPEN)) >= MAX_OPEN:
+        if len(self.objects.list(f"{MARKERS}{tenant}/", limit=MAX_OPEN)) >= MAX_OPEN:
             why = f"{MAX_OPEN} batches of the tenant have not ended, the most that it may have"
             raise ServiceError("conflict", why)
         self._forget_oldest(tenant)
-        now = self._store.now()
+        now = self.objects.now()
         record = BatchRecord(
             id=new_id("batch_", now),
             tenant=tenant,
@@ -131,24 +121,24 @@ class BatchStore:
             output_id=new_id("file-", now),
             error_id=new_id("file-", now),
         )
-        self._store.put(_marker(tenant, record.id), b"")
-        self._store.put_if_absent(_key(tenant, record.id), msgspec.json.encode(record))
+        if self.add(record) is None:
+            raise Conflict(f"there is a batch {record.id} already")
         return record
 
     def get(self, tenant: str, batch_id: str) -> BatchRecord:
         """Raises NotFound."""
-        held = self.read(tenant, batch_id) if is_id(batch_id, "batch_") else None
-        if held is None:
+        stored = self.find(tenant, batch_id) if is_id(batch_id, "batch_") else None
+        if stored is None:
             raise NotFound(f"there is no batch {batch_id[:100]!r}")
-        return held.record
+        return stored.record
 
     def ids(self, tenant: str) -> list[str]:
         """Returns the ids of the tenant's batches, the newest first."""
-        return listed_ids(self._store, _folder(tenant))
+        return listed_ids(self.objects, _folder(tenant))
 
     def records(self, tenant: str, ids: Sequence[str]) -> list[BatchRecord]:
         """Returns the records of those that are still there."""
-        found = read_records(self._store, [_key(tenant, batch_id) for batch_id in ids], BatchRecord)
+        found = read_records(self.objects, [self._key(tenant, batch_id) for batch_id in ids], BatchRecord)
         return [record for record in found if record is not None]
 
     def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
@@ -163,46 +153,27 @@ class BatchStore:
                 raise ServiceError("conflict", f"the batch has ended: it is {record.status}")
             if record.status not in ("validating", "in_progress"):
                 return record
-            now = self._store.now()
+            now = self.objects.now()
             return msgspec.structs.replace(record.with_status("cancelling", now), writes=record.writes + 1)
 
-        return update_record(self._store, _key(tenant, batch_id), BatchRecord, change)
+        return update_record(self.objects, self._key(tenant, batch_id), BatchRecord, change)
 
-    def read(self, tenant: str, batch_id: str) -> Held | None:
-        """Returns None if there is no such batch."""
-        found = read_record(self._store, _key(tenant, batch_id), BatchRecord)
-        return None if found is None else Held(*found)
+    def change(self, stored: Stored[BatchRecord], record: BatchRecord) -> Stored[BatchRecord] | None:
+        return super().change(stored, msgspec.structs.replace(record, writes=record.writes + 1))
 
-    def write(self, record: BatchRecord, etag: str) -> Held | None:
-        """Replaces the record that has this etag. Returns None if another has written it since."""
-        record = msgspec.structs.replace(record, writes=record.writes + 1)
-        try:
-            new = self._store.put_if_match(_key(record.tenant, record.id), msgspec.json.encode(record), etag)
-        except (Conflict, PreconditionFailed, NotFound):
-            return None
-        return Held(record, new)
-
-    def open_batches(self) -> list[tuple[str, str]]:
-        """Returns (tenant, id) of all that have not ended, each tenant's oldest first."""
-        found: list[tuple[str, str]] = []
-        for info in all_objects(self._store, MARKERS):
+    def open_batches(self) -> list[Marker]:
+        """Returns the markers of all that have not ended, each tenant's oldest first."""
+        markers: list[Marker] = []
+        for info in all_objects(self.objects, MARKERS):
             tenant, _, batch_id = info.key.removeprefix(MARKERS).partition("/")
-            found.append((tenant, batch_id))
-        return sorted(found, key=lambda each: each[1], reverse=True)
-
-    def close(self, tenant: str, batch_id: str) -> None:
-        """Removes the marker of one that has ended."""
-        self._store.delete(_marker(tenant, batch_id))
-
-    def drop_orphan(self, tenant: str, batch_id: str) -> None:
-        """Removes a marker that has no record, unless the batch is just being made."""
-        self._store.delete_older(_marker(tenant, batch_id), self._store.now() - ORPHAN_SECONDS)
+            markers.append(Marker(info.key, info.modified, tenant, batch_id))
+        return sorted(markers, key=lambda marker: marker.id, reverse=True)
 
     def _forget_oldest(self, tenant: str) -> None:
         surplus = self.ids(tenant)[MAX_BATCHES - 1 :]
         for record in self.records(tenant, surplus):
             if record.ended:
-                self._store.delete(_key(tenant, record.id))
+                self.objects.delete(self._key(tenant, record.id))
 
 
 def bits_for(count: int) -> bytearray:
@@ -217,5 +188,5 @@ def _key(tenant: str, batch_id: str) -> str:
     return f"{_folder(tenant)}{batch_id}.json"
 
 
-def _marker(tenant: str, batch_id: str) -> str:
-    return f"{MARKERS}{tenant}/{batch_id}"
+def _markers(record: BatchRecord) -> frozenset[str]:
+    return frozenset() if record.ended else frozenset({f"{MARKERS}{record.tenant}/{record.id}"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -11,6 +11,10 @@ from gateway.batches.files import FileStore, Part
 
 PART_BYTES = 1 << 20
 """A part is written anew as it grows, up to this size."""
+AGAIN = frozenset({"rate_limited", "overloaded", "unavailable"})
+"""Errors after which a call is put back: it has not run, and may later."""
+FLEETING = frozenset({"node_failed", "timeout", "internal"})
+"""Errors after which it is tried again a few times."""
 
 
 class LineReply(msgspec.Struct, frozen=True):
@@ -19,6 +23,14 @@ class LineReply(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     request_id: str
+
+
+class Answer(NamedTuple):
+    """`error`: the type of the error that the reply tells; None: it is a good one."""
+
+    reply: LineReply
+    error: str | None = None
+    retry_after: float | None = None
 
 
 class _Response(msgspec.Struct, frozen=True):

@@ -17,9 +17,10 @@ from gateway.batches.files import FileRecord, FileStore, piece_starts
 from gateway.batches.line_reader import AHEAD_LINES, LineReader
 from gateway.batches.lines import Line, LineScanner
 from gateway.batches.messages import BatchProblem, Status
-from gateway.batches.records import BatchRecord, BatchStore, Held, bits_for
+from gateway.batches.records import BatchRecord, BatchStore, bits_for
 from gateway.batches.replies import LineReply, PartWriter, reply_line, unanswered_line
 from gateway.catalog.threads import LeavableThreads
+from gateway.jobs.job_store import Stored
 
 BEAT_SECONDS = 2.0
 """After which long work is interrupted to write the record, which keeps the lease."""
@@ -41,37 +42,38 @@ class BatchRun:
 
     def __init__(
         self,
-        held: Held,
+        claimed: Stored[BatchRecord],
         batches: BatchStore,
         files: FileStore,
         threads: LeavableThreads,
         unix: Callable[[], Awaitable[float]],
     ) -> None:
-        self.record = held.record
+        self.record = record = claimed.record
         self.changed = asyncio.Event()
         """Set when something is worth a write before its time."""
+        self.calls: set[asyncio.Task[None]] = set()
+        """Calls under way."""
         self.attempts: dict[int, int] = {}
         """Of calls that have failed for reasons which may pass."""
-        asked: Status | None = "cancelled" if held.record.status == "cancelling" else None
-        self.ending: Status | None = held.record.ends_as or asked
+        asked: Status | None = "cancelled" if record.status == "cancelling" else None
+        self.ending: Status | None = record.ends_as or asked
         """Once no further call begins: how the batch will end."""
         self.given_up = self.lost = False
         """Whether it is to be left to another gateway, or another has taken it."""
         self.written_at = asyncio.get_running_loop().time()
         """When the lease was last kept."""
-        self._holder = held.record.holder
-        self._problems = held.record.problems
-        self._etag = held.etag
+        self._holder = record.holder
+        self._problems = record.problems
+        self._stored = claimed
         self._batches, self._files, self._threads, self._unix = batches, files, threads, unix
         self._reader: LineReader | None = None
-        self._scanned = LineScanner(held.record.endpoint)
+        self._scanned = LineScanner(record.endpoint)
         self._order: array[int] = array("l")
         self._next = 0
         self._again: list[tuple[float, int]] = []
         """A heap of calls to try again: from when on, by the event loop's clock, and which."""
-        self._done = bytearray(held.record.done)
-        self._counts = {True: held.record.completed, False: held.record.failed}
-        record = held.record
+        self._done = bytearray(record.done)
+        self._counts = {True: record.completed, False: record.failed}
         self._writers = {
             good: PartWriter(files, record.tenant, file_id, record.claim, parts)
             for good, file_id, parts in (
@@ -183,14 +185,14 @@ class BatchRun:
             writer, name, data = self._unwritten[0]
             await self._threads.run(partial(writer.write, name, data))
             del self._unwritten[0]
-        while (held := await self._threads.run(partial(self._write_record, changes))) is None:
+        while (stored := await self._threads.run(partial(self._write_record, changes))) is None:
             await self._merge()
-        self.record, self._etag = held.record, held.etag
+        self.record, self._stored = stored.record, stored
         self.written_at = asyncio.get_running_loop().time()
         self._answers -= taken
 
-    def _write_record(self, changes: dict[str, Any]) -> Held | None:
-        return self._batches.write(msgspec.structs.replace(self.record, **changes), self._etag)
+    def _write_record(self, changes: dict[str, Any]) -> Stored[BatchRecord] | None:
+        return self._batches.change(self._stored, msgspec.structs.replace(self.record, **changes))
 
     async def finish(self) -> None:
         """Ends the batch as it was said to; its files are there when its record says that it has ended."""
@@ -208,7 +210,6 @@ class BatchRun:
         await self._threads.run(partial(self._make_files, now))
         ended = self.record.with_status(outcome, now)
         await self.write(status=ended.status, at=ended.at, holder="")
-        await self._threads.run(lambda: self._batches.close(*self.key))
 
     def give_up(self) -> None:
         """It is to be left to another gateway, or to a later time."""
@@ -246,12 +247,12 @@ class BatchRun:
 
     async def _merge(self) -> None:
         """After a write by another: a request to cancel is taken in. Raises LeaseLost."""
-        found = await self._threads.run(lambda: self._batches.read(*self.key))
-        if found is None:  # its tenant was removed, maybe before the last answers were written
+        current = await self._threads.run(lambda: self._batches.find(*self.key))
+        if current is None:  # its tenant was removed, maybe before the last answers were written
             await self._threads.run(self._remove_answers)
-        if found is None or (found.record.holder, found.record.claim) != (self._holder, self.record.claim):
+        if current is None or (current.record.holder, current.record.claim) != (self._holder, self.record.claim):
             raise LeaseLost
-        theirs, self._etag = found.record, found.etag
+        theirs, self._stored = current.record, current
         if theirs.status == "cancelling" and self.record.status in ("validating", "in_progress"):
             self.record = msgspec.structs.replace(self.record, status="cancelling", at={**self.record.at, **theirs.at})
             self.end("cancelled")

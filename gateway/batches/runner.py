@@ -5,34 +5,44 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from adapters.errors import CorruptRecord, NotFound, StoreUnavailable
+from adapters.errors import NotFound, StoreUnavailable
+from adapters.store import ObjectStore
+from cluster.state import ClusterState
 from gateway.background import background, cancel_all
-from gateway.batches.answers import AGAIN, FLEETING, Answer
 from gateway.batches.files import FileStore
 from gateway.batches.lines import Line
 from gateway.batches.messages import BatchProblem, Endpoint
 from gateway.batches.metrics import BatchMetrics
-from gateway.batches.records import BatchStore, Held
+from gateway.batches.records import BatchRecord, BatchStore
+from gateway.batches.replies import AGAIN, FLEETING, Answer
 from gateway.batches.run import BatchRun, LeaseLost
 from gateway.batches.shares import PAUSE_SECONDS, Shares
+from gateway.batches.spare import SpareRows
 from gateway.catalog.callers import Callers
 from gateway.catalog.threads import LeavableThreads
+from gateway.jobs.clocks import ChangeWatch
+from gateway.jobs.job_store import Marker, Stored
+from gateway.jobs.poller import Poller, PollResult
+from gateway.jobs.windows import Function
 
 LEASE_SECONDS = 10.0
 """A batch whose record has not changed for so long, by the clock of who looks, may be taken over."""
 POLL_SECONDS = 3.0
-"""Between two looks for batches to claim."""
+"""Between two polls for batches to claim."""
 FLUSH_SECONDS = 1.0
 MAX_RUNS = 16
 """Batches at once in one gateway worker: each keeps where its lines are, about 1 MB for 50,000."""
-MAX_LOOKS = 64
-"""Records that are read in one look for batches."""
+MAX_READS = 64
+"""Records that one poll reads."""
 MAX_IN_FLIGHT = 512
 BURST = 8
 """Calls that begin at once, before nodes are looked at again: a call has a place on a node only a moment later."""
@@ -70,17 +80,16 @@ class BatchRunner:
         self._metrics = BatchMetrics(registry)
         self._threads = LeavableThreads(THREADS)
         self._shares = Shares(clock)
+        self._poller = Poller("batch", self._poll, self._owner, self._claim, at_once=MAX_RUNS, idle_s=POLL_SECONDS)
+        self._watch = ChangeWatch(clock)
+        """Batches that others hold, by id."""
         self._runs: dict[Key, BatchRun] = {}
-        self._drives: set[asyncio.Task[None]] = set()
-        self._lines: dict[Key, set[asyncio.Task[None]]] = {}
-        self._seen: dict[Key, tuple[str, float]] = {}
-        """The etags of batches that others hold, and since when each was seen."""
         self._under_way: set[asyncio.Task[None]] = set()
         """Calls that have begun."""
         self._reading: set[asyncio.Task[None]] = set()
         """Those of them that no node knows of, because their lines are still being read."""
         self._paused_until = 0.0
-        self._look, self._room = asyncio.Event(), asyncio.Event()
+        self._room = asyncio.Event()
 
     @asynccontextmanager
     async def running(self, answer: AnswerLine) -> AsyncIterator[None]:
@@ -92,107 +101,93 @@ class BatchRunner:
                 await _wait(self._room, TICK_SECONDS if begun else IDLE_SECONDS, at_least=TICK_SECONDS)
 
         try:
-            async with background(self._claim_turns, begin_calls):
+            async with background(self._poller.run, self._make_room, begin_calls):
                 yield
         finally:
-            await cancel_all(self._drives)
+            await cancel_all(self._poller.active.values())
 
     def wake(self) -> None:
         """A batch has come, or is to be cancelled."""
-        self._look.set()
+        self._poller.wake.set()
         for run in self._runs.values():
             run.changed.set()
 
-    async def _claim_turns(self) -> None:
-        while True:
-            self._look.clear()
-            try:
-                await self._claim()
-            except StoreUnavailable as error:
-                log.warning("batches can't be looked for", extra={"why": str(error)})
-            await _wait(self._look, POLL_SECONDS)
+    async def _poll(self, _after: str, _closed: Collection[Function]) -> PollResult:
+        """Lists batches that nobody holds."""
+        markers = await self._threads.run(self._batches.open_batches)
+        self._metrics.open.set(len(markers))
+        waiting = [marker for marker in markers if marker.id not in self._poller.active]
+        self._watch.retain([marker.id for marker in markers])
+        running = Counter(tenant for tenant, _ in self._runs)
+        waiting.sort(key=lambda marker: (not self._is_unchanged(marker.id), running[marker.tenant]))
+        claimable: dict[str, list[Marker]] = {}
+        for marker in waiting[:MAX_READS]:
+            stored = await self._owner(marker)
+            self._watch.observe(marker.id, stored.etag if stored else "")
+            if stored is not None and self._is_claimable(stored.record):
+                claimable.setdefault(marker.tenant, []).append(marker)
+        return PollResult(claimable)
 
-    async def _claim(self) -> None:
-        found = await self._threads.run(self._batches.open_batches)
-        self._metrics.open.set(len(found))
-        waiting = [key for key in found if key not in self._runs]
-        self._seen = {key: self._seen[key] for key in waiting if key in self._seen}
-        due = {key for key in waiting if key not in self._seen or self._is_stale(key)}
-        held = Counter(tenant for tenant, _ in self._runs)
-        ordered = sorted(waiting, key=lambda each: (each not in due, held[each[0]]))
-        for key in ordered[:MAX_LOOKS]:
-            if len(self._runs) >= MAX_RUNS:
-                break
-            try:
-                await self._try(key)
-            except CorruptRecord as error:  # the others' turn comes all the same
-                log.error("a batch can't be run", extra={"batch": key[1], "why": str(error)})
-                self._seen[key] = "", self._clock()
-        if len(self._runs) >= MAX_RUNS:
-            self._make_room({tenant for tenant, _ in due})
-
-    def _make_room(self, waiting: set[str]) -> None:
+    async def _make_room(self) -> None:
         """Gives a batch back where one tenant has several and another, that waits, none."""
-        held = Counter(tenant for tenant, _ in self._runs)
-        tenant, count = held.most_common(1)[0]
-        if count > 1 and waiting - set(held):
-            newest = min(key for key in self._runs if key[0] == tenant)
-            self._runs[newest].give_up()
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if len(self._runs) < MAX_RUNS:
+                continue
+            with suppress(StoreUnavailable):
+                waiting = set((await self._poll("", ())).due)
+                running = Counter(tenant for tenant, _ in self._runs)
+                for tenant, count in running.most_common(1):
+                    if count > 1 and waiting - running.keys():
+                        newest = min(key for key in self._runs if key[0] == tenant)
+                        self._runs[newest].give_up()
 
-    async def _try(self, key: Key) -> None:
-        """Claims the batch if nobody holds it."""
-        held = await self._threads.run(lambda: self._batches.read(*key))
-        if held is None:
-            await self._threads.run(lambda: self._batches.drop_orphan(*key))
+    async def _owner(self, marker: Marker) -> Stored[BatchRecord] | None:
+        return await self._threads.run(partial(self._batches.owner, marker))
+
+    async def _claim(self, stored: Stored[BatchRecord]) -> None:
+        """Claims the batch if nobody holds it, and runs it until it has ended or is left to others."""
+        record = stored.record
+        self._watch.observe(record.id, stored.etag)
+        if not self._is_claimable(record):
             return
-        record = held.record
-        if record.ended:
-            await self._threads.run(lambda: self._batches.close(*key))
-            return
-        if self._seen.get(key, ("", 0.0))[0] != held.etag:
-            self._seen[key] = held.etag, self._clock()
-        if record.holder and not self._is_stale(key):
-            return
-        record = msgspec.structs.replace(record, holder=self._name, claim=record.claim + 1)
-        claimed = await self._threads.run(lambda: self._batches.write(record, held.etag))
+        claim = msgspec.structs.replace(record, holder=self._name, claim=record.claim + 1)
+        claimed = await self._threads.run(partial(self._batches.change, stored, claim))
         if claimed is not None:
-            self._start(key, claimed)
+            await self._drive(BatchRun(claimed, self._batches, self._files, self._threads, self._unix))
 
-    def _is_stale(self, key: Key) -> bool:
-        return self._clock() - self._seen[key][1] >= LEASE_SECONDS
+    def _is_claimable(self, record: BatchRecord) -> bool:
+        return not record.holder or self._is_unchanged(record.id)
 
-    def _start(self, key: Key, claimed: Held) -> None:
-        run = self._runs[key] = BatchRun(claimed, self._batches, self._files, self._threads, self._unix)
-        self._lines[key] = set()
-        drive = asyncio.create_task(self._drive(key, run))
-        self._drives.add(drive)
-        drive.add_done_callback(self._drives.discard)
-        self._metrics.running.set(len(self._runs))
+    def _is_unchanged(self, batch_id: str) -> bool:
+        """Whether its record has not changed for a lease, or was never read."""
+        return self._watch.unchanged_s(batch_id) >= LEASE_SECONDS
 
-    async def _drive(self, key: Key, run: BatchRun) -> None:
+    async def _drive(self, run: BatchRun) -> None:
         """Owns the run, from its claim until it has ended or is left to others."""
+        self._runs[run.key] = run
+        self._metrics.running.set(len(self._runs))
         try:
-            await self._carry(key, run)
+            await self._carry(run)
         except LeaseLost:
-            log.warning("another gateway has this batch, or it was deleted", extra={"batch": key[1]})
+            log.warning("another gateway has this batch, or it was deleted", extra={"batch": run.record.id})
             run.lost = True
         except Exception as error:  # nobody else could do better
-            log.error("a batch failed", exc_info=error, extra={"batch": key[1]})
-            await cancel_all(self._lines[key])
+            log.error("a batch failed", exc_info=error, extra={"batch": run.record.id})
+            await cancel_all(run.calls)
             run.end("failed", BatchProblem("internal_error", "an unexpected error; the operator finds it in the log"))
             with suppress(LeaseLost):
                 await self._finish(run)
         finally:
-            await cancel_all(self._lines[key])
+            await cancel_all(run.calls)
             with suppress(StoreUnavailable, LeaseLost, TimeoutError):  # then the lease ends by itself
                 async with asyncio.timeout(LEASE_SECONDS):
                     await run.release()
-            del self._runs[key], self._lines[key]
+            del self._runs[run.key]
             self._shares.keep(tenant for tenant, _ in self._runs)
             self._metrics.running.set(len(self._runs))
-            self._look.set()
 
-    async def _carry(self, key: Key, run: BatchRun) -> None:
+    async def _carry(self, run: BatchRun) -> None:
         try:
             await self._insist(run, run.scan)
         except NotFound:
@@ -201,7 +196,7 @@ class BatchRunner:
         while run.ending is None and not run.given_up:
             await _wait(run.changed, FLUSH_SECONDS)
             await self._insist(run, lambda: self._tend(run))
-        await cancel_all(self._lines[key])
+        await cancel_all(run.calls)
         if run.ending is not None:
             await self._finish(run)
 
@@ -255,16 +250,16 @@ class BatchRunner:
         return int(room)
 
     def _start_call(self, run: BatchRun, index: int, answer: AnswerLine) -> None:
-        key, task = run.key, asyncio.create_task(self._run_call(run, index, answer))
+        task = asyncio.create_task(self._run_call(run, index, answer))
         self._shares.begin(run.record.tenant)
-        owners = (self._lines[key], self._under_way, self._reading)
+        owners = (run.calls, self._under_way, self._reading)
         for owner in owners:
             owner.add(task)
 
         def end(_: asyncio.Task[None]) -> None:  # also of a task that was cancelled before it ran
             for owner in owners:
                 owner.discard(task)
-            self._shares.end(key[0])
+            self._shares.end(run.record.tenant)
             self._room.set()
 
         task.add_done_callback(end)
@@ -301,6 +296,36 @@ class BatchRunner:
             run.note(index, custom_id, told.reply)
             share.grow()
             self._metrics.count_call("failed" if told.error else "completed")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """`runner` runs those of all tenants that no other gateway does."""
+
+    files: FileStore
+    records: BatchStore
+    runner: BatchRunner
+
+
+def make_batches(
+    store: ObjectStore,
+    cluster: ClusterState,
+    callers: Callers,
+    *,
+    base: str,
+    name: str,
+    registry: CollectorRegistry,
+    unix: Callable[[], Awaitable[float]],
+) -> Batches:
+    """`base`: fingerprint of the base model; `name`: the worker's, among all gateways'; `registry`: of its metrics;
+    `unix`: Unix time by the store's clock."""
+    files, records, rows = FileStore(store), BatchStore(store), SpareRows(monotonic)
+
+    async def spare(in_flight: int) -> float:
+        return rows.count(await cluster.table(), base, in_flight)
+
+    runner = BatchRunner(records, files, callers, name=name, spare=spare, registry=registry, clock=monotonic, unix=unix)
+    return Batches(files, records, runner)
 
 
 async def _wait(event: asyncio.Event, seconds: float, at_least: float = 0.0) -> None:

@@ -14,12 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from adapters.local_store import LocalStore
 from adapters.tenants import Tenant
-from gateway.batches.answers import Answer
 from gateway.batches.files import FileRecord, FileStore, Part, new_id
 from gateway.batches.lines import Line
 from gateway.batches.messages import BatchRequest
 from gateway.batches.records import BatchRecord, BatchStore
-from gateway.batches.replies import LineReply
+from gateway.batches.replies import Answer, LineReply
 from gateway.batches.runner import BatchRunner
 
 URL = "/v1/completions"
@@ -95,8 +94,11 @@ class World:
 
     async def ended(self, batch: BatchRecord) -> BatchRecord:
         """The record of a batch that has ended, once its marker is gone, too."""
-        await until(lambda: self.read(batch).ended and (batch.tenant, batch.id) not in self.batches.open_batches())
+        await until(lambda: self.read(batch).ended and not self.is_listed(batch))
         return self.read(batch)
+
+    def is_listed(self, batch: BatchRecord) -> bool:
+        return any(marker.id == batch.id for marker in self.batches.open_batches())
 
     def read(self, batch: BatchRecord) -> BatchRecord:
         return self.batches.get(batch.tenant, batch.id)

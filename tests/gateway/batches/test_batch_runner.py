@@ -22,10 +22,11 @@ from cluster.errors import ServiceError
 from gateway.batches import files as files_module
 from gateway.batches import line_reader
 from gateway.batches import runner as runner_module
-from gateway.batches.answers import Answer
 from gateway.batches.lines import Line
-from gateway.batches.records import BatchRecord, BatchStore, Held, bits_for
+from gateway.batches.records import BatchRecord, BatchStore, bits_for
+from gateway.batches.replies import Answer
 from gateway.batches.run import FLUSH_LINES
+from gateway.jobs.job_store import Stored
 
 
 @pytest.fixture
@@ -242,11 +243,11 @@ def test_calls_that_have_not_run_are_all_named_also_after_a_takeover(
     """The first gateway died when the batch had expired; its input is read in several pieces."""
     monkeypatch.setattr(files_module, "READ_BYTES", 1000)
     batch = world.submit("acme", ["f"] * 30)
-    held = world.batches.read("acme", batch.id)
-    assert held is not None
-    expired = held.record.with_status("finalizing", time.time())
+    stored = world.batches.find("acme", batch.id)
+    assert stored is not None
+    expired = stored.record.with_status("finalizing", time.time())
     expired = msgspec.structs.replace(expired, ends_as="expired", total=30, done=bits_for(30), claim=1)
-    assert world.batches.write(expired, held.etag) is not None
+    assert world.batches.change(stored, expired) is not None
 
     async def run() -> BatchRecord:
         async with world.gateway("second", good):
@@ -263,11 +264,11 @@ def test_a_gateway_that_could_not_say_the_end_leaves_it_to_the_next_at_once(worl
     batch, refused = world.submit("acme", ["f"] * 10), threading.Event()
 
     class Endless(BatchStore):
-        def write(self, record: BatchRecord, etag: str) -> Held | None:
+        def change(self, stored: Stored[BatchRecord], record: BatchRecord) -> Stored[BatchRecord] | None:
             if record.ended:
                 refused.set()
                 raise StoreUnavailable("it takes no end")
-            return super().write(record, etag)
+            return super().change(stored, record)
 
     async def run() -> BatchRecord:
         living, world.batches = world.batches, Endless(world.store)
