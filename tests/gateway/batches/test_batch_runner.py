@@ -173,6 +173,23 @@ def test_tenants_take_turns_by_weight(world: World) -> None:
     assert 18 <= turns[:end].count("a") <= 24, "three to one, but for the calls before b came"
 
 
+def test_a_tenant_with_several_batches_gives_one_back_for_a_tenant_with_none(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "MAX_RUNS", 2)
+    world.room = 0.0
+    first, second = world.submit("a", ["f"]), world.submit("a", ["f"])
+
+    async def run() -> None:
+        async with world.gateway("one", good) as runner:
+            await until(lambda: len(runner._runs) == 2)
+            other = world.submit("b", ["f"])
+            await until(lambda: runner._runs.keys() == {("a", first.id), ("b", other.id)})
+            assert world.read(second).holder == ""
+
+    asyncio.run(run())
+
+
 def test_calls_that_were_refused_run_later_and_failing_ones_are_tried_again(world: World) -> None:
     batch = world.submit("acme", ["f"] * 12)
     tries: Counter[str] = Counter()
