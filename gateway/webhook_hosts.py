@@ -13,22 +13,22 @@ Address = IPv4Address | IPv6Address
 NAT64 = IPv6Network("64:ff9b::/96")
 """Prefix of addresses that hold an IPv4 address, to which a network's gateway translates."""
 UNICAST = IPv6Network("2000::/3")
-"""All that is given to anybody on the public internet; of the rest Python calls some public."""
+"""All assigned public addresses; Python calls some others public, too."""
 
 
 class NotAllowed(OSError):
-    """A webhook's host or address that the operator has not allowed. An OSError, as aiohttp expects of resolvers."""
+    """Error for a webhook's host or address that is not allowed. An OSError, as aiohttp expects of resolvers."""
 
 
 @dataclass(frozen=True)
 class WebhookHosts:
-    """`hosts`: names, with `*.` before a domain for all below it. `networks`: allowed although they are private."""
+    """Allowed hosts. `hosts`: names, with `*.` before a domain for all below it. `networks`: also private ones."""
 
     hosts: frozenset[str]
     networks: tuple[Network, ...]
 
     def check_url(self, url: str) -> None:
-        """Raises NotAllowed for a host that is not allowed. Nothing is resolved."""
+        """Checks the host of a URL, without resolving it. Raises NotAllowed."""
         host = (urlsplit(url).hostname or "").rstrip(".")
         address = as_address(host)
         if address is not None:
@@ -39,7 +39,7 @@ class WebhookHosts:
             raise NotAllowed(f"webhooks to {host} are not allowed here; the operator lists hosts in webhook_hosts")
 
     def check_address(self, address: Address) -> None:
-        """Raises NotAllowed for an address that is not on the public internet, and in no allowed network."""
+        """Checks an address. Raises NotAllowed if it is not public, and in no allowed network."""
         reached = _reached(address)
         allowed = any(each in network for each in (address, reached) for network in self.networks)
         if not allowed and not _is_public(reached):
@@ -47,7 +47,7 @@ class WebhookHosts:
 
 
 def parse_webhook_hosts(entries: Sequence[str]) -> WebhookHosts:
-    """Entries are host names, `*.domain`, addresses and networks such as 10.1.0.0/16. Raises ValueError."""
+    """Parses host names, `*.domain`, addresses, and networks such as 10.1.0.0/16. Raises ValueError."""
     hosts: set[str] = set()
     networks: list[Network] = []
     for entry in entries:
@@ -61,7 +61,7 @@ def parse_webhook_hosts(entries: Sequence[str]) -> WebhookHosts:
 
 
 def as_address(text: str) -> Address | None:
-    """Returns None for what is no address."""
+    """Returns the address, or None if the text is none."""
     try:
         return ip_address(text)
     except ValueError:
@@ -69,7 +69,7 @@ def as_address(text: str) -> Address | None:
 
 
 def _reached(address: Address) -> Address:
-    """Returns the IPv4 address that packets to an IPv6 one get to, where it holds one; else the address itself."""
+    """Returns the IPv4 address that an IPv6 address embeds, if it does; else the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if address in NAT64:

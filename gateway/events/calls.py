@@ -1,4 +1,4 @@
-"""A call as an event: accepted with the checks of any call, and later run like one, as best effort."""
+"""Asynchronous calls: accepted with the checks of any call, and later run like one, as best effort."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from gateway.webhook_hosts import NotAllowed, WebhookHosts, parse_webhook_hosts
 
 IDEMPOTENCY_HEADER = "idempotency-key"
 MAX_KEY = 255
-"""Characters of an Idempotency-Key."""
+"""Maximum characters of an Idempotency-Key."""
 OWN_FIELDS = ("background", "stream", "on_success", "on_failure")
-"""Of the request, which say how it is called and not what is generated."""
+"""Fields of the request that say how it is called and not what is generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class EventCalls:
 
 
 def _event_id(request: Request, tenant: str) -> str:
-    """Returns an id that is the same for the same Idempotency-Key of a tenant. Raises ServiceError."""
+    """Returns the event's id: a tenant's calls with the same Idempotency-Key have the same. Raises ServiceError."""
     key = request.headers.get(IDEMPOTENCY_HEADER)
     if key is None:
         return f"inv_{secrets.token_hex(12)}"

@@ -1,4 +1,4 @@
-"""Tells destinations how events ended: each at least once, again and again for a day."""
+"""Deliveries to destinations of ended events: at least once each, retried for a day."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from gateway.events.webhooks import SEND_S, NotDelivered, Webhooks
 from gateway.jobs.job_store import Stored
 
 PolicyOf = Callable[[str, str, str | None], Awaitable[Policy]]
-"""Returns what holds for a tenant's function, by its name and qualifier. Raises StoreUnavailable."""
+"""Returns the policy of a tenant's function, by its name and qualifier. Raises StoreUnavailable."""
 PAUSES_S = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0)
-"""Behind the tries of a delivery; the last one goes on."""
+"""Pauses after the tries of a delivery; the last one repeats."""
 GIVEN_UP_S = 86400.0
 TRY_S = 2 * SEND_S
-"""For which nobody else tries: a receiver that takes its time is told once, also by several gateways."""
+"""Seconds for which no other worker tries: a slow receiver gets one message, also of several gateways."""
 MAX_BODY = 256 << 10
-"""Bytes of a webhook; a result that makes it larger is left out, and can be fetched by the event's id."""
+"""Maximum bytes of a webhook; a result that makes it larger is left out, and can be fetched by the event's id."""
 MAX_DEPTH = 8
-"""Events in a row of which each led to the next: two functions that call each other must end."""
+"""Maximum events of which each called the next: two functions that call each other must end."""
 
 
 class WebhookBody(msgspec.Struct, frozen=True):
-    """What a webhook carries."""
+    """Body of a webhook."""
 
     type: str
-    """`invocation.` and the state."""
+    """Type: `invocation.` and the state."""
     timestamp: str
-    """When the event ended, in ISO 8601."""
+    """End of the event, in ISO 8601."""
     data: EventReply
 
 
@@ -50,7 +50,7 @@ class Deliveries:
         self._policy_of = policy_of
 
     async def deliver(self, stored: Stored[EventRecord]) -> None:
-        """Tries once. That is stored before: whoever dies in between leaves it to be tried again."""
+        """Tries once. The try is stored first: if this worker dies, another one tries again."""
         events, delivery = self._events, stored.record.delivery
         assert delivery is not None
         begun = _replaced(stored.record, attempts=delivery.attempts + 1, due=await events.clock.now() + TRY_S)
@@ -100,7 +100,7 @@ class Deliveries:
 
 
 def message_id(event: EventRecord) -> str:
-    """Names what is told: the same in each try, another one after a redrive."""
+    """Returns the message's id: the same for each try, another one after a redrive."""
     return f"{event.id}-{event.redriven}" if event.redriven else event.id
 
 
@@ -115,7 +115,7 @@ def webhook_body(event: EventRecord) -> bytes:
 
 
 def _prompt(event: EventRecord) -> str:
-    """Returns what a destination's function is given: the text of a result, or what failed, as JSON."""
+    """Returns the prompt for a destination's function: the text of the result, or the error as JSON."""
     if event.result is not None:
         return event.result.output.text
     error = None if event.error is None else msgspec.to_builtins(event.error)
@@ -123,7 +123,7 @@ def _prompt(event: EventRecord) -> str:
 
 
 def _failed(event: EventRecord, tried: Delivery, error: NotDelivered, now: float) -> EventRecord:
-    """Returns the event after a try that failed; `tried`: its delivery before that."""
+    """Returns the event after a failed try. `tried`: its delivery before that."""
     due = now + PAUSES_S[min(tried.attempts, len(PAUSES_S) - 1)] * random.uniform(0.8, 1.2)
     over = error.for_good or due > tried.began + GIVEN_UP_S
     return _replaced(event, problem=str(error), state="failed" if over else "pending", due=due)

@@ -36,7 +36,7 @@ class EventStore(JobStore[EventRecord]):
     """Events of all tenants of a registry."""
 
     def __init__(self, store: ObjectStore, metrics: EventMetrics | None = None) -> None:
-        """`metrics` count all that is stored; None: metrics of its own, which nobody reads."""
+        """`metrics` count all that is stored; None: unused ones."""
         self.metrics = metrics or EventMetrics(CollectorRegistry())
         super().__init__(store, EventRecord, event_key, markers_of, self.metrics.record_change)
 
@@ -85,7 +85,7 @@ class EventStore(JobStore[EventRecord]):
                 return
 
     def poll(self, index: str, after: str, now: float, closed: Collection[Function] = frozenset()) -> PollResult:
-        """Lists due events of an index, from the tenant behind `after` on, but for those of `closed` functions."""
+        """Lists due events of an index, from the tenant after `after` on, without those of `closed` functions."""
         due: dict[str, list[Marker]] = {}
         next_in, until = inf, monotonic() + LONGEST_POLL_S
         tenants = self.objects.folders(f"events/{index}/", after, TENANTS_A_POLL)
@@ -110,7 +110,7 @@ class EventStore(JobStore[EventRecord]):
         self.objects.delete(f"{WORKERS}{worker}")
 
     def workers(self) -> dict[str, float]:
-        """Returns when each worker was last known to live, by the store's clock."""
+        """Returns the last heartbeat of each worker (store clock)."""
         return {info.key.removeprefix(WORKERS): info.modified for info in all_objects(self.objects, WORKERS)}
 
     def _remove_leftover(self, marker: Marker) -> None:

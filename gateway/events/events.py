@@ -1,4 +1,4 @@
-"""A tenant's asynchronous calls: accepted, looked up, listed, cancelled and redriven. `Worker` runs them."""
+"""Tenants' asynchronous calls: added, read, listed, cancelled and redriven. `Worker` runs them."""
 
 from __future__ import annotations
 
@@ -23,37 +23,39 @@ from gateway.jobs.job_store import Marker, Stored
 from gateway.workers.channel import Channel
 
 MAX_QUEUED = 10_000
-"""Events of one tenant that wait; more are answered 429."""
+"""Queued events of one tenant; more are answered 429."""
 COUNTED_FOR_S = 5.0
-"""For which a count of a tenant's queue is used; what this worker adds meanwhile is added to it."""
+"""Seconds for which a count of a tenant's queue is cached; this worker's new events are added to it."""
 MAX_COUNTS = 10_000
-"""Tenants whose counts are kept."""
+"""Tenants with cached counts."""
 FULL_RETRY_AFTER_S = 10.0
 SCANNED = 5000
-"""Most markers that one page of a list goes through in search of a function's."""
+"""Maximum markers that one page of a list reads in search of a function's."""
 MAX_REDRIVEN = 500
-"""Dead letters that one call redrives."""
+"""Maximum dead letters that one call redrives."""
 SEARCH_S = 10.0
-"""For a function's dead letters among those of others."""
+"""Limit of the search for a function's dead letters among those of others."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
 ATTEMPTS = 10
-"""At a change that others come between."""
+"""Tries of a change that loses to other processes."""
 
 
 class EventQueued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
-    """Another worker has queued an event: those that are idle may look for it now."""
+    """Message that an event was queued: idle workers poll now."""
 
 
 def make_channel(link: RedisLink | None) -> Channel[EventQueued]:
-    """Has to be made before the link connects; of its own, because workers of an earlier release know no such
-    message."""
+    """Returns the channel; the link must not be connected yet.
+
+    It is a separate channel, for workers of an earlier release can't decode its message.
+    """
     return Channel(link, "events", EventQueued, 100)
 
 
 class Page(NamedTuple):
     events: list[EventRecord]
     after: str | None
-    """Where the next page begins; None: this is the last one."""
+    """Start of the next page; None: this is the last one."""
 
 
 class _Count(NamedTuple):
@@ -62,7 +64,7 @@ class _Count(NamedTuple):
 
 
 class Events:
-    """`max_queued` bounds each tenant's queue, as seen by each worker."""
+    """Asynchronous calls of all tenants. `max_queued` bounds each tenant's queue, as seen by each worker."""
 
     def __init__(
         self, store: EventStore, threads: StoreThreads, channel: Channel[EventQueued], max_queued: int = MAX_QUEUED
@@ -71,16 +73,16 @@ class Events:
         self.threads = threads
         self.clock = StoreClock(store.objects, threads, monotonic)
         self.wakes: list[asyncio.Event] = []
-        """Set when there may be an event to run, or a destination to be told."""
+        """Set when there may be an event to run, or a delivery to try."""
         self.on_cancel: Callable[[str], None] = lambda _: None
-        """Told of the id of each event that is cancelled here."""
+        """Called with the id of each event that is cancelled here."""
         self._channel = channel
         self._channel.on_message = lambda _: self.wake()
         self._max_queued = max_queued
         self._counts: dict[str, _Count] = {}
 
     async def add(self, event: EventRecord) -> EventRecord:
-        """Stores the event and returns it; it is durable then. If there is one of its id, that one is returned.
+        """Stores the event durably and returns it, or the stored event of the same id.
 
         Raises ServiceError: `overloaded` when the tenant's queue is full, `conflict` when another call has used the
         Idempotency-Key; StoreUnavailable.
@@ -99,16 +101,18 @@ class Events:
         return known.record
 
     async def get(self, tenant: str, event_id: str) -> EventRecord:
-        """Raises NotFound, StoreUnavailable."""
+        """Returns an event. Raises NotFound, StoreUnavailable."""
         return (await self._stored(tenant, event_id)).record
 
     async def list(self, tenant: str, states: tuple[State, ...], function: str | None, after: str, limit: int) -> Page:
-        """Lists at most `limit` events in these states, the newest that ended first. `after`: of the page before, or
-        empty. Raises StoreUnavailable."""
+        """Lists at most `limit` events in these states, the last ended first. Raises StoreUnavailable.
+
+        `after`: that of the page before, or empty.
+        """
         return await self.threads.read(self._list, tenant, states, function, after, limit)
 
     async def cancel(self, tenant: str, event_id: str) -> EventRecord:
-        """Ends an event that has not ended. Raises NotFound, Conflict, StoreUnavailable."""
+        """Cancels an event. Raises NotFound, Conflict for an event that has ended, StoreUnavailable."""
 
         def change(event: EventRecord, now: float) -> EventRecord:
             if event.state in ENDED and event.state != "cancelled":
@@ -125,8 +129,10 @@ class Events:
         return await self._redrive(tenant, event_id)
 
     async def redrive_all(self, tenant: str, function: str | None) -> tuple[int, bool]:
-        """Queues up to MAX_REDRIVEN dead letters again. Returns how many, and whether there may be more. Raises
-        ServiceError `overloaded`, StoreUnavailable."""
+        """Queues up to MAX_REDRIVEN dead letters again. Returns their number, and whether there may be more.
+
+        Raises ServiceError `overloaded`, StoreUnavailable.
+        """
         page, until = await self.list(tenant, DEAD, function, "", MAX_REDRIVEN), monotonic() + SEARCH_S
         while not page.events and page.after is not None and monotonic() < until:  # those of other functions alone
             page = await self.list(tenant, DEAD, function, page.after, MAX_REDRIVEN)
@@ -141,7 +147,7 @@ class Events:
         return count, page.after is not None
 
     def announce(self) -> None:
-        """Wakes those that look for events, in other processes too."""
+        """Wakes all pollers, in other processes too."""
         self.wake()
         self._channel.publish(EventQueued())
 
@@ -206,7 +212,7 @@ class Events:
 
 
 def _position(first: str, name: str, states: tuple[State, ...]) -> int:
-    """Returns where in `states` a page begins. Raises ServiceError for what is of no page of a list of these states."""
+    """Returns the index in `states` at which a page begins. Raises ServiceError if it is no page of these states."""
     if not first and not name:
         return 0
     if first not in states or not _NAME.fullmatch(name):

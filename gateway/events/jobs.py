@@ -1,4 +1,4 @@
-"""What the leader does for events: it takes them from workers that died, and removes them when their time is over."""
+"""Jobs of the leader for events: requeue those of dead workers, remove old ones, count all."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from gateway.leader.turn import Job, Turn
 
 KEPT_S = 24 * 3600.0
 DEAD_KEPT_S = 7 * 24 * 3600.0
-"""Dead letters wait longer: someone may have to mend what they failed with."""
+"""Retention of dead letters: longer, for someone may have to fix the cause of their failure."""
 WORKER_S = 60.0
-"""For which a worker lives after its last word; it gives one far more often."""
+"""Lease of a worker on its events; its heartbeats are far more frequent."""
 FORGOTTEN_S = 3600.0
-"""After which nothing is kept of a worker that died."""
+"""Seconds after which the heartbeat of a dead worker is removed."""
 LOST_PAUSE_S = 10.0
 RETENTION_PAUSE_S = 60.0
 COUNT_PAUSE_S = 30.0
 COUNTED = ("queued", "running", *DEAD, DELIVERING)
-"""Indexes whose events are counted for /metrics."""
+"""Indexes that are counted for /metrics."""
 MAX_COUNTED = 50_000
-"""Events of one index: a store lists 1,000 at a time."""
+"""Maximum count of one index: a store lists 1,000 at a time."""
 
 
 def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:
-    """`announce` is called when events were queued again."""
+    """Returns the leader's jobs. `announce` is called after events were queued again."""
     # Of their own: what was lost does not wait until what is old is removed.
     releasing, removing, counting = (LeavableThreads(1) for _ in range(3))
 
@@ -56,8 +56,7 @@ def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:
 
 
 def count_events(store: EventStore, turn: Turn) -> None:
-    """Has /metrics say how many events there are: MAX_COUNTED of an index at most. Raises TurnEnded,
-    StoreUnavailable."""
+    """Counts the events of each index for /metrics, up to MAX_COUNTED. Raises TurnEnded, StoreUnavailable."""
     for index in COUNTED:
         count = 0
         for _ in islice(store.list_markers(f"events/{index}/"), MAX_COUNTED):
@@ -69,7 +68,7 @@ def count_events(store: EventStore, turn: Turn) -> None:
 
 
 def release_lost(store: EventStore, turn: Turn) -> None:
-    """Takes events from workers that have said nothing for WORKER_S. Raises TurnEnded, StoreUnavailable."""
+    """Releases the events of workers without a heartbeat for WORKER_S. Raises TurnEnded, StoreUnavailable."""
     now, workers = store.objects.now(), store.workers()
     alive = {worker for worker, last in workers.items() if now - last < WORKER_S}
     release(store, lambda holder, _: holder not in alive, turn)
@@ -80,8 +79,10 @@ def release_lost(store: EventStore, turn: Turn) -> None:
 
 
 def release(store: EventStore, is_lost: Callable[[str, str], bool], turn: Turn | None = None) -> None:
-    """Queues running events again for whose holder and id `is_lost`, or fails those that may not be run again. In a
-    `turn` it is checked before each change and counts them. Raises TurnEnded, StoreUnavailable."""
+    """Queues lost running events again, or fails those that may not be run again. Raises TurnEnded, StoreUnavailable.
+
+    `is_lost` gets an event's holder and id. `turn` is checked before each change and counts the changes.
+    """
     now = store.objects.now()
     for tenant in store.tenants("running"):
         for marker in store.list_markers(f"events/running/{tenant}/"):
@@ -97,7 +98,7 @@ def release(store: EventStore, is_lost: Callable[[str, str], bool], turn: Turn |
 
 
 def remove_old(store: EventStore, turn: Turn) -> None:
-    """Removes events that ended long enough ago. What is left at the turn's end waits for the next one.
+    """Removes events whose retention is over. The next turn continues where this one ends.
 
     Raises TurnEnded, StoreUnavailable.
     """
@@ -117,6 +118,6 @@ def kept_seconds(state: State) -> float:
 
 
 def _remove(store: EventStore, stored: Stored[EventRecord]) -> bool:
-    """Returns False for an event whose destination is still to be told, or that was changed meanwhile."""
+    """Removes an event. Returns False if its delivery is pending, or if it was changed meanwhile."""
     delivery = stored.record.delivery
     return (delivery is None or delivery.state != "pending") and store.remove(stored)

@@ -1,4 +1,4 @@
-"""What callers read of an asynchronous call."""
+"""Replies about asynchronous calls."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from gateway.events.records import EventError, EventRecord, State
 class AttemptItem(msgspec.Struct, frozen=True):
     started: float
     ended: float | None
-    """Null while it runs."""
+    """End; null while it runs."""
     error: EventError | None
 
 
 class DeliveryItem(msgspec.Struct, frozen=True):
-    """What became of telling the destination."""
+    """Delivery to the destination."""
 
     to: Destination
     state: str
-    """pending, delivered or failed"""
+    """State: pending, delivered or failed."""
     attempts: int
     problem: str | None
 
 
 class EventItem(msgspec.Struct, frozen=True, kw_only=True):
-    """An asynchronous call, as lists have it. Times are Unix time by the registry's clock."""
+    """Asynchronous call in a list. Times are Unix time by the registry's clock."""
 
     id: str
     function: str
@@ -37,22 +37,22 @@ class EventItem(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     created: float
     due: float | None
-    """When a queued one may begin."""
+    """Time from which a queued one may begin."""
     ended: float | None
     deadline: float
-    """No attempt begins after it."""
+    """Time after which no attempt begins."""
     attempts: list[AttemptItem]
-    """At most `retries` + 1."""
+    """Attempts, `retries` + 1 at most."""
     retries: int
     error: EventError | None
-    """Why it failed; of a queued one, why the last attempt did."""
+    """Error of the call; of a queued one, that of the last attempt."""
 
 
 class EventReply(EventItem, frozen=True, kw_only=True):
     result: InvokeReply | None
-    """As the call itself would have answered; only of a succeeded one."""
+    """Answer of the call itself; only of a succeeded one."""
     delivery: DeliveryItem | None
-    """Null without a destination."""
+    """Delivery; null without a destination."""
 
 
 Item = TypeVar("Item", bound=EventItem)
@@ -61,13 +61,13 @@ Item = TypeVar("Item", bound=EventItem)
 class EventList(msgspec.Struct, frozen=True):
     invocations: list[EventItem]
     next: str | None
-    """`after` of the next page; null: this is the last one."""
+    """Parameter `after` of the next page; null: this is the last one."""
 
 
 class RedriveReply(msgspec.Struct, frozen=True):
     redriven: int
     more: bool
-    """Whether there may be more: call again."""
+    """True if there may be more: call again."""
 
 
 def item_of(event: EventRecord) -> EventItem:

@@ -1,4 +1,4 @@
-"""What /metrics says of asynchronous calls: how many there are, and what became of them. No label is a user's."""
+"""Metrics of asynchronous calls. No label comes from a user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gateway.events.records import ENDED, EventRecord
 
 
 class EventMetrics:
-    """Made once per process and `registry`; safe to use from any thread."""
+    """Metrics of one process, one per `registry`; safe to use from any thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._accepted = Counter("garnish_events_accepted", "Asynchronous calls accepted", registry=registry)

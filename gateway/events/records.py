@@ -1,12 +1,11 @@
-"""What the store keeps of an asynchronous call, and the markers by which it is found without reading everything.
+"""Records of asynchronous calls, and the markers that list them.
 
-    tenants/<tenant>/invocations/<id>.json        the event, changed by compare-and-swap
-    events/<index>/<tenant>/<time>-<nonce>-<id>-<holder>-<function>     an empty marker
-    events/workers/<worker>                       written again and again by a worker that runs events
+    tenants/<tenant>/invocations/<id>.json        the event
+    events/<index>/<tenant>/<time>-<nonce>-<id>-<holder>-<function>     a marker
+    events/workers/<worker>                       heartbeat of a worker that runs events
 
-`index` is the event's state, or `delivering` while its destination is still to be told. Markers are made before the
-event says so and removed after it says otherwise. So each has at least the markers that belong to it; one that does not
-belong to its event is a leftover. Each change draws a new nonce: no change touches another one's markers.
+`index` is the event's state, or `delivering` while its delivery is pending. Each change draws a new nonce: no change
+touches another one's markers.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from gateway.jobs.job_store import JobRecord, Marker
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 LISTED_STATES: tuple[State, ...] = ("running", "queued", "failed", "expired", "succeeded", "cancelled")
-"""In the order in which lists have them."""
+"""States in the order of lists."""
 ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled", "expired")
 DEAD: tuple[State, ...] = ("failed", "expired")
-"""What is a dead letter."""
+"""States of dead letters."""
 DELIVERING = "delivering"
 RETRIES = 2
-"""After the first attempt, where neither call nor policy says otherwise."""
+"""Default of retries after the first attempt."""
 MAX_AGE_S = 6 * 3600.0
 NOBODY = "0"
 _END_OF_TIME_MS = 10**14
@@ -37,14 +36,14 @@ _END_OF_TIME_MS = 10**14
 
 
 class EventError(msgspec.Struct, frozen=True):
-    """Why an attempt, or the whole event, failed; `type` as in error replies."""
+    """Error of an attempt or an event; `type` as in error replies."""
 
     type: str
     message: str
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One execution. It is stored before it begins."""
+    """Execution of an event. It is stored before it begins."""
 
     started: float
     ended: float | None = None
@@ -52,57 +51,57 @@ class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of telling the destination."""
+    """Delivery to the destination."""
 
     to: Destination
     state: Literal["pending", "delivered", "failed"] = "pending"
     attempts: int = 0
     began: float = 0.0
     due: float = 0.0
-    """When it is tried next."""
+    """Time of the next try."""
     nonce: str = NOBODY
     problem: str | None = None
-    """Of the last attempt that failed."""
+    """Problem of the last failed try."""
 
 
 class EventRecord(JobRecord, frozen=True, kw_only=True):
-    """invocations/<id>.json. Times are Unix time by the store's clock."""
+    """Content of invocations/<id>.json. Times are Unix time (store clock)."""
 
     function: str
     qualifier: str | None = None
     request: dict[str, Any]
     """Fields of an InvokeRequest."""
     fingerprint: str = ""
-    """Of what was asked: calls with the same Idempotency-Key must have the same."""
+    """Hash of the request: calls with the same Idempotency-Key must have the same."""
     created: float
     retries: int = RETRIES
     max_age: float = MAX_AGE_S
     deadline: float
-    """After which no attempt begins."""
+    """Time after which no attempt begins."""
     state: State = "queued"
     due: float = 0.0
-    """When a queued event may begin."""
+    """Time from which a queued event may begin."""
     changed: float
-    """When it came to be in this state."""
+    """Time of the change to this state."""
     nonce: str
     holder: str = NOBODY
-    """The worker that runs it."""
+    """Worker that runs it."""
     attempts: tuple[Attempt, ...] = ()
-    """Since it was accepted, or redriven last."""
+    """Attempts since it was accepted, or redriven last."""
     result: InvokeReply | None = None
     error: EventError | None = None
     on_success: Destination | None = None
     on_failure: Destination | None = None
     delivery: Delivery | None = None
     depth: int = 0
-    """How many events led to it, each by its destination."""
+    """Number of events before it in a chain of destinations."""
     redriven: int = 0
     removed: bool = False
-    """It is being removed."""
+    """True while it is being removed."""
 
     @property
     def ended(self) -> float | None:
-        """When it ended; None while it is queued or runs."""
+        """Time of its end; None while it is queued or runs."""
         return self.changed if self.state in ENDED else None
 
 
@@ -111,12 +110,12 @@ def folder(index: str, tenant: str) -> str:
 
 
 def ended_before(index: str, tenant: str, time: float) -> str:
-    """Returns the key behind which the markers of events lie that ended before that time."""
+    """Returns the key after which the markers of events are listed that ended before that time."""
     return f"{folder(index, tenant)}{_END_OF_TIME_MS - round(time * 1000):014d}-"
 
 
 def parse_marker(key: str, modified: float = 0.0) -> Marker | None:
-    """Returns None for a key that is no marker's."""
+    """Returns the marker of a key; None if it is no marker's."""
     parts = key.split("/")
     fields = parts[-1].split("-", 4)
     if len(parts) != 4 or len(fields) != 5 or not fields[0].isdigit():
@@ -143,7 +142,7 @@ def new_nonce() -> str:
 
 
 def markers_of(event: EventRecord) -> frozenset[str]:
-    """Returns the keys of all markers that the event should have."""
+    """Returns the keys of all markers that the event needs."""
     if event.removed:
         return frozenset()
     time, delivery = event.due if event.state == "queued" else event.changed, event.delivery

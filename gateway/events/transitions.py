@@ -1,4 +1,4 @@
-"""How an event goes from state to state. Nothing here reads a clock or the store."""
+"""Transitions between an event's states. Nothing here reads a clock or the store."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from gateway.events.records import (
 )
 
 RETRIED = frozenset({"node_failed", "overloaded", "unavailable", "timeout"})
-"""Errors behind which the same call may succeed: a node was lost, there was no room, or no token came in time."""
+"""Errors after which the same call may succeed: a node was lost, there was no room, or no token came in time."""
 POSTPONED = frozenset({"rate_limited"})
-"""The tenant's own limits were in the way: nothing ran, so it counts as no attempt."""
+"""Errors by the tenant's own limits: nothing ran, so they count as no attempt."""
 REFUSED = frozenset({"rate_limited", "overloaded", "unavailable"})
-"""Errors that say that others of the same function would have failed, too."""
+"""Errors with which other calls of the function would fail, too."""
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 300.0
 LOST = EventError("node_failed", "the gateway worker that ran it was lost")
@@ -51,7 +51,7 @@ def accepted(policy: Policy, now: float, **fields: Any) -> EventRecord:
 
 
 def claimed(event: EventRecord, worker: str, now: float) -> EventRecord:
-    """Returns the queued event as the worker begins to run it."""
+    """Returns the queued event as claimed by the worker, with a new attempt."""
     return _changed(event, "running", now, holder=worker, attempts=(*event.attempts, Attempt(now)))
 
 
@@ -61,7 +61,7 @@ def succeeded(event: EventRecord, result: InvokeReply, now: float) -> EventRecor
 
 
 def failed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
-    """Returns the running event after an attempt that failed: queued again where that may help, else a dead letter."""
+    """Returns the running event after a failed attempt: queued again if that may help, else a dead letter."""
     told = EventError(error.type, error.message)
     if error.type in POSTPONED:
         return postponed(event, error, now)
@@ -71,8 +71,10 @@ def failed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
 
 
 def postponed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
-    """Returns the running event queued again after a pause, for nothing ran: the attempt is taken back. The event's
-    deadline bounds how often that happens."""
+    """Returns the running event queued again after a pause, without the attempt, for nothing ran.
+
+    The event's deadline bounds how often that happens.
+    """
     told = EventError(error.type, error.message)
     taken_back = msgspec.structs.replace(event, attempts=event.attempts[:-1], error=told)
     return _requeued(taken_back, now + _pause(len(event.attempts), error.retry_after), now)
@@ -87,25 +89,25 @@ def retried(event: EventRecord, error: EventError, now: float, pause: float) -> 
 
 
 def expired(event: EventRecord, now: float) -> EventRecord:
-    """Returns the event past its deadline; its error is that of its last attempt, if it had one."""
+    """Returns the event as expired; its error is that of its last attempt, if it had one."""
     last = next((attempt.error for attempt in reversed(event.attempts) if attempt.error), event.error)
     return _ended(event, "expired", now, error=last or TOO_OLD)
 
 
 def cancelled(event: EventRecord, now: float) -> EventRecord:
-    """Returns the event as its owner ends it: no destination is told."""
+    """Returns the event as cancelled by its owner: without a delivery."""
     ended = _attempt_ended(event, now, None) if event.state == "running" else event
     return _changed(ended, "cancelled", now, error=EventError("cancelled", "it was cancelled"))
 
 
 def redriven(event: EventRecord, now: float) -> EventRecord:
-    """Returns a dead letter queued as if it were new."""
+    """Returns a dead letter queued like a new event."""
     fresh: dict[str, Any] = {"attempts": (), "error": None, "delivery": None, "redriven": event.redriven + 1}
     return _requeued(msgspec.structs.replace(event, deadline=now + event.max_age, **fresh), now, now)
 
 
 def _pause(attempts: int, at_least: float | None) -> float:
-    """Returns seconds: doubled with each attempt, and drawn from their upper half so that events spread."""
+    """Returns a pause (seconds): doubled with each attempt, and random in its upper half so that events spread."""
     bound = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(attempts - 1, 0))
     return max(at_least or 0.0, 0.0) + random.uniform(bound / 2, bound)
 

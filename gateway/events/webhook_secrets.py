@@ -1,4 +1,4 @@
-"""A tenant's webhook secrets: at most two are valid, so that receivers can change from one to the other."""
+"""Tenants' webhook secrets. Two may be valid, so that receivers can change from one to the other."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ SECRET_BYTES = 32
 class WebhookSecret(msgspec.Struct, frozen=True):
     secret_id: str
     secret: str
-    """`whsec_` and base64, as Standard Webhooks has it. Signing needs the text, so no hash would do."""
+    """Secret text, `whsec_` and base64, as in Standard Webhooks. Signing needs the text, so no hash would do."""
     created: float
 
 
 class WebhookSecrets(msgspec.Struct, frozen=True):
-    """tenants/<tenant>/webhook_secrets.json; a record of its own, so that no reply about a tenant can show it."""
+    """Content of tenants/<tenant>/webhook_secrets.json: a separate record, so that no reply about a tenant shows it."""
 
     secrets: tuple[WebhookSecret, ...] = ()
 
 
 def read_secrets(store: ObjectStore, tenant: str) -> tuple[WebhookSecret, ...]:
-    """Raises StoreUnavailable."""
+    """Returns the tenant's secrets. Raises StoreUnavailable."""
     found = read_record(store, _key(tenant), WebhookSecrets)
     return found[0].secrets if found else ()
 
 
 def list_secrets(tenants: Tenants, tenant: str) -> tuple[WebhookSecret, ...]:
-    """Raises NotFound without its tenant, StoreUnavailable."""
+    """Returns the tenant's secrets. Raises NotFound without the tenant, StoreUnavailable."""
     tenants.get(tenant)
     return read_secrets(tenants.store, tenant)
 
 
 def add_secret(tenants: Tenants, tenant: str) -> WebhookSecret:
-    """Makes a secret. Raises NotFound without its tenant, Conflict when two are valid already."""
+    """Creates a secret. Raises NotFound without the tenant, Conflict if two are valid already."""
     tenants.get(tenant)
     text = base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
     made = WebhookSecret(secrets.token_hex(8), f"whsec_{text}", tenants.store.now())
@@ -58,7 +58,7 @@ def add_secret(tenants: Tenants, tenant: str) -> WebhookSecret:
 
 
 def end_secret(tenants: Tenants, tenant: str, secret_id: str) -> None:
-    """Raises NotFound."""
+    """Removes a secret. Raises NotFound."""
     tenants.get(tenant)
 
     def end(record: WebhookSecrets | None) -> WebhookSecrets:

@@ -1,4 +1,4 @@
-"""Sends webhooks as Standard Webhooks has them: signed, bounded in size and time, and never redirected."""
+"""Sends webhooks by Standard Webhooks: signed, bounded in size and time, and never redirected."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gateway.events.webhook_secrets import WebhookSecret
 from gateway.webhook_hosts import NotAllowed, WebhookHosts
 
 SEND_S = 15.0
-"""For one try, from the resolution of the host to the status of the reply."""
+"""Limit of one try, from the resolution of the host to the status of the reply."""
 CONNECTIONS = 16
 RESOLVE_S = 5.0
 MAX_ADDRESSES = 8
-"""Of one host, that are checked and tried."""
+"""Addresses of a host that are checked and tried."""
 
 
 class NotDelivered(Exception):
-    """Why a try failed, as its owner may read it. `for_good`: no later try can go better."""
+    """Error of a failed try; its owner may read the text. `for_good`: no later try can succeed."""
 
     def __init__(self, why: str, *, for_good: bool = False) -> None:
         super().__init__(why)
@@ -32,19 +32,21 @@ class NotDelivered(Exception):
 
 
 HostsOf = Callable[[str], Awaitable[WebhookHosts]]
-"""Returns where a tenant's webhooks may go. Raises StoreUnavailable."""
+"""Returns the allowed hosts of a tenant's webhooks. Raises StoreUnavailable."""
 
 
 class Webhooks:
-    """Of one worker."""
+    """Webhooks of one worker."""
 
     def __init__(self, hosts_of: HostsOf) -> None:
         self._hosts_of = hosts_of
         self._places = asyncio.Semaphore(CONNECTIONS)
 
     async def send(self, tenant: str, url: str, message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> None:
-        """Posts a signed message to the tenant's URL. Raises NotDelivered unless the receiver answers 2xx,
-        StoreUnavailable."""
+        """Posts a signed message to the tenant's URL.
+
+        Raises NotDelivered unless the receiver answers 2xx, StoreUnavailable.
+        """
         if not secrets:
             raise NotDelivered("the tenant has no webhook secret any more")
         allowed = await self._hosts_of(tenant)
@@ -67,7 +69,7 @@ class Webhooks:
 
 
 def signed(message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> dict[str, str]:
-    """Returns the headers of a message that is sent now, with a signature by each valid secret."""
+    """Returns the headers of a message with the current time, and a signature by each valid secret."""
     now = datetime.now(UTC)
     text = body.decode()
     signatures = [Webhook(each.secret).sign(message_id, now, text) for each in secrets]
@@ -81,13 +83,13 @@ def signed(message_id: str, body: bytes, secrets: Sequence[WebhookSecret]) -> di
 
 
 def _session(allowed: WebhookHosts) -> aiohttp.ClientSession:
-    """Returns a session for one webhook: whom a connection may go to is up to the tenant, so that none is kept."""
+    """Returns a session for one webhook: allowed hosts differ by tenant, so no connection is kept."""
     connector = aiohttp.TCPConnector(resolver=CheckedResolver(allowed), use_dns_cache=False, force_close=True)
     return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
 
 
 class CheckedResolver(AbstractResolver):
-    """Resolves a host to addresses that were checked: the connection goes to one of these."""
+    """Resolver that returns checked addresses: the connection goes to one of these."""
 
     def __init__(self, allowed: WebhookHosts) -> None:
         self._allowed = allowed
@@ -95,7 +97,7 @@ class CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Raises NotAllowed if any of the host's addresses is not allowed, OSError."""
+        """Resolves a host. Raises NotAllowed if any of its addresses is not allowed, OSError."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(RESOLVE_S):
             found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)

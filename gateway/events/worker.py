@@ -1,4 +1,4 @@
-"""Runs events: claims one by compare-and-swap, executes it, and stores how that ended."""
+"""Runs events: claims them, executes their calls, and stores the outcomes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ IDLE_S = 5.0
 """Seconds between two polls while nothing wakes the worker; without Redis other hosts' events wait for them."""
 BEAT_S = 10.0
 STOP_S = 10.0
-"""At the worker's end its events may go on for so long; then they are queued again."""
+"""Seconds for which events may continue when the worker stops; then they are queued again."""
 SAVED_WITHIN_S = 300.0
-"""Tries to store an outcome; after that the event is run again, as that of a lost worker."""
+"""Limit of tries to store an outcome; then the event is run again, as that of a lost worker."""
 AGAIN_S = 1.0
 
 Execute = Callable[[EventRecord], Awaitable[InvokeReply]]
@@ -41,15 +41,17 @@ log = logging.getLogger("gateway")
 
 
 class NotKnownHere(ServiceError):
-    """A newer release has stored the call, and this one does not know all of it: another worker runs it."""
+    """Error for a call with fields of a newer release: another worker must run it."""
 
     def __init__(self) -> None:
         super().__init__("unavailable", "this worker's release does not know all fields of the call")
 
 
 class Worker:
-    """Of one gateway process. `execute` runs the call and raises what it fails with; `can_run` says whether that makes
-    sense now."""
+    """Worker of one gateway process.
+
+    `execute` runs a call, and raises its error. `can_run` returns whether a node can run calls now.
+    """
 
     def __init__(
         self, events: Events, execute: Execute, deliveries: Deliveries, can_run: Callable[[], Awaitable[bool]]
@@ -67,7 +69,7 @@ class Worker:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs events as long as the context lasts, then gives back those that do not end in time."""
+        """Runs events as long as the context lasts, then queues again those that do not end in time."""
         async with background(self._beats):
             async with background(self._runs.run, self._deliveries.run):
                 yield
@@ -101,12 +103,14 @@ class Worker:
             await asyncio.sleep(BEAT_S)
 
     def _lost_here(self, holder: str, event_id: str) -> bool:
-        """Whether the event is claimed by this worker, which does not know of it: the store failed during its claim,
-        or for too long at its end."""
+        """Returns whether this worker has claimed the event and does not run it.
+
+        That happens if the store fails during the claim, or for too long at the event's end.
+        """
         return holder == self.name and event_id not in self._runs.active
 
     async def _check_executions(self) -> None:
-        """Ends executions of events that were cancelled through another worker, or taken from this one."""
+        """Cancels executions of events that another worker has cancelled or claimed."""
         for event_id, (stored, _) in list(self._executions.items()):
             now = await self._events.threads.read(self._events.store.find, stored.record.tenant, event_id)
             if now is None or now.record.nonce != stored.record.nonce:
@@ -117,7 +121,10 @@ class Worker:
             self._executions[event_id][1].cancel()
 
     async def _run(self, stored: Stored[EventRecord]) -> float | None:
-        """Returns seconds after which the event may be let through if it was refused, else None. Raises NoCapacity."""
+        """Claims and runs an event. Raises NoCapacity.
+
+        Returns seconds after which it may be accepted if it was refused, else None.
+        """
         events, now = self._events, await self._events.clock.now()
         if now > stored.record.deadline:
             await events.threads.write(events.store.change, stored, expired(stored.record, now))
@@ -136,7 +143,7 @@ class Worker:
         return refused_for
 
     async def _outcome(self, claim: Stored[EventRecord]) -> tuple[EventRecord, float | None]:
-        """Returns the event as it is to be stored, and what `_run` returns."""
+        """Returns the event after its execution, and the result of `_run`."""
         task = asyncio.ensure_future(self._execute(claim.record))
         self._executions[claim.record.id] = claim, task
         try:
@@ -161,15 +168,14 @@ class Worker:
         return failed(claim.record, told, now), refused_for
 
     async def _now(self, claim: Stored[EventRecord]) -> float:
-        """Returns the store's time; while it can't be known, that of the claim: the outcome must be kept."""
+        """Returns the store's time, or that of the claim if the store fails: the outcome must not be lost."""
         try:
             return await self._events.clock.now()
         except StoreUnavailable:
             return claim.record.changed
 
     async def _save(self, claim: Stored[EventRecord], ended: EventRecord) -> None:
-        """Returns when the outcome is stored, or another process has changed the event meanwhile. Raises
-        StoreUnavailable."""
+        """Stores the outcome, unless another process has changed the event meanwhile. Raises StoreUnavailable."""
         until = monotonic() + SAVED_WITHIN_S
         while True:
             try:

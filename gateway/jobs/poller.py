@@ -38,7 +38,7 @@ class PollResult(NamedTuple):
     next_in_s: float = inf
     """Seconds until the first of the others is due."""
     after: str = ""
-    """Where the next poll begins; empty: at the first tenant."""
+    """Tenant after which the next poll begins; empty: at the first tenant."""
 
 
 Poll = Callable[[str, Collection[Function]], Awaitable[PollResult]]

@@ -1,4 +1,4 @@
-"""The heartbeat that keeps the lease, and the jobs that are called while it is kept."""
+"""Heartbeats that keep the leader's lease, and the jobs that run while it is held."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from gateway.leader.turn import Job, Turn, TurnEnded
 LEASE = "leader"
 LEASE_SECONDS = 2.5
 BEATS_A_LEASE = 3
-"""A killed leader is replaced within a lease and two beats: its last write may be seen a beat late, and its end another
-one. With Redis, whose clock ends the lease, a beat less: 3.3 s, and a job's pause behind it."""
+"""Heartbeats per lease. A killed leader is replaced within a lease and two heartbeats: its last write may be seen one
+late, and its end another one. With Redis, whose clock ends the lease, it is one less: 3.3 s, and a job's pause."""
 ANSWER_SECONDS = 2.0
 """Seconds for the lease to be read and written."""
 TURN_SECONDS = 10.0
-"""Deadline of a turn."""
+"""Limit of a turn."""
 OVERTIME_SECONDS = 30.0
 """Seconds after the deadline when a turn that has not ended is given up: longer than one call of the store may take."""
 
@@ -35,12 +35,12 @@ log = logging.getLogger("gateway")
 
 
 def worker_name() -> str:
-    """Names this process among all workers of all gateways, on /metrics and in the lease."""
+    """Returns a name of this process, unique among all gateways' workers, for /metrics and the lease."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Leader:
-    """Leads while it holds the lease. `clock` is monotonic seconds; `name` differs from worker to worker."""
+    """Leader election of one worker. `clock` is monotonic seconds; `name` is unique among workers."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Leader:
         self._lease_seconds = lease_seconds
         self._alone = alone
         self._until = -math.inf
-        """The lease's end, by the clock."""
+        """End of the lease (clock)."""
         self._since = -math.inf
         """Time when it was taken last and not prolonged, by the clock."""
         self._led = self._failing = False
@@ -75,7 +75,7 @@ class Leader:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keeps the lease and runs the jobs as long as the context lasts, then gives the lease back."""
+        """Keeps the lease and runs the jobs as long as the context lasts, then frees the lease."""
         try:
             async with background(self._beats, *(partial(self._turns, job) for job in self._jobs)):
                 yield

@@ -10,7 +10,7 @@ Beat = Literal["led", "followed", "failed"]
 
 
 class LeaderMetrics:
-    """Made once per process and `registry`."""
+    """Metrics of one process, one per `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._leads = Gauge(

@@ -1,4 +1,4 @@
-"""Leases in the object store, for gateways without Redis: objects that are written by compare-and-swap.
+"""Leases in the object store, for gateways without Redis: objects changed by compare-and-swap.
 
 Their ends are by `gateway.jobs.clocks.ChangeWatch`.
 """
@@ -17,14 +17,14 @@ from gateway.catalog.threads import LeavableThreads
 from gateway.jobs.clocks import ChangeWatch
 
 STORE_LEASE_SECONDS = 60.0
-"""Far longer than in Redis: a store asks money for each write, and what the leader does has time."""
+"""Far longer than in Redis: a store charges for each write, and the leader's jobs have time."""
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
-    """leases/<name>.json"""
+    """Content of leases/<name>.json."""
 
     holder: str
-    """Empty: nobody."""
+    """Name of the holder; empty: none."""
     seconds: float
     """Seconds for which it is held from its last write on."""
     writes: int
@@ -32,7 +32,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class StoreLeases:
-    """A `cluster.leases.Leases` whose methods raise StoreUnavailable instead of RedisAway."""
+    """Implementation of `cluster.leases.Leases` whose methods raise StoreUnavailable instead of RedisAway."""
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
         self._store = store
@@ -63,7 +63,7 @@ class StoreLeases:
         return record.seconds - self._watch.unchanged_s(name)
 
     async def _read(self, name: str) -> tuple[LeaseRecord, str | None]:
-        """The lease and its etag; None: there is no object yet."""
+        """Returns the lease and its etag, which is None if there is no object yet."""
         try:
             stored = await self._threads.run(partial(self._store.get, _key(name)))
         except NotFound:

@@ -1,4 +1,4 @@
-"""A job of the leader, and one call of it."""
+"""Jobs of the leader, and their turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Scope = Literal["registry", "nodes"]
 
 
 class TurnEnded(Exception):
-    """The deadline has passed, or this worker no longer leads."""
+    """Raised in a turn whose deadline has passed, or when this worker no longer leads."""
 
 
 class Turn:
@@ -31,7 +31,7 @@ class Turn:
         self._leads = leads
 
     def check(self) -> None:
-        """A job calls it before each step that changes something. Raises TurnEnded."""
+        """Checks that the turn may continue. Jobs call it before each change. Raises TurnEnded."""
         if not self._leads() or self._clock() >= self.deadline:
             raise TurnEnded
 
