@@ -1,4 +1,4 @@
-"""One call of a batch, answered by the handler of the route that it names."""
+"""Calls of batches, answered by the handlers of their routes."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ async def answer_line(
     except Exception as error:  # all of them are replies, as at the boundary
         if is_unexpected(error):
             log.error("a call of a batch failed", exc_info=error, extra={"request_id": request_id})
-        told = to_service_error(error)
-        status, content, _ = error_reply(told, endpoint, request_id)
-        return Answer(LineReply(status, msgspec.json.encode(content), request_id), told.type, told.retry_after)
+        failure = to_service_error(error)
+        status, content, _ = error_reply(failure, endpoint, request_id)
+        return Answer(LineReply(status, msgspec.json.encode(content), request_id), failure.type, failure.retry_after)
 
 
 def _invoke_call(line: Line) -> tuple[str, bytes]:
-    """Returns the path and the body of the invocation that the line means. Raises ServiceError."""
+    """Returns the path and the body of the line's invocation. Raises ServiceError."""
     fields = parse_json(bytes(line.body))
     return f"/invoke/{fields.pop('model')}", msgspec.json.encode(fields)

@@ -1,9 +1,9 @@
-"""How many files a tenant may have, and of how many bytes: held by all gateways together; no upload lists the files.
+"""Quota of a tenant's files, in files and bytes, common to all gateways. No upload lists the files.
 
-A record per tenant says the bytes of each of its files, and of each upload under way as many as it may bring. It is
-changed by compare-and-swap: before an upload stores anything, when its file is there, and when a file is gone. What a
-gateway that dies in between has left in it goes with the upload's other remains (gateway.batches.files). What a gateway
-of an earlier release adds or deletes is found when the files are counted anew: hourly, and before a refusal.
+A record per tenant has the bytes of each file, and the maximum bytes of each upload under way. It is changed by
+compare-and-swap: before an upload stores anything, when its file is complete, and when a file is deleted. Entries of a
+gateway that dies in between are removed with the upload's other remains (gateway.batches.files). Files that a gateway
+of an earlier release adds or deletes are noticed when the files are counted again: hourly, and before a refusal.
 """
 
 from __future__ import annotations
@@ -18,66 +18,71 @@ from adapters.store import ObjectStore
 from adapters.tenant_removal import data_prefix
 
 MAX_FILES = 500
-"""Files of one tenant; outputs of batches may go beyond it, as beyond the bytes, and then no batch begins."""
+"""Files of one tenant. Outputs of batches may exceed it, like the bytes; then no batch begins."""
 RECOUNT_SECONDS = 3600.0
 
 Count = Callable[[str, Mapping[str, int]], dict[str, int]]
-"""Returns the bytes of a tenant's files by id, and of uploads under way, by what is known so far of both."""
+"""Returns the bytes by id of a tenant's files and uploads under way. Gets those of the last count."""
 
 
 class FileSizes(msgspec.Struct, frozen=True):
-    """data/<tenant>/file_sizes.json"""
+    """Content of data/<tenant>/file_sizes.json."""
 
     counted: float
-    """When the files were last listed, by the store's clock."""
+    """Time of the last count (store clock)."""
     files: dict[str, int] = {}
     """Bytes, by id."""
 
 
 class FileQuota:
-    """Methods block, and raise StoreUnavailable."""
+    """Quota of all tenants. Methods block, and raise StoreUnavailable."""
 
     def __init__(self, store: ObjectStore, count: Count) -> None:
         self._store, self._count = store, count
 
     def take(self, tenant: str, file_id: str, size: int, limit: int) -> None:
-        """Keeps room for an upload of at most `size` bytes. Raises Conflict where `limit` bytes or MAX_FILES do not
-        leave it."""
+        """Reserves room for an upload of at most `size` bytes.
 
-        def taken(known: FileSizes | None) -> FileSizes:
-            sizes = self._with_room(tenant, known, limit, files=1, size=size)
+        Raises Conflict if `limit` bytes or MAX_FILES would be exceeded.
+        """
+
+        def reserved(current: FileSizes | None) -> FileSizes:
+            sizes = self._with_room(tenant, current, limit, files=1, size=size)
             return FileSizes(sizes.counted, {**sizes.files, file_id: size})
 
-        self._update(tenant, taken)
+        self._update(tenant, reserved)
 
     def check(self, tenant: str, limit: int) -> None:
-        """Raises Conflict for a tenant that outputs of batches have taken beyond its limits."""
-        self._update(tenant, lambda known: self._with_room(tenant, known, limit, files=0, size=0))
+        """Checks that outputs of batches do not exceed the tenant's limits. Raises Conflict."""
+        self._update(tenant, lambda current: self._with_room(tenant, current, limit, files=0, size=0))
 
     def note(self, tenant: str, file_id: str, size: int | None) -> None:
-        """The file has so many bytes; None: it is gone. Nothing is noted before the tenant's first upload, which
-        counts."""
+        """Records the bytes of a file; None: it was deleted. Does nothing before the tenant's first upload."""
 
-        def noted(known: FileSizes | None) -> FileSizes:
-            known = known or FileSizes(0.0)
-            if known.files.get(file_id) == size:
-                return known
-            others = {each: kept for each, kept in known.files.items() if each != file_id}
-            return FileSizes(known.counted, others if size is None else {**others, file_id: size})
+        def noted(current: FileSizes | None) -> FileSizes:
+            current = current or FileSizes(0.0)
+            if current.files.get(file_id) == size:
+                return current
+            other_files = {each: count for each, count in current.files.items() if each != file_id}
+            return FileSizes(current.counted, other_files if size is None else {**other_files, file_id: size})
 
         if self._store.head(_key(tenant)) is not None:
             self._update(tenant, noted)
 
     def forget(self, tenant: str) -> None:
-        """Begins anew with the next upload."""
+        """Removes the record; the next upload counts again."""
         self._store.delete(_key(tenant))
 
-    def _with_room(self, tenant: str, known: FileSizes | None, limit: int, *, files: int, size: int) -> FileSizes:
-        """Returns the record, counted anew where that is due or may make room. Raises Conflict."""
+    def _with_room(self, tenant: str, current: FileSizes | None, limit: int, *, files: int, size: int) -> FileSizes:
+        """Returns the record, counted again if that is due or may make room. Raises Conflict."""
         now = self._store.now()
-        if known is not None and now - known.counted < RECOUNT_SECONDS and not _problem(known, limit, files, size):
-            return known
-        counted = FileSizes(now, self._count(tenant, {} if known is None else known.files))
+        if (
+            current is not None
+            and now - current.counted < RECOUNT_SECONDS
+            and not _problem(current, limit, files, size)
+        ):
+            return current
+        counted = FileSizes(now, self._count(tenant, {} if current is None else current.files))
         if problem := _problem(counted, limit, files, size):
             raise Conflict(f"{problem}; delete some first")
         return counted
@@ -91,7 +96,7 @@ class FileQuota:
 
 
 def _problem(sizes: FileSizes, limit: int, files: int, size: int) -> str:
-    """Returns nothing where there is room for as many more `files` of `size` bytes."""
+    """Returns why `files` more of `size` bytes exceed a limit; empty if they do not."""
     total = sum(sizes.files.values()) + size
     if len(sizes.files) + files > MAX_FILES:
         return f"the tenant may have {MAX_FILES} files, and has them"

@@ -1,7 +1,7 @@
-"""Tenants' files in the object store: a record, and parts that make up the content.
+"""Tenants' files in the object store: a record, and parts of the content.
 
-A file is never whole in memory or on this host's disk. What an upload or a removal that died has left is removed by the
-tenant's next upload.
+A file is never complete in memory or on this host's disk. Remains of an upload or a deletion that died are removed by
+the tenant's next upload.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from gateway.batches.messages import FileObject, Purpose
 
 MAX_FILE_BYTES = 200 << 20
 PART_BYTES = 8 << 20
-"""In which an upload is stored."""
+"""Bytes of an upload's part."""
 READ_BYTES = 1 << 20
 ABANDONED_SECONDS = 7200.0
-"""Longer than any upload takes."""
+"""Age of an upload from which it is abandoned: longer than any upload takes."""
 _ID_TIME = 1 << 44
-"""Milliseconds; ids count down from it, so that a listing of keys begins with the newest."""
+"""Milliseconds from which ids count down, so that a listing of keys begins with the newest."""
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{27}", re.ASCII)
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of a file: the first `bytes` of the object `name` below the file's prefix."""
+    """Part of a file: the first `bytes` of the object `name` below the file's prefix."""
 
     name: str
     bytes: int
@@ -53,15 +53,17 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class FileStore:
-    """Methods block; they may be called from any thread, and raise StoreUnavailable."""
+    """Files of all tenants. Methods block; they may be called from any thread, and raise StoreUnavailable."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self.quota = FileQuota(store, self._count)
 
     def begin(self, tenant: str, size: int, limit: int) -> str:
-        """Returns the id of a file that is to be uploaded and may have `size` bytes. Raises Conflict where the tenant's
-        files would have more than `limit`, or be too many."""
+        """Begins an upload of at most `size` bytes. Returns the file's id.
+
+        Raises Conflict if the tenant's files would have more than `limit` bytes, or be too many.
+        """
         self._sweep(tenant)
         file_id = new_id("file-", self.store.now())
         self.store.put(_upload_key(tenant, file_id), b"")
@@ -77,43 +79,43 @@ class FileStore:
         return Part(name, len(data))
 
     def commit(self, tenant: str, record: FileRecord) -> FileRecord:
-        """Makes the file what the record says; from now on it is listed."""
+        """Completes an upload: stores the file's record, by which it is listed."""
         self.store.put(_key(tenant, record.id), msgspec.json.encode(record))
         self.quota.note(tenant, record.id, record.bytes)
         self.store.delete(_upload_key(tenant, record.id))
         return record
 
     def abandon(self, tenant: str, file_id: str) -> None:
-        """Removes what there is of an upload, also after a `commit` that the store has failed half-way."""
+        """Removes an upload, also after a `commit` that has failed half-way."""
         self.store.delete(_key(tenant, file_id))
         self._remove_parts(tenant, file_id)
         self.quota.note(tenant, file_id, None)
         self.store.delete(_upload_key(tenant, file_id))
 
     def get(self, tenant: str, file_id: str) -> FileRecord:
-        """Raises NotFound."""
-        found = read_record(self.store, _key(tenant, file_id), FileRecord) if is_id(file_id, "file-") else None
-        if found is None:
+        """Returns the file's record. Raises NotFound."""
+        pair = read_record(self.store, _key(tenant, file_id), FileRecord) if is_id(file_id, "file-") else None
+        if pair is None:
             raise NotFound(f"there is no file {file_id[:100]!r}")
-        return found[0]
+        return pair[0]
 
     def ids(self, tenant: str) -> list[str]:
         """Returns the ids of the tenant's files, the newest first."""
         return listed_ids(self.store, data_prefix(tenant) + "files/")
 
     def records(self, tenant: str, ids: Sequence[str]) -> list[FileRecord]:
-        """Returns the records of those that are still there."""
-        found = read_records(self.store, [_key(tenant, file_id) for file_id in ids], FileRecord)
-        return [record for record in found if record is not None]
+        """Returns the records of the files that still exist."""
+        records = read_records(self.store, [_key(tenant, file_id) for file_id in ids], FileRecord)
+        return [record for record in records if record is not None]
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Raises NotFound. What it leaves when it dies half-way is removed as that of an upload is."""
+        """Deletes a file. Raises NotFound. If it dies half-way, remains are removed like those of an upload."""
         self.get(tenant, file_id)
         self.store.put(_upload_key(tenant, file_id), b"")
         self.abandon(tenant, file_id)
 
     def read(self, tenant: str, record: FileRecord, start: int, length: int) -> bytes:
-        """Returns `length` bytes of the content, fewer at its end. Raises NotFound once the file is deleted."""
+        """Returns `length` bytes of the content from `start`, fewer at its end. Raises NotFound for a deleted file."""
         pieces: list[bytes] = []
         for part in record.parts:
             if length and start < part.bytes:
@@ -134,15 +136,15 @@ class FileStore:
                     self.quota.note(tenant, file_id, None)
                 self.store.delete(info.key)
 
-    def _count(self, tenant: str, known: Mapping[str, int]) -> dict[str, int]:
-        """Does what FileQuota wants. Records of known files are not read; damaged ones count nothing."""
+    def _count(self, tenant: str, last: Mapping[str, int]) -> dict[str, int]:
+        """Counts files for FileQuota. Records of files in `last` are not read; damaged ones count nothing."""
         folder = f"{data_prefix(tenant)}uploads/"  # listed first: an upload that ends meanwhile is among the files
         under_way = {info.key.removeprefix(folder) for info in all_objects(self.store, folder)}
         ids = self.ids(tenant)
-        found = read_each(self.store, [_key(tenant, each) for each in ids if each not in known], FileRecord)
-        new = {record.id: record.bytes for record in found if isinstance(record, FileRecord)}
+        records = read_each(self.store, [_key(tenant, each) for each in ids if each not in last], FileRecord)
+        new = {record.id: record.bytes for record in records if isinstance(record, FileRecord)}
         there = under_way.union(ids)
-        return new | {file_id: size for file_id, size in known.items() if file_id in there}
+        return new | {file_id: size for file_id, size in last.items() if file_id in there}
 
     def _remove_parts(self, tenant: str, file_id: str) -> None:
         remove_below(self.store, part_key(tenant, file_id, ""))
@@ -155,12 +157,12 @@ def piece_starts(size: int) -> Iterator[tuple[int, int]]:
 
 
 def new_id(prefix: str, now: float) -> str:
-    """Returns an id; of two, the later one comes first in a listing."""
+    """Returns a new id; later ones come first in a listing."""
     return f"{prefix}{_ID_TIME - int(now * 1000):011x}{secrets.token_hex(8)}"
 
 
 def is_id(text: str, prefix: str) -> bool:
-    """Whether `text` may be an id, and so a part of a key."""
+    """Returns whether `text` may be an id, and so a part of a key."""
     return text.startswith(prefix) and _ID.fullmatch(text) is not None
 
 

@@ -1,4 +1,4 @@
-"""Reads the lines of calls as they come to run, neighbours with one request to the store."""
+"""Reads the lines of calls before they run, adjacent lines with one request to the store."""
 
 from __future__ import annotations
 
@@ -11,48 +11,50 @@ from gateway.batches.lines import Line, LineScanner, read_line
 from gateway.catalog.threads import LeavableThreads
 
 AHEAD_LINES = 256
-"""That a read looks for neighbours among."""
+"""Next calls among which a read looks for adjacent lines."""
 GAP_BYTES = 32 << 10
-"""Between two neighbours, which are read in vain: a request to an object store takes longer."""
+"""Maximum gap between adjacent lines; it is read and dropped, for a request to an object store takes longer."""
 SPAN_BYTES = 1 << 20
-"""Of one read, but for a line that is longer."""
+"""Maximum bytes of one read, unless a single line is longer."""
 HELD_BYTES = 4 << 20
-"""Of lines that are kept for calls which have not begun."""
+"""Maximum bytes of lines that were read for later calls."""
 
 Span = dict[int, bytes]
 """Lines by the indices of their calls."""
 
 
 class LineReader:
-    """Of one batch. `read` blocks: it returns so many bytes of the file from a place on."""
+    """Line reader of one batch. `read` blocks, and returns the file's bytes for (start, length)."""
 
     def __init__(self, scanned: LineScanner, read: Callable[[int, int], bytes], threads: LeavableThreads) -> None:
         self._starts, self._sizes = scanned.starts, scanned.sizes
         self._read, self._threads = read, threads
-        self._held: Span = {}
+        self._lines: Span = {}
         self._coming: dict[int, asyncio.Task[Span]] = {}
-        """Reads under way, by each call whose line they bring."""
+        """Reads under way, by the calls whose lines they return."""
 
     async def line(self, index: int, ahead: Iterable[int]) -> Line:
-        """Returns the call's line. `ahead`: calls that will be asked for next, of which AHEAD_LINES are looked at.
-        Raises NotFound when the file was deleted, StoreUnavailable."""
-        text = self._held.pop(index, None)
+        """Returns the call's line. `ahead`: the next calls, of which AHEAD_LINES are used.
+
+        Raises NotFound if the file was deleted, StoreUnavailable.
+        """
+        text = self._lines.pop(index, None)
         if text is None:
             task = self._coming.get(index) or self._begin(self._neighbours(index, ahead))
             text = (await asyncio.shield(task))[index]  # others wait for it, too
-            self._held.pop(index, None)
+            self._lines.pop(index, None)
         return read_line(text)
 
     def _neighbours(self, index: int, ahead: Iterable[int]) -> list[int]:
-        """Returns the calls whose lines lie so close that one read brings them, `index` among them, as they lie."""
-        known = self._held.keys() | self._coming.keys()
-        calls = sorted({index, *islice(ahead, AHEAD_LINES)} - known, key=self._starts.__getitem__)
-        most = min(SPAN_BYTES, HELD_BYTES - sum(map(len, self._held.values())))
+        """Returns the calls, `index` among them, whose lines one read returns, in the file's order."""
+        read_before = self._lines.keys() | self._coming.keys()
+        calls = sorted({index, *islice(ahead, AHEAD_LINES)} - read_before, key=self._starts.__getitem__)
+        max_bytes = min(SPAN_BYTES, HELD_BYTES - sum(map(len, self._lines.values())))
         first = last = calls.index(index)
 
         def joins(one: int, other: int, begin: int, end: int) -> bool:
             gap = self._starts[calls[other]] - self._end(calls[one])
-            return gap <= GAP_BYTES and self._end(calls[end]) - self._starts[calls[begin]] <= most
+            return gap <= GAP_BYTES and self._end(calls[end]) - self._starts[calls[begin]] <= max_bytes
 
         while first > 0 and joins(first - 1, first, first - 1, last):
             first -= 1
@@ -68,7 +70,7 @@ class LineReader:
             for call in calls:
                 del self._coming[call]
             if not task.cancelled() and task.exception() is None:
-                self._held.update(task.result())
+                self._lines.update(task.result())
 
         task.add_done_callback(end)
         return task

@@ -1,4 +1,4 @@
-"""A batch's input: where its lines are, in which order they run, and what is wrong with them."""
+"""A batch's input: positions of its lines, the order in which they run, and their problems."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from gateway.batches.messages import BatchProblem, Endpoint
 
 MAX_LINES = 50_000
 MAX_BLANK_LINES = 50_000
-"""Beside the calls: a file of nothing else would keep a thread busy for minutes."""
+"""Maximum blank lines: a file of nothing else would keep a thread busy for minutes."""
 MAX_LINE_BYTES = 1 << 20
-"""As a call's body."""
+"""Maximum bytes of a line, as of a call's body."""
 MAX_CUSTOM_ID = 256
-"""Characters."""
+"""Maximum characters of a custom_id."""
 MAX_PROBLEMS = 50
-"""That are reported; the rest is counted."""
+"""Problems after which the scan ends."""
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One call of a batch; unknown fields are tolerated, as OpenAI does."""
+    """Call of a batch. Unknown fields are tolerated, as OpenAI does."""
 
     custom_id: str
     method: str
@@ -40,7 +40,7 @@ _LINE, _BODY = msgspec.json.Decoder(Line), msgspec.json.Decoder(_Body)
 
 
 class LineError(ValueError):
-    """What is wrong with a line."""
+    """Problem of a line."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -49,9 +49,10 @@ class LineError(ValueError):
 
 
 class LineScanner:
-    """Takes the file's bytes as they come; blank lines count, but are no calls.
+    """Scanner of a file that is fed piece by piece. Blank lines count as lines, but are no calls.
 
-    Afterwards `starts` and `sizes` say where each call is, `numbers` its line, and `order()` in which order they run.
+    Afterwards `starts` and `sizes` have the position of each call (bytes), `numbers` its line, and `order()` returns
+    the order in which calls run.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -59,23 +60,23 @@ class LineScanner:
         self.problems: list[BatchProblem] = []
         self._endpoint = endpoint
         self._models: dict[bytes, int] = {}
-        """Numbers of models by the digests of their names, which may be as long as a line."""
+        """Numbers of models by digests of their names, which may be as long as a line."""
         self._functions: dict[bytes, int] = {}
         self._ranks: list[tuple[int, int]] = []
-        """Of each model: the number of its function, and its own."""
+        """Rank of each model: the number of its function, and the model's number."""
         self._groups = array("l")
         self._ids: set[bytes] = set()
         self._blank = 0
         self._rest = bytearray()
         self._at = 0
-        """Where `_rest` begins in the file."""
+        """Position of `_rest` in the file."""
         self._number = 0
         self._too_long = False
-        """Whether the line that `_rest` is in is over its limit already."""
+        """True if the line of `_rest` exceeds its limit already."""
 
     @property
     def full(self) -> bool:
-        """Whether it makes no sense to go on."""
+        """True if further lines need not be read."""
         return len(self.problems) >= MAX_PROBLEMS or self._too_many
 
     def feed(self, piece: bytes) -> None:
@@ -88,7 +89,7 @@ class LineScanner:
             self._too_long = True
 
     def end(self) -> None:
-        """Ends the file, after its last piece."""
+        """Completes the scan, after the file's last piece."""
         if (self._rest or self._too_long) and not self.full:
             self._rest += b"\n"
             self._end_line(len(self._rest) - 1)
@@ -99,9 +100,9 @@ class LineScanner:
             self._report("empty_file", "the file has no lines")
 
     def order(self) -> array[int]:
-        """Returns the calls' indices, those of one model one behind the other, so that its adapter is loaded once.
+        """Returns the calls' indices, grouped by model, so that its adapter is loaded once.
 
-        Versions and aliases of one function come together; functions as they first occur in the file.
+        Versions and aliases of one function are adjacent; functions are in the order of their first calls.
         """
         return array("l", sorted(range(len(self.starts)), key=lambda index: (self._ranks[self._groups[index]], index)))
 
@@ -134,18 +135,18 @@ class LineScanner:
         if not 1 <= len(call.custom_id) <= MAX_CUSTOM_ID:
             raise LineError("invalid_custom_id", f"custom_id has 1 to {MAX_CUSTOM_ID} characters", "custom_id")
         model = _model_of(call)
-        seen = _digest(call.custom_id)
-        if seen in self._ids:
+        digest = _digest(call.custom_id)
+        if digest in self._ids:
             shown = call.custom_id[:100]
             raise LineError("duplicate_custom_id", f"the custom_id {shown!r} occurs before", "custom_id")
-        self._ids.add(seen)
+        self._ids.add(digest)
         self.starts.append(start)
         self.sizes.append(len(line))
         self.numbers.append(self._number)
         self._groups.append(self._number_of(model))
 
     def _number_of(self, model: str) -> int:
-        """Returns the model's number; the first one's is 0."""
+        """Returns the model's number; the first model has 0."""
         number = self._models.setdefault(_digest(model), len(self._models))
         if number == len(self._ranks):
             function = _digest(model.partition(":")[0])
@@ -161,7 +162,7 @@ def _digest(text: str) -> bytes:
 
 
 def read_line(line: bytes) -> Line:
-    """Returns the call that a line of the input file asks for. Raises LineError for what is no call."""
+    """Decodes a line of the input file. Raises LineError if it is no call."""
     try:
         line.decode()
         return _LINE.decode(line)
@@ -174,7 +175,7 @@ def read_line(line: bytes) -> Line:
 
 
 def _model_of(call: Line) -> str:
-    """Raises LineError."""
+    """Returns the name of the call's model. Raises LineError."""
     try:
         body = _BODY.decode(call.body)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -20,7 +20,7 @@ Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METAD
 
 
 class FileObject(msgspec.Struct, frozen=True):
-    """A file; times are Unix time in whole seconds."""
+    """File. Times are Unix time in whole seconds."""
 
     id: str
     bytes: int
@@ -47,7 +47,7 @@ class FileDeleted(msgspec.Struct, frozen=True):
 
 
 class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`input_file_id`: a file of purpose `batch`, each line of it a call with a `custom_id`."""
+    """Request to create a batch. `input_file_id`: a file of purpose `batch`; each line is a call with a `custom_id`."""
 
     input_file_id: Annotated[str, Meta(max_length=64)]
     endpoint: Endpoint
@@ -62,7 +62,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class BatchProblem(msgspec.Struct, frozen=True):
-    """`line` counts from 1; null where the whole batch is meant."""
+    """Problem of a batch. `line` counts from 1; null for a problem of the batch itself."""
 
     code: str
     message: str
@@ -76,7 +76,7 @@ class BatchProblems(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch; times are Unix time in whole seconds, null for what has not happened."""
+    """Batch. Times are Unix time in whole seconds; null: not yet."""
 
     id: str
     object: Literal["batch"] = "batch"

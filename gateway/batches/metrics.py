@@ -1,4 +1,4 @@
-"""What /metrics says of batches."""
+"""Metrics of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Outcome = Literal["completed", "failed", "put_back"]
 
 
 class BatchMetrics:
-    """Made once per process and `registry`."""
+    """Metrics of one process, one per `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.running = Gauge(

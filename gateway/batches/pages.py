@@ -13,9 +13,9 @@ from gateway.http.params import integer
 from gateway.http.routing import Parameter, parameter
 
 
-def page_parameters(most: int) -> tuple[Parameter, ...]:
+def page_parameters(max_entries: int) -> tuple[Parameter, ...]:
     return (
-        parameter("query", "limit", "Most entries", {"type": "integer", "minimum": 1, "maximum": most}),
+        parameter("query", "limit", "Most entries", {"type": "integer", "minimum": 1, "maximum": max_entries}),
         parameter("query", "after", "The last id of the page before"),
         parameter("query", "order", "By time of creation", {"enum": ["asc", "desc"], "default": "desc"}),
     )
@@ -28,7 +28,7 @@ class Page(msgspec.Struct, frozen=True):
 
     @classmethod
     def asked(cls, request: Request, prefix: str, *, default: int, most: int) -> Page:
-        """Returns the page that a request asks for; its ids begin with `prefix`. Raises ServiceError."""
+        """Returns the page of a request; its ids begin with `prefix`. Raises ServiceError."""
         after, order = request.query_params.get("after"), request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ServiceError("validation_failed", "order is asc or desc", param="order")
@@ -37,7 +37,7 @@ class Page(msgspec.Struct, frozen=True):
         return cls(integer(request, "limit", default, 1, most), after, order == "desc")
 
     def ids(self, all_ids: Sequence[str]) -> Sequence[str]:
-        """Returns those from the page's beginning on; `all_ids`: the newest first, which is ascending."""
+        """Returns the ids from the page's start on. `all_ids`: the newest first, which is ascending."""
         if self.newest_first:
             return [each for each in all_ids if self.after is None or each > self.after]
         return [each for each in reversed(all_ids) if self.after is None or each < self.after]

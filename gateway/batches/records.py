@@ -1,4 +1,4 @@
-"""Batches in the object store: a record each, and a marker for each that has not ended."""
+"""Records of batches, and their markers: one for each batch that has not ended."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from gateway.batches.messages import (
 from gateway.jobs.job_store import JobRecord, JobStore, Marker, Stored
 
 MAX_BATCHES = 500
-"""Of one tenant that are kept: beyond it the oldest that have ended are forgotten."""
+"""Batches of one tenant; beyond it the oldest that have ended are removed."""
 MAX_OPEN = 50
-"""Of one tenant that have not ended."""
+"""Batches of one tenant that have not ended."""
 MARKERS = "open_batches/"
 
 
 class BatchRecord(JobRecord, frozen=True, kw_only=True):
-    """What is known of a batch. Only the holder of the lease changes it, but for the request to cancel."""
+    """Record of a batch. Only the holder of the lease changes it, except for a request to cancel."""
 
     endpoint: Endpoint
     input_file: str
@@ -43,30 +43,30 @@ class BatchRecord(JobRecord, frozen=True, kw_only=True):
     status: Status = "validating"
     metadata: dict[str, str] | None = None
     key_id: str | None = None
-    """Of the tenant's key, or (`by_admin`) an administrator's, that made it; None: keys are not asked for."""
+    """Id of the key, the tenant's or (`by_admin`) an administrator's, that created it; None: keys are not required."""
     by_admin: bool = False
     at: dict[str, float] = msgspec.field(default_factory=dict)
-    """When it came to each status."""
+    """Unix time of the change to each status."""
     problems: tuple[BatchProblem, ...] = ()
     total: int = 0
     completed: int = 0
     failed: int = 0
     done: bytes = b""
-    """A bit per call, in the file's order: whether its reply is in `output` or `errors`."""
+    """Bit per call, in the file's order: 1 if its reply is in `output` or `errors`."""
     output: tuple[Part, ...] = ()
     errors: tuple[Part, ...] = ()
     output_id: str
-    """The file's id, also while there is none yet."""
+    """Id of the output file, also before it exists."""
     error_id: str
     ends_as: Status | None = None
-    """Once no further call begins."""
+    """Final status, once no further call begins."""
 
     holder: str = ""
-    """Who runs it; empty: nobody."""
+    """Worker that runs it; empty: none."""
     claim: int = 0
-    """How often it was claimed."""
+    """Number of claims."""
     writes: int = 0
-    """So that each write has another etag: a record that does not change has lost its holder."""
+    """Number of writes, which makes each etag unique: a record that does not change has lost its holder."""
 
     @property
     def ended(self) -> bool:
@@ -101,7 +101,7 @@ class BatchStore(JobStore[BatchRecord]):
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store, BatchRecord, _key, _markers)
 
-    def create(self, tenant: str, asked: BatchRequest, key_id: str | None, *, by_admin: bool) -> BatchRecord:
+    def create(self, tenant: str, request: BatchRequest, key_id: str | None, *, by_admin: bool) -> BatchRecord:
         """Stores a new batch. Raises ServiceError `conflict` for a tenant with MAX_OPEN open ones."""
         if len(self.objects.list(f"{MARKERS}{tenant}/", limit=MAX_OPEN)) >= MAX_OPEN:
             why = f"{MAX_OPEN} batches of the tenant have not ended, the most that it may have"
@@ -111,11 +111,11 @@ class BatchStore(JobStore[BatchRecord]):
         record = BatchRecord(
             id=new_id("batch_", now),
             tenant=tenant,
-            endpoint=asked.endpoint,
-            input_file=asked.input_file_id,
+            endpoint=request.endpoint,
+            input_file=request.input_file_id,
             created=now,
             expires=now + WINDOW_SECONDS,
-            metadata=asked.metadata,
+            metadata=request.metadata,
             key_id=key_id,
             by_admin=by_admin,
             output_id=new_id("file-", now),
@@ -126,7 +126,7 @@ class BatchStore(JobStore[BatchRecord]):
         return record
 
     def get(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Raises NotFound."""
+        """Returns the record. Raises NotFound."""
         stored = self.find(tenant, batch_id) if is_id(batch_id, "batch_") else None
         if stored is None:
             raise NotFound(f"there is no batch {batch_id[:100]!r}")
@@ -137,13 +137,15 @@ class BatchStore(JobStore[BatchRecord]):
         return listed_ids(self.objects, _folder(tenant))
 
     def records(self, tenant: str, ids: Sequence[str]) -> list[BatchRecord]:
-        """Returns the records of those that are still there."""
-        found = read_records(self.objects, [self._key(tenant, batch_id) for batch_id in ids], BatchRecord)
-        return [record for record in found if record is not None]
+        """Returns the records of the batches that still exist."""
+        records = read_records(self.objects, [self._key(tenant, batch_id) for batch_id in ids], BatchRecord)
+        return [record for record in records if record is not None]
 
     def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Asks for the batch's end; one that ends already stays as it is. Raises NotFound, and ServiceError `conflict`
-        for one that has ended otherwise."""
+        """Requests the end of a batch; one that is ending already stays as it is.
+
+        Raises NotFound, and ServiceError `conflict` for one that has ended otherwise.
+        """
         self.get(tenant, batch_id)
 
         def change(record: BatchRecord | None) -> BatchRecord:

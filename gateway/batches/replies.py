@@ -1,4 +1,4 @@
-"""What a batch's calls have answered, as lines of its output and error files, written part by part."""
+"""Answers of a batch's calls, as lines of its output and error files, written part by part."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import msgspec
 from gateway.batches.files import FileStore, Part
 
 PART_BYTES = 1 << 20
-"""A part is written anew as it grows, up to this size."""
+"""Maximum bytes of a part; up to it a part is written again as it grows."""
 AGAIN = frozenset({"rate_limited", "overloaded", "unavailable"})
-"""Errors after which a call is put back: it has not run, and may later."""
+"""Errors after which a call is queued again: it has not run."""
 FLEETING = frozenset({"node_failed", "timeout", "internal"})
-"""Errors after which it is tried again a few times."""
+"""Errors after which a call is retried a few times."""
 
 
 class LineReply(msgspec.Struct, frozen=True):
-    """`status` and `body` as the route would have answered."""
+    """Reply of a call: `status` and `body` of its route."""
 
     status: int
     body: bytes
@@ -26,7 +26,7 @@ class LineReply(msgspec.Struct, frozen=True):
 
 
 class Answer(NamedTuple):
-    """`error`: the type of the error that the reply tells; None: it is a good one."""
+    """Answer to a call. `error`: the type of the reply's error; None: no error."""
 
     reply: LineReply
     error: str | None = None
@@ -40,7 +40,7 @@ class _Response(msgspec.Struct, frozen=True):
 
 
 class ReplyLine(msgspec.Struct, frozen=True):
-    """One line of an output or error file. `error` is set where the call was never answered."""
+    """Line of an output or error file. `error` is set if the call was never answered."""
 
     id: str
     custom_id: str
@@ -58,8 +58,11 @@ def unanswered_line(custom_id: str, code: str, message: str) -> bytes:
 
 
 class PartWriter:
-    """Appends to a file's parts. Only those that the batch's record names, and so many of their bytes, count: a writer
-    that lost the batch can't disturb the next one, whose parts are named after another `claim`."""
+    """Appends lines to a file's parts.
+
+    Only the parts and bytes that the batch's record names count. A writer that lost the batch can't disturb the next
+    one, whose parts are named after another `claim`.
+    """
 
     def __init__(self, files: FileStore, tenant: str, file_id: str, claim: int, parts: tuple[Part, ...]) -> None:
         self._files, self._tenant, self._file_id, self._claim = files, tenant, file_id, claim
@@ -73,8 +76,7 @@ class PartWriter:
         self._changed = True
 
     def take(self) -> tuple[str, bytes] | None:
-        """Returns the part that is to be written now, as (name, content), and that `parts` then names; None if there is
-        none."""
+        """Returns the part to write, as (name, content), which `parts` then names; None if there is none."""
         if not self._changed:
             return None
         self._changed = False
@@ -88,7 +90,7 @@ class PartWriter:
         return name, data
 
     def write(self, name: str, data: bytes) -> None:
-        """Blocks. Raises StoreUnavailable; the same part may be written again."""
+        """Writes a part, which may be written again. Blocks. Raises StoreUnavailable."""
         self._files.put_part(self._tenant, self._file_id, name, data)
 
     @property

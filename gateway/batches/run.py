@@ -1,4 +1,4 @@
-"""One claimed batch: which calls are left, what was answered, and the writes that keep both and the lease."""
+"""Run of a claimed batch: its remaining calls, its answers, and the writes that keep both and the lease."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from gateway.catalog.threads import LeavableThreads
 from gateway.jobs.job_store import Stored
 
 BEAT_SECONDS = 2.0
-"""After which long work is interrupted to write the record, which keeps the lease."""
+"""Interval of record writes, which keep the lease, during long work."""
 FLUSH_LINES = 100
-"""Answers that wait for a write at most, but for calls under way: so many a gateway that is killed has run in vain."""
+"""Maximum unwritten answers, without calls under way: those that a killed gateway's successor runs again."""
 UNANSWERED: dict[Status, tuple[str, str]] = {
     "expired": ("batch_expired", "the call did not run before the completion window ended")
 }
-"""What the error file says of calls that never ran, by how the batch ended; others are not named there."""
+"""Error (code, message) in the error file for calls that never ran, by final status; for others there is none."""
 
 
 class LeaseLost(Exception):
-    """Another gateway has taken the batch over, or it is gone."""
+    """Error if another gateway has claimed the batch, or it was removed."""
 
 
 class BatchRun:
-    """`unix` returns Unix time by the store's clock. Methods that await raise StoreUnavailable, after which they may be
-    called again, and LeaseLost."""
+    """Run of one batch. `unix` returns Unix time (store clock).
+
+    Async methods raise LeaseLost, and StoreUnavailable, after which they may be called again.
+    """
 
     def __init__(
         self,
@@ -50,18 +52,18 @@ class BatchRun:
     ) -> None:
         self.record = record = claimed.record
         self.changed = asyncio.Event()
-        """Set when something is worth a write before its time."""
+        """Set when the record should be written at once."""
         self.calls: set[asyncio.Task[None]] = set()
         """Calls under way."""
         self.attempts: dict[int, int] = {}
-        """Of calls that have failed for reasons which may pass."""
-        asked: Status | None = "cancelled" if record.status == "cancelling" else None
-        self.ending: Status | None = record.ends_as or asked
-        """Once no further call begins: how the batch will end."""
+        """Failed attempts of calls that are retried, by index."""
+        requested: Status | None = "cancelled" if record.status == "cancelling" else None
+        self.ending: Status | None = record.ends_as or requested
+        """Final status, once no further call begins."""
         self.given_up = self.lost = False
-        """Whether it is to be left to another gateway, or another has taken it."""
+        """`given_up`: the batch is to be released; `lost`: another gateway has it."""
         self.written_at = asyncio.get_running_loop().time()
-        """When the lease was last kept."""
+        """Time of the last write, which kept the lease (event loop clock)."""
         self._holder = record.holder
         self._problems = record.problems
         self._stored = claimed
@@ -71,7 +73,7 @@ class BatchRun:
         self._order: array[int] = array("l")
         self._next = 0
         self._again: list[tuple[float, int]] = []
-        """A heap of calls to try again: from when on, by the event loop's clock, and which."""
+        """Heap of queued retries: time from which it may begin (event loop clock), and index of the call."""
         self._done = bytearray(record.done)
         self._counts = {True: record.completed, False: record.failed}
         self._writers = {
@@ -83,15 +85,17 @@ class BatchRun:
         }
         self._unwritten: list[tuple[PartWriter, str, bytes]] = []
         self._answers = 0
-        """That are not written yet."""
+        """Number of unwritten answers."""
 
     @property
     def key(self) -> tuple[str, str]:
         return self.record.tenant, self.record.id
 
     async def scan(self) -> None:
-        """Reads the input, and validates it if that was not done yet: afterwards the batch is in progress, or failed.
-        Raises NotFound when the file was deleted."""
+        """Reads the input, and validates it if that was not done yet.
+
+        Afterwards the batch is in progress, or fails. Raises NotFound if the file was deleted.
+        """
         try:
             source = await self._threads.run(lambda: self._files.get(self.record.tenant, self.record.input_file))
         except CorruptRecord:
@@ -119,7 +123,7 @@ class BatchRun:
         await self.write()
 
     def next_call(self) -> int | None:
-        """Returns the index of the next call to run; None: none is left to begin, or the batch ends."""
+        """Returns the index of the next call to run; None if none may begin."""
         if not self._may_begin():
             return None
         if self._again and self._again[0][0] <= asyncio.get_running_loop().time():
@@ -133,12 +137,12 @@ class BatchRun:
 
     @property
     def has_calls(self) -> bool:
-        """Whether `next_call` may return one."""
-        due = self._again and self._again[0][0] <= asyncio.get_running_loop().time()
-        return self._may_begin() and bool(due or self._next < len(self._order))
+        """True if `next_call` may return one."""
+        is_due = self._again and self._again[0][0] <= asyncio.get_running_loop().time()
+        return self._may_begin() and bool(is_due or self._next < len(self._order))
 
     def _may_begin(self) -> bool:
-        """Once so many answers wait to be written no further call begins: they would all be repeated."""
+        """Returns whether a call may begin. With FLUSH_LINES unwritten answers none may, for a crash repeats them."""
         leaving = self.ending is not None or self.given_up or self.lost
         return not leaving and self._answers < FLUSH_LINES
 
@@ -146,7 +150,7 @@ class BatchRun:
         return self._scanned.numbers[index]
 
     async def line(self, index: int) -> Line:
-        """Raises NotFound when the file was deleted."""
+        """Returns the call's line. Raises NotFound if the file was deleted."""
         return await self._read_line(index, self._order[self._next : self._next + AHEAD_LINES])
 
     async def _read_line(self, index: int, ahead: Iterable[int]) -> Line:
@@ -154,16 +158,16 @@ class BatchRun:
         return await self._reader.line(index, (call for call in ahead if not self._is_done(call)))
 
     def put_back(self, index: int, seconds: float) -> None:
-        """The call is to be tried again so much later."""
+        """Queues a call again, to begin `seconds` later."""
         heappush(self._again, (asyncio.get_running_loop().time() + seconds, index))
 
     def note(self, index: int, custom_id: str, reply: LineReply) -> None:
-        """The call's last answer."""
+        """Records a call's final answer."""
         self._add(index, reply.status == 200, reply_line(custom_id, reply))
         self.attempts.pop(index, None)
 
     def end(self, outcome: Status, *problems: BatchProblem) -> None:
-        """From now on no call begins; `finish` makes the batch what `outcome` says."""
+        """Sets the final status: no further call begins, and `finish` completes the batch."""
         if self.ending is None:
             self.ending, self._problems = outcome, problems
         self.changed.set()
@@ -173,13 +177,12 @@ class BatchRun:
         return self.record.total > 0 and sum(self._counts.values()) >= self.record.total
 
     async def write(self, **changes: Any) -> None:
-        """Writes what was answered, and then the record that says so, which keeps the lease. `changes` of the record
-        count from when it is written."""
+        """Writes new answers, then the record, which keeps the lease. `changes` are further changes of the record."""
         self.changed.clear()
         for writer in self._writers.values():
             if (part := writer.take()) is not None:
                 self._unwritten.append((writer, *part))
-        taken = self._answers
+        written = self._answers
         self.record = self._with_progress(self.record)
         while self._unwritten:
             writer, name, data = self._unwritten[0]
@@ -189,13 +192,13 @@ class BatchRun:
             await self._merge()
         self.record, self._stored = stored.record, stored
         self.written_at = asyncio.get_running_loop().time()
-        self._answers -= taken
+        self._answers -= written
 
     def _write_record(self, changes: dict[str, Any]) -> Stored[BatchRecord] | None:
         return self._batches.change(self._stored, msgspec.structs.replace(self.record, **changes))
 
     async def finish(self) -> None:
-        """Ends the batch as it was said to; its files are there when its record says that it has ended."""
+        """Completes the batch with its final status. Its files are complete before the record has that status."""
         outcome = self.ending
         assert outcome is not None
         if outcome == "cancelled" and self.record.status != "cancelling":
@@ -204,7 +207,7 @@ class BatchRun:
             self.record = self.record.with_status("finalizing", await self._unix())
         if outcome in UNANSWERED:
             with suppress(NotFound):  # without the input nobody knows how the calls were named
-                await self._note_unanswered(*UNANSWERED[outcome])
+                await self._record_unanswered(*UNANSWERED[outcome])
         await self.write()
         now = await self._unix()
         await self._threads.run(partial(self._make_files, now))
@@ -212,16 +215,16 @@ class BatchRun:
         await self.write(status=ended.status, at=ended.at, holder="")
 
     def give_up(self) -> None:
-        """It is to be left to another gateway, or to a later time."""
+        """Has the batch released, for another gateway or a later time."""
         self.given_up = True
         self.changed.set()
 
     async def release(self) -> None:
-        """Lets another gateway go on at once, unless the batch has ended or one does already."""
+        """Ends the lease of a batch that has not ended, so that another gateway can continue at once."""
         if not self.lost and not self.record.ended:
             await self.write(holder="")
 
-    async def _note_unanswered(self, code: str, message: str) -> None:
+    async def _record_unanswered(self, code: str, message: str) -> None:
         count = len(self._scanned.starts)
         for index in range(count):
             if not self._is_done(index):
@@ -242,11 +245,11 @@ class BatchRun:
             (record.error_id, record.errors, "errors"),
         ):
             if parts:
-                made = FileRecord(file_id, f"{record.id}_{kind}.jsonl", "batch_output", now, parts)
-                self._files.commit(record.tenant, made)
+                file = FileRecord(file_id, f"{record.id}_{kind}.jsonl", "batch_output", now, parts)
+                self._files.commit(record.tenant, file)
 
     async def _merge(self) -> None:
-        """After a write by another: a request to cancel is taken in. Raises LeaseLost."""
+        """Merges another process's write, which may be a request to cancel. Raises LeaseLost."""
         current = await self._threads.run(lambda: self._batches.find(*self.key))
         if current is None:  # its tenant was removed, maybe before the last answers were written
             await self._threads.run(self._remove_answers)

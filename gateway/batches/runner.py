@@ -1,4 +1,4 @@
-"""Claims batches, begins their calls while nodes have rows to spare, and sees each batch to its end."""
+"""Runs batches: claims them, begins their calls while nodes have spare rows, and completes them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from gateway.jobs.poller import Poller, PollResult
 from gateway.jobs.windows import Function
 
 LEASE_SECONDS = 10.0
-"""A batch whose record has not changed for so long, by the clock of who looks, may be taken over."""
+"""Seconds without a change of its record after which a batch may be claimed again."""
 POLL_SECONDS = 3.0
-"""Between two polls for batches to claim."""
+"""Interval of polls for batches to claim."""
 FLUSH_SECONDS = 1.0
 MAX_RUNS = 16
-"""Batches at once in one gateway worker: each keeps where its lines are, about 1 MB for 50,000."""
+"""Batches at once in one gateway worker. Each needs about 1 MB for the positions of 50,000 lines."""
 MAX_READS = 64
-"""Records that one poll reads."""
+"""Maximum records that one poll reads."""
 MAX_IN_FLIGHT = 512
 BURST = 8
-"""Calls that begin at once, before nodes are looked at again: a call has a place on a node only a moment later."""
+"""Calls that begin before spare rows are counted again: nodes report a new call only a moment later."""
 TICK_SECONDS = 0.02
 IDLE_SECONDS = 0.2
 ATTEMPTS = 3
@@ -54,14 +54,17 @@ THREADS = 8
 AnswerLine = Callable[[str, Endpoint, Line, str], Awaitable[Answer]]
 """Answers a tenant's line; its last argument is the request's id."""
 Key = tuple[str, str]
-"""Tenant and batch."""
+"""Tenant and id of a batch."""
 
 log = logging.getLogger("gateway")
 
 
 class BatchRunner:
-    """`clock` is monotonic seconds, `unix` Unix time by the store's clock; `spare` says how many calls more may begin,
-    when so many are under way."""
+    """Runner of one gateway worker.
+
+    `clock` is monotonic seconds, `unix` Unix time (store clock). `spare` returns how many more calls may begin, by the
+    number of calls under way.
+    """
 
     def __init__(
         self,
@@ -82,23 +85,23 @@ class BatchRunner:
         self._shares = Shares(clock)
         self._poller = Poller("batch", self._poll, self._owner, self._claim, at_once=MAX_RUNS, idle_s=POLL_SECONDS)
         self._watch = ChangeWatch(clock)
-        """Batches that others hold, by id."""
+        """Batches of other holders, by id."""
         self._runs: dict[Key, BatchRun] = {}
         self._under_way: set[asyncio.Task[None]] = set()
-        """Calls that have begun."""
+        """Calls under way."""
         self._reading: set[asyncio.Task[None]] = set()
-        """Those of them that no node knows of, because their lines are still being read."""
+        """Calls of them whose lines are being read: nodes do not report them yet."""
         self._paused_until = 0.0
         self._room = asyncio.Event()
 
     @asynccontextmanager
     async def running(self, answer: AnswerLine) -> AsyncIterator[None]:
-        """Runs batches as long as the context lasts, then leaves them to others."""
+        """Runs batches as long as the context lasts, then releases them."""
 
         async def begin_calls() -> None:
             while True:
-                begun = await self._begin_calls(answer)
-                await _wait(self._room, TICK_SECONDS if begun else IDLE_SECONDS, at_least=TICK_SECONDS)
+                count = await self._begin_calls(answer)
+                await _wait(self._room, TICK_SECONDS if count else IDLE_SECONDS, at_least=TICK_SECONDS)
 
         try:
             async with background(self._poller.run, self._make_room, begin_calls):
@@ -107,13 +110,13 @@ class BatchRunner:
             await cancel_all(self._poller.active.values())
 
     def wake(self) -> None:
-        """A batch has come, or is to be cancelled."""
+        """Polls and writes at once, for a batch is new or is to be cancelled."""
         self._poller.wake.set()
         for run in self._runs.values():
             run.changed.set()
 
     async def _poll(self, _after: str, _closed: Collection[Function]) -> PollResult:
-        """Lists batches that nobody holds."""
+        """Lists batches without a holder."""
         markers = await self._threads.run(self._batches.open_batches)
         self._metrics.open.set(len(markers))
         waiting = [marker for marker in markers if marker.id not in self._poller.active]
@@ -129,13 +132,13 @@ class BatchRunner:
         return PollResult(claimable)
 
     async def _make_room(self) -> None:
-        """Gives a batch back where one tenant has several and another, that waits, none."""
+        """Releases a batch of a tenant that has several, if another tenant with none waits."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             if len(self._runs) < MAX_RUNS:
                 continue
             with suppress(StoreUnavailable):
-                waiting = set((await self._poll("", ())).due)
+                waiting = set((await self._poll("", ())).by_tenant)
                 running = Counter(tenant for tenant, _ in self._runs)
                 for tenant, count in running.most_common(1):
                     if count > 1 and waiting - running.keys():
@@ -146,7 +149,7 @@ class BatchRunner:
         return await self._threads.run(partial(self._batches.owner, marker))
 
     async def _claim(self, stored: Stored[BatchRecord]) -> None:
-        """Claims the batch if nobody holds it, and runs it until it has ended or is left to others."""
+        """Claims the batch if it has no holder, and runs it until it has ended or is released."""
         record = stored.record
         self._watch.observe(record.id, stored.etag)
         if not self._is_claimable(record):
@@ -160,11 +163,11 @@ class BatchRunner:
         return not record.holder or self._is_unchanged(record.id)
 
     def _is_unchanged(self, batch_id: str) -> bool:
-        """Whether its record has not changed for a lease, or was never read."""
+        """Returns whether its record has not changed for a lease, or was never read."""
         return self._watch.unchanged_s(batch_id) >= LEASE_SECONDS
 
     async def _drive(self, run: BatchRun) -> None:
-        """Owns the run, from its claim until it has ended or is left to others."""
+        """Owns the run from its claim on, until it has ended or is released."""
         self._runs[run.key] = run
         self._metrics.running.set(len(self._runs))
         try:
@@ -201,12 +204,12 @@ class BatchRunner:
             await self._finish(run)
 
     async def _finish(self, run: BatchRun) -> None:
-        """Finishes the batch: writes its answers and its end. Raises LeaseLost."""
+        """Completes the batch. Raises LeaseLost."""
         await self._insist(run, run.finish)
         self._metrics.count_end(run.record.status)
 
     async def _tend(self, run: BatchRun) -> None:
-        """Keeps the lease and what was answered, and ends the batch when it is time to."""
+        """Writes new answers and keeps the lease; ends the batch if it is complete, expired or its key is revoked."""
         record = run.record
         if run.all_answered:
             run.end("completed")
@@ -224,7 +227,7 @@ class BatchRunner:
             self._shares.of(tenant).weight = (await self._callers.account(tenant)).weight
 
     async def _insist(self, run: BatchRun, work: Callable[[], Awaitable[None]]) -> None:
-        """Does `work`, again while the store is away. Raises LeaseLost when the lease has ended meanwhile."""
+        """Does `work`, again while the store is unavailable. Raises LeaseLost if the lease ends meanwhile."""
         while True:
             try:
                 return await work()
@@ -235,17 +238,17 @@ class BatchRunner:
             await asyncio.sleep(FLUSH_SECONDS)
 
     async def _begin_calls(self, answer: AnswerLine) -> int:
-        """Begins calls as far as there are rows for them. Returns how many."""
+        """Begins calls while there are spare rows. Returns their number."""
         if not self._runs or self._clock() < self._paused_until:
             return 0
         begun_before = len(self._under_way)
         room = min(BURST, MAX_IN_FLIGHT - begun_before, await self._spare(begun_before) - len(self._reading))
-        for begun in range(int(room)):
+        for count in range(int(room)):
             fresh = (run for run in self._runs.values() if self._clock() - run.written_at < LEASE_SECONDS / 2)
             run = self._shares.pick(fresh)
             index = None if run is None else run.next_call()
             if run is None or index is None:
-                return begun
+                return count
             self._start_call(run, index, answer)
         return int(room)
 
@@ -270,8 +273,8 @@ class BatchRunner:
         try:
             line = await run.line(index)
             self._reading.discard(task)
-            told = await answer(tenant, run.record.endpoint, line, f"{run.record.id}-{number}")
-            self._settle(run, index, line.custom_id, told)
+            answered = await answer(tenant, run.record.endpoint, line, f"{run.record.id}-{number}")
+            self._settle(run, index, line.custom_id, answered)
         except NotFound:
             run.end("failed", _deleted_input())
         except StoreUnavailable:
@@ -280,27 +283,27 @@ class BatchRunner:
             log.error("a call of a batch failed", exc_info=error, extra={"batch": run.record.id, "line": number})
             run.end("failed", BatchProblem("internal_error", "an unexpected error", number))
 
-    def _settle(self, run: BatchRun, index: int, custom_id: str, told: Answer) -> None:
+    def _settle(self, run: BatchRun, index: int, custom_id: str, answer: Answer) -> None:
         share, tries = self._shares.of(run.record.tenant), run.attempts.get(index, 0) + 1
-        if told.error in AGAIN or (told.error in FLEETING and tries < ATTEMPTS):
-            pause = told.retry_after or PAUSE_SECONDS
-            if told.error == "rate_limited":
-                pause = share.refuse(self._clock(), told.retry_after)
-            elif told.error == "overloaded":
+        if answer.error in AGAIN or (answer.error in FLEETING and tries < ATTEMPTS):
+            pause = answer.retry_after or PAUSE_SECONDS
+            if answer.error == "rate_limited":
+                pause = share.refuse(self._clock(), answer.retry_after)
+            elif answer.error == "overloaded":
                 self._paused_until = self._clock() + min(pause, PAUSE_SECONDS)
-            elif told.error in FLEETING:
+            elif answer.error in FLEETING:
                 run.attempts[index] = tries
             run.put_back(index, pause)
             self._metrics.count_call("put_back")
         else:
-            run.note(index, custom_id, told.reply)
+            run.note(index, custom_id, answer.reply)
             share.grow()
-            self._metrics.count_call("failed" if told.error else "completed")
+            self._metrics.count_call("failed" if answer.error else "completed")
 
 
 @dataclass(frozen=True)
 class Batches:
-    """`runner` runs those of all tenants that no other gateway does."""
+    """Files and batches of all tenants. `runner` runs those that no other gateway does."""
 
     files: FileStore
     records: BatchStore
@@ -317,8 +320,11 @@ def make_batches(
     registry: CollectorRegistry,
     unix: Callable[[], Awaitable[float]],
 ) -> Batches:
-    """`base`: fingerprint of the base model; `name`: the worker's, among all gateways'; `registry`: of its metrics;
-    `unix`: Unix time by the store's clock."""
+    """Returns the batches of a gateway worker.
+
+    `base`: fingerprint of the base model. `name`: unique among all gateways' workers. `registry`: of the metrics.
+    `unix`: Unix time (store clock).
+    """
     files, records, rows = FileStore(store), BatchStore(store), SpareRows(monotonic)
 
     async def spare(in_flight: int) -> float:
@@ -329,7 +335,7 @@ def make_batches(
 
 
 async def _wait(event: asyncio.Event, seconds: float, at_least: float = 0.0) -> None:
-    """Returns when the event is set, which it then is no more, or after so many seconds."""
+    """Waits until the event is set, at most `seconds`, and clears it."""
     await asyncio.sleep(at_least)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):

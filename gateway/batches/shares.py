@@ -1,4 +1,4 @@
-"""Whose call of all running batches begins next: tenants take turns by weight, each within a window of its own."""
+"""Fair shares of tenants in the calls of running batches: by weight, each tenant within its window."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Callable, Iterable
 from gateway.batches.run import BatchRun
 
 MAX_WINDOW = 256.0
-"""Calls of one tenant's batches under way at once, in one gateway worker."""
+"""Calls under way of one tenant's batches, in one gateway worker."""
 PAUSE_SECONDS = 1.0
-MOST_PAUSE_SECONDS = 30.0
+MAX_PAUSE_SECONDS = 30.0
 
 
 class Share:
-    """One tenant's. Its window halves when a limit of the tenant refuses a call, and grows with each answer."""
+    """Share of one tenant. Its window halves when a limit of the tenant refuses a call, and grows with each answer."""
 
     def __init__(self, served: float) -> None:
         self.weight = 1.0
         self.served = served
-        """Calls begun, each over the weight at that time: the least is next."""
+        """Calls begun, each divided by the weight at that time. The tenant with the least is next."""
         self.in_flight = 0
         self.window = MAX_WINDOW
         self.paused_until = 0.0
 
     def refuse(self, now: float, retry_after: float | None) -> float:
-        """After a refusal. Returns for how many seconds none of the tenant's calls begins."""
-        seconds = min(retry_after or PAUSE_SECONDS, MOST_PAUSE_SECONDS)
+        """Shrinks the window after a refusal. Returns the seconds for which none of the tenant's calls begins."""
+        seconds = min(retry_after or PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         self.window, self.paused_until = max(1.0, self.window / 2), now + seconds
         return seconds
 
@@ -34,29 +34,29 @@ class Share:
 
 
 class Shares:
-    """Of the tenants that have batches running here. `clock` is monotonic seconds."""
+    """Shares of the tenants with running batches. `clock` is monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._shares: dict[str, Share] = {}
 
     def of(self, tenant: str) -> Share:
-        """Returns the tenant's share; a new one begins level with those that are there, and makes up for nothing."""
+        """Returns the tenant's share. A new one begins level with the least of the others."""
         if tenant not in self._shares:
             self._shares[tenant] = Share(min((share.served for share in self._shares.values()), default=0.0))
         return self._shares[tenant]
 
     def keep(self, tenants: Iterable[str]) -> None:
-        """Forgets all others that have no call under way."""
-        kept = set(tenants)
-        self._shares = {name: share for name, share in self._shares.items() if name in kept or share.in_flight}
+        """Forgets all other tenants without a call under way."""
+        running = set(tenants)
+        self._shares = {name: share for name, share in self._shares.items() if name in running or share.in_flight}
 
     def pick(self, runs: Iterable[BatchRun]) -> BatchRun | None:
-        """Returns the batch whose call is to begin: the oldest of the tenant whose turn it is. None if none may."""
+        """Returns the batch whose call begins next: the oldest of the next tenant. None if no call may begin."""
         oldest: dict[str, BatchRun] = {}
         for run in runs:
-            tenant, known = run.record.tenant, oldest.get(run.record.tenant)
-            if self._may_begin(tenant) and run.has_calls and (known is None or run.record.id > known.record.id):
+            tenant, current = run.record.tenant, oldest.get(run.record.tenant)
+            if self._may_begin(tenant) and run.has_calls and (current is None or run.record.id > current.record.id):
                 oldest[tenant] = run  # ids count down
         return min(oldest.values(), key=lambda run: self.of(run.record.tenant).served, default=None)
 

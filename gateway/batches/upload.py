@@ -17,16 +17,18 @@ from gateway.http.multipart import Form, FormParts
 
 FILE_FORM = Form("file", {"purpose": 100})
 FORM_BYTES = 64 << 10
-"""For what a form has beside the file's bytes."""
+"""Maximum bytes of a form without the file's content."""
 MAX_FILENAME = 200
-"""Characters."""
+"""Maximum characters of a file's name."""
 
 
 async def receive_file(
     request: Request, config: GatewayConfig, files: FileStore, threads: StoreThreads, tenant: str, limit: int
 ) -> FileRecord:
-    """Stores the file of a multipart body; all of the tenant's may have `limit` bytes. Raises ServiceError, Conflict;
-    nothing of the file is left then."""
+    """Stores the file of a multipart body. `limit`: bytes of all of the tenant's files.
+
+    Raises ServiceError, Conflict; then nothing of the file remains.
+    """
     form = FormParts(request, FILE_FORM)
     file_id = await threads.write(files.begin, tenant, _size_of(request), limit)
     upload = _Upload(form, files, threads, tenant, file_id)
@@ -40,13 +42,13 @@ async def receive_file(
 
 
 def _size_of(request: Request) -> int:
-    """Returns how many bytes the file has at most; what its form adds to them is not known yet."""
+    """Returns the maximum bytes of the file: those of the request, which has its form, too."""
     stated = request.headers.get("content-length", "")
     return min(int(stated), MAX_FILE_BYTES) if stated.isdecimal() else MAX_FILE_BYTES
 
 
 class _Upload:
-    """One upload under way."""
+    """Upload under way."""
 
     def __init__(self, form: FormParts, files: FileStore, threads: StoreThreads, tenant: str, file_id: str) -> None:
         self.file_id = file_id

@@ -150,6 +150,6 @@ def _event_id(request: Request, tenant: str) -> str:
     return f"inv_{hashlib.sha256(f'{tenant}/{key}'.encode()).hexdigest()[:24]}"
 
 
-def _fingerprint(named: tuple[str, str | None], asked: dict[str, Any], call: InvokeRequest) -> str:
-    whole = msgspec.json.encode([named, asked, call.on_success, call.on_failure], order="sorted")
-    return hashlib.sha256(whole).hexdigest()
+def _fingerprint(name: tuple[str, str | None], request_fields: dict[str, Any], call: InvokeRequest) -> str:
+    content = msgspec.json.encode([name, request_fields, call.on_success, call.on_failure], order="sorted")
+    return hashlib.sha256(content).hexdigest()

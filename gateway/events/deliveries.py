@@ -53,8 +53,8 @@ class Deliveries:
         """Tries once. The try is stored first: if this worker dies, another one tries again."""
         events, delivery = self._events, stored.record.delivery
         assert delivery is not None
-        begun = _replaced(stored.record, attempts=delivery.attempts + 1, due=await events.clock.now() + TRY_S)
-        claim = await events.threads.write(events.store.change, stored, begun)
+        started = _replaced(stored.record, attempts=delivery.attempts + 1, due=await events.clock.now() + TRY_S)
+        claim = await events.threads.write(events.store.change, stored, started)
         if claim is None:
             return
         try:
@@ -124,9 +124,9 @@ def _prompt(event: EventRecord) -> str:
 
 def _failed(event: EventRecord, tried: Delivery, error: NotDelivered, now: float) -> EventRecord:
     """Returns the event after a failed try. `tried`: its delivery before that."""
-    due = now + PAUSES_S[min(tried.attempts, len(PAUSES_S) - 1)] * random.uniform(0.8, 1.2)
-    over = error.for_good or due > tried.began + GIVEN_UP_S
-    return _replaced(event, problem=str(error), state="failed" if over else "pending", due=due)
+    next_try = now + PAUSES_S[min(tried.attempts, len(PAUSES_S) - 1)] * random.uniform(0.8, 1.2)
+    over = error.for_good or next_try > tried.began + GIVEN_UP_S
+    return _replaced(event, problem=str(error), state="failed" if over else "pending", due=next_try)
 
 
 def _replaced(event: EventRecord, **fields: Any) -> EventRecord:

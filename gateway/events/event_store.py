@@ -86,7 +86,7 @@ class EventStore(JobStore[EventRecord]):
 
     def poll(self, index: str, after: str, now: float, closed: Collection[Function] = frozenset()) -> PollResult:
         """Lists due events of an index, from the tenant after `after` on, without those of `closed` functions."""
-        due: dict[str, list[Marker]] = {}
+        by_tenant: dict[str, list[Marker]] = {}
         next_in, until = inf, monotonic() + LONGEST_POLL_S
         tenants = self.objects.folders(f"events/{index}/", after, TENANTS_A_POLL)
         next_after = tenants[-1] if len(tenants) == TENANTS_A_POLL else ""
@@ -96,11 +96,11 @@ class EventStore(JobStore[EventRecord]):
             next_in = min(next_in, next((each.time - now for each in listed if each.time > now), inf))
             # Begins anywhere among the due ones, so that several workers seldom take the same.
             skipped = random.randrange(len(ready) - EVENTS_A_TENANT + 1) if len(ready) > EVENTS_A_TENANT else 0
-            due[tenant] = [*ready[skipped : skipped + EVENTS_A_TENANT]]
+            by_tenant[tenant] = [*ready[skipped : skipped + EVENTS_A_TENANT]]
             if monotonic() >= until:
                 next_after = tenant
                 break
-        return PollResult(due, next_in, next_after)
+        return PollResult(by_tenant, next_in, next_after)
 
     def beat(self, worker: str, count: int) -> None:
         """Keeps the worker's lease on the events that it runs."""

@@ -87,18 +87,18 @@ class Events:
         Raises ServiceError: `overloaded` when the tenant's queue is full, `conflict` when another call has used the
         Idempotency-Key; StoreUnavailable.
         """
-        known = await self.threads.read(self.store.find, event.tenant, event.id)
-        if known is None:
+        stored = await self.threads.read(self.store.find, event.tenant, event.id)
+        if stored is None:
             await self._check_room(event.tenant, 1)
             if await self.threads.write(self.store.add, event) is not None:
                 self.announce()
                 return event
-            known = await self.threads.read(self.store.find, event.tenant, event.id)
-        if known is None:
+            stored = await self.threads.read(self.store.find, event.tenant, event.id)
+        if stored is None:
             raise StoreUnavailable("an earlier call with this Idempotency-Key is being removed")
-        if known.record.fingerprint != event.fingerprint:
+        if stored.record.fingerprint != event.fingerprint:
             raise ServiceError("conflict", "another call has used this Idempotency-Key", param="idempotency-key")
-        return known.record
+        return stored.record
 
     async def get(self, tenant: str, event_id: str) -> EventRecord:
         """Returns an event. Raises NotFound, StoreUnavailable."""
@@ -165,26 +165,26 @@ class Events:
         self.announce()
         return event
 
-    async def _check_room(self, tenant: str, wanted: int) -> None:
-        known = self._counts.get(tenant)
-        if known is None or monotonic() - known.counted > COUNTED_FOR_S:
-            known = _Count(await self.threads.read(self._count, tenant), monotonic())
-        if known.events + wanted > self._max_queued:
-            self._counts[tenant] = known
+    async def _check_room(self, tenant: str, new: int) -> None:
+        count = self._counts.get(tenant)
+        if count is None or monotonic() - count.counted > COUNTED_FOR_S:
+            count = _Count(await self.threads.read(self._count, tenant), monotonic())
+        if count.events + new > self._max_queued:
+            self._counts[tenant] = count
             why = f"the tenant has {self._max_queued} asynchronous calls waiting already"
             raise ServiceError("overloaded", why, retry_after=FULL_RETRY_AFTER_S)
         if len(self._counts) >= MAX_COUNTS:
             self._counts.clear()
-        self._counts[tenant] = known._replace(events=known.events + wanted)
+        self._counts[tenant] = count._replace(events=count.events + new)
 
     def _count(self, tenant: str) -> int:
         return sum(1 for _ in islice(self.store.list_markers(folder("queued", tenant)), self._max_queued))
 
     async def _stored(self, tenant: str, event_id: str) -> Stored[EventRecord]:
-        found = await self.threads.read(self.store.find, tenant, event_id) if _is_id(event_id) else None
-        if found is None:
+        stored = await self.threads.read(self.store.find, tenant, event_id) if _is_id(event_id) else None
+        if stored is None:
             raise NotFound(f"there is no invocation {event_id[:100]!r}")
-        return found
+        return stored
 
     async def _change(
         self, tenant: str, event_id: str, change: Callable[[EventRecord, float], EventRecord]
@@ -197,7 +197,7 @@ class Events:
         raise StoreUnavailable(f"invocation {event_id} is changed by too many at once")
 
     def _list(self, tenant: str, states: tuple[State, ...], function: str | None, after: str, limit: int) -> Page:
-        found: list[Marker] = []
+        markers: list[Marker] = []
         scanned = 0
         first, _, name = after.partition("/")
         for state in states[_position(first, name, states) :]:
@@ -205,10 +205,10 @@ class Events:
             for marker in self.store.list_markers(prefix, prefix + name if state == first else ""):
                 scanned += 1
                 if function in (None, marker.function):
-                    found.append(marker)
-                if len(found) == limit or scanned == SCANNED:
-                    return Page(self.store.records(found), f"{state}/{marker.key.removeprefix(prefix)}")
-        return Page(self.store.records(found), None)
+                    markers.append(marker)
+                if len(markers) == limit or scanned == SCANNED:
+                    return Page(self.store.records(markers), f"{state}/{marker.key.removeprefix(prefix)}")
+        return Page(self.store.records(markers), None)
 
 
 def _position(first: str, name: str, states: tuple[State, ...]) -> int:

@@ -17,7 +17,7 @@ class EventMetrics:
         )
         self._ended = Counter("garnish_events_ended", "Their ends by state", ("state",), registry=registry)
         self._redriven = Counter("garnish_events_redriven", "Dead letters queued again", registry=registry)
-        self._told = Counter(
+        self._deliveries = Counter(
             "garnish_event_deliveries", "Ends of telling destinations by outcome", ("outcome",), registry=registry
         )
         self._there = Gauge(
@@ -40,7 +40,7 @@ class EventMetrics:
         if before.state in ENDED and now.state == "queued":
             self._redriven.inc()
         if before.delivery is not None and now.delivery is not None and before.delivery.state != now.delivery.state:
-            self._told.labels(now.delivery.state).inc()
+            self._deliveries.labels(now.delivery.state).inc()
 
     def show_there(self, index: str, count: int) -> None:
         self._there.labels(index).set(count)

@@ -62,12 +62,12 @@ def succeeded(event: EventRecord, result: InvokeReply, now: float) -> EventRecor
 
 def failed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
     """Returns the running event after a failed attempt: queued again if that may help, else a dead letter."""
-    told = EventError(error.type, error.message)
+    event_error = EventError(error.type, error.message)
     if error.type in POSTPONED:
         return postponed(event, error, now)
     if error.type not in RETRIED:
-        return _ended(_attempt_ended(event, now, told), "failed", now, error=told)
-    return retried(event, told, now, _pause(len(event.attempts), error.retry_after))
+        return _ended(_attempt_ended(event, now, event_error), "failed", now, error=event_error)
+    return retried(event, event_error, now, _pause(len(event.attempts), error.retry_after))
 
 
 def postponed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
@@ -75,8 +75,8 @@ def postponed(event: EventRecord, error: ServiceError, now: float) -> EventRecor
 
     The event's deadline bounds how often that happens.
     """
-    told = EventError(error.type, error.message)
-    taken_back = msgspec.structs.replace(event, attempts=event.attempts[:-1], error=told)
+    event_error = EventError(error.type, error.message)
+    taken_back = msgspec.structs.replace(event, attempts=event.attempts[:-1], error=event_error)
     return _requeued(taken_back, now + _pause(len(event.attempts), error.retry_after), now)
 
 
@@ -117,8 +117,8 @@ def _attempt_ended(event: EventRecord, now: float, error: EventError | None) -> 
     return msgspec.structs.replace(event, attempts=(*event.attempts[:-1], last))
 
 
-def _requeued(event: EventRecord, due: float, now: float) -> EventRecord:
-    return _changed(event, "queued", now, due=due)
+def _requeued(event: EventRecord, next_attempt: float, now: float) -> EventRecord:
+    return _changed(event, "queued", now, due=next_attempt)
 
 
 def _ended(event: EventRecord, state: State, now: float, **fields: Any) -> EventRecord:

@@ -31,8 +31,8 @@ class WebhookSecrets(msgspec.Struct, frozen=True):
 
 def read_secrets(store: ObjectStore, tenant: str) -> tuple[WebhookSecret, ...]:
     """Returns the tenant's secrets. Raises StoreUnavailable."""
-    found = read_record(store, _key(tenant), WebhookSecrets)
-    return found[0].secrets if found else ()
+    pair = read_record(store, _key(tenant), WebhookSecrets)
+    return pair[0].secrets if pair else ()
 
 
 def list_secrets(tenants: Tenants, tenant: str) -> tuple[WebhookSecret, ...]:
@@ -45,16 +45,16 @@ def add_secret(tenants: Tenants, tenant: str) -> WebhookSecret:
     """Creates a secret. Raises NotFound without the tenant, Conflict if two are valid already."""
     tenants.get(tenant)
     text = base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
-    made = WebhookSecret(secrets.token_hex(8), f"whsec_{text}", tenants.store.now())
+    new = WebhookSecret(secrets.token_hex(8), f"whsec_{text}", tenants.store.now())
 
     def add(record: WebhookSecrets | None) -> WebhookSecrets:
-        known = record.secrets if record else ()
-        if len(known) >= MAX_SECRETS:
+        current = record.secrets if record else ()
+        if len(current) >= MAX_SECRETS:
             raise Conflict(f"tenant {tenant} has {MAX_SECRETS} webhook secrets already; end one first")
-        return WebhookSecrets((*known, made))
+        return WebhookSecrets((*current, new))
 
     update_record(tenants.store, _key(tenant), WebhookSecrets, add)
-    return made
+    return new
 
 
 def end_secret(tenants: Tenants, tenant: str, secret_id: str) -> None:
@@ -62,11 +62,11 @@ def end_secret(tenants: Tenants, tenant: str, secret_id: str) -> None:
     tenants.get(tenant)
 
     def end(record: WebhookSecrets | None) -> WebhookSecrets:
-        known = record.secrets if record else ()
-        left = tuple(each for each in known if each.secret_id != secret_id)
-        if len(left) == len(known):
+        current = record.secrets if record else ()
+        remaining = tuple(each for each in current if each.secret_id != secret_id)
+        if len(remaining) == len(current):
             raise NotFound(f"there is no webhook secret {secret_id[:100]!r}")
-        return WebhookSecrets(left)
+        return WebhookSecrets(remaining)
 
     update_record(tenants.store, _key(tenant), WebhookSecrets, end)
 

@@ -62,8 +62,8 @@ class Webhooks:
             raise NotDelivered(f"no answer within {SEND_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             cause = error.__cause__ or error
-            told = str(cause) if isinstance(cause, NotAllowed) else "the host can't be reached"
-            raise NotDelivered(told) from None
+            problem = str(cause) if isinstance(cause, NotAllowed) else "the host can't be reached"
+            raise NotDelivered(problem) from None
         if not 200 <= status < 300:
             raise NotDelivered(f"the receiver answered {status}")
 
@@ -100,13 +100,13 @@ class CheckedResolver(AbstractResolver):
         """Resolves a host. Raises NotAllowed if any of its addresses is not allowed, OSError."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(RESOLVE_S):
-            found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-        for *_, place in found[:MAX_ADDRESSES]:
+            infos = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+        for *_, place in infos[:MAX_ADDRESSES]:
             self._allowed.check_address(ip_address(str(place[0]).partition("%")[0]))
         flags = socket.AI_NUMERICHOST
         return [
             ResolveResult(hostname=host, host=str(place[0]), port=port, family=kind, proto=protocol, flags=flags)
-            for kind, _, protocol, _, place in found[:MAX_ADDRESSES]
+            for kind, _, protocol, _, place in infos[:MAX_ADDRESSES]
         ]
 
     async def close(self) -> None:

@@ -161,11 +161,11 @@ class Worker:
             return succeeded(claim.record, task.result(), now), None
         if is_unexpected(error):
             log.error("an event failed unexpectedly", exc_info=error, extra={"event": claim.record.id})
-        told = to_service_error(error)
-        if isinstance(error, NotKnownHere) or (told.type == "unavailable" and not await self._can_run()):
-            return postponed(claim.record, told, now), None  # the last node went since the claim: nothing ran
-        refused_for = (told.retry_after or 0.0) if told.type in REFUSED else None
-        return failed(claim.record, told, now), refused_for
+        service_error = to_service_error(error)
+        if isinstance(error, NotKnownHere) or (service_error.type == "unavailable" and not await self._can_run()):
+            return postponed(claim.record, service_error, now), None  # the last node went since the claim: nothing ran
+        refused_for = (service_error.retry_after or 0.0) if service_error.type in REFUSED else None
+        return failed(claim.record, service_error, now), refused_for
 
     async def _now(self, claim: Stored[EventRecord]) -> float:
         """Returns the store's time, or that of the claim if the store fails: the outcome must not be lost."""

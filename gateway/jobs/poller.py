@@ -33,7 +33,7 @@ class NoCapacity(Exception):
 class PollResult(NamedTuple):
     """Due jobs of a part of the tenants."""
 
-    due: dict[str, list[Marker]]
+    by_tenant: dict[str, list[Marker]]
     """Markers by tenant, in the order in which they are due."""
     next_in_s: float = inf
     """Seconds until the first of the others is due."""
@@ -119,24 +119,27 @@ class Poller(Generic[R]):
         result = await self._poll(self._after, self._windows.closed())
         self._polled_at, self._after, self._next_due_at = monotonic(), result.after, started + result.next_in_s
         self._waiting = {
-            tenant: [marker for marker in due if marker.id not in self.active] for tenant, due in result.due.items()
+            tenant: [marker for marker in queue if marker.id not in self.active]
+            for tenant, queue in result.by_tenant.items()
         }
 
     def _may_begin_any(self) -> bool:
         active = Counter(map(function_of, self._markers.values()))
-        return any(self._first(due, active) is not None for due in self._waiting.values())
+        return any(self._first(queue, active) is not None for queue in self._waiting.values())
 
     def _next(self) -> Marker | None:
         """Takes the first due job of the tenant that has the fewest active. Returns None if none may begin."""
         active = Counter(map(function_of, self._markers.values()))
-        first = {tenant: at for tenant, due in self._waiting.items() if (at := self._first(due, active)) is not None}
+        first = {
+            tenant: at for tenant, queue in self._waiting.items() if (at := self._first(queue, active)) is not None
+        }
         tenants = Counter(marker.tenant for marker in self._markers.values())
         tenant = min(first, key=lambda tenant: (tenants[tenant], random.random()), default=None)
         return None if tenant is None else self._waiting[tenant].pop(first[tenant])
 
-    def _first(self, due: list[Marker], active: Counter[Function]) -> int | None:
+    def _first(self, queue: list[Marker], active: Counter[Function]) -> int | None:
         """Returns the index of the first whose function may have one more."""
-        functions = enumerate(map(function_of, due))
+        functions = enumerate(map(function_of, queue))
         return next((at for at, each in functions if self._windows.may_begin(each, active[each])), None)
 
     def _begin(self, marker: Marker) -> None:

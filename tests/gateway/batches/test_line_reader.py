@@ -72,7 +72,7 @@ def test_lines_are_those_of_the_file(sizes: list[int], seed: int, at_once: int, 
 
         for first in range(0, len(order), at_once):
             await asyncio.gather(*map(one, range(first, min(first + at_once, len(order)))))
-            assert sum(map(len, reader._held.values())) <= HELD_BYTES + SPAN_BYTES
+            assert sum(map(len, reader._lines.values())) <= HELD_BYTES + SPAN_BYTES
         assert {index: str(index) for index in got} == got
         assert len(got) >= len(order) - 1 - fails
 
