@@ -138,7 +138,7 @@ class BatchRunner:
             if len(self._runs) < MAX_RUNS:
                 continue
             with suppress(StoreUnavailable):
-                waiting = set((await self._poll("", ())).by_tenant)
+                waiting = set((await self._poll("", ())).queues)
                 running = Counter(tenant for tenant, _ in self._runs)
                 for tenant, count in running.most_common(1):
                     if count > 1 and waiting - running.keys():

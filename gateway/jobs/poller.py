@@ -33,7 +33,7 @@ class NoCapacity(Exception):
 class PollResult(NamedTuple):
     """Due jobs of a part of the tenants."""
 
-    by_tenant: dict[str, list[Marker]]
+    queues: dict[str, list[Marker]]
     """Markers by tenant, in the order in which they are due."""
     next_in_s: float = inf
     """Seconds until the first of the others is due."""
@@ -120,7 +120,7 @@ class Poller(Generic[R]):
         self._polled_at, self._after, self._next_due_at = monotonic(), result.after, started + result.next_in_s
         self._waiting = {
             tenant: [marker for marker in queue if marker.id not in self.active]
-            for tenant, queue in result.by_tenant.items()
+            for tenant, queue in result.queues.items()
         }
 
     def _may_begin_any(self) -> bool:
