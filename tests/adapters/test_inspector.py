@@ -230,9 +230,10 @@ def test_deploys_and_dry_runs_are_looked_at_there(
     made = helped.deploy("acme", "f", AdapterUpload(*good))
     again = registry.deploy("acme", "f", AdapterUpload(*good))
     assert (made.version, made.digest) == (again.version, again.digest)
-    for look in (helped.check, lambda *files: helped.deploy("acme", "f", AdapterUpload(*files))):
+    upload = AdapterUpload(changed(good[0], use_dora=True), good[1])
+    for look in (helped.check, lambda upload: helped.deploy("acme", "f", upload)):
         with pytest.raises(InvalidAdapter, match="use_dora"):
-            look(changed(good[0], use_dora=True), good[1])
+            look(upload)
 
 
 def _ticks(pid: int) -> int:
