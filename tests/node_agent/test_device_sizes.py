@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from garnish.service_file import Node
 from node_agent.config import EngineConfig
-from node_agent.engine import sizes
+from node_agent.engine import setup
 from node_agent.engine.setup import BY_DEVICE, kv_blocks, with_sizes
 from node_agent.runner.lora_choice import kernel_of
 
@@ -47,12 +47,12 @@ def test_a_gpu_takes_256_rows_and_gives_adapters_a_tenth(gpu: Any) -> None:
 
 
 def test_a_cpu_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "free_memory", lambda _: 2 * GIB + (256 << 20))
+    monkeypatch.setattr(setup, "free_memory", lambda _: 2 * GIB + (256 << 20))
     sized = with_sizes(config(), CPU)
     assert (sized.max_rows, sized.chunk_tokens, sized.max_cold, sized.adapter_memory) == (32, 512, 2, 256 << 20)
     small: Any = SimpleNamespace(kv_elements=1 << 10)
     assert kv_blocks(sized, small, CPU, torch.float32) == (GIB // 2) // (1 << 10) // 4 // sized.block_tokens
-    monkeypatch.setattr(sizes, "free_memory", lambda _: 64 * GIB)
+    monkeypatch.setattr(setup, "free_memory", lambda _: 64 * GIB)
     assert kv_blocks(sized, small, CPU, torch.float32) == GIB // (1 << 10) // 4 // sized.block_tokens
 
 

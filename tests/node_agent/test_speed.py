@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from cluster.performance_model import DecodeModel
-from node_agent.performance import speed
+from node_agent.performance import capacity
 from node_agent.performance.capacity import CONTEXT, tokens_per_second
 from tests.support.local_engine import MakeEngine
 
 
 def test_dummy_requests_leave_nothing_behind(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "SLOW_STEP_S", 60.0)  # the host of a test may be busy
+    monkeypatch.setattr(capacity, "SLOW_STEP_S", 60.0)  # the host of a test may be busy
     engine = make_engine().engine
     begin = time.monotonic()
     told = tokens_per_second(engine)
@@ -39,5 +39,5 @@ def test_a_model_is_asked_instead(make_engine: MakeEngine, monkeypatch: pytest.M
 
 
 def test_a_slow_host_is_not_kept_waiting(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "SLOW_STEP_S", 0.0)
+    monkeypatch.setattr(capacity, "SLOW_STEP_S", 0.0)
     assert list(tokens_per_second(make_engine().engine)) == ["1"]
