@@ -274,7 +274,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
                     "--requests", "10", "--prompt-tokens", "7", "--output-tokens", "3", "--seed", "2",
                     "--json", str(file),
                 ]  # fmt: skip
-                await asyncio.to_thread(run_study, monkeypatch, "serve", *arguments)
+                await asyncio.to_thread(run_study, monkeypatch, "serve.serve", *arguments)
                 assert "sk-hidden" not in "".join(capfd.readouterr()) + file.read_text()
                 document = json.loads(file.read_text())
                 found = document["figures"]
