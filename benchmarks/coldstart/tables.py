@@ -155,7 +155,7 @@ def _ratios(rows: Sequence[Row], bounds: Mapping[str, float], seed: int) -> list
         if mode == CACHED and bound is not None:
             cells.append((f"{title}: over {mode}, the bound", f"{bound:.2f}", "-", "-", "-"))
     for mode in dict.fromkeys(mode for _, mode in by_column):
-        pooled = [ratio for kind in KINDS if (ratio := pooled_ratio(rows, mode, kind, seed)) is not None]
+        pooled = [each for kind in KINDS if (each := pooled_ratio(rows, mode, kind, seed)) is not None]
         cells.append((f"all: over {mode}", *map(interval, pooled), str(pooled[0].pairs)))
     return table((FULL, "TTFT", "TPT", "E2E", "pairs"), cells)
 

@@ -51,7 +51,9 @@ def call_of(
             owner for owner in owners if owner.limit is not None or (reserved and owner is owners[-1])
         ),  # where places are kept for functions, those of each are counted
         reserved=reserved.get(function, 0),
-        others=tuple(Owner(f"{tenant}/{name}", places) for name, places in reserved.items() if name != function),
+        other_functions=tuple(
+            Owner(f"{tenant}/{name}", places) for name, places in reserved.items() if name != function
+        ),
     )
 
 
@@ -103,8 +105,8 @@ def _refused(refusal: Refusal, call: Call) -> ServiceError:
         assert owner is not None
         function = owner.name.partition("/")[2]
         why = f"the tenant may have {owner.limit} generations under way at once"
-        if call.others:
-            reserved = sum(owner.limit or 0 for owner in call.others)
+        if call.other_functions:
+            reserved = sum(owner.limit or 0 for owner in call.other_functions)
             why += f", {reserved} of which are reserved for other functions (reserved_concurrency)"
         if function:
             why = f"function {function} runs {owner.limit} generations already, its max_concurrency"

@@ -228,7 +228,6 @@ class InputProcessor:
             sampling=msgspec.structs.replace(sampling, choice=choice) if choice else sampling,
             stop=parameters["stop"],
             ignore_eos=parameters["ignore_eos"],
-            v=parameters["v"],
             timeout=timeout,
             adapter=target.adapter,
             function=_opaque(target),
