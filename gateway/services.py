@@ -54,7 +54,7 @@ from gateway.groups import Admin, Calls, Catalog, Nodes
 from gateway.leader.leader import LEASE_SECONDS, Leader, worker_name
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
-from gateway.leader.turn import Job
+from gateway.leader.tick import Job
 from gateway.residency.history import CallHistory
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ResidencyOrders

@@ -30,7 +30,7 @@ from cluster.residency import WantedAdapter
 from garnish import service_file
 from gateway.residency.history import MAX_CHOSEN, MIN_CHANCE
 from gateway.residency.messages import WATCH_SECONDS, Tier
-from gateway.residency.plan import DEVICE_CHANCE, NodeMemory, NodeWants, Wish
+from gateway.residency.plan import DEVICE_CHANCE, NodeMemory, NodeWants, PrewarmTarget
 from gateway.residency.residency import PLAN_SECONDS
 from node_agent.adapter_memory.demand import FORECAST_S, Demand
 from node_agent.adapter_memory.eviction import POLICIES
@@ -129,7 +129,7 @@ class Node:
         for digest, chance in likely:
             near = digest in self.device.residents or digest in self.host.residents
             adapter = Adapter(digest, "", self.trace.sizes[int(digest)], (1,))
-            wish = Wish(digest, adapter, "forecast", chance)
+            wish = PrewarmTarget(digest, adapter, "forecast", chance)
             requests.take(wish, "device" if near or chance >= DEVICE_CHANCE else "host")
         return [want.message() for want in requests.wants.values()]
 

@@ -78,7 +78,7 @@ class Size:
     calls: int
     pool: int
     """adapters that fit on the device"""
-    beside: int
+    during_batch: int
     """calls of the batch that runs while interactive calls are made"""
 
 
@@ -260,7 +260,7 @@ def study(options: Any, root: Path) -> dict[str, Any]:
             for grouped in (True, False):
                 rows.append(measured(bed, file, grouped=grouped))
         part = file.with_name("part.jsonl")
-        part.write_text("".join(file.read_text().splitlines(keepends=True)[: size.beside]))
+        part.write_text("".join(file.read_text().splitlines(keepends=True)[: size.during_batch]))
         ttfts = asyncio.run(interactive(bed, part))
     settings = {
         "model": options.model.name,

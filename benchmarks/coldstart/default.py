@@ -79,7 +79,7 @@ class Sizes:
     starts: int = 2
     """Starts of the services of part d."""
     alternations: int = 10
-    """Of one start."""
+    """Alternations of one start."""
     columns: tuple[Column, ...] = (Column("S1", 32, 64), Column("S3", 64, 16), S3, Column("S3", 64, 256))
     burst_column: Column = S3
     bursts: tuple[int, ...] = (1, 4, 8)

@@ -1,6 +1,6 @@
 """CPU time of one gateway worker per token that it relays, in this version and an earlier one (`--before`, a commit).
 
-Both gateways run at once, each before a stub node of its own; one after the other carries the same streams, while the
+Both gateways run at once, each with its own stub node; one after the other carries the same streams, while the
 other has none. A round counts the CPU time of the gateway's processes, and the tokens that the client receives, while
 all streams are open: neither starts nor ends are in it. Client, stub nodes and gateways share the host's cores.
 """

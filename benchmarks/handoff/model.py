@@ -52,7 +52,7 @@ class EngineAlone(WorkerPool):
         self._flags = SelfAnswered(self._flags, layout.done_flag(0, 0) - layout.command_flag(0, 0))
 
     @property
-    def able(self) -> list[WorkerState]:
+    def available(self) -> list[WorkerState]:
         return self._alone
 
 

@@ -95,11 +95,11 @@ def digest(draw: random.Random) -> str:
 
 
 def request(draw: random.Random, number: int) -> PlacementRequest:
-    prompt_tokens, wanted, rank = draw.randrange(1, 1000), digest(draw), draw.choice(RANKS)
+    prompt_tokens, adapter, rank = draw.randrange(1, 1000), digest(draw), draw.choice(RANKS)
     return PlacementRequest(
         id=f"inv_{number}-0",
         demand=Demand(rank, prompt_tokens, max_tokens=256, tpot=0.06),
-        digest=wanted,
+        digest=adapter,
         adapter_bytes=10**7,
         expected_tokens=draw.uniform(10, 250),
         typical_tokens=100.0,

@@ -56,10 +56,10 @@ class FileQuota:
         """Checks that outputs of batches do not exceed the tenant's limits. Raises Conflict."""
         self._update(tenant, lambda current: self._with_room(tenant, current, limit, files=0, size=0))
 
-    def note(self, tenant: str, file_id: str, size: int | None) -> None:
+    def record(self, tenant: str, file_id: str, size: int | None) -> None:
         """Records the bytes of a file; None: it was deleted. Does nothing before the tenant's first upload."""
 
-        def noted(current: FileSizes | None) -> FileSizes:
+        def recorded(current: FileSizes | None) -> FileSizes:
             current = current or FileSizes(0.0)
             if current.files.get(file_id) == size:
                 return current
@@ -67,7 +67,7 @@ class FileQuota:
             return FileSizes(current.counted, other_files if size is None else {**other_files, file_id: size})
 
         if self._store.head(_key(tenant)) is not None:
-            self._update(tenant, noted)
+            self._update(tenant, recorded)
 
     def forget(self, tenant: str) -> None:
         """Removes the record; the next upload counts again."""

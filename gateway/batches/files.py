@@ -81,7 +81,7 @@ class FileStore:
     def commit(self, tenant: str, record: FileRecord) -> FileRecord:
         """Completes an upload: stores the file's record, by which it is listed."""
         self.store.put(_key(tenant, record.id), msgspec.json.encode(record))
-        self.quota.note(tenant, record.id, record.bytes)
+        self.quota.record(tenant, record.id, record.bytes)
         self.store.delete(_upload_key(tenant, record.id))
         return record
 
@@ -89,7 +89,7 @@ class FileStore:
         """Removes an upload, also after a `commit` that has failed half-way."""
         self.store.delete(_key(tenant, file_id))
         self._remove_parts(tenant, file_id)
-        self.quota.note(tenant, file_id, None)
+        self.quota.record(tenant, file_id, None)
         self.store.delete(_upload_key(tenant, file_id))
 
     def get(self, tenant: str, file_id: str) -> FileRecord:
@@ -133,7 +133,7 @@ class FileStore:
                 file_id = info.key.rpartition("/")[2]
                 if self.store.head(_key(tenant, file_id)) is None:
                     self._remove_parts(tenant, file_id)
-                    self.quota.note(tenant, file_id, None)
+                    self.quota.record(tenant, file_id, None)
                 self.store.delete(info.key)
 
     def _count(self, tenant: str, last: Mapping[str, int]) -> dict[str, int]:

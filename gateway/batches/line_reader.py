@@ -52,8 +52,8 @@ class LineReader:
         max_bytes = min(SPAN_BYTES, HELD_BYTES - sum(map(len, self._lines.values())))
         first = last = calls.index(index)
 
-        def joins(one: int, other: int, begin: int, end: int) -> bool:
-            gap = self._starts[calls[other]] - self._end(calls[one])
+        def joins(before: int, after: int, begin: int, end: int) -> bool:
+            gap = self._starts[calls[after]] - self._end(calls[before])
             return gap <= GAP_BYTES and self._end(calls[end]) - self._starts[calls[begin]] <= max_bytes
 
         while first > 0 and joins(first - 1, first, first - 1, last):

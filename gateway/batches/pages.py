@@ -27,14 +27,14 @@ class Page(msgspec.Struct, frozen=True):
     newest_first: bool
 
     @classmethod
-    def asked(cls, request: Request, prefix: str, *, default: int, most: int) -> Page:
+    def from_request(cls, request: Request, prefix: str, *, default: int, max_limit: int) -> Page:
         """Returns the page of a request; its ids begin with `prefix`. Raises ServiceError."""
         after, order = request.query_params.get("after"), request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ServiceError("validation_failed", "order is asc or desc", param="order")
         if after is not None and not is_id(after, prefix):
             raise ServiceError("validation_failed", "after is the id of an entry", param="after")
-        return cls(integer(request, "limit", default, 1, most), after, order == "desc")
+        return cls(integer(request, "limit", default, 1, max_limit), after, order == "desc")
 
     def ids(self, all_ids: Sequence[str]) -> Sequence[str]:
         """Returns the ids from the page's start on. `all_ids`: the newest first, which is ascending."""

@@ -161,7 +161,7 @@ class BatchRun:
         """Queues a call again, to begin `seconds` later."""
         heappush(self._again, (asyncio.get_running_loop().time() + seconds, index))
 
-    def note(self, index: int, custom_id: str, reply: LineReply) -> None:
+    def record_answer(self, index: int, custom_id: str, reply: LineReply) -> None:
         """Records a call's final answer."""
         self._add(index, reply.status == 200, reply_line(custom_id, reply))
         self.attempts.pop(index, None)

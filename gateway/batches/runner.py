@@ -296,7 +296,7 @@ class BatchRunner:
             run.put_back(index, pause)
             self._metrics.count_call("put_back")
         else:
-            run.note(index, custom_id, answer.reply)
+            run.record_answer(index, custom_id, answer.reply)
             share.grow()
             self._metrics.count_call("failed" if answer.error else "completed")
 

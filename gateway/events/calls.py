@@ -48,7 +48,7 @@ class EventCalls:
     inputs: InputProcessor
     dispatcher: Dispatcher
     webhook_hosts: Sequence[str]
-    """Where webhooks of all tenants may go."""
+    """Allowed hosts of webhooks of all tenants."""
     store: ObjectStore
     threads: StoreThreads
 
@@ -58,28 +58,28 @@ class EventCalls:
         tenant: str,
         watch: Stopwatch,
         *,
-        named: tuple[str, str | None],
+        function: tuple[str, str | None],
         call: InvokeRequest,
     ) -> EventRecord:
         """Stores the call as an event. Raises what a call that can't be run raises, and ServiceError `overloaded` for a
         full queue, `conflict` for an Idempotency-Key that another call has used."""
         source = source_of(call, self.inputs.base.vocab_size)
-        invocation = await self.inputs.prepare(request, tenant, watch, function=named, source=source, stated=call)
+        invocation = await self.inputs.prepare(request, tenant, watch, function=function, source=source, stated=call)
         policy = invocation.target.policy
         on_success, on_failure = call.on_success or policy.on_success, call.on_failure or policy.on_failure
         await self._check(tenant, on_success, "on_success")
         await self._check(tenant, on_failure, "on_failure")
         stated = msgspec.to_builtins(call)
-        asked = {name: value for name, value in stated.items() if name not in OWN_FIELDS and value is not None}
+        arguments = {name: value for name, value in stated.items() if name not in OWN_FIELDS and value is not None}
         event = accepted(
             policy,
             await self.events.clock.now(),
             id=_event_id(request, tenant),
             tenant=tenant,
-            function=named[0],
-            qualifier=named[1],
-            request=asked,
-            fingerprint=_fingerprint(named, asked, call),
+            function=function[0],
+            qualifier=function[1],
+            request=arguments,
+            fingerprint=_fingerprint(function, arguments, call),
             on_success=on_success,
             on_failure=on_failure,
         )
@@ -91,19 +91,21 @@ class EventCalls:
             call = msgspec.convert(event.request, InvokeRequest)
         except msgspec.ValidationError:
             raise NotKnownHere from None
-        named, source = (event.function, event.qualifier), source_of(call, self.inputs.base.vocab_size)
+        function, source = (event.function, event.qualifier), source_of(call, self.inputs.base.vocab_size)
         request, watch = background_request(event.id), Stopwatch()
-        invocation = await self.inputs.prepare(request, event.tenant, watch, function=named, source=source, stated=call)
+        invocation = await self.inputs.prepare(
+            request, event.tenant, watch, function=function, source=source, stated=call
+        )
         generations = self.dispatcher.generations(invocation)
         outcomes = await collect(generations)
         return msgspec.structs.replace(invoke_reply(generations, outcomes), id=event.id)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """This process runs events of all tenants as long as the context lasts."""
+        """Runs events of all tenants in this process for as long as the context lasts."""
 
         async def can_run() -> bool:
-            """Whether a node serves, or is started for calls that wait."""
+            """Returns whether a node serves, or is started for calls that wait."""
             nodes = (await self.inputs.cluster.table()).serving(self.inputs.base.fingerprint)
             return bool(nodes.rows.size) or await self.dispatcher.hold.should_wait()
 
@@ -119,11 +121,11 @@ class EventCalls:
             yield
 
     async def _webhook_hosts(self, tenant: str) -> WebhookHosts:
-        """Returns where the tenant's webhooks may go: where all may, and by its own list. Raises StoreUnavailable."""
-        own: tuple[str, ...] = ()
+        """Returns the hosts of the tenant's webhooks: those of all tenants, and its own. Raises StoreUnavailable."""
+        tenant_hosts: tuple[str, ...] = ()
         with suppress(NotFound):  # it is being removed, and its calls with it
-            own = (await self.inputs.callers.account(tenant)).webhook_hosts
-        return parse_webhook_hosts((*self.webhook_hosts, *own))
+            tenant_hosts = (await self.inputs.callers.account(tenant)).webhook_hosts
+        return parse_webhook_hosts((*self.webhook_hosts, *tenant_hosts))
 
     async def _check(self, tenant: str, destination: Destination | None, field: str) -> None:
         """Raises InvalidRequest, ServiceError `validation_failed` for a webhook that would never be sent."""

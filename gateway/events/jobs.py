@@ -12,7 +12,7 @@ from gateway.events.event_store import EventStore
 from gateway.events.records import DEAD, DELIVERING, ENDED, EventRecord, State, ended_before
 from gateway.events.transitions import LOST, retried
 from gateway.jobs.job_store import LEFTOVER_S, Stored
-from gateway.leader.turn import Job, Turn
+from gateway.leader.tick import Job, Tick
 
 KEPT_S = 24 * 3600.0
 DEAD_KEPT_S = 7 * 24 * 3600.0
@@ -35,18 +35,18 @@ def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:
     # Of their own: what was lost does not wait until what is old is removed.
     releasing, removing, counting = (LeavableThreads(1) for _ in range(3))
 
-    async def release(turn: Turn) -> None:
+    async def release(tick: Tick) -> None:
         try:
-            await releasing.run(partial(release_lost, store, turn))
+            await releasing.run(partial(release_lost, store, tick))
         finally:
-            if turn.work:  # be it that the turn has ended amid them
+            if tick.work:  # be it that the tick has ended amid them
                 announce()
 
-    async def retain(turn: Turn) -> None:
-        await removing.run(partial(remove_old, store, turn))
+    async def retain(tick: Tick) -> None:
+        await removing.run(partial(remove_old, store, tick))
 
-    async def count(turn: Turn) -> None:
-        await counting.run(partial(count_events, store, turn))
+    async def count(tick: Tick) -> None:
+        await counting.run(partial(count_events, store, tick))
 
     return [
         Job("lost_events", release, LOST_PAUSE_S),
@@ -55,33 +55,33 @@ def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:
     ]
 
 
-def count_events(store: EventStore, turn: Turn) -> None:
-    """Counts the events of each index for /metrics, up to MAX_COUNTED. Raises TurnEnded, StoreUnavailable."""
+def count_events(store: EventStore, tick: Tick) -> None:
+    """Counts the events of each index for /metrics, up to MAX_COUNTED. Raises TickEnded, StoreUnavailable."""
     for index in COUNTED:
         count = 0
         for _ in islice(store.list_markers(f"events/{index}/"), MAX_COUNTED):
             count += 1
             if count % MAX_LIST == 0:
-                turn.check()
+                tick.check()
         store.metrics.show_there(index, count)
-        turn.work += count
+        tick.work += count
 
 
-def release_lost(store: EventStore, turn: Turn) -> None:
-    """Releases the events of workers without a heartbeat for WORKER_S. Raises TurnEnded, StoreUnavailable."""
+def release_lost(store: EventStore, tick: Tick) -> None:
+    """Releases the events of workers without a heartbeat for WORKER_S. Raises TickEnded, StoreUnavailable."""
     now, workers = store.objects.now(), store.workers()
     alive = {worker for worker, last in workers.items() if now - last < WORKER_S}
-    release(store, lambda holder, _: holder not in alive, turn)
+    release(store, lambda holder, _: holder not in alive, tick)
     for worker, last in workers.items():
         if now - last > FORGOTTEN_S:
-            turn.check()
+            tick.check()
             store.retire(worker)
 
 
-def release(store: EventStore, is_lost: Callable[[str, str], bool], turn: Turn | None = None) -> None:
-    """Queues lost running events again, or fails those that may not be run again. Raises TurnEnded, StoreUnavailable.
+def release(store: EventStore, is_lost: Callable[[str, str], bool], tick: Tick | None = None) -> None:
+    """Queues lost running events again, or fails those that may not be run again. Raises TickEnded, StoreUnavailable.
 
-    `is_lost` gets an event's holder and id. `turn` is checked before each change and counts the changes.
+    `is_lost` gets an event's holder and id. `tick` is checked before each change and counts the changes.
     """
     now = store.objects.now()
     for tenant in store.tenants("running"):
@@ -89,18 +89,18 @@ def release(store: EventStore, is_lost: Callable[[str, str], bool], turn: Turn |
             # A marker without its event may belong to a claim under way.
             if not is_lost(marker.holder, marker.id) or marker.modified > now - LEFTOVER_S:
                 continue
-            if turn is not None:
-                turn.check()
+            if tick is not None:
+                tick.check()
             stored = store.owner(marker)
             lost = None if stored is None else store.change(stored, retried(stored.record, LOST, now, 0.0))
-            if turn is not None and lost is not None:
-                turn.work += 1
+            if tick is not None and lost is not None:
+                tick.work += 1
 
 
-def remove_old(store: EventStore, turn: Turn) -> None:
-    """Removes events whose retention is over. The next turn continues where this one ends.
+def remove_old(store: EventStore, tick: Tick) -> None:
+    """Removes events whose retention is over. The next tick continues where this one ends.
 
-    Raises TurnEnded, StoreUnavailable.
+    Raises TickEnded, StoreUnavailable.
     """
     now = store.objects.now()
     for state in ENDED:
@@ -108,9 +108,9 @@ def remove_old(store: EventStore, turn: Turn) -> None:
         for tenant in store.tenants(state):
             after = ended_before(state, tenant, before)
             for marker in store.list_markers(f"events/{state}/{tenant}/", after):
-                turn.check()
+                tick.check()
                 stored = store.owner(marker)
-                turn.work += stored is not None and _remove(store, stored)
+                tick.work += stored is not None and _remove(store, stored)
 
 
 def kept_seconds(state: State) -> float:

@@ -17,7 +17,7 @@ from cluster.leases import Leases
 from cluster.redis_link import RedisAway
 from gateway.background import background
 from gateway.leader.metrics import LeaderMetrics
-from gateway.leader.turn import Job, Turn, TurnEnded
+from gateway.leader.tick import Job, Tick, TickEnded
 
 LEASE = "leader"
 LEASE_SECONDS = 2.5
@@ -26,10 +26,10 @@ BEATS_A_LEASE = 3
 late, and its end another one. With Redis, whose clock ends the lease, it is one less: 3.3 s, and a job's pause."""
 ANSWER_SECONDS = 2.0
 """Seconds for the lease to be read and written."""
-TURN_SECONDS = 10.0
-"""Limit of a turn."""
+TICK_SECONDS = 10.0
+"""Limit of a tick."""
 OVERTIME_SECONDS = 30.0
-"""Seconds after the deadline when a turn that has not ended is given up: longer than one call of the store may take."""
+"""Seconds after the deadline when a tick that has not ended is given up: longer than one call of the store may take."""
 
 log = logging.getLogger("gateway")
 
@@ -111,17 +111,17 @@ class Leader:
         if not leads():
             return
         since = -math.inf if always else self._since
-        turn, failed = Turn(self._clock() + TURN_SECONDS, self._clock, leads, since), False
+        tick, failed = Tick(self._clock() + TICK_SECONDS, self._clock, leads, since), False
         try:
-            async with asyncio.timeout(TURN_SECONDS + OVERTIME_SECONDS):
-                await job.run(turn)
-        except TurnEnded:
+            async with asyncio.timeout(TICK_SECONDS + OVERTIME_SECONDS):
+                await job.run(tick)
+        except TickEnded:
             pass
-        except Exception as error:  # whatever it is, the job gets its next turn
+        except Exception as error:  # whatever it is, the job gets its next tick
             failed = True
             log.error("a job of the leader failed; it is tried again", extra={"job": job.name}, exc_info=error)
         finally:
-            self._metrics.count_turn(job.name, turn.work, failed)
+            self._metrics.count_turn(job.name, tick.work, failed)
 
     async def _beats(self) -> None:
         while True:

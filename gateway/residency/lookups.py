@@ -12,18 +12,18 @@ from collections.abc import AsyncIterator, Sequence
 from adapters.choices import Choice
 from adapters.errors import CorruptRecord, NoSuchFunction, NotFound
 from gateway.catalog.functions import Functions
-from gateway.leader.turn import Turn
+from gateway.leader.tick import Tick
 
 AT_ONCE = 8
 """Half of the threads that read: calls have the others."""
 
 
 async def look_up(
-    functions: Functions, keys: Sequence[str], turn: Turn
+    functions: Functions, keys: Sequence[str], tick: Tick
 ) -> AsyncIterator[tuple[str, Sequence[Choice] | None]]:
-    """Yields each function with its `choices_of`. Raises TurnEnded, StoreUnavailable."""
+    """Yields each function with its `choices_of`. Raises TickEnded, StoreUnavailable."""
     for first in range(0, len(keys), AT_ONCE):
-        turn.check()
+        tick.check()
         together = keys[first : first + AT_ONCE]
         looked_up = await asyncio.gather(*(choices_of(functions, key) for key in together))
         for key, choices in zip(together, looked_up, strict=True):

@@ -12,7 +12,7 @@ from cluster.errors import ServiceError
 from cluster.news import NodeRecord
 from cluster.residency import WantedAdapter, WantedResidency
 from gateway.calls.node_calls import NodeCalls, PathUnknown
-from gateway.leader.turn import Turn, TurnEnded
+from gateway.leader.tick import Tick, TickEnded
 from gateway.residency.metrics import ResidencyMetrics
 
 ORDER_SECONDS = 20.0
@@ -51,8 +51,8 @@ class ResidencyOrders:
         """The latest orders by node."""
         self._failing: set[str] = set()
 
-    async def send(self, turn: Turn, nodes: Sequence[NodeRecord], orders: Mapping[str, NodeOrder]) -> None:
-        """`orders`: by node. Raises TurnEnded; what was not sent then is sent in the next turn."""
+    async def send(self, tick: Tick, nodes: Sequence[NodeRecord], orders: Mapping[str, NodeOrder]) -> None:
+        """`orders`: by node. Raises TickEnded; what was not sent then is sent in the next tick."""
         ids = {node.id for node in nodes}
         self._sent = {id: sent for id, sent in self._sent.items() if id in ids}
         self._failing &= ids
@@ -61,12 +61,12 @@ class ResidencyOrders:
 
         async def order(node: NodeRecord) -> None:
             async with places:
-                await self._order(turn, node, orders.get(node.id, NOTHING))
+                await self._order(tick, node, orders.get(node.id, NOTHING))
 
         async with asyncio.TaskGroup() as tasks:
             for node in recipients:
                 tasks.create_task(order(node))
-        turn.check()
+        tick.check()
 
     def _is_due(self, node: NodeRecord, order: NodeOrder) -> bool:
         sent = self._sent.get(node.id)
@@ -76,13 +76,13 @@ class ResidencyOrders:
             return sent.at < math.inf
         return order != NOTHING and self._clock() - sent.at >= ORDER_SECONDS / 2
 
-    async def _order(self, turn: Turn, node: NodeRecord, order: NodeOrder) -> None:
+    async def _order(self, tick: Tick, node: NodeRecord, order: NodeOrder) -> None:
         at, message = self._clock(), WantedResidency(list(order.adapters), ORDER_SECONDS, dict(order.idle_ttls))
         try:
-            turn.check()
+            tick.check()
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._node_calls.order(node, "/adapters/wanted", message)
-        except TurnEnded:
+        except TickEnded:
             return
         except PathUnknown:
             at = math.inf
@@ -91,13 +91,13 @@ class ResidencyOrders:
             self._record_failure(node, error)
             return
         else:
-            turn.work += 1
+            tick.work += 1
             self._metrics.count_order("taken")
         self._failing.discard(node.id)
         self._sent[node.id] = _Sent(node.epoch, order, at)
 
     def _record_failure(self, node: NodeRecord, error: Exception) -> None:
-        """Forgets what the node knows: the next turn orders it again."""
+        """Forgets what the node knows: the next tick orders it again."""
         self._metrics.count_order("failed")
         self._sent.pop(node.id, None)
         if node.id not in self._failing:

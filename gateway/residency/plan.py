@@ -39,7 +39,7 @@ STEPS = 20
 
 
 @dataclass(frozen=True)
-class Wish:
+class PrewarmTarget:
     """An adapter that is to be on some nodes."""
 
     key: str
@@ -54,7 +54,7 @@ class Wish:
 
 
 @dataclass
-class Want:
+class PlannedAdapter:
     """An adapter that a node is asked for."""
 
     adapter: Adapter
@@ -116,7 +116,7 @@ class NodeWants:
     """Wants of a node, and the room that they leave."""
 
     memory: NodeMemory
-    wants: dict[str, Want] = field(default_factory=dict)
+    wants: dict[str, PlannedAdapter] = field(default_factory=dict)
     """Wants by digest."""
     tenants: dict[str, dict[str, tuple[Tier, float]]] = field(default_factory=dict)
     """Bytes, and their tier, that each tenant's own orders and schedules have taken, by digest."""
@@ -129,7 +129,7 @@ class NodeWants:
         self.room = {tier: WANTED_SHARE * size for tier, size in self.memory.bytes.items()}
         self.kept_room = {tier: PROVISIONED_SHARE * size for tier, size in self.memory.bytes.items()}
 
-    def keep(self, wish: Wish) -> bool:
+    def keep(self, wish: PrewarmTarget) -> bool:
         """Returns False where a provisioned copy does not fit. Copies for devices must come first."""
         size, digest, tier = self.memory.taken_by(wish.adapter), wish.adapter.digest, wish.tier
         want = self.wants.get(digest)
@@ -139,11 +139,11 @@ class NodeWants:
             self.kept_room[tier] -= size
             self.room[tier] -= size
             # of a copy in host memory, the chance says whether it is wanted on the device besides
-            want = self.wants[digest] = Want(wish.adapter, tier, float(tier == "device"), provisioned=tier)
+            want = self.wants[digest] = PlannedAdapter(wish.adapter, tier, float(tier == "device"), provisioned=tier)
         want.causes.setdefault(wish.key, wish.cause)
         return True
 
-    def take(self, wish: Wish, tier: Tier) -> str | None:
+    def take(self, wish: PrewarmTarget, tier: Tier) -> str | None:
         """Returns why the wish is left out, where it is beyond a bound. A forecast for which the device has no room is
         for host memory."""
         size, digest = self.memory.taken_by(wish.adapter), wish.adapter.digest
@@ -158,7 +158,7 @@ class NodeWants:
             return beyond
         if want is None:
             self.room[tier] -= size
-            want = self.wants[digest] = Want(wish.adapter, tier, 0.0)
+            want = self.wants[digest] = PlannedAdapter(wish.adapter, tier, 0.0)
         elif (want.tier, tier) == ("host", "device") and size <= self.room[tier]:
             self.room["host"] += 0.0 if want.provisioned else size  # a provisioned copy stays there, too
             self.room[tier] -= size
@@ -167,7 +167,7 @@ class NodeWants:
         want.causes.setdefault(wish.key, wish.cause)
         return None
 
-    def _beyond(self, wish: Wish, tier: Tier, size: float) -> str | None:
+    def _beyond(self, wish: PrewarmTarget, tier: Tier, size: float) -> str | None:
         """Notes what one tenant pins. Returns which bound the wish is beyond."""
         tenant_bytes, digest = self.tenants.setdefault(wish.key.partition("/")[0], {}), wish.adapter.digest
         if digest in tenant_bytes:
@@ -194,7 +194,7 @@ class Plan:
         self.left_out: dict[str, list[LeftOut]] = {}
         """Wishes that were asked for and are not wanted, by function."""
 
-    def add(self, wish: Wish) -> None:
+    def add(self, wish: PrewarmTarget) -> None:
         if wish.cause == "provisioned":
             self._provision(wish)
             return
@@ -210,19 +210,19 @@ class Plan:
         """Returns the records of the nodes that serve."""
         return list(self._records.values())
 
-    def wants(self) -> dict[str, Sequence[Want]]:
+    def wants(self) -> dict[str, Sequence[PlannedAdapter]]:
         """Returns what each node that serves is to have.
 
         Provisioned copies come as they were added, those on devices first; then other pinned ones, and the rest by
         chance as orders have it: the list stays equal as long as its content does.
         """
-        by_node: dict[str, Sequence[Want]] = {}
+        by_node: dict[str, Sequence[PlannedAdapter]] = {}
         for row, record in self._records.items():
             wants = self._planned[row].wants.values() if row in self._planned else ()
             by_node[record.id] = sorted(wants, key=_urgency)
         return by_node
 
-    def _provision(self, wish: Wish) -> None:
+    def _provision(self, wish: PrewarmTarget) -> None:
         """Each copy on another node: the first of its homes that have room."""
         copies, digest = self._copies.setdefault((wish.key, wish.adapter.digest), set()), wish.adapter.digest
         target = len(copies) + wish.copies
@@ -235,12 +235,12 @@ class Plan:
             why = f"{target - len(copies)} of the {wish.tier} copies find no node with room for them"
             self._leave_out(wish, "", why)
 
-    def _leave_out(self, wish: Wish, node: str, why: str) -> None:
+    def _leave_out(self, wish: PrewarmTarget, node: str, why: str) -> None:
         if len(self.left_out) < MAX_LEFT_OUT:
             entry = LeftOut(node, wish.adapter.digest, wish.tier, wish.cause, why)
             self.left_out.setdefault(wish.key, []).append(entry)
 
-    def _rows(self, wish: Wish) -> Iterable[int]:
+    def _rows(self, wish: PrewarmTarget) -> Iterable[int]:
         if wish.node is not None:
             row = self._table.row(wish.node)
             return [row] if row is not None and row in self._records else []
@@ -251,7 +251,7 @@ class Plan:
         near = [row for row in self._homes.of(digest, MAX_NODES) if tiers.get(row, ABSENT) <= HOST] if tiers else []
         return near or self._homes.of(digest, 1)
 
-    def _tier(self, wish: Wish, row: int) -> Tier:
+    def _tier(self, wish: PrewarmTarget, row: int) -> Tier:
         if wish.cause != "forecast":
             return wish.tier
         near = self._table.tiers(wish.adapter.digest).get(row, ABSENT) <= HOST
@@ -263,7 +263,7 @@ class Plan:
         return self._planned[row]
 
 
-def _urgency(want: Want) -> tuple[int, int, str]:
+def _urgency(want: PlannedAdapter) -> tuple[int, int, str]:
     """Returns what wants are sorted by."""
     if want.provisioned is not None:
         return (0 if want.provisioned == "device" else 1), 0, ""

@@ -18,7 +18,7 @@ from cluster.forecast.lstm import Lstm
 from cluster.forecast.lstm_cells import draw_parameters
 from cluster.forecast.lstm_training import MAX_EMBEDDINGS, Observations
 from cluster.forecast.table import Array
-from gateway.residency.trainer_process import Job, Weights, embeddings_of, lot_of, parameters_of, weights_of
+from gateway.residency.trainer_process import Job, Weights, embeddings_of, observation_batch, parameters_of, weights_of
 
 MIX, WITH_LSTM = "mix", "mix_with_lstm"
 CHOICES = (MIX, *PARTS, "lstm", WITH_LSTM)
@@ -69,7 +69,7 @@ class RemoteTrainer:
             self._thread = Thread(target=self._run, name="remote-trainer", daemon=True)
             self._thread.start()
         with suppress(Full):
-            self._jobs.put_nowait(Job([lot_of(lot) for lot in self._lots]))
+            self._jobs.put_nowait(Job([observation_batch(lot) for lot in self._lots]))
             self._lots.clear()
 
     def close(self) -> None:

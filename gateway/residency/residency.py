@@ -29,7 +29,7 @@ from cluster.residency import MAX_IDLE_TTLS
 from cluster.state import ClusterState
 from gateway.background import background
 from gateway.catalog.functions import Functions, adapter_of
-from gateway.leader.turn import Job, Turn
+from gateway.leader.tick import Job, Tick
 from gateway.residency.arrivals import TOGETHER, Arrival, ArrivalCounter, CallsCounted, function_key
 from gateway.residency.history import CallHistory, Forecast
 from gateway.residency.lookups import choices_of
@@ -37,7 +37,7 @@ from gateway.residency.manual_holds import ManualHold, ManualHolds
 from gateway.residency.messages import ForecastReply, LeftOut, WantedPlace
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import NodeOrder, ResidencyOrders
-from gateway.residency.plan import Plan, Want, Wish
+from gateway.residency.plan import Plan, PlannedAdapter, PrewarmTarget
 from gateway.residency.reports import ForecastAnswered, ForecastAsked, HeldAsked, Message
 from gateway.residency.schedules import WarmSchedules
 from gateway.residency.standing import StandingPolicies, memory_of
@@ -52,7 +52,7 @@ restored."""
 TOGETHER_PLANNED = 64
 """Wishes that are planned without a pause for the event loop."""
 MAX_RESOLVED = 32
-"""Functions that are looked up in one turn, because it is not known what their calls get."""
+"""Functions that are looked up in one tick, because it is not known what their calls get."""
 RESOLVE_SECONDS = 1.0
 """Seconds for all of them together."""
 
@@ -95,7 +95,7 @@ class Residency:
         self._changed: set[str] = set()
         """Functions with what is held for them, which may be gone."""
         self._counter = ArrivalCounter()
-        self._wants: Mapping[str, Sequence[Want]] = {}
+        self._wants: Mapping[str, Sequence[PlannedAdapter]] = {}
         """Wants by node, as last ordered."""
         self._left_out: Mapping[str, list[LeftOut]] = {}
         """Wishes that the last plan left out, by function."""
@@ -196,21 +196,21 @@ class Residency:
             case ForecastAnswered(number, reply):
                 self._channel.answer(number, reply)
 
-    async def _observe(self, turn: Turn) -> None:
+    async def _observe(self, tick: Tick) -> None:
         if not self._history.observes:
             self._channel.publish(HeldAsked())
         await self._history.observe()
-        turn.work += 1
+        tick.work += 1
 
-    async def _check_nodes(self, turn: Turn) -> None:
+    async def _check_nodes(self, tick: Tick) -> None:
         table, now = await self._cluster.table(), self._clock()
         records = [table.record(row) for row in table.serving(self._base).rows.tolist()]
         nodes = frozenset((record.id, record.epoch) for record in records)
         if self._parts.standing.has_read and (nodes != self._planned or now >= self._plan_at):
             self._planned, self._plan_at = nodes, now + PLAN_SECONDS
-            await self._order(turn)
+            await self._order(tick)
 
-    async def _order(self, turn: Turn) -> None:
+    async def _order(self, tick: Tick) -> None:
         forecast = await self._history.forecast()
         await self._resolve([likely.key for likely in forecast.likely])
         plan = Plan(await self._cluster.table(), self._base)
@@ -222,14 +222,14 @@ class Residency:
                 self.on_provisioned(tenant, wish.adapter.digest)
             if number % TOGETHER_PLANNED == 0:
                 await asyncio.sleep(0)
-                turn.check()
+                tick.check()
         self._record(plan, forecast)
         idle = self._idle_ttls(await self._cluster.table())
         orders = {
             node: NodeOrder(tuple(want.message() for want in wants), idle.get(node, {}))
             for node, wants in self._wants.items()
         }
-        await self._parts.orders.send(turn, plan.nodes, orders)
+        await self._parts.orders.send(tick, plan.nodes, orders)
 
     def _idle_ttls(self, nodes: NodeTable) -> dict[str, dict[str, float]]:
         """Returns the limits of the adapters that nodes hold in memory, by node."""
@@ -242,7 +242,7 @@ class Residency:
         return by_node
 
     async def _resolve(self, keys: Sequence[str]) -> None:
-        """Looks up what calls of functions get of which that is not known; those that take long, in another turn."""
+        """Looks up what calls of functions get of which that is not known; those that take long, in another tick."""
         unknown = [key for key in keys if self._history.versions(key) is None][:MAX_RESOLVED]
 
         async def resolve(key: str) -> None:
@@ -253,7 +253,7 @@ class Residency:
             async with asyncio.timeout(RESOLVE_SECONDS):
                 await asyncio.gather(*map(resolve, unknown))
 
-    def _wishes(self, forecast: Forecast) -> Iterator[Wish]:
+    def _wishes(self, forecast: Forecast) -> Iterator[PrewarmTarget]:
         """Yields what is provisioned, then what was ordered, the latest first, and scheduled, then what is forecast,
         the likeliest first.
 
@@ -263,7 +263,7 @@ class Residency:
         yield from self._parts.standing.wishes
         for hold in reversed(self._holds.now()):
             key = function_key(hold.tenant, hold.function)
-            yield Wish(key, hold.adapter, "order", 1.0, hold.tier, node=hold.node)
+            yield PrewarmTarget(key, hold.adapter, "order", 1.0, hold.tier, node=hold.node)
         yield from self._parts.schedules.wishes
         for likely in forecast.likely:
             if likely.key in self._parts.standing.not_prefetched:
@@ -271,7 +271,7 @@ class Residency:
             for adapter, share in self._history.versions(likely.key) or ():
                 if adapter.digest in self._parts.standing.idle_ttls:
                     continue
-                yield Wish(likely.key, adapter, "forecast", 1.0 - (1.0 - likely.chance) ** share)
+                yield PrewarmTarget(likely.key, adapter, "forecast", 1.0 - (1.0 - likely.chance) ** share)
 
     def _record(self, plan: Plan, forecast: Forecast) -> None:
         now, since, wants = self._unix(), self._since, plan.wants()

@@ -12,10 +12,10 @@ from adapters.store import ObjectStore
 from adapters.warm_windows import CronProblem, WarmWindow, window_state
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
-from gateway.leader.turn import Job, Turn
+from gateway.leader.tick import Job, Tick
 from gateway.residency.kept_reads import KeptReads
 from gateway.residency.lookups import look_up
-from gateway.residency.plan import Wish
+from gateway.residency.plan import PrewarmTarget
 
 LOOK_SECONDS = 10.0
 """Pause between two checks of the schedules: the longest delay of a window's opening and closing."""
@@ -36,7 +36,7 @@ class WarmSchedules:
     ) -> None:
         self._store, self._threads, self._functions, self._unix = store, threads, functions, unix
         self._reads = KeptReads("warm windows")
-        self.wishes: list[Wish] = []
+        self.wishes: list[PrewarmTarget] = []
         """Wishes that hold now, as of LOOK_SECONDS ago; while the registry is away, as they were."""
         self._states: dict[WarmWindow, tuple[bool, float]] = {}
         """States of windows: whether they are open, and until when that stays so."""
@@ -44,28 +44,28 @@ class WarmSchedules:
     def job(self) -> Job:
         return Job("schedules", self.check, LOOK_SECONDS, "nodes")
 
-    async def check(self, turn: Turn) -> None:
-        await self._reads.renew(self._check(turn))
+    async def check(self, tick: Tick) -> None:
+        await self._reads.renew(self._check(tick))
 
-    async def _check(self, turn: Turn) -> None:
+    async def _check(self, tick: Tick) -> None:
         schedules = await self._threads.read(read_schedules, self._store)
-        now, wishes, empty, windows = self._unix(), list[Wish](), list[str](), set[WarmWindow]()
-        async for key, choices in look_up(self._functions, list(schedules.functions), turn):
+        now, wishes, empty, windows = self._unix(), list[PrewarmTarget](), list[str](), set[WarmWindow]()
+        async for key, choices in look_up(self._functions, list(schedules.functions), tick):
             await asyncio.sleep(0)  # the next time of a cron expression may take 5 ms to find
-            turn.check()
+            tick.check()
             now_wanted = self._wishes_now(key, choices, now, windows)
             if now_wanted is None:
                 empty.append(key)
             wishes += now_wanted or ()
         self.wishes = wishes
         self._states = {window: state for window, state in self._states.items() if window in windows}
-        turn.work += len(wishes)
+        tick.work += len(wishes)
         if empty:
             await self._threads.write(forget_schedules, self._store, empty)
 
     def _wishes_now(
         self, key: str, choices: Sequence[Choice] | None, now: float, open_windows: set[WarmWindow]
-    ) -> list[Wish] | None:
+    ) -> list[PrewarmTarget] | None:
         """Returns what of the function is wanted now; None when it has no windows any more. Adds its windows to
         `seen`."""
         if not choices:
@@ -74,7 +74,9 @@ class WarmSchedules:
         open_windows.update(windows)
         copies = max((window.copies for window in windows if self._is_open(key, window, now)), default=0)
         adapters = [adapter_of(choice.version) for choice in choices if choice.is_whole and copies]
-        return [Wish(key, adapter, "schedule", 1.0, copies=copies) for adapter in adapters] if windows else None
+        return (
+            [PrewarmTarget(key, adapter, "schedule", 1.0, copies=copies) for adapter in adapters] if windows else None
+        )
 
     def _is_open(self, key: str, window: WarmWindow, now: float) -> bool:
         is_open, until = self._states.get(window, (False, now))

@@ -16,11 +16,11 @@ from cluster.news import NodeRecord
 from cluster.residency import MAX_WANTED
 from gateway.catalog.functions import Functions, adapter_of
 from gateway.catalog.threads import StoreThreads
-from gateway.leader.turn import Job, Turn
+from gateway.leader.tick import Job, Tick
 from gateway.residency.kept_reads import KeptReads
 from gateway.residency.lookups import look_up
 from gateway.residency.messages import Tier
-from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, Wish
+from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, PrewarmTarget
 
 LOOK_SECONDS = 3.0
 """Pause between two checks of the policies: the longest delay of a change."""
@@ -36,7 +36,7 @@ class _PolicyWishes(NamedTuple):
 
     since: float
     policy: Policy
-    wishes: list[Wish]
+    wishes: list[PrewarmTarget]
     is_settled: bool = True
     """standing.json says what the policy does."""
 
@@ -49,7 +49,7 @@ class StandingPolicies:
         self._reads = KeptReads("standing policies")
         self.has_read = False
         """True once the policies were read: before, it is not known what nodes are to keep."""
-        self.wishes: list[Wish] = []
+        self.wishes: list[PrewarmTarget] = []
         """Provisioned copies, the most important first, as of the last look; while the registry is away, as before."""
         self.idle_ttls: Mapping[str, float] = {}
         """Seconds, by digest; of an adapter that several functions have, the longest."""
@@ -59,17 +59,17 @@ class StandingPolicies:
     def job(self) -> Job:
         return Job("standing", self.check, LOOK_SECONDS, "nodes")
 
-    async def check(self, turn: Turn) -> None:
-        await self._reads.renew(self._check(turn))
+    async def check(self, tick: Tick) -> None:
+        await self._reads.renew(self._check(tick))
         self.has_read = True
 
-    async def _check(self, turn: Turn) -> None:
+    async def _check(self, tick: Tick) -> None:
         standing = await self._threads.read(read_standing, self._store)
         # A gateway that does not know `prefetch` takes out what stands for it alone: here it is put in again.
         dropped = dict.fromkeys(self.not_prefetched - standing.functions.keys(), Entry(since=0.0))
         entries = {**standing.functions, **dropped}
         policies, idle, stale, not_prefetched = list[_PolicyWishes](), dict[str, float](), list[str](), set[str]()
-        async for key, choices in look_up(self._functions, list(entries), turn):
+        async for key, choices in look_up(self._functions, list(entries), tick):
             entry = entries[key]
             policy = _wishes_of(key, entry, choices)
             if policy is None or not policy.is_settled:
@@ -82,9 +82,9 @@ class StandingPolicies:
             for digest in entry.digests if entry.idle_ttl is not None else ():
                 idle[digest] = max(idle.get(digest, 0.0), entry.idle_ttl or 0.0)
         self.wishes, self.idle_ttls, self.not_prefetched = _in_order(policies), idle, frozenset(not_prefetched)
-        turn.work += len(self.wishes)
+        tick.work += len(self.wishes)
         for key in stale:
-            turn.check()
+            tick.check()
             await self._threads.write(_settle_old, self._store, key, entries[key])
 
 
@@ -103,7 +103,7 @@ def _wishes_of(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _Pol
     if copies is not None:
         tiers = [("device", copies.device), ("host", copies.host)]
     wishes = [
-        Wish(key, adapter, "provisioned", 1.0, tier, copies=count)
+        PrewarmTarget(key, adapter, "provisioned", 1.0, tier, copies=count)
         for adapter in adapters
         for tier, count in tiers
         if count
@@ -128,7 +128,7 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
     )
 
 
-def _in_order(policies: list[_PolicyWishes]) -> list[Wish]:
+def _in_order(policies: list[_PolicyWishes]) -> list[PrewarmTarget]:
     """Returns the wishes by class, the highest first, then by age; copies on devices before those in host memory."""
     ordered = sorted(policies, key=lambda each: (-CLASSES.index(each.policy.slo_class or "standard"), each.since))
     wishes = [wish for each in ordered for wish in each.wishes]

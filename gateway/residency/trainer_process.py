@@ -29,27 +29,27 @@ class Weights(msgspec.Struct, frozen=True):
     """Embeddings by function."""
 
 
-class Lot(msgspec.Struct, frozen=True):
+class ObservationBatch(msgspec.Struct, frozen=True):
     """Observations, as bytes of f32 arrays."""
 
     keys: list[str]
     windows: bytes
     moment: bytes
-    came: bytes
+    outcomes: bytes
 
 
 class Job(msgspec.Struct, frozen=True):
     """An update, behind which `lots` are known. The answer: Weights, of embeddings those that have changed."""
 
-    lots: list[Lot]
+    lots: list[ObservationBatch]
 
 
 def weights_of(parameters: Parameters, embeddings: dict[str, Array]) -> Weights:
     return Weights(_as_bytes(parameters), _as_bytes(embeddings))
 
 
-def lot_of(observations: Observations) -> Lot:
-    return Lot(
+def observation_batch(observations: Observations) -> ObservationBatch:
+    return ObservationBatch(
         observations.keys,
         observations.windows.tobytes(),
         observations.moment.tobytes(),
@@ -69,7 +69,7 @@ def learn(trainer: Trainer, job: Job) -> Weights:
     for lot in job.lots:
         n = len(lot.keys)
         windows, moment = _array(lot.windows, n, STEPS, FEATURES), _array(lot.moment, n, MOMENT)
-        trainer.add(Observations(lot.keys, windows, moment, _array(lot.came, n, len(HORIZONS_S))))
+        trainer.add(Observations(lot.keys, windows, moment, _array(lot.outcomes, n, len(HORIZONS_S))))
     before = dict(trainer.embeddings)
     trainer.update()
     changed = {key: embedding for key, embedding in trainer.embeddings.items() if before.get(key) is not embedding}

@@ -36,7 +36,7 @@ async def create_batch(request: Request, calls: Calls, tenant: str) -> Response:
 
 @routes.tenant("GET /v1/batches", "The tenant's batches", {200: BatchList}, parameters=page_parameters(MAX_PAGE))
 async def list_batches(request: Request, calls: Calls, tenant: str) -> Response:
-    page, records = Page.asked(request, "batch_", default=20, most=MAX_PAGE), calls.batches.records
+    page, records = Page.from_request(request, "batch_", default=20, max_limit=MAX_PAGE), calls.batches.records
     ids = page.ids(await calls.threads.read(records.ids, tenant))
     page_records = await calls.threads.read(records.records, tenant, ids[: page.limit])
     shown = [record.reply() for record in page_records]

@@ -56,7 +56,10 @@ async def create_file(request: Request, calls: Calls, tenant: str) -> Response:
     parameters=(*page_parameters(MAX_PAGE), parameter("query", "purpose", "Only those of this purpose")),
 )
 async def list_files(request: Request, calls: Calls, tenant: str) -> Response:
-    page, purpose = Page.asked(request, "file-", default=MAX_PAGE, most=MAX_PAGE), request.query_params.get("purpose")
+    page, purpose = (
+        Page.from_request(request, "file-", default=MAX_PAGE, max_limit=MAX_PAGE),
+        request.query_params.get("purpose"),
+    )
     if purpose not in (None, *PURPOSES):
         raise invalid("purpose", f"purpose is one of {', '.join(PURPOSES)}")
     files = calls.batches.files

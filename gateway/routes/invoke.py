@@ -49,7 +49,7 @@ async def invoke(request: Request, calls: Calls, tenant: str, watch: Stopwatch) 
     watch.lap("body")
     function = _name_and_qualifier(request)
     if _is_event(request, call):
-        event = await calls.event_calls.accept(request, tenant, watch, named=function, call=call)
+        event = await calls.event_calls.accept(request, tenant, watch, function=function, call=call)
         return json_response(reply_of(event), 202, {"location": f"/invocations/{event.id}"})
     source = source_of(call, calls.inputs.base.vocab_size)
     invocation = await calls.inputs.prepare(request, tenant, watch, function=function, source=source, stated=call)

@@ -24,7 +24,7 @@ from typing import TypeVar
 from adapters.errors import Conflict, NotFound, PreconditionFailed, StoreUnavailable
 from adapters.store import MAX_LIST, ObjectInfo, ObjectStore
 from gateway.catalog.threads import LeavableThreads
-from gateway.leader.turn import Turn, TurnEnded
+from gateway.leader.tick import Tick, TickEnded
 from gateway.usage.cells import Cells, join_into
 from gateway.usage.hours import HOUR, hour_name
 from gateway.usage.objects import (
@@ -72,29 +72,29 @@ class UsageCompaction:
         """The last tenant of this round that was listed."""
         self._next_round = 0.0
 
-    async def run(self, turn: Turn) -> None:
-        """Raises TurnEnded, StoreUnavailable."""
-        await self._threads.run(partial(self._work, turn))
+    async def run(self, tick: Tick) -> None:
+        """Raises TickEnded, StoreUnavailable."""
+        await self._threads.run(partial(self._work, tick))
 
-    def _work(self, turn: Turn) -> None:
+    def _work(self, tick: Tick) -> None:
         if self._clock() < self._next_round:
             return
-        turn.check()
+        tick.check()
         now = self._store.now()
-        while tenant := self._begin_tenant(turn):
+        while tenant := self._begin_tenant(tick):
             try:
-                compact_tenant(self._store, tenant, now, turn)
-            except TurnEnded:
+                compact_tenant(self._store, tenant, now, tick)
+            except TickEnded:
                 self._pending.insert(0, tenant)
                 raise
         self._after = ""
         self._next_round = self._clock() + HOUR - (now - CLOSED_SECONDS) % HOUR
 
-    def _begin_tenant(self, turn: Turn) -> str | None:
+    def _begin_tenant(self, tick: Tick) -> str | None:
         """Returns the round's next tenant, or None at its end. A tenant that fails waits for the next round, so that
         the others continue."""
         if not self._pending:
-            turn.check()
+            tick.check()
             self._pending = list(self._store.folders("tenants/", self._after, TENANTS))
             if not self._pending:
                 return None
@@ -102,18 +102,18 @@ class UsageCompaction:
         return self._pending.pop(0)
 
 
-def compact_tenant(store: ObjectStore, tenant: str, now: float, turn: Turn) -> None:
-    """Merges what is closed at `now`, Unix time by the store's clock. `turn.work` counts objects that were removed.
+def compact_tenant(store: ObjectStore, tenant: str, now: float, tick: Tick) -> None:
+    """Merges what is closed at `now`, Unix time by the store's clock. `tick.work` counts objects that were removed.
 
-    Blocks; raises TurnEnded, StoreUnavailable.
+    Blocks; raises TickEnded, StoreUnavailable.
     """
-    _Compactor(store, tenant, now, turn).run()
+    _Compactor(store, tenant, now, tick).run()
 
 
 class _Compactor:
-    def __init__(self, store: ObjectStore, tenant: str, now: float, turn: Turn) -> None:
+    def __init__(self, store: ObjectStore, tenant: str, now: float, tick: Tick) -> None:
         self._store = store
-        self._turn = turn
+        self._tick = tick
         self._hours, self._days, self._months = usage_folder(tenant), days_folder(tenant), months_folder(tenant)
         self._open = hour_name(now - CLOSED_SECONDS)
         """The first hour that is not closed."""
@@ -137,11 +137,11 @@ class _Compactor:
             for day, cells in days.items():
                 self._add(self._days, day, cells)
             merged = [key for key, cells in hours.items() if cells is not None]
-            self._turn.work += sum(pool.map(self._remove_hour, merged))
+            self._tick.work += sum(pool.map(self._remove_hour, merged))
 
     def _read_hour(self, key: str) -> Cells | None:
         """Returns None if the object is gone, or can't be read."""
-        self._turn.check()
+        self._tick.check()
         try:
             data = self._store.get(key).data
         except NotFound:
@@ -149,11 +149,11 @@ class _Compactor:
         return _readable(partial(decode_hour, key, data))
 
     def _remove_hour(self, key: str) -> bool:
-        self._turn.check()
+        self._tick.check()
         return self._store.delete_older(key, self._quiet)
 
     def _merge_day(self, key: str) -> None:
-        self._turn.check()
+        self._tick.check()
         try:
             day = self._store.get(key)
             read = _readable(partial(decode_merged, key, day.data))
@@ -161,14 +161,14 @@ class _Compactor:
                 return
             cells, sealed = read
             if not sealed:
-                self._turn.check()
+                self._tick.check()
                 self._store.put_if_match(key, encode_merged(cells, sealed=True), day.etag)
         except (NotFound, PreconditionFailed):
             return  # another compactor was faster; what it did not finish is for the next round
         self._add(self._months, key.removeprefix(self._days)[:MONTH], cells)
-        self._turn.check()
+        self._tick.check()
         self._store.delete(key)
-        self._turn.work += 1
+        self._tick.work += 1
 
     def _add(self, folder: str, name: str, cells: Cells) -> None:
         """Joins the cells into one object of this day or month."""
@@ -183,22 +183,22 @@ class _Compactor:
         for info in listed:
             if info.size >= MAX_BYTES:
                 continue
-            self._turn.check()
+            self._tick.check()
             stored = self._store.get(info.key)
             read = _readable(partial(decode_merged, info.key, stored.data))
             if read is None or read[1]:
                 continue
             joined, _ = read
             if join_into(joined, cells.items()):
-                self._turn.check()
+                self._tick.check()
                 self._store.put_if_match(info.key, encode_merged(joined), stored.etag)
             return
-        self._turn.check()
+        self._tick.check()
         key = day_key(folder, name) if folder == self._days else month_key(folder, name, len(listed))
         self._store.put_if_absent(key, encode_merged(cells))
 
     def _list(self, prefix: str, after: str, limit: int) -> Sequence[ObjectInfo]:
-        self._turn.check()
+        self._tick.check()
         return self._store.list(prefix, after, limit)
 
 

@@ -17,7 +17,7 @@ from adapters.registry import Registry
 from cluster.news import Resident
 from cluster.state import ClusterState
 from gateway.catalog.threads import StoreThreads
-from gateway.leader.turn import Job, Turn
+from gateway.leader.tick import Job, Tick
 from gateway.usage.counts import UsageCounts
 
 METER_SECONDS = 10.0
@@ -28,7 +28,7 @@ MAX_DIGESTS = 40_000
 MAX_OWNERS = 16
 """Owners of one adapter."""
 MAX_LOOKUPS = 32
-"""Functions whose versions are read in one turn."""
+"""Functions whose versions are read in one tick."""
 GB = 1e9
 TIERS = ("device", "host")
 TOGETHER = 256
@@ -113,22 +113,22 @@ class ResidentMeter:
     def job(self) -> Job:
         return Job("residents", self.measure, METER_SECONDS, "nodes")
 
-    async def measure(self, turn: Turn) -> None:
+    async def measure(self, tick: Tick) -> None:
         """Counts what lies in memory for the time since the last look."""
         for owner in list(self._owners.unknown)[:MAX_LOOKUPS]:
-            turn.check()
+            tick.check()
             await self._learn(owner)
-        turn.check()
+        tick.check()
         now, before = self._clock(), self._at
         self._at = now
-        if now - before > LONGEST_GAP or before < turn.since:
+        if now - before > LONGEST_GAP or before < tick.since:
             return
         sums = await self._sums(now - before)
         for number, ((owner, version), counts) in enumerate(sums.items()):
             if number % TOGETHER == TOGETHER - 1:
                 await asyncio.sleep(0)
             self._count(*owner, version, counts)
-            turn.work += 1
+            tick.work += 1
 
     async def _learn(self, owner: Owner) -> None:
         """Reads the versions of the owner's function. While the registry is away, nothing changes."""

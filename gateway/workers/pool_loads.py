@@ -30,12 +30,12 @@ class PoolLoad(msgspec.Struct, array_like=True):
     """Work of the requests that wait."""
     promised: int = 0
     """Calls that ended within the window and to which something was promised."""
-    held: int = 0
+    attained: int = 0
     """Calls among them that attained it."""
 
     def add(self, load: PoolLoad) -> None:
         self.queue_wait = max(self.queue_wait, load.queue_wait)
-        for name in ("open", "arrived", "backlog", "promised", "held"):
+        for name in ("open", "arrived", "backlog", "promised", "attained"):
             setattr(self, name, getattr(self, name) + getattr(load, name))
 
     @property
@@ -45,7 +45,7 @@ class PoolLoad(msgspec.Struct, array_like=True):
 
     @property
     def attainment(self) -> float | None:
-        return self.held / self.promised if self.promised else None
+        return self.attained / self.promised if self.promised else None
 
 
 class _Pool:
@@ -112,7 +112,7 @@ class QueueSample:
         """Counts the end of its call, which had an SLO."""
         counts = self._loads.slice(self.pool)
         counts.promised += 1
-        counts.held += is_attained
+        counts.attained += is_attained
 
 
 class PoolLoads:

@@ -1,10 +1,11 @@
-"""Checks the words of names and docstrings in the product's code against a table.
+"""Checks the words of names and docstrings in the product's code, and of the pages, against the table words.toml.
 
-    python -m tests.lint.words            fails if a file has more offences of a kind than offenders.txt lists
-    python -m tests.lint.words --show FILE...   prints each offence of the files, and what to say instead
-    python -m tests.lint.words --update   rewrites offenders.txt; refuses to make it longer
+    python -m tests.lint.words            prints each offence of all files, and what to say instead
+    python -m tests.lint.words FILE...    prints those of the files
 
-words.toml has the table. offenders.txt has today's offences as counts, one line a file; it may only shrink.
+Of pages only the phrases are checked, and only in prose: not in code, targets of links, or what
+`benchmarks.pages.tables` writes. Names that are written to the wire, to stored records or to reports stay where
+words.toml lists them.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import ast
 import re
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
-OFFENDERS = FOLDER / "offenders.txt"
 PACKAGES = ("adapters", "benchmarks", "cluster", "garnish", "gateway", "infra", "kernels", "node_agent")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md")
+NOT_PROSE = re.compile(
+    r"^<!-- (?P<part>[a-z][^\n]*?) -->$.*?^<!-- /(?P=part) -->$"  # written by benchmarks.pages.tables
+    r"|^(?P<fence> *```).*?^(?P=fence)|`[^`]+`|(?<=\])\([^)]*\)|<!--.*?-->",
+    re.MULTILINE | re.DOTALL,
+)
 NAME_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -37,6 +42,8 @@ class Table:
     openings: frozenset[str]
     max_first_sentence: int
     """words"""
+    written_names: dict[str, frozenset[str]]
+    """Names that stay, by file (relative path): they are field names of a wire format, a stored record or a report."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ def load_table(file: Path = FOLDER / "words.toml") -> Table:
         phrases={re.compile(pattern, re.IGNORECASE): instead for pattern, instead in content["phrases"].items()},
         openings=frozenset(content["openings"]["words"]),
         max_first_sentence=content["lengths"]["first_sentence"],
+        written_names={file: frozenset(names) for file, names in content["written_names"].items()},
     )
 
 
@@ -114,72 +122,37 @@ def _check_prose(text: str, line: int, table: Table) -> Iterator[Offence]:
             yield Offence(line, f"phrase {match[0].lower()}", match[0], instead)
 
 
-def count_offences(table: Table) -> dict[str, Counter[str]]:
-    """Returns the number of offences by file (relative path) and kind; files without any are left out."""
-    counts = {}
-    for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*.py")):
-            kinds = Counter(offence.kind for offence in check_source(file.read_text(), table))
-            if kinds:
-                counts[file.relative_to(ROOT).as_posix()] = kinds
-    return counts
+def check_page(text: str, table: Table) -> Iterator[Offence]:
+    """Yields the offences of a Markdown page's prose."""
+    prose = NOT_PROSE.sub(lambda match: "." * len(match[0]), text).replace("\n", " ")
+    for pattern, instead in table.phrases.items():
+        for match in pattern.finditer(prose):
+            yield Offence(text.count("\n", 0, match.start()) + 1, f"phrase {match[0].lower()}", match[0], instead)
 
 
-def parse_counts(text: str) -> dict[str, Counter[str]]:
-    """Reads what `format_counts` wrote."""
-    counts: dict[str, Counter[str]] = {}
-    for line in text.splitlines():
-        path, _, rest = line.partition(": ")
-        pairs = (entry.rpartition("=") for entry in rest.split(", "))
-        counts[path] = Counter({kind: int(count) for kind, _, count in pairs})
-    return counts
+def check_file(path: str, table: Table) -> list[Offence]:
+    """Returns the offences of a file of the project in the order of lines. `path`: relative."""
+    text, stays = (ROOT / path).read_text(), table.written_names.get(path, frozenset())
+    offences = check_page(text, table) if path.endswith(".md") else check_source(text, table)
+    return sorted((each for each in offences if each.text.strip("_") not in stays), key=lambda offence: offence.line)
 
 
-def format_counts(counts: dict[str, Counter[str]]) -> str:
-    lines = (
-        f"{path}: " + ", ".join(f"{kind}={count}" for kind, count in sorted(kinds.items()))
-        for path, kinds in sorted(counts.items())
-    )
-    return "".join(f"{line}\n" for line in lines)
-
-
-def new_offences(counts: dict[str, Counter[str]], listed: dict[str, Counter[str]]) -> list[str]:
-    """Returns a line for each file and kind of which there are more than listed."""
-    return [
-        f"{path}: {kind}: {count}, {listed.get(path, Counter())[kind]} listed"
-        for path, kinds in counts.items()
-        for kind, count in kinds.items()
-        if count > listed.get(path, Counter())[kind]
-    ]
-
-
-def total(counts: dict[str, Counter[str]]) -> int:
-    return sum(kinds.total() for kinds in counts.values())
+def project_files() -> list[str]:
+    """Returns the relative paths of all pages and of the product's code."""
+    patterns = (*PAGES, *(f"{package}/**/*.py" for package in PACKAGES))
+    return sorted(file.relative_to(ROOT).as_posix() for pattern in patterns for file in ROOT.glob(pattern))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--update", action="store_true")
-    options = parser.parse_args()
-    table = load_table()
-    if options.show:
-        for file in options.show:
-            for offence in sorted(check_source(file.read_text(), table), key=lambda offence: offence.line):
-                print(f"{file}:{offence.line}: {offence.kind}: {offence.text!r}: {offence.instead}")
-        return 0
-    counts = count_offences(table)
-    listed = parse_counts(OFFENDERS.read_text()) if OFFENDERS.exists() else counts
-    if options.update and total(counts) <= total(listed):  # files may have been moved
-        OFFENDERS.write_text(format_counts(counts))
-    elif new := new_offences(counts, listed):
-        print("\n".join([*new, "See them with: python -m tests.lint.words --show FILE"]), file=sys.stderr)
-        return 1
-    elif counts != listed:
-        print("Fewer offences than listed: python -m tests.lint.words --update", file=sys.stderr)
-        return 1
-    print(f"words: {total(counts)} offences left")
-    return 0
+    parser.add_argument("files", nargs="*", metavar="FILE", help="relative to the project's root")
+    table, count = load_table(), 0
+    for path in parser.parse_args().files or project_files():
+        for offence in check_file(path, table):
+            print(f"{path}:{offence.line}: {offence.kind}: {offence.text!r}: {offence.instead}")
+            count += 1
+    print(f"words: {count} offences")
+    return int(count > 0)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from gateway.events.events import Events, make_channel
 from gateway.events.jobs import release_lost
 from gateway.events.records import ENDED, EventRecord, markers_of, new_nonce, parse_marker
 from gateway.events.worker import Worker
-from gateway.leader.turn import Turn
+from gateway.leader.tick import Tick
 
 RESULT = schema.InvokeReply(
     id="inv_0",
@@ -64,9 +64,9 @@ class World:
     def recover(self) -> int:
         """What the leader does once those who died have been silent for long enough."""
         self.pass_time(120)
-        turn = Turn(math.inf, lambda: 0.0, lambda: True)
-        release_lost(EventStore(self.store()), turn)
-        return turn.work
+        tick = Tick(math.inf, lambda: 0.0, lambda: True)
+        release_lost(EventStore(self.store()), tick)
+        return tick.work
 
 
 class MortalStore(LocalStore):

@@ -22,7 +22,7 @@ from gateway.events.metrics import EventMetrics
 from gateway.events.records import ENDED, marker_key, markers_of, parse_marker
 from gateway.events.transitions import claimed, expired, failed
 from gateway.jobs import poller
-from gateway.leader.turn import Turn
+from gateway.leader.tick import Tick
 
 
 @pytest.fixture
@@ -56,19 +56,19 @@ def test_old_events_are_removed(world: World) -> None:
         dead = new_event(7, world.store().now(), deadline=0.0)
         store = EventStore(world.store())
         assert store.add(expired(dead, world.store().now())) is not None
-        turn = Turn(float("inf"), lambda: 0.0, lambda: True)
+        tick = Tick(float("inf"), lambda: 0.0, lambda: True)
         world.pass_time(KEPT_S - 60)
-        remove_old(store, turn)
-        assert turn.work == 0
+        remove_old(store, tick)
+        assert tick.work == 0
         world.pass_time(120)
-        remove_old(store, turn)
-        assert turn.work == 3
+        remove_old(store, tick)
+        assert tick.work == 3
         for event_id in ids:
             with pytest.raises(NotFound):
                 await events.get("acme", event_id)
         assert (await events.get("acme", dead.id)).state == "expired"
         world.pass_time(DEAD_KEPT_S)
-        remove_old(store, turn)
+        remove_old(store, tick)
         assert not list(world.store().list("events/"))
         assert not list(world.store().list("tenants/"))
 
@@ -98,7 +98,7 @@ def test_metrics_tell_what_became_of_events(world: World, monkeypatch: pytest.Mo
         [waits] = await add_some(events, 1, first=3)
         await add_some(events, 2, "other", first=4)
         await events.cancel("acme", waits)
-        count_events(store, Turn(float("inf"), lambda: 0.0, lambda: True))
+        count_events(store, Tick(float("inf"), lambda: 0.0, lambda: True))
 
     run(work())
     assert (told("events_accepted_total"), told("events_redriven_total")) == (6, 1)
@@ -111,7 +111,7 @@ def test_metrics_tell_what_became_of_events(world: World, monkeypatch: pytest.Mo
     lost = store.add(claimed(new_event(9, world.store().now(), retries=0), "dead", world.store().now()))
     assert lost is not None
     world.pass_time(120)
-    release_lost(store, Turn(float("inf"), lambda: 0.0, lambda: True))
+    release_lost(store, Tick(float("inf"), lambda: 0.0, lambda: True))
     assert told("events_ended_total", state="failed") == 3
 
 

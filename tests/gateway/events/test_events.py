@@ -28,7 +28,7 @@ from gateway.jobs import poller
 from gateway.jobs.clocks import VALID_S, StoreClock
 from gateway.jobs.job_store import Stored
 from gateway.jobs.poller import PollResult
-from gateway.leader.turn import Turn, TurnEnded
+from gateway.leader.tick import Tick, TickEnded
 
 
 @pytest.fixture
@@ -120,11 +120,11 @@ def test_two_workers_on_s3(world: World, new_s3_store: Callable[[], Any]) -> Non
         assert [event.state for event in found] == ["succeeded"] * 6
         assert sorted(event.id for event in (*page.events, *rest.events)) == ids
         assert set(world.runs.values()) == {1}
-        turn = Turn(float("inf"), lambda: 0.0, lambda: True)
+        tick = Tick(float("inf"), lambda: 0.0, lambda: True)
         later = store.now() + KEPT_S + 60
         store.now = lambda: later
-        remove_old(EventStore(store), turn)
-        assert turn.work == 6
+        remove_old(EventStore(store), tick)
+        assert tick.work == 6
         assert not store.list("")
 
     run(work())
@@ -299,7 +299,7 @@ def test_an_event_that_can_not_be_read_holds_up_no_other_that_is_lost(world: Wor
 def test_what_was_lost_waits_neither_for_removals_nor_for_the_next_look(
     world: World, monkeypatch: pytest.MonkeyPatch, ends_after: int
 ) -> None:
-    """While a removal hangs; and workers hear of what was queued again by a turn that ended amid it."""
+    """While a removal hangs; and workers hear of what was queued again by a tick that ended amid it."""
     store, hangs, told, checks = world.store(), threading.Event(), list[str](), 0
     for number in range(3):
         assert EventStore(store).add(claimed(new_event(number, store.now()), "dead", store.now())) is not None
@@ -313,12 +313,12 @@ def test_what_was_lost_waits_neither_for_removals_nor_for_the_next_look(
 
     async def work() -> None:
         release, retain, _ = event_jobs(EventStore(store), lambda: told.append("queued"))
-        removal = asyncio.create_task(retain.run(Turn(float("inf"), lambda: 0.0, lambda: True)))
+        removal = asyncio.create_task(retain.run(Tick(float("inf"), lambda: 0.0, lambda: True)))
         await asyncio.sleep(0.05)
-        turn = Turn(float("inf"), lambda: 0.0, leads)
-        with pytest.raises(TurnEnded) if ends_after < 3 else nullcontext():
-            await release.run(turn)
-        assert (turn.work, told) == (min(ends_after, 3), ["queued"])
+        tick = Tick(float("inf"), lambda: 0.0, leads)
+        with pytest.raises(TickEnded) if ends_after < 3 else nullcontext():
+            await release.run(tick)
+        assert (tick.work, told) == (min(ends_after, 3), ["queued"])
         hangs.set()
         await removal
 

@@ -15,10 +15,10 @@ from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
 from adapters.store import Object
 from gateway.leader import leader as leader_module
-from gateway.leader.leader import LEASE_SECONDS, TURN_SECONDS, Leader
+from gateway.leader.leader import LEASE_SECONDS, TICK_SECONDS, Leader
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import STORE_LEASE_SECONDS, StoreLeases
-from gateway.leader.turn import Job, Turn, TurnEnded
+from gateway.leader.tick import Job, Tick, TickEnded
 
 
 class Clock:
@@ -64,15 +64,15 @@ def test_one_leads_and_the_next_one_follows_it(tmp_path: Path) -> None:
 
 
 def test_a_job_that_was_stopped_does_nothing_more(tmp_path: Path) -> None:
-    """Over the lease's end, and over the turn's deadline."""
+    """Over the lease's end, and over the tick's deadline."""
     done: list[int] = []
     pauses = {3: LEASE_SECONDS + 0.1}
 
-    async def run(turn: Turn) -> None:
+    async def run(tick: Tick) -> None:
         for step in range(100):
-            turn.check()
+            tick.check()
             done.append(step)
-            turn.work += 1
+            tick.work += 1
             worker.clock.now += pauses.get(step, 0.0)
 
     worker = Worker(LocalStore(tmp_path), "one")
@@ -85,24 +85,24 @@ def test_a_job_that_was_stopped_does_nothing_more(tmp_path: Path) -> None:
         await worker.leader.run_once(job)
         assert done == [0, 1, 2, 3]
         assert worker.shown("garnish_leader_work_total", job="steps") == 4
-        assert worker.shown("garnish_leader_failures_total", job="steps") == 0, "an ended turn is no failure"
+        assert worker.shown("garnish_leader_failures_total", job="steps") == 0, "an ended tick is no failure"
         await worker.leader.run_once(job)
         assert done == [0, 1, 2, 3]
 
     asyncio.run(main())
-    turn = Turn(worker.clock.now + TURN_SECONDS, worker.clock, lambda: True)
-    turn.check()
-    worker.clock.now += TURN_SECONDS
-    with pytest.raises(TurnEnded):
-        turn.check()
+    tick = Tick(worker.clock.now + TICK_SECONDS, worker.clock, lambda: True)
+    tick.check()
+    worker.clock.now += TICK_SECONDS
+    with pytest.raises(TickEnded):
+        tick.check()
 
 
 def test_a_turn_says_since_when_no_other_has_led(tmp_path: Path) -> None:
     """The first worker is stopped over its lease's end, and the second one leads meanwhile."""
     seen: list[float] = []
 
-    async def run(turn: Turn) -> None:
-        seen.append(turn.since)
+    async def run(tick: Tick) -> None:
+        seen.append(tick.since)
 
     store = LocalStore(tmp_path)
     one, two = Worker(store, "one"), Worker(store, "two")
@@ -133,8 +133,8 @@ def test_who_shares_its_nodes_with_nobody_does_their_jobs_without_a_lease(tmp_pa
     done: list[str] = []
 
     def job(name: str, **options: Any) -> Job:
-        async def run(turn: Turn) -> None:
-            turn.check()
+        async def run(tick: Tick) -> None:
+            tick.check()
             done.append(name)
 
         return Job(name, run, **options)
@@ -155,18 +155,18 @@ def test_who_shares_its_nodes_with_nobody_does_their_jobs_without_a_lease(tmp_pa
 
 
 def test_a_job_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_module, "TURN_SECONDS", 0.02)
+    monkeypatch.setattr(leader_module, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(leader_module, "OVERTIME_SECONDS", 0.02)
-    turns = 0
+    ticks = 0
 
-    async def good(_: Turn) -> None:
-        nonlocal turns
-        turns += 1
+    async def good(_: Tick) -> None:
+        nonlocal ticks
+        ticks += 1
 
-    async def bad(_: Turn) -> None:
+    async def bad(_: Tick) -> None:
         raise ValueError("on purpose")
 
-    async def hung(_: Turn) -> None:
+    async def hung(_: Tick) -> None:
         await asyncio.sleep(3600)
 
     async def main() -> None:
@@ -180,7 +180,7 @@ def test_a_job_that_fails_or_hangs_leaves_the_others_alone(tmp_path: Path, monke
             return registry.get_sample_value("garnish_leader_failures_total", {"job": job}) or 0.0
 
         async with leader.running():
-            while min(turns, failures("bad"), failures("hung")) < 3:  # noqa: ASYNC110
+            while min(ticks, failures("bad"), failures("hung")) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert failures("good") == 0
         other = StoreLeases(store, monotonic)

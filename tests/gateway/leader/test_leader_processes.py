@@ -36,7 +36,7 @@ from cluster.redis_link import RedisLink
 from gateway.leader.leader import Leader
 from gateway.leader.metrics import LeaderMetrics
 from gateway.leader.store_leases import StoreLeases
-from gateway.leader.turn import Job
+from gateway.leader.tick import Job
 
 name, registry, log, redis, seconds = sys.argv[1:]
 out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -44,9 +44,9 @@ out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 def tell(what):
     os.write(out, f"{name} {what} {monotonic()}\\n".encode())
 
-async def steps(turn):
+async def steps(tick):
     while True:
-        turn.check()
+        tick.check()
         tell("step")
         await asyncio.sleep(0.02)
 

@@ -11,12 +11,12 @@ from numbered_adapters import DIGESTS
 from adapters.choices import Choice, Resolved
 from adapters.errors import CorruptFunction, NoSuchFunction, NotFound, StoreUnavailable
 from adapters.functions import Policy
-from gateway.leader.turn import Turn, TurnEnded
+from gateway.leader.tick import Tick, TickEnded
 from gateway.residency import lookups
 from gateway.residency.lookups import look_up
 
 KEYS = [f"t/f{number}" for number in range(20)]
-FOREVER = Turn(math.inf, lambda: 0.0, lambda: True)
+FOREVER = Tick(math.inf, lambda: 0.0, lambda: True)
 
 
 class Functions:
@@ -43,8 +43,8 @@ class Functions:
         return [Choice(1.0, Resolved(name, 1, DIGESTS[0], "key", (8,), 1000, Policy()))]
 
 
-async def found(functions: Functions, turn: Turn = FOREVER) -> list[tuple[str, list[str] | None]]:
-    looked_up = look_up(functions, KEYS, turn)  # type: ignore[arg-type]
+async def found(functions: Functions, tick: Tick = FOREVER) -> list[tuple[str, list[str] | None]]:
+    looked_up = look_up(functions, KEYS, tick)  # type: ignore[arg-type]
     return [(key, None if each is None else [c.version.function for c in each]) async for key, each in looked_up]
 
 
@@ -64,6 +64,6 @@ def test_a_registry_that_is_away_is_said() -> None:
 
 def test_the_end_of_the_turn_ends_it() -> None:
     functions = Functions(1, {})
-    with pytest.raises(TurnEnded):
-        asyncio.run(found(functions, Turn(math.inf, lambda: 0.0, lambda: len(functions.names) < 10)))
+    with pytest.raises(TickEnded):
+        asyncio.run(found(functions, Tick(math.inf, lambda: 0.0, lambda: len(functions.names) < 10)))
     assert len(functions.names) < len(KEYS)

@@ -30,9 +30,9 @@ from adapters.standing import function_key, read_standing, settle
 from cluster.news import Resident
 from cluster.node_table import NodeTable
 from cluster.residency import MAX_WANTED
-from gateway.leader.turn import Turn
+from gateway.leader.tick import Tick
 from gateway.residency import residency, standing
-from gateway.residency.plan import PROVISIONED_SHARE, Plan, Want, Wish
+from gateway.residency.plan import PROVISIONED_SHARE, Plan, PlannedAdapter, PrewarmTarget
 from gateway.residency.standing import StandingPolicies, memory_of
 
 MEMORY = 1_000_000
@@ -46,21 +46,21 @@ def nodes_with(count: int, host_bytes: int = 0, residents: dict[str, list[Reside
     return table
 
 
-def planned(table: NodeTable, wishes: list[Wish]) -> dict[str, list[Want]]:
+def planned(table: NodeTable, wishes: list[PrewarmTarget]) -> dict[str, list[PlannedAdapter]]:
     plan = Plan(table, "b")
     for wish in wishes:
         plan.add(wish)
     return {name: list(wants) for name, wants in plan.wants().items()}
 
 
-def kept(wants: dict[str, list[Want]], number: int) -> list[tuple[str, str | None]]:
+def kept(wants: dict[str, list[PlannedAdapter]], number: int) -> list[tuple[str, str | None]]:
     """Nodes and tiers where the adapter is provisioned."""
     return [(name, w.provisioned) for name, each in wants.items() for w in each if w.adapter.digest == DIGESTS[number]]
 
 
-def provisioned(number: int, device: int, host: int = 0, size: int = 1000) -> list[Wish]:
+def provisioned(number: int, device: int, host: int = 0, size: int = 1000) -> list[PrewarmTarget]:
     wish = adapter(number, size)
-    return [Wish(f"t/f{number}", wish, "provisioned", 1.0, tier, copies) for tier, copies in
+    return [PrewarmTarget(f"t/f{number}", wish, "provisioned", 1.0, tier, copies) for tier, copies in
             (("device", device), ("host", host)) if copies]  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -74,8 +74,8 @@ def test_copies_are_on_nodes_of_their_own_within_what_may_be_kept(seed: int) -> 
         for wish in provisioned(number, rng.randint(0, 3), rng.randint(0, 2), rng.choice([500, 5000, 60_000]))
     ]  # fmt: skip
     wishes.sort(key=lambda wish: wish.tier != "device")
-    others = [Wish("u/g", adapter(100 + n), "order", 1.0) for n in range(5)]
-    others += [Wish("u/h", adapter(rng.randrange(60)), "forecast", 0.9) for _ in range(50)]
+    others = [PrewarmTarget("u/g", adapter(100 + n), "order", 1.0) for n in range(5)]
+    others += [PrewarmTarget("u/h", adapter(rng.randrange(60)), "forecast", 0.9) for _ in range(50)]
     wants = planned(table, [*wishes, *others])
     rank = {(wish.adapter.digest, wish.tier): number for number, wish in enumerate(wishes)}
     left = dict[tuple[str, str], float]()
@@ -172,7 +172,7 @@ class Looks:
         self.policies = StandingPolicies(self.store, self.threads, self.functions)  # type: ignore[arg-type]
 
     def wanted(self) -> list[tuple[str, str, int]]:
-        asyncio.run(self.policies.check(Turn(math.inf, lambda: 0.0, lambda: True)))
+        asyncio.run(self.policies.check(Tick(math.inf, lambda: 0.0, lambda: True)))
         assert all(wish.cause == "provisioned" for wish in self.policies.wishes)
         return [(wish.key, wish.tier, wish.copies) for wish in self.policies.wishes]
 

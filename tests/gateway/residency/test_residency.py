@@ -1,4 +1,4 @@
-"""The leader's turns with stand-ins for what is around it: what hangs, what is asked, what another worker says."""
+"""The leader's ticks with stand-ins for what is around it: what hangs, what is asked, what another worker says."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from test_history import Given
 
 from adapters.choices import Choice, Resolved
 from adapters.functions import Policy
-from gateway.leader.turn import Turn, TurnEnded
+from gateway.leader.tick import Tick, TickEnded
 from gateway.residency import history, residency
 from gateway.residency.arrivals import Arrival
 from gateway.residency.history import CallHistory
 from gateway.residency.manual_holds import ManualHold
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ResidencyOrders
-from gateway.residency.plan import TENANT_WANTED, Wish
+from gateway.residency.plan import TENANT_WANTED, PrewarmTarget
 from gateway.residency.reports import make_channel
 from gateway.residency.residency import Parts, Residency
 from gateway.usage.residents import Owners
@@ -46,7 +46,7 @@ class Functions:
 
 
 class World:
-    def __init__(self, chances: dict[str, float], wishes: list[Wish]) -> None:
+    def __init__(self, chances: dict[str, float], wishes: list[PrewarmTarget]) -> None:
         self.told: dict[str, list[str]] = {}
         self.functions, metrics = Functions(), ResidencyMetrics(CollectorRegistry())
         calls = CallHistory(lambda: Given(chances), time.monotonic, time.time)
@@ -68,8 +68,8 @@ class World:
         assert path == "/adapters/wanted"
         self.told[node.id] = [each.adapter.digest for each in order.adapters]
 
-    async def turn(self, deadline: float = math.inf) -> None:
-        await self.residency._order(Turn(deadline, time.monotonic, lambda: True))
+    async def tick(self, deadline: float = math.inf) -> None:
+        await self.residency._order(Tick(deadline, time.monotonic, lambda: True))
 
 
 @pytest.fixture(autouse=True)
@@ -80,17 +80,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_takes_long_to_look_up_holds_up_nothing() -> None:
     async def main() -> None:
-        world = World({"t/slow": 0.9, "t/changed": 0.8, "t/called": 0.7}, [Wish("u/f", adapter(1), "schedule", 1.0)])
+        world = World(
+            {"t/slow": 0.9, "t/changed": 0.8, "t/called": 0.7}, [PrewarmTarget("u/f", adapter(1), "schedule", 1.0)]
+        )
         await world.parts.history.observe()
         world.parts.history.count([Arrival("t", "called", adapter(0), 1)])
-        await asyncio.wait_for(world.turn(), 60)
+        await asyncio.wait_for(world.tick(), 60)
         assert sorted(chain.from_iterable(world.told.values())) == sorted([DIGESTS[0], DIGESTS[1], DIGESTS[7]])
         assert sorted(world.functions.asked) == ["changed", "slow"], "what was called needs no look"
         world.residency.forget("t", "called")
-        await world.turn()
+        await world.tick()
         assert sorted(world.functions.asked) == ["called", "changed", "slow", "slow"]
-        with pytest.raises(TurnEnded):
-            await world.turn(deadline=-1.0)
+        with pytest.raises(TickEnded):
+            await world.tick(deadline=-1.0)
 
     asyncio.run(main())
 
@@ -104,10 +106,10 @@ def test_of_a_tenants_orders_the_latest_are_carried_out() -> None:
         count = TENANT_WANTED + 5
         for number in range(count):
             world.residency.hold(ManualHold("t", f"f{number}", adapter(number), "n", "device"))
-        await world.turn()
+        await world.tick()
         assert set(world.told["n"]) == {DIGESTS[number] for number in range(5, count)}
         world.residency.hold(ManualHold("t", "f0", adapter(0), "n", "device"))
-        await world.turn()
+        await world.tick()
         assert set(world.told["n"]) == {DIGESTS[number] for number in (0, *range(6, count))}
 
     asyncio.run(main())
@@ -115,11 +117,11 @@ def test_of_a_tenants_orders_the_latest_are_carried_out() -> None:
 
 def test_nothing_is_forecast_of_adapters_with_an_idle_limit() -> None:
     async def main() -> None:
-        world = World({"t/f": 0.9, "t/g": 0.9}, [Wish("t/f", adapter(1), "schedule", 1.0)])
+        world = World({"t/f": 0.9, "t/g": 0.9}, [PrewarmTarget("t/f", adapter(1), "schedule", 1.0)])
         await world.parts.history.observe()
         world.parts.history.count([Arrival("t", "f", adapter(0), 1), Arrival("t", "g", adapter(2), 1)])
         world.parts.standing.idle_ttls = {DIGESTS[0]: 5.0, DIGESTS[1]: 5.0}
-        await world.turn()
+        await world.tick()
         assert sorted(chain.from_iterable(world.told.values())) == sorted([DIGESTS[1], DIGESTS[2]])
 
     asyncio.run(main())
@@ -129,15 +131,15 @@ def test_a_function_that_is_not_prefetched_is_there_by_its_schedule_alone() -> N
     """Another function of the same adapter is prefetched as ever."""
 
     async def main() -> None:
-        world = World({"t/f": 0.9, "t/g": 0.9, "u/h": 0.9}, [Wish("t/g", adapter(1), "schedule", 1.0)])
+        world = World({"t/f": 0.9, "t/g": 0.9, "u/h": 0.9}, [PrewarmTarget("t/g", adapter(1), "schedule", 1.0)])
         await world.parts.history.observe()
         calls = [("t", "f", 0), ("t", "g", 1), ("u", "h", 2)]
         world.parts.history.count([Arrival(tenant, name, adapter(number), 1) for tenant, name, number in calls])
         world.parts.standing.not_prefetched = frozenset({"t/f", "t/g"})
-        await world.turn()
+        await world.tick()
         assert sorted(chain.from_iterable(world.told.values())) == sorted([DIGESTS[1], DIGESTS[2]])
         world.parts.history.count([Arrival("u", "h", adapter(0), 1)])
-        await world.turn()
+        await world.tick()
         assert DIGESTS[0] in chain.from_iterable(world.told.values())
         assert (await world.residency.forecast_of("t", "f")).wanted == []
 
@@ -146,13 +148,16 @@ def test_a_function_that_is_not_prefetched_is_there_by_its_schedule_alone() -> N
 
 def test_what_is_said_of_a_function_is_its_own() -> None:
     async def main() -> None:
-        wishes = [Wish("t/f", adapter(0), "schedule", 1.0, copies=2), Wish("u/f", adapter(0), "schedule", 1.0)]
+        wishes = [
+            PrewarmTarget("t/f", adapter(0), "schedule", 1.0, copies=2),
+            PrewarmTarget("u/f", adapter(0), "schedule", 1.0),
+        ]
         world = World({"t/f": 0.9, "u/g": 0.9}, wishes)
         unknown = await world.residency.forecast_of("t", "f")
         assert (unknown.watched, unknown.chances, unknown.wanted) == (None, None, [])
         await world.parts.history.observe()
         world.parts.history.count([Arrival("u", "g", adapter(3), 1)])
-        await world.turn()
+        await world.tick()
         own = await world.residency.forecast_of("t", "f")
         places = [(place.digest, place.cause) for place in own.wanted]
         assert sorted(places) == sorted([(DIGESTS[0], "schedule"), (DIGESTS[0], "schedule"), (DIGESTS[7], "forecast")])
@@ -160,7 +165,7 @@ def test_what_is_said_of_a_function_is_its_own() -> None:
         other = await world.residency.forecast_of("u", "g")
         assert [(place.digest, place.cause) for place in other.wanted] == [(DIGESTS[3], "forecast")]
         since = other.wanted[0].since
-        await world.turn()
+        await world.tick()
         assert (await world.residency.forecast_of("u", "g")).wanted[0].since == since
         nobody = await world.residency.forecast_of("t", "g")
         assert (nobody.chances, nobody.wanted) == (None, [])

@@ -15,7 +15,7 @@ from cluster.errors import ServiceError
 from cluster.news import NodeRecord
 from cluster.residency import WantedAdapter, WantedResidency
 from gateway.calls.node_calls import PathUnknown
-from gateway.leader.turn import Turn, TurnEnded
+from gateway.leader.tick import Tick, TickEnded
 from gateway.residency import orders as orders_module
 from gateway.residency.metrics import ResidencyMetrics
 from gateway.residency.orders import ORDER_SECONDS, NodeOrder, ResidencyOrders
@@ -56,9 +56,9 @@ class World:
     def send(self, wanted: list[WantedAdapter], *nodes: NodeRecord, deadline: float = 1e9) -> list[tuple[str, int]]:
         """Returns what nodes were told."""
         self.nodes.told = []
-        turn = Turn(deadline, lambda: self.now, lambda: True)
+        tick = Tick(deadline, lambda: self.now, lambda: True)
         targets = nodes or (NODE,)
-        asyncio.run(self.orders.send(turn, targets, {node.id: NodeOrder(tuple(wanted)) for node in targets}))
+        asyncio.run(self.orders.send(tick, targets, {node.id: NodeOrder(tuple(wanted)) for node in targets}))
         return self.nodes.told
 
 
@@ -113,7 +113,7 @@ def test_orders_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) 
     assert world.nodes.most == orders_module.AT_ONCE
     world.nodes.hang = 0
     ended: Any = None
-    with pytest.raises(TurnEnded):
+    with pytest.raises(TickEnded):
         ended = world.send(WANTED, *many, deadline=-1.0)
     assert (ended, world.nodes.told) == (None, [])
     assert len(world.send(WANTED, *many)) == 40

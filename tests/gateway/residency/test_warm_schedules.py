@@ -19,7 +19,7 @@ from adapters.functions import Policy
 from adapters.local_store import LocalStore
 from adapters.schedules import read_schedules, record_schedule
 from adapters.warm_windows import WarmWindow, window_state
-from gateway.leader.turn import Turn
+from gateway.leader.tick import Tick
 from gateway.residency import schedules
 from gateway.residency.schedules import WarmSchedules
 
@@ -74,7 +74,7 @@ class World:
         """By function, digests and copies."""
         self.now = now
         found: dict[str, list[tuple[str, int]]] = {}
-        asyncio.run(self.schedules.check(Turn(math.inf, lambda: 0.0, lambda: True)))
+        asyncio.run(self.schedules.check(Tick(math.inf, lambda: 0.0, lambda: True)))
         for wish in self.schedules.wishes:
             assert (wish.cause, wish.chance, wish.tier) == ("schedule", 1.0, "device")
             found.setdefault(wish.key, []).append((wish.adapter.digest, wish.copies))

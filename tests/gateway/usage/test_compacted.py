@@ -1,4 +1,4 @@
-"""What compaction leaves in a store and reads: full and damaged objects, a year, all tenants in turn."""
+"""What compaction leaves in a store and reads: full and damaged objects, a year, all tenants in tick."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from usage_worlds import (
     levels,
     local,
     now_of,
+    tick,
     told,
-    turn,
 )
 
 from adapters.errors import StoreUnavailable
 from adapters.local_store import LocalStore
 from adapters.store import ObjectStore
-from gateway.leader.turn import Turn, TurnEnded
+from gateway.leader.tick import Tick, TickEnded
 from gateway.usage import compaction as compaction_module
 from gateway.usage.compaction import CLOSED_SECONDS, UsageCompaction
 from gateway.usage.hours import HOUR, hour_name, hour_start
@@ -160,28 +160,28 @@ def test_the_job_goes_through_all_tenants_once_per_hour(tmp_path: Path, monkeypa
     async def main() -> None:
         job = UsageCompaction(store, clock)
 
-        def budget(operations: int) -> Turn:
+        def budget(operations: int) -> Tick:
             end = store.operations + operations
-            return Turn(1.0, lambda: 0.0, lambda: store.operations < end)
+            return Tick(1.0, lambda: 0.0, lambda: store.operations < end)
 
         store.broken = "tenants/t1/"
         with pytest.raises(StoreUnavailable):
-            await job.run(turn())
+            await job.run(tick())
         assert left() == ["t1", "t2", "t3", "t4"]
-        turns, ended = 0, False
+        ticks, ended = 0, False
         while not ended:
-            turns += 1
-            with suppress(TurnEnded):
+            ticks += 1
+            with suppress(TickEnded):
                 await job.run(budget(6))
                 ended = True
-        assert turns > 2
+        assert ticks > 2
         assert left() == ["t1"], "that one waits for the next round"
         store.broken, store.operations = "", 0
-        await job.run(turn())
+        await job.run(tick())
         assert store.operations == 0, "nothing to do until an hour is closed"
         clock.now += HOUR
         store.time += HOUR
-        done = turn()
+        done = tick()
         await job.run(done)
         assert left() == [] and done.work == 2
 

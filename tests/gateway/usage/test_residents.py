@@ -16,7 +16,7 @@ from scheduling_world import node, table_of
 from adapters.errors import NoSuchFunction, StoreUnavailable
 from adapters.functions import FunctionRecord, VersionEntry
 from cluster.news import Resident
-from gateway.leader.turn import Turn
+from gateway.leader.tick import Tick
 from gateway.prices import Prices
 from gateway.usage import residents
 from gateway.usage.cells import Cell
@@ -66,7 +66,7 @@ class World:
     def look(self, seconds: float = 0.0, since: float = -math.inf) -> None:
         """`since`: when this worker began to lead."""
         self.now += seconds
-        asyncio.run(self.meter.measure(Turn(math.inf, lambda: 0.0, lambda: True, since)))
+        asyncio.run(self.meter.measure(Tick(math.inf, lambda: 0.0, lambda: True, since)))
 
 
 @pytest.mark.parametrize("seed", range(3))

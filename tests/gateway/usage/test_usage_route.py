@@ -20,7 +20,7 @@ from stub_node import DEVICE_SECONDS, die_after_first, die_at_once, hang_after_f
 
 from adapters.local_store import LocalStore
 from garnish.client import Client
-from gateway.leader.turn import Turn
+from gateway.leader.tick import Tick
 from gateway.prices import Prices
 from gateway.usage.compaction import compact_tenant
 from gateway.usage.hours import HOUR, hour_name
@@ -262,7 +262,7 @@ def test_a_year_before_and_after_it_is_compacted(deployed: Running, command_line
     asked = {"from": str(start), "to": str(end + 24 * HOUR)}
     hours = usage(deployed, "acme", group_by="hour", **asked)
     assert (hours["total"]["requests"], len(hours["rows"])) == (expected, 12)
-    compact_tenant(store, "acme", store.now(), Turn(1.0, lambda: 0.0, lambda: True))
+    compact_tenant(store, "acme", store.now(), Tick(1.0, lambda: 0.0, lambda: True))
     assert usage(deployed, "acme", group_by="hour", **asked) == hours
     assert usage(deployed, "admin", group_by="", **asked)["total"] == hours["total"]
     command = ["usage", "--url", deployed.url, "--json", "--group-by", "hour"]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from adapters.local_store import LocalStore
 from adapters.store import ObjectStore
-from gateway.leader.turn import Turn
+from gateway.leader.tick import Tick
 from gateway.usage.compaction import compact_tenant
 from gateway.usage.counts import Functions, UsageCounts, add_to
 from gateway.usage.hours import HOUR, hour_name, hour_start
@@ -96,13 +96,13 @@ def age(store: LocalStore) -> None:
         os.utime(path, (1e9, 1e9))
 
 
-def turn() -> Turn:
-    return Turn(1.0, lambda: 0.0, lambda: True)
+def tick() -> Tick:
+    return Tick(1.0, lambda: 0.0, lambda: True)
 
 
 def compact(store: Any, now: float = NOW) -> int:
     """Returns how many objects were removed."""
-    given = turn()
+    given = tick()
     compact_tenant(store, TENANT, now, given)
     return given.work
 

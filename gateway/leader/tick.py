@@ -1,4 +1,4 @@
-"""Jobs of the leader, and their turns."""
+"""Jobs of the leader, and their ticks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ PAUSE_SECONDS = 2.0
 Scope = Literal["registry", "nodes"]
 
 
-class TurnEnded(Exception):
-    """Raised in a turn whose deadline has passed, or when this worker no longer leads."""
+class TickEnded(Exception):
+    """Raised in a tick whose deadline has passed, or when this worker no longer leads."""
 
 
-class Turn:
+class Tick:
     """A call of a job. `deadline` and `since` are by `clock`, monotonic seconds; safe to use from a thread of the
     job's."""
 
@@ -31,21 +31,21 @@ class Turn:
         self._leads = leads
 
     def check(self) -> None:
-        """Checks that the turn may continue. Jobs call it before each change. Raises TurnEnded."""
+        """Checks that the tick may continue. Jobs call it before each change. Raises TickEnded."""
         if not self._leads() or self._clock() >= self.deadline:
-            raise TurnEnded
+            raise TickEnded
 
 
 @dataclass(frozen=True)
 class Job:
     """A job of the leader: `run` is called again and again while this worker leads. It does a bounded part of its
-    work, returns or raises TurnEnded at the turn's deadline, and continues in the next turn. Two leaders may run it
+    work, returns or raises TickEnded at the tick's deadline, and continues in the next tick. Two leaders may run it
     at once."""
 
     name: str
-    run: Callable[[Turn], Awaitable[None]]
+    run: Callable[[Tick], Awaitable[None]]
     pause_seconds: float = PAUSE_SECONDS
-    """Pause between two turns."""
+    """Pause between two ticks."""
     scope: Scope = "registry"
     """Scope of one leader: all gateways of a registry, or those that know the same nodes. Without Redis each gateway
     has its own."""
