@@ -8,7 +8,7 @@ comments; a file that moved is compared under its new path. Refuses besides:
 - a name that became another without being defined in the changed files (`len` to `max`);
 - two names of a scope that became one, unless the first is no longer used where the second begins;
 - strings that differ. With --strings those are allowed that hold a renamed name: in tests, and in the product as
-  attribute names (getattr and the like) or annotations.
+  attribute names (getattr and the like), annotations, or dotted names of modules that moved.
 
 Exit status 1 if a file differs.
 """
@@ -349,6 +349,11 @@ def compare(changes: Sequence[Change]) -> dict[str, Differences]:
                 comparisons[path].compare_modules(old_tree, new_tree)
             except Differ as difference:
                 results[path].refused.append(str(difference))
+    moved = {
+        pair
+        for change in changes
+        for pair in zip(module_names(change.old_path), module_names(change.new_path), strict=False)
+    }
     renamed = {pair for comparison in comparisons.values() for pair in (*comparison.names, *comparison.modules)}
     for path, comparison in comparisons.items():
         refused = results[path].refused
@@ -363,7 +368,8 @@ def compare(changes: Sequence[Change]) -> dict[str, Differences]:
             refused.extend(scope.merged())
         for old, new, line, attribute in comparison.strings:
             text = f"line {line}: strings changed: {old[:200]!r} -> {new[:200]!r}"
-            if (comparison.in_tests or attribute) and _holds_renamed(old, new, renamed):
+            allowed = comparison.in_tests or attribute or ("." in old and (old, new) in moved)
+            if allowed and _holds_renamed(old, new, renamed | moved):
                 results[path].strings.append(text)
             else:
                 refused.append(text)
@@ -383,7 +389,9 @@ def _holds_renamed(old: str, new: str, renamed: set[tuple[str, str]]) -> bool:
     """Returns whether two strings differ by renamed names alone."""
     olds, news = re.findall(r"\w+|\W", old), re.findall(r"\w+|\W", new)
     if len(olds) != len(news):  # a module moved into another folder
-        return any(one in old and old.replace(one, another) == new for one, another in renamed)
+        for one, another in renamed:
+            old = re.sub(rf"(?<![\w.]){re.escape(one)}(?!\w)", another, old) if "." in one else old
+        return old == new
     parts = {
         pair for one, another in renamed for pair in zip(one.split("."), another.split("."), strict=False) if "." in one
     }

@@ -54,6 +54,9 @@ def test_a_moved_module_is_compared_under_its_new_path() -> None:
     use = Change("b.py", "b.py", "from gateway.hold import told\ntold()", "from gateway.wait import report\nreport()")
     assert compare([moved, use]) == {}
     assert compare([use])["b.py"].refused  # what it names is defined nowhere
+    started = Change("b.py", "b.py", "start('gateway.hold')", "start('gateway.wait')")
+    assert not compare([moved, started])["b.py"].refused
+    assert compare([started])["b.py"].refused
 
 
 def test_strings_that_name_a_renamed_attribute_are_listed() -> None:
