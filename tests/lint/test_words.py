@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lint.words import ROOT, check_source, format_counts, load_table, new_offences, parse_counts
+from tests.lint.words import ROOT, check_page, check_source, format_counts, load_table, new_offences, parse_counts
 
 REFUSED = [
     ("told = 1", ["name told"]),
@@ -31,6 +31,25 @@ ALLOWED = [
     f'"""{"word " * 24}end. {"word " * 30}"""',
     "text = 'Of rows'",
 ]
+
+
+PAGE = """# A page told anew
+
+It goes
+on. `told` and [a link](told.md) are no prose.
+
+```sh
+told
+```
+<!-- told -->
+What is written here was told.
+<!-- /told -->
+A list told:
+
+  ```
+  told
+  ```
+"""
 
 
 @pytest.mark.parametrize(("source", "kinds"), REFUSED)
@@ -68,3 +87,8 @@ def test_a_file_is_shown_with_what_to_say_instead(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.lint.words", "--show", str(tmp_path / "a.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "a.py:1: name told: 'told': report, publish, raise" in done.stdout
+
+
+def test_a_page_is_checked_in_its_prose() -> None:
+    offences = sorted((offence.line, offence.text) for offence in check_page(PAGE, load_table()))
+    assert offences == [(1, "anew"), (1, "told"), (3, "goes on"), (12, "told")]

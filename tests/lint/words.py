@@ -1,10 +1,11 @@
-"""Checks the words of names and docstrings in the product's code against a table.
+"""Checks the words of names and docstrings in the product's code, and of the pages, against a table.
 
     python -m tests.lint.words            fails if a file has more offences of a kind than offenders.txt lists
     python -m tests.lint.words --show FILE...   prints each offence of the files, and what to say instead
     python -m tests.lint.words --update   rewrites offenders.txt; refuses to make it longer
 
-words.toml has the table. offenders.txt has today's offences as counts, one line a file; it may only shrink.
+words.toml has the table. Of pages only the phrases are checked, and only in prose: not in code, targets of links, or
+what `benchmarks.tables` writes. offenders.txt has today's offences as counts, one line a file; it may only shrink.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 OFFENDERS = FOLDER / "offenders.txt"
 PACKAGES = ("adapters", "benchmarks", "cluster", "garnish", "gateway", "infra", "kernels", "node_agent")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md")
+NOT_PROSE = re.compile(
+    r"^<!-- (?P<part>[a-z][^\n]*?) -->$.*?^<!-- /(?P=part) -->$"  # written by benchmarks.tables
+    r"|^(?P<fence> *```).*?^(?P=fence)|`[^`]+`|(?<=\])\([^)]*\)|<!--.*?-->",
+    re.MULTILINE | re.DOTALL,
+)
 NAME_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -114,13 +121,25 @@ def _check_prose(text: str, line: int, table: Table) -> Iterator[Offence]:
             yield Offence(line, f"phrase {match[0].lower()}", match[0], instead)
 
 
+def check_page(text: str, table: Table) -> Iterator[Offence]:
+    """Yields the offences of a Markdown page's prose."""
+    prose = NOT_PROSE.sub(lambda match: "." * len(match[0]), text).replace("\n", " ")
+    for pattern, instead in table.phrases.items():
+        for match in pattern.finditer(prose):
+            yield Offence(text.count("\n", 0, match.start()) + 1, f"phrase {match[0].lower()}", match[0], instead)
+
+
+def check_file(file: Path, table: Table) -> Iterator[Offence]:
+    text = file.read_text()
+    return check_page(text, table) if file.suffix == ".md" else check_source(text, table)
+
+
 def count_offences(table: Table) -> dict[str, Counter[str]]:
     """Returns the number of offences by file (relative path) and kind; files without any are left out."""
     counts = {}
-    for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*.py")):
-            kinds = Counter(offence.kind for offence in check_source(file.read_text(), table))
-            if kinds:
+    for pattern in (*PAGES, *(f"{package}/**/*.py" for package in PACKAGES)):
+        for file in ROOT.glob(pattern):
+            if kinds := Counter(offence.kind for offence in check_file(file, table)):
                 counts[file.relative_to(ROOT).as_posix()] = kinds
     return counts
 
@@ -165,7 +184,7 @@ def main() -> int:
     table = load_table()
     if options.show:
         for file in options.show:
-            for offence in sorted(check_source(file.read_text(), table), key=lambda offence: offence.line):
+            for offence in sorted(check_file(file, table), key=lambda offence: offence.line):
                 print(f"{file}:{offence.line}: {offence.kind}: {offence.text!r}: {offence.instead}")
         return 0
     counts = count_offences(table)
