@@ -81,7 +81,7 @@ def _aim_lines(figures: dict[str, float]) -> list[str]:
         )
     ]
     missed = any(cells[-1].endswith("missed") for cells in rows)
-    page = "../design/decode-step.md#what-was-expected-of-it-and-what-came"
+    page = "../design/decode-step.md#expected-and-measured"
     why = f"Why an aim is missed: [a decode step on a CPU]({page})."
     return [*table(("", "median of the rounds", "worst round", "aim"), rows), "", *([why, ""] if missed else [])]
 

@@ -12,7 +12,7 @@ from benchmarks.common.rule import spread, table, wrapped
 Row = dict[str, Any]
 NAMES = {
     "ondemand": "on demand, `lru`", "pipeline": "+ cold-start plans", "eviction": "+ `cost`", "forecast": "+ forecasts",
-    "oracle": "told 2 s ahead", "pinned": "everything resident",
+    "oracle": "announced 2 s ahead", "pinned": "everything resident",
 }  # fmt: skip
 
 
