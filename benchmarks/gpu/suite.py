@@ -29,14 +29,12 @@ import torch
 
 from benchmarks.common.report import arguments, publish, report, save
 from benchmarks.gpu import cold_starts, exact, steps
-from benchmarks.gpu.check import OPERATIONS, check_operations, draw_cases, scratch_for
+from benchmarks.gpu.check import check_operations, draw_cases
 from benchmarks.gpu.engine import EngineBox
 from benchmarks.gpu.layer_check import SHAPES as LAYER_SHAPES
 from benchmarks.gpu.layer_check import check_layers
 from benchmarks.gpu.parts import Part, Rows, Skipped, failures, run_parts
-from benchmarks.gpu.timing import gpu_seconds
-from benchmarks.kernels.kernels import Shape, floor, gpu_rows
-from kernels.launch import launch_for
+from benchmarks.kernels.kernels import gpu_rows
 from node_agent.config import RUNNERS
 
 SECONDS = {
@@ -48,40 +46,6 @@ CHECKS = 400
 """Drawn calls of each operation; what time doesn't suffice for is left out. Most of it goes into compiling."""
 LORA_SHARE = 0.8
 """Share of the smoke part's time for LoRA operations; the rest is for a layer's others."""
-
-
-def measure_shape(shape: Shape, seed: int) -> list[dict[str, Any]]:
-    """Microseconds (median) of each operation that serves the shape, and of torch's products of the same weights."""
-    case = shape.case(torch.bfloat16, "cuda", seed)
-    runs: dict[str, Callable[[], object]] = {}
-    for name in ("mbgmv", "bgmv", "sgmv") if shape.operation == "decode" else ("sgmv",):
-        how = launch_for(name, case.x.device)
-        runs[name] = partial(OPERATIONS[name], case.call(xa=scratch_for(case, how)), how)
-    runs["torch"] = _torch_products(shape)
-    lower_bound = floor(shape, 2)
-    rows: list[dict[str, Any]] = []
-    for name, run in runs.items():
-        seconds = gpu_seconds(run)
-        rows.append({
-            "shape": shape.name, "run": name, "us": round(seconds * 1e6, 2),
-            "weight_bytes": lower_bound["weight_bytes"],
-            "gb_s": round(lower_bound["bytes"] / seconds / 1e9, 1),
-        })  # fmt: skip
-    return rows
-
-
-def _torch_products(shape: Shape) -> Callable[[], object]:
-    """Returns a call of a padded pair of batched products per projection, plain torch's best for a mixed batch."""
-    rank, requests = max(shape.ranks), shape.requests
-    x = torch.randn(requests, shape.tokens, shape.d_in, dtype=torch.bfloat16, device="cuda")
-    pairs = [
-        (
-            torch.randn(requests, shape.d_in, rank, dtype=torch.bfloat16, device="cuda"),
-            torch.randn(requests, rank, width, dtype=torch.bfloat16, device="cuda"),
-        )
-        for width in shape.d_outs
-    ]
-    return lambda: [torch.bmm(torch.bmm(x, a), b) for a, b in pairs]
 
 
 @dataclass(frozen=True)

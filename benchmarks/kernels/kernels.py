@@ -10,16 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.common.report import ContentionProbe, arguments, publish, report
-from benchmarks.gpu.timing import FLUSH_BYTES
+from benchmarks.gpu.check import OPERATIONS, scratch_for
+from benchmarks.gpu.timing import FLUSH_BYTES, gpu_seconds
 from kernels.compiled import CompiledGroup, Segments, load_operators
 from kernels.grouped import add_pieces
-from kernels.launch import column_blocks, default_launch
+from kernels.launch import column_blocks, default_launch, launch_for
 from tests.support.kernel_cases import Case, draw_case, draw_slots
 
 MIXED = (8, 16, 32, 64, 128, 8, 16, 32)
@@ -162,10 +164,42 @@ def _torch_views(case: Case) -> list[tuple[torch.Tensor, list[tuple[int, int, in
     return segments
 
 
+def measure_shape(shape: Shape, seed: int) -> list[dict[str, Any]]:
+    """Microseconds (median) of each operation that serves the shape, and of torch's products of the same weights."""
+    case = shape.case(torch.bfloat16, "cuda", seed)
+    runs: dict[str, Callable[[], object]] = {}
+    for name in ("mbgmv", "bgmv", "sgmv") if shape.operation == "decode" else ("sgmv",):
+        how = launch_for(name, case.x.device)
+        runs[name] = partial(OPERATIONS[name], case.call(xa=scratch_for(case, how)), how)
+    runs["torch"] = _torch_products(shape)
+    lower_bound = floor(shape, 2)
+    rows: list[dict[str, Any]] = []
+    for name, run in runs.items():
+        seconds = gpu_seconds(run)
+        rows.append({
+            "shape": shape.name, "run": name, "us": round(seconds * 1e6, 2),
+            "weight_bytes": lower_bound["weight_bytes"],
+            "gb_s": round(lower_bound["bytes"] / seconds / 1e9, 1),
+        })  # fmt: skip
+    return rows
+
+
+def _torch_products(shape: Shape) -> Callable[[], object]:
+    """Returns a call of a padded pair of batched products per projection, plain torch's best for a mixed batch."""
+    rank, requests = max(shape.ranks), shape.requests
+    x = torch.randn(requests, shape.tokens, shape.d_in, dtype=torch.bfloat16, device="cuda")
+    pairs = [
+        (
+            torch.randn(requests, shape.d_in, rank, dtype=torch.bfloat16, device="cuda"),
+            torch.randn(requests, rank, width, dtype=torch.bfloat16, device="cuda"),
+        )
+        for width in shape.d_outs
+    ]
+    return lambda: [torch.bmm(torch.bmm(x, a), b) for a, b in pairs]
+
+
 def gpu_rows(quick: bool, seed: int, limit: float = TIME_LIMIT_S) -> list[dict[str, Any]]:
     """Every operation at every shape in bf16, until the time is up."""
-    from benchmarks.gpu.suite import measure_shape
-
     begin, rows = time.monotonic(), []
     for shape in shapes(quick):
         if time.monotonic() - begin > limit:
