@@ -65,7 +65,7 @@ def train(lots: list[Observations], steps: int, seed: int) -> Parameters:
     numbers: dict[str, int] = {}
     function = np.array([numbers.setdefault(key, 1 + len(numbers)) for lot in lots for key in lot.keys])
     windows, moment, arrived = (
-        np.concatenate([getattr(lot, name) for lot in lots]) for name in ("windows", "moment", "came")
+        np.concatenate([getattr(lot, name) for lot in lots]) for name in ("windows", "moment", "outcomes")
     )
     network = Network(len(numbers))
     optimiser = torch.optim.Adam(network.parameters(), LEARNING_RATE)

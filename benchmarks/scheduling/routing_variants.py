@@ -45,7 +45,7 @@ class Variant(RankAware):
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
         if not self._weights.rank:
-            request = msgspec.structs.replace(request, rank=0)
+            request = msgspec.structs.replace(request, demand=msgspec.structs.replace(request.demand, rank=0))
         if not self._weights.spread:
             request = msgspec.structs.replace(request, expected_inverse=0.0)
         return super().choose(nodes, candidates, request)

@@ -154,7 +154,8 @@ def check_nodes(logs: list[Path]) -> None:
     """Raises StartError if a node's engine refuses to start, or its processes ended MAX_CRASHES times, by its log."""
     for log in logs:
         if refuses_to_start(log) or times_ended(log) >= MAX_CRASHES:
-            raise StartError(f"{log.stem} can't start: {end_reason(log) or 'no reason was logged'} (log: {log})")
+            reason = end_reason(log) or last_problem(log) or "no reason was logged"  # a refusal precedes the end
+            raise StartError(f"{log.stem} can't start: {reason} (log: {log})")
 
 
 class Opening(threading.Thread):

@@ -37,7 +37,7 @@ def test_a_container_quota_counts(tmp_path: Path) -> None:
 
 
 def test_what_others_use_is_all_but_ones_own() -> None:
-    before = CoreTimes(passed=100.0, used=60.0, own=10.0)
+    before = CoreTimes(passed=100.0, used=60.0, this_process=10.0)
     assert others_share(before, CoreTimes(102.0, 61.5, 11.5)) == 0.0
     assert others_share(before, CoreTimes(102.0, 61.5, 10.5)) == 0.5
     assert others_share(before, before) == 0.0

@@ -156,7 +156,8 @@ def tenants() -> Iterator[tuple[str, dict[str, Any]]]:
         if request.method == "PUT":
             known[name] = await request.json()
             return JSONResponse({"id": name}, 201)
-        return JSONResponse({"limits": {}, "slo": {}, "weight": 1.0, "declared": name == "initech", **known[name]})
+        settings = {"limits": {}, "slo": {}, "weight": 1.0, "webhook_hosts": [], "file_bytes": 0}
+        return JSONResponse({**settings, "declared": name == "initech", **known[name]})
 
     async def functions(request: Request) -> JSONResponse:
         if request.headers["x-garnish-tenant"] in known:
@@ -185,5 +186,6 @@ def test_an_administrator_makes_and_changes_tenants(
     assert folder.run("--dry-run").stdout == "tenant globex: change slo\n"
     folder.deploy()
     slo = {"ttft_ms": 500, "tpot_ms": None, "attain": 0.99, "class": "strict"}
-    assert known["globex"] == {"limits": {}, "slo": slo, "weight": 2}
+    kept = {"limits": {}, "weight": 2, "webhook_hosts": [], "file_bytes": 0}
+    assert known["globex"] == {**kept, "slo": slo}
     assert [step["action"] for step in folder.deploy()["plan"]["tenants"]] == ["none"]

@@ -86,19 +86,19 @@ def test_a_call_waits_for_no_more_than_a_layer(
             until = time.monotonic() + 200
             while len(layers) < calls_at[0]:
                 assert time.monotonic() < until
-                loop._turn(channel, selector)
+                loop._iterate(channel, selector)
             assert len(layers) == calls_at[0], "the measurement has ended with the layer"
             assert (engine.engine.blocks.free, engine.engine.store.residents(), engine.engine.store.leases) == held
-            loop._turn(channel, selector)
+            loop._iterate(channel, selector)
             assert engine.engine.busy, "the call is what comes next"
             while engine.engine.busy:
-                loop._turn(channel, selector)
-            loop._tell(channel)
+                loop._iterate(channel, selector)
+            loop._report(channel)
             events = received(peer)
             assert [type(e) for e in events if isinstance(e, Generated | Finished)] == [Generated, Generated, Finished]
             assert all(event.measuring is not None for event in events if isinstance(event, Stats))
             layers[:] = range(calls_at[0])  # what the call took does not count
-        loop._turn(channel, selector)
+        loop._iterate(channel, selector)
         assert len(layers) > calls_at[0], "it goes on"
     assert (engine.engine.blocks.free, engine.engine.store.residents(), engine.engine.store.leases) == held
 
@@ -120,7 +120,7 @@ def test_an_engine_is_heard_of_amid_a_slice(
         while not layers:
             assert time.monotonic() < until
             received(peer)
-            loop._turn(channel, selector)
+            loop._iterate(channel, selector)
         pictures = [event for event in received(peer) if isinstance(event, Stats)]
         assert len(pictures) > 20, "those that the socket took; without them a slice has none but its turn's own"
         assert {picture.kv_blocks_free for picture in pictures} == {free}
@@ -137,10 +137,10 @@ def test_a_node_that_was_just_called_is_not_idle(
         selector.register(channel.socket, selectors.EVENT_READ)
         loop._active_at -= 60.0
         peer.sendall(encode([CALL]))
-        loop._turn(channel, selector)
+        loop._iterate(channel, selector)
         while engine.engine.busy:
-            loop._turn(channel, selector)
-        loop._turn(channel, selector)
+            loop._iterate(channel, selector)
+        loop._iterate(channel, selector)
 
 
 def test_adapters_that_calls_have_brought_stay(
