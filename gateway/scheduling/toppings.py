@@ -16,7 +16,7 @@ from gateway.scheduling.cost import Scores, ScoringPolicy, terms
 from gateway.scheduling.request import PlacementRequest
 
 PENALTY = 1e6
-"""Seconds per token."""
+"""Penalty for a violated SLO, in seconds per token."""
 
 
 class Toppings(ScoringPolicy):
