@@ -1,4 +1,4 @@
-"""Asynchronous calls: accepted with the checks of any call, and later run like one, as best effort."""
+"""Asynchronous calls: each is checked and accepted like any call, and later run as best effort."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IDEMPOTENCY_HEADER = "idempotency-key"
 MAX_KEY = 255
 """Maximum characters of an Idempotency-Key."""
 OWN_FIELDS = ("background", "stream", "on_success", "on_failure")
-"""Fields of the request that say how it is called and not what is generated."""
+"""Fields of the request that say how the call is run, not what is generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class EventCalls:
     inputs: InputProcessor
     dispatcher: Dispatcher
     webhook_hosts: Sequence[str]
-    """Allowed hosts of webhooks of all tenants."""
+    """Hosts to which webhooks of all tenants may be sent."""
     store: ObjectStore
     threads: StoreThreads
 

@@ -24,12 +24,11 @@ WORKERS = "events/workers/"
 TENANTS_A_POLL = 200
 """Tenants whose queues one poll goes through; the next poll continues after them."""
 LONGEST_POLL_S = 3.0
-"""Seconds after which the next poll continues after the tenant that was reached: reads of a store are given up
-later."""
+"""Maximum seconds of one poll. The next poll continues after the last tenant that was read."""
 LISTED = 128
-"""Events of a tenant among which a poll chooses."""
+"""Number of a tenant's markers from which a poll chooses events."""
 EVENTS_A_TENANT = 32
-"""Due events of a tenant that one poll returns."""
+"""Maximum due events of a tenant that one poll returns."""
 
 
 class EventStore(JobStore[EventRecord]):
@@ -85,7 +84,7 @@ class EventStore(JobStore[EventRecord]):
                 return
 
     def poll(self, index: str, after: str, now: float, closed: Collection[Function] = frozenset()) -> PollResult:
-        """Lists due events of an index, from the tenant after `after` on, without those of `closed` functions."""
+        """Returns due events of an index, starting after the tenant `after`, without those of `closed` functions."""
         by_tenant: dict[str, list[Marker]] = {}
         next_in, until = inf, monotonic() + LONGEST_POLL_S
         tenants = self.objects.folders(f"events/{index}/", after, TENANTS_A_POLL)
@@ -103,7 +102,7 @@ class EventStore(JobStore[EventRecord]):
         return PollResult(by_tenant, next_in, next_after)
 
     def beat(self, worker: str, count: int) -> None:
-        """Keeps the worker's lease on the events that it runs."""
+        """Renews the worker's lease on the events that it runs."""
         self.objects.put(f"{WORKERS}{worker}", str(count).encode())
 
     def retire(self, worker: str) -> None:

@@ -23,7 +23,7 @@ from gateway.jobs.job_store import Marker, Stored
 from gateway.workers.channel import Channel
 
 MAX_QUEUED = 10_000
-"""Queued events of one tenant; more are answered 429."""
+"""Maximum queued events of one tenant; further calls get status 429."""
 COUNTED_FOR_S = 5.0
 """Seconds for which a count of a tenant's queue is cached; this worker's new events are added to it."""
 MAX_COUNTS = 10_000
@@ -34,7 +34,7 @@ SCANNED = 5000
 MAX_REDRIVEN = 500
 """Maximum dead letters that one call redrives."""
 SEARCH_S = 10.0
-"""Limit of the search for a function's dead letters among those of others."""
+"""Time limit, in seconds, of the search for one function's dead letters."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
 ATTEMPTS = 10
 """Tries of a change that loses to other processes."""
@@ -105,9 +105,9 @@ class Events:
         return (await self._stored(tenant, event_id)).record
 
     async def list(self, tenant: str, states: tuple[State, ...], function: str | None, after: str, limit: int) -> Page:
-        """Lists at most `limit` events in these states, the last ended first. Raises StoreUnavailable.
+        """Returns at most `limit` events in these states, the last ended first. Raises StoreUnavailable.
 
-        `after`: that of the page before, or empty.
+        `after`: the previous page's `after`, or empty.
         """
         return await self.threads.read(self._list, tenant, states, function, after, limit)
 

@@ -27,7 +27,7 @@ RETRIED = frozenset({"node_failed", "overloaded", "unavailable", "timeout"})
 POSTPONED = frozenset({"rate_limited"})
 """Errors by the tenant's own limits: nothing ran, so they count as no attempt."""
 REFUSED = frozenset({"rate_limited", "overloaded", "unavailable"})
-"""Errors with which other calls of the function would fail, too."""
+"""Errors with which other calls of the function would fail as well."""
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 300.0
 LOST = EventError("node_failed", "the gateway worker that ran it was lost")

@@ -16,11 +16,11 @@ from gateway.events.webhook_secrets import WebhookSecret
 from gateway.webhook_hosts import NotAllowed, WebhookHosts
 
 SEND_S = 15.0
-"""Limit of one try, from the resolution of the host to the status of the reply."""
+"""Timeout of one try in seconds, from the resolution of the host to the status of the reply."""
 CONNECTIONS = 16
 RESOLVE_S = 5.0
 MAX_ADDRESSES = 8
-"""Addresses of a host that are checked and tried."""
+"""Maximum addresses of a host that are checked and tried."""
 
 
 class NotDelivered(Exception):

@@ -24,15 +24,15 @@ from gateway.jobs.poller import NoCapacity, Poller, PollResult
 from gateway.jobs.windows import Function
 
 AT_ONCE = 32
-"""Events that one worker runs."""
+"""Maximum events that one worker runs at once."""
 DELIVERIES_AT_ONCE = 16
 IDLE_S = 5.0
-"""Seconds between two polls while nothing wakes the worker; without Redis other hosts' events wait for them."""
+"""Seconds between two polls while the worker is idle. Without Redis, this delays events from other hosts."""
 BEAT_S = 10.0
 STOP_S = 10.0
 """Seconds for which events may continue when the worker stops; then they are queued again."""
 SAVED_WITHIN_S = 300.0
-"""Limit of tries to store an outcome; then the event is run again, as that of a lost worker."""
+"""Seconds for which storing an outcome is tried. After that the event is run again, like that of a lost worker."""
 AGAIN_S = 1.0
 
 Execute = Callable[[EventRecord], Awaitable[InvokeReply]]
