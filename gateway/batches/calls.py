@@ -19,14 +19,14 @@ from gateway.http.errors import error_reply, is_unexpected, to_service_error
 from gateway.http.stopwatch import Stopwatch
 
 Handler = Callable[[Request, str, Stopwatch], Awaitable[ASGIApp]]
-"""Answers one call of a tenant."""
+"""Handler that answers one call of a tenant."""
 log = logging.getLogger("gateway")
 
 
 async def answer_line(
     handlers: Mapping[Endpoint, Handler], tenant: str, endpoint: Endpoint, line: Line, request_id: str
 ) -> Answer:
-    """Returns what the route would have answered to the line's body, run in spare capacity."""
+    """Returns the route's answer to the line's body. The call runs in spare capacity."""
     try:
         path, body = (endpoint, bytes(line.body)) if endpoint != "/invoke" else _invoke_call(line)
         request = background_request(request_id, path, body)

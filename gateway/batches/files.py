@@ -1,6 +1,6 @@
-"""Tenants' files in the object store: a record, and parts of the content.
+"""Tenants' files in the object store: each is a record, and parts with the content.
 
-A file is never complete in memory or on this host's disk. Remains of an upload or a deletion that died are removed by
+A file is never complete in memory or on this host's disk. Leftovers of an interrupted upload or deletion are removed by
 the tenant's next upload.
 """
 
@@ -21,10 +21,10 @@ from gateway.batches.messages import FileObject, Purpose
 
 MAX_FILE_BYTES = 200 << 20
 PART_BYTES = 8 << 20
-"""Bytes of an upload's part."""
+"""Size of an upload's parts in bytes; the last one may be smaller."""
 READ_BYTES = 1 << 20
 ABANDONED_SECONDS = 7200.0
-"""Age of an upload from which it is abandoned: longer than any upload takes."""
+"""Age, in seconds, after which an incomplete upload is removed: longer than any upload takes."""
 _ID_TIME = 1 << 44
 """Milliseconds from which ids count down, so that a listing of keys begins with the newest."""
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{27}", re.ASCII)
@@ -79,7 +79,7 @@ class FileStore:
         return Part(name, len(data))
 
     def commit(self, tenant: str, record: FileRecord) -> FileRecord:
-        """Completes an upload: stores the file's record, by which it is listed."""
+        """Completes an upload by storing the file's record, which lists it."""
         self.store.put(_key(tenant, record.id), msgspec.json.encode(record))
         self.quota.record(tenant, record.id, record.bytes)
         self.store.delete(_upload_key(tenant, record.id))
@@ -137,7 +137,10 @@ class FileStore:
                 self.store.delete(info.key)
 
     def _count(self, tenant: str, last: Mapping[str, int]) -> dict[str, int]:
-        """Counts files for FileQuota. Records of files in `last` are not read; damaged ones count nothing."""
+        """Returns the sizes of files and uploads, for FileQuota.
+
+        Records of files in `last` are not read; damaged records are left out.
+        """
         folder = f"{data_prefix(tenant)}uploads/"  # listed first: an upload that ends meanwhile is among the files
         under_way = {info.key.removeprefix(folder) for info in all_objects(self.store, folder)}
         ids = self.ids(tenant)
@@ -151,7 +154,7 @@ class FileStore:
 
 
 def piece_starts(size: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, length) of the pieces in which a content of `size` bytes is read."""
+    """Yields (start, length) in bytes of each piece in which a content of `size` bytes is read."""
     for start in range(0, size, READ_BYTES):
         yield start, min(READ_BYTES, size - start)
 

@@ -1,4 +1,4 @@
-"""Reads the lines of calls before they run, adjacent lines with one request to the store."""
+"""Reads the lines of calls before they run; adjacent lines are read in one request to the store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gateway.batches.lines import Line, LineScanner, read_line
 from gateway.catalog.threads import LeavableThreads
 
 AHEAD_LINES = 256
-"""Next calls among which a read looks for adjacent lines."""
+"""Number of next calls among which adjacent lines are read together."""
 GAP_BYTES = 32 << 10
-"""Maximum gap between adjacent lines; it is read and dropped, for a request to an object store takes longer."""
+"""Maximum bytes between lines that are read together; reading them is faster than another request."""
 SPAN_BYTES = 1 << 20
 """Maximum bytes of one read, unless a single line is longer."""
 HELD_BYTES = 4 << 20
-"""Maximum bytes of lines that were read for later calls."""
+"""Maximum bytes of lines kept for later calls."""
 
 Span = dict[int, bytes]
 """Lines by the indices of their calls."""
@@ -34,7 +34,7 @@ class LineReader:
         """Reads under way, by the calls whose lines they return."""
 
     async def line(self, index: int, ahead: Iterable[int]) -> Line:
-        """Returns the call's line. `ahead`: the next calls, of which AHEAD_LINES are used.
+        """Returns the call's line. `ahead`: the next calls, of which the first AHEAD_LINES may be read as well.
 
         Raises NotFound if the file was deleted, StoreUnavailable.
         """

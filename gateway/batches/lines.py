@@ -49,7 +49,7 @@ class LineError(ValueError):
 
 
 class LineScanner:
-    """Scanner of a file that is fed piece by piece. Blank lines count as lines, but are no calls.
+    """Scanner of a file, which gets the file piece by piece. Blank lines count as lines, but are no calls.
 
     Afterwards `starts` and `sizes` have the position of each call (bytes), `numbers` its line, and `order()` returns
     the order in which calls run.
@@ -60,10 +60,10 @@ class LineScanner:
         self.problems: list[BatchProblem] = []
         self._endpoint = endpoint
         self._models: dict[bytes, int] = {}
-        """Numbers of models by digests of their names, which may be as long as a line."""
+        """Indices of models, by digest of their names, which may be as long as a line."""
         self._functions: dict[bytes, int] = {}
         self._ranks: list[tuple[int, int]] = []
-        """Rank of each model: the number of its function, and the model's number."""
+        """Sort key of each model: index of its function, and index of the model."""
         self._groups = array("l")
         self._ids: set[bytes] = set()
         self._blank = 0
@@ -146,7 +146,7 @@ class LineScanner:
         self._groups.append(self._number_of(model))
 
     def _number_of(self, model: str) -> int:
-        """Returns the model's number; the first model has 0."""
+        """Returns the index of a model, in order of first occurrence in the file."""
         number = self._models.setdefault(_digest(model), len(self._models))
         if number == len(self._ranks):
             function = _digest(model.partition(":")[0])

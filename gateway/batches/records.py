@@ -27,9 +27,9 @@ from gateway.batches.messages import (
 from gateway.jobs.job_store import JobRecord, JobStore, Marker, Stored
 
 MAX_BATCHES = 500
-"""Batches of one tenant; beyond it the oldest that have ended are removed."""
+"""Maximum batches of one tenant; beyond it the oldest ended ones are removed."""
 MAX_OPEN = 50
-"""Batches of one tenant that have not ended."""
+"""Maximum batches of one tenant that have not ended."""
 MARKERS = "open_batches/"
 
 
@@ -59,14 +59,14 @@ class BatchRecord(JobRecord, frozen=True, kw_only=True):
     """Id of the output file, also before it exists."""
     error_id: str
     ends_as: Status | None = None
-    """Final status, once no further call begins."""
+    """Final status, set once no further call starts."""
 
     holder: str = ""
     """Worker that runs it; empty: none."""
     claim: int = 0
-    """Number of claims."""
+    """Number of times the batch was claimed."""
     writes: int = 0
-    """Number of writes, which makes each etag unique: a record that does not change has lost its holder."""
+    """Number of writes. It makes each ETag unique, so an unchanged ETag means that the holder is lost."""
 
     @property
     def ended(self) -> bool:
@@ -164,7 +164,7 @@ class BatchStore(JobStore[BatchRecord]):
         return super().change(stored, msgspec.structs.replace(record, writes=record.writes + 1))
 
     def open_batches(self) -> list[Marker]:
-        """Returns the markers of all that have not ended, each tenant's oldest first."""
+        """Returns the markers of all batches that have not ended, each tenant's oldest first."""
         markers: list[Marker] = []
         for info in all_objects(self.objects, MARKERS):
             tenant, _, batch_id = info.key.removeprefix(MARKERS).partition("/")

@@ -1,4 +1,4 @@
-"""Run of a claimed batch: its remaining calls, its answers, and the writes that keep both and the lease."""
+"""Run of a claimed batch: its remaining calls, its answers, and the writes that store both and renew the lease."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from gateway.jobs.job_store import Stored
 BEAT_SECONDS = 2.0
 """Interval of record writes, which keep the lease, during long work."""
 FLUSH_LINES = 100
-"""Maximum unwritten answers, without calls under way: those that a killed gateway's successor runs again."""
+"""Maximum unwritten answers: calls that run again if the gateway is killed. Calls in progress are not included."""
 UNANSWERED: dict[Status, tuple[str, str]] = {
     "expired": ("batch_expired", "the call did not run before the completion window ended")
 }
-"""Error (code, message) in the error file for calls that never ran, by final status; for others there is none."""
+"""Errors (code, message) in the error file for calls that never ran, by final status. Other statuses have none."""
 
 
 class LeaseLost(Exception):
-    """Error if another gateway has claimed the batch, or it was removed."""
+    """Another gateway has claimed the batch, or the batch was removed."""
 
 
 class BatchRun:
@@ -59,11 +59,11 @@ class BatchRun:
         """Failed attempts of calls that are retried, by index."""
         requested: Status | None = "cancelled" if record.status == "cancelling" else None
         self.ending: Status | None = record.ends_as or requested
-        """Final status, once no further call begins."""
+        """Final status, set once no further call starts."""
         self.given_up = self.lost = False
-        """`given_up`: the batch is to be released; `lost`: another gateway has it."""
+        """True if the batch must be released (`given_up`), or if another gateway has it (`lost`)."""
         self.written_at = asyncio.get_running_loop().time()
-        """Time of the last write, which kept the lease (event loop clock)."""
+        """Time of the last write, which renewed the lease (event loop clock)."""
         self._holder = record.holder
         self._problems = record.problems
         self._stored = claimed
@@ -73,7 +73,7 @@ class BatchRun:
         self._order: array[int] = array("l")
         self._next = 0
         self._again: list[tuple[float, int]] = []
-        """Heap of queued retries: time from which it may begin (event loop clock), and index of the call."""
+        """Heap of queued retries: (earliest start by the event loop's clock, index of the call)."""
         self._done = bytearray(record.done)
         self._counts = {True: record.completed, False: record.failed}
         self._writers = {
@@ -92,9 +92,9 @@ class BatchRun:
         return self.record.tenant, self.record.id
 
     async def scan(self) -> None:
-        """Reads the input, and validates it if that was not done yet.
+        """Reads the input, and validates it on the first run.
 
-        Afterwards the batch is in progress, or fails. Raises NotFound if the file was deleted.
+        Afterwards the batch is in progress or has failed. Raises NotFound if the file was deleted.
         """
         try:
             source = await self._threads.run(lambda: self._files.get(self.record.tenant, self.record.input_file))
@@ -142,7 +142,7 @@ class BatchRun:
         return self._may_begin() and bool(is_due or self._next < len(self._order))
 
     def _may_begin(self) -> bool:
-        """Returns whether a call may begin. With FLUSH_LINES unwritten answers none may, for a crash repeats them."""
+        """Returns whether a call may start: not with FLUSH_LINES unwritten answers, which a crash would repeat."""
         leaving = self.ending is not None or self.given_up or self.lost
         return not leaving and self._answers < FLUSH_LINES
 
@@ -158,7 +158,7 @@ class BatchRun:
         return await self._reader.line(index, (call for call in ahead if not self._is_done(call)))
 
     def put_back(self, index: int, seconds: float) -> None:
-        """Queues a call again, to begin `seconds` later."""
+        """Queues a call again, to start after `seconds` seconds."""
         heappush(self._again, (asyncio.get_running_loop().time() + seconds, index))
 
     def record_answer(self, index: int, custom_id: str, reply: LineReply) -> None:
@@ -177,7 +177,7 @@ class BatchRun:
         return self.record.total > 0 and sum(self._counts.values()) >= self.record.total
 
     async def write(self, **changes: Any) -> None:
-        """Writes new answers, then the record, which keeps the lease. `changes` are further changes of the record."""
+        """Writes new answers, then the record, which renews the lease. `changes`: further changes of the record."""
         self.changed.clear()
         for writer in self._writers.values():
             if (part := writer.take()) is not None:
@@ -198,7 +198,7 @@ class BatchRun:
         return self._batches.change(self._stored, msgspec.structs.replace(self.record, **changes))
 
     async def finish(self) -> None:
-        """Completes the batch with its final status. Its files are complete before the record has that status."""
+        """Completes the batch with its final status. Its files are stored before the record gets that status."""
         outcome = self.ending
         assert outcome is not None
         if outcome == "cancelled" and self.record.status != "cancelling":
@@ -215,7 +215,7 @@ class BatchRun:
         await self.write(status=ended.status, at=ended.at, holder="")
 
     def give_up(self) -> None:
-        """Has the batch released, for another gateway or a later time."""
+        """Requests the release of the batch, for another gateway or a later time."""
         self.given_up = True
         self.changed.set()
 

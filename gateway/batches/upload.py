@@ -1,4 +1,4 @@
-"""POST /v1/files' body: straight from the connection to the object store."""
+"""Body of POST /v1/files, streamed from the connection to the object store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def receive_file(
 
 
 def _size_of(request: Request) -> int:
-    """Returns the maximum bytes of the file: those of the request, which has its form, too."""
+    """Returns the maximum bytes of the file: the request's size, which includes the form, up to MAX_FILE_BYTES."""
     stated = request.headers.get("content-length", "")
     return min(int(stated), MAX_FILE_BYTES) if stated.isdecimal() else MAX_FILE_BYTES
 

@@ -53,7 +53,7 @@ class Rerouted(Exception):
 
 
 class Generation:
-    """One choice of a call: runs it and records its progress."""
+    """Choice of a call: runs it and records its progress."""
 
     def __init__(self, dispatcher: Dispatcher, invocation: Invocation, index: int) -> None:
         self.shared, self.invocation, self.index = dispatcher, invocation, index
