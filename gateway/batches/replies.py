@@ -10,9 +10,9 @@ import msgspec
 from gateway.batches.files import FileStore, Part
 
 PART_BYTES = 1 << 20
-"""Maximum bytes of a part; up to it a part is written again as it grows."""
+"""Size in bytes from which a part is complete; until then it is rewritten as it grows."""
 AGAIN = frozenset({"rate_limited", "overloaded", "unavailable"})
-"""Errors after which a call is queued again: it has not run."""
+"""Errors of calls that have not run, after which the call is queued again."""
 FLEETING = frozenset({"node_failed", "timeout", "internal"})
 """Errors after which a call is retried a few times."""
 
