@@ -1,4 +1,4 @@
-"""Metrics of the leader."""
+"""Prometheus metrics of leader election and of the leader's jobs."""
 
 from __future__ import annotations
 

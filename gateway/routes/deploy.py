@@ -1,4 +1,4 @@
-"""POST /deploy/{name}: an adapter's files become a version of a function."""
+"""POST /deploy/{name}: creates a version of a function from an adapter's files."""
 
 from __future__ import annotations
 
@@ -162,10 +162,10 @@ async def _reply(catalog: Catalog, deployment: Deployment, problems: Sequence[st
 
 
 async def _room_warnings(catalog: Catalog, deployment: Deployment) -> list[str]:
-    """Returns a warning if every node that is known now would answer calls of the adapter 413.
+    """Returns a warning if every known node would refuse calls of the adapter with status 413.
 
-    Nodes keep adapters in a dtype of their own, and padded a little: one that barely fits may be refused without having
-    been warned of, but none is warned of that will be served.
+    Nodes store adapters in their own dtype with some padding. So an adapter that barely fits may be refused without a
+    warning, but there is no warning about an adapter that will be served.
     """
     elements = deployment.bytes // ITEM_BYTES[deployment.dtype]
     fits: list[tuple[int, int]] = []

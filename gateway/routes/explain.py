@@ -1,4 +1,4 @@
-"""GET /explain/{id}: how a call was placed. For its tenant, and for admin keys."""
+"""GET /explain/{id}: how a call was placed. For the call's tenant and for admin keys."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class _Pool:
 
 
 class QueueSample:
-    """One request in the pools' loads, from its first wait to its end."""
+    """Request in the pools' loads, from its first wait to its end."""
 
     def __init__(self, loads: PoolLoads, since: float) -> None:
         self._loads = loads
