@@ -62,7 +62,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
                 "suggestions": services.suggestions,
                 "metrics": counted,
             }
-            # Cancelled by the server, they still have to say so.
+            # Requests that the server has cancelled still have to send their errors.
             await requests.wait_for_none(STOP_SECONDS)
             await asyncio.sleep(FLUSH_SECONDS)
 
@@ -93,4 +93,4 @@ def _batch_handlers(calls: Calls) -> dict[Endpoint, Handler]:
 
 
 async def _pass_on(_: Request, error: Exception) -> NoReturn:
-    raise error  # the boundary makes all replies to errors, so that they have one shape
+    raise error  # the boundary formats all errors in the same way

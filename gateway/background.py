@@ -37,6 +37,6 @@ async def _restarted(work: Callable[[], Awaitable[None]]) -> None:
     while True:
         try:
             return await work()
-        except Exception:  # whatever it was, nobody else would ever do this work
+        except Exception:  # any error: no other task does this work
             log.exception("a background task failed; it begins anew")
         await asyncio.sleep(AGAIN_SECONDS)

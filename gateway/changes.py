@@ -55,7 +55,7 @@ class Changes:
 
     def function_changed(self, tenant: str, function: str) -> None:
         """Forgets cached data of a function after any change to it by this process."""
-        self.callers.forget(tenant)  # its record has what functions reserve
+        self.callers.forget(tenant)  # the tenant's record contains its functions' reservations
         self.residency.forget(tenant, function)
         self.peers.publish(FunctionChanged(tenant, function))
 

@@ -120,7 +120,7 @@ class _Server(BaseApplication):  # type: ignore[misc]
             "graceful_timeout": int(config.shutdown_seconds) + KILL_SLACK,
             "keepalive": 30,
             "accesslog": None,
-            "loglevel": "warning",  # a start in good order is told by our own lines
+            "loglevel": "warning",  # normal starts are logged by our own code
             "logger_class": _OurLogger,
             "control_socket_disable": True,
             "worker_tmp_dir": None,
@@ -132,7 +132,7 @@ class _Server(BaseApplication):  # type: ignore[misc]
             self.cfg.set(name, value)
 
     def load(self) -> Starlette:
-        # Imported in the worker: prometheus_client looks at the environment then, and a reload brings new code.
+        # Imported in the worker, because prometheus_client reads the environment then, and a reload loads new code.
         from gateway.app import create_app
 
         return create_app(self._config, started=_started)
@@ -156,7 +156,7 @@ def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
             "lifespan": "on",
             "server_header": False,
             "timeout_graceful_shutdown": int(config.shutdown_seconds),
-            # Requests that wait in the kernel are out of reach; the boundary refuses them politely instead.
+            # No limit here: the boundary refuses further requests with a proper reply.
             "limit_concurrency": None,
         }
 

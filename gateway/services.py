@@ -149,7 +149,7 @@ async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, runni
     """Creates the parts, connects those that report changes to each other, and starts them in `running`."""
     shared, store, base, fingerprint = opened.shared, opened.store, opened.base, opened.base.fingerprint
     registry, tenants = Registry(store, base, opened.inspector.inspect), Tenants(store)
-    # Deploys take long: however many there are, a rollback finds a thread.
+    # Deploys take long. With these extra threads a rollback always finds a free one.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
     functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)

@@ -54,7 +54,7 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
     """Number of the prompt's last tokens to keep; -1: as many as leave room for `max_tokens`."""
 
-    # What routes state in ways of their own:
+    # Properties whose fields differ between routes:
 
     @property
     def alternatives(self) -> int | None:

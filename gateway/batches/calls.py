@@ -33,7 +33,7 @@ async def answer_line(
         response = await handlers[endpoint](request, tenant, Stopwatch())
         assert isinstance(response, Response)  # streamed calls are refused when the file is read
         return Answer(LineReply(200, bytes(response.body), request_id))
-    except Exception as error:  # all of them are replies, as at the boundary
+    except Exception as error:  # all errors become replies, as at the boundary
         if is_unexpected(error):
             log.error("a call of a batch failed", exc_info=error, extra={"request_id": request_id})
         failure = to_service_error(error)

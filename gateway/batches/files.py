@@ -26,7 +26,7 @@ READ_BYTES = 1 << 20
 ABANDONED_SECONDS = 7200.0
 """Age, in seconds, after which an incomplete upload is removed: longer than any upload takes."""
 _ID_TIME = 1 << 44
-"""Milliseconds from which ids count down, so that a listing of keys begins with the newest."""
+"""Start, in milliseconds, from which ids count down, so that a listing of keys begins with the newest."""
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{27}", re.ASCII)
 
 
@@ -62,7 +62,7 @@ class FileStore:
     def begin(self, tenant: str, size: int, limit: int) -> str:
         """Begins an upload of at most `size` bytes. Returns the file's id.
 
-        Raises Conflict if the tenant's files would have more than `limit` bytes, or be too many.
+        Raises Conflict if the tenant's files would exceed `limit` bytes or MAX_FILES.
         """
         self._sweep(tenant)
         file_id = new_id("file-", self.store.now())
@@ -86,7 +86,7 @@ class FileStore:
         return record
 
     def abandon(self, tenant: str, file_id: str) -> None:
-        """Removes an upload, also after a `commit` that has failed half-way."""
+        """Removes an upload, including one whose `commit` failed half-way."""
         self.store.delete(_key(tenant, file_id))
         self._remove_parts(tenant, file_id)
         self.quota.record(tenant, file_id, None)
@@ -109,7 +109,8 @@ class FileStore:
         return [record for record in records if record is not None]
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Deletes a file. Raises NotFound. If it dies half-way, remains are removed like those of an upload."""
+        """Deletes a file. Raises NotFound. If the process dies half-way, leftovers are removed like those of an
+        upload."""
         self.get(tenant, file_id)
         self.store.put(_upload_key(tenant, file_id), b"")
         self.abandon(tenant, file_id)
@@ -141,7 +142,7 @@ class FileStore:
 
         Records of files in `last` are not read; damaged records are left out.
         """
-        folder = f"{data_prefix(tenant)}uploads/"  # listed first: an upload that ends meanwhile is among the files
+        folder = f"{data_prefix(tenant)}uploads/"  # listed first, so that an upload that ends meanwhile is not missed
         under_way = {info.key.removeprefix(folder) for info in all_objects(self.store, folder)}
         ids = self.ids(tenant)
         records = read_each(self.store, [_key(tenant, each) for each in ids if each not in last], FileRecord)
@@ -165,7 +166,7 @@ def new_id(prefix: str, now: float) -> str:
 
 
 def is_id(text: str, prefix: str) -> bool:
-    """Returns whether `text` may be an id, and so a part of a key."""
+    """Returns whether `text` has the form of an id, so that it is safe as part of a key."""
     return text.startswith(prefix) and _ID.fullmatch(text) is not None
 
 

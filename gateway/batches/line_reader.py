@@ -20,18 +20,18 @@ HELD_BYTES = 4 << 20
 """Maximum bytes of lines kept for later calls."""
 
 Span = dict[int, bytes]
-"""Lines by the indices of their calls."""
+"""Text of lines, by index of their calls."""
 
 
 class LineReader:
-    """Line reader of one batch. `read` blocks, and returns the file's bytes for (start, length)."""
+    """Line reader of one batch. `read(start, length)` returns bytes of the input file and blocks."""
 
     def __init__(self, scanned: LineScanner, read: Callable[[int, int], bytes], threads: LeavableThreads) -> None:
         self._starts, self._sizes = scanned.starts, scanned.sizes
         self._read, self._threads = read, threads
         self._lines: Span = {}
         self._coming: dict[int, asyncio.Task[Span]] = {}
-        """Reads under way, by the calls whose lines they return."""
+        """Reads in progress, by index of the calls whose lines they return."""
 
     async def line(self, index: int, ahead: Iterable[int]) -> Line:
         """Returns the call's line. `ahead`: the next calls, of which the first AHEAD_LINES may be read as well.
@@ -41,12 +41,12 @@ class LineReader:
         text = self._lines.pop(index, None)
         if text is None:
             task = self._coming.get(index) or self._begin(self._neighbours(index, ahead))
-            text = (await asyncio.shield(task))[index]  # others wait for it, too
+            text = (await asyncio.shield(task))[index]  # other calls wait for it as well
             self._lines.pop(index, None)
         return read_line(text)
 
     def _neighbours(self, index: int, ahead: Iterable[int]) -> list[int]:
-        """Returns the calls, `index` among them, whose lines one read returns, in the file's order."""
+        """Returns the calls, including `index`, whose lines are read together, in the file's order."""
         read_before = self._lines.keys() | self._coming.keys()
         calls = sorted({index, *islice(ahead, AHEAD_LINES)} - read_before, key=self._starts.__getitem__)
         max_bytes = min(SPAN_BYTES, HELD_BYTES - sum(map(len, self._lines.values())))

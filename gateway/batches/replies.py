@@ -58,10 +58,10 @@ def unanswered_line(custom_id: str, code: str, message: str) -> bytes:
 
 
 class PartWriter:
-    """Appends lines to a file's parts.
+    """Writer of a file's parts, which appends lines.
 
-    Only the parts and bytes that the batch's record names count. A writer that lost the batch can't disturb the next
-    one, whose parts are named after another `claim`.
+    Only the parts and bytes that the batch's record lists are valid. A writer that lost the batch can't disturb the
+    next one, whose parts have another `claim` in their names.
     """
 
     def __init__(self, files: FileStore, tenant: str, file_id: str, claim: int, parts: tuple[Part, ...]) -> None:
@@ -76,7 +76,7 @@ class PartWriter:
         self._changed = True
 
     def take(self) -> tuple[str, bytes] | None:
-        """Returns the part to write, as (name, content), which `parts` then names; None if there is none."""
+        """Returns the next part to write as (name, content), and adds it to `parts`; None if there is none."""
         if not self._changed:
             return None
         self._changed = False

@@ -23,7 +23,7 @@ from gateway.catalog.threads import LeavableThreads
 from gateway.jobs.job_store import Stored
 
 BEAT_SECONDS = 2.0
-"""Interval of record writes, which keep the lease, during long work."""
+"""Seconds between two writes of the record, which renew the lease, during long work."""
 FLUSH_LINES = 100
 """Maximum unwritten answers: calls that run again if the gateway is killed. Calls in progress are not included."""
 UNANSWERED: dict[Status, tuple[str, str]] = {
@@ -39,7 +39,7 @@ class LeaseLost(Exception):
 class BatchRun:
     """Run of one batch. `unix` returns Unix time (store clock).
 
-    Async methods raise LeaseLost, and StoreUnavailable, after which they may be called again.
+    Async methods raise LeaseLost and StoreUnavailable. After StoreUnavailable they may be called again.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class BatchRun:
     ) -> None:
         self.record = record = claimed.record
         self.changed = asyncio.Event()
-        """Set when the record should be written at once."""
+        """Event that is set when the record should be written at once."""
         self.calls: set[asyncio.Task[None]] = set()
-        """Calls under way."""
+        """Calls in progress."""
         self.attempts: dict[int, int] = {}
-        """Failed attempts of calls that are retried, by index."""
+        """Number of failed attempts of calls that are retried, by index."""
         requested: Status | None = "cancelled" if record.status == "cancelling" else None
         self.ending: Status | None = record.ends_as or requested
         """Final status, set once no further call starts."""
@@ -105,7 +105,7 @@ class BatchRun:
         for start, length in piece_starts(source.bytes):
             await self._threads.run(partial(self._feed, scanner, source, start, length))
             await self._keep_lease()
-            # Of a batch that is to end, the lines matter only where the error file names them.
+            # If the batch is ending, the lines are needed only for the error file.
             if scanner.full or (self.ending is not None and self.ending not in UNANSWERED):
                 break
         scanner.end()
@@ -123,7 +123,7 @@ class BatchRun:
         await self.write()
 
     def next_call(self) -> int | None:
-        """Returns the index of the next call to run; None if none may begin."""
+        """Returns the index of the next call to run; None if no call may start."""
         if not self._may_begin():
             return None
         if self._again and self._again[0][0] <= asyncio.get_running_loop().time():
@@ -167,7 +167,7 @@ class BatchRun:
         self.attempts.pop(index, None)
 
     def end(self, outcome: Status, *problems: BatchProblem) -> None:
-        """Sets the final status: no further call begins, and `finish` completes the batch."""
+        """Sets the final status. No further call starts, and `finish` completes the batch."""
         if self.ending is None:
             self.ending, self._problems = outcome, problems
         self.changed.set()
@@ -206,7 +206,7 @@ class BatchRun:
         elif outcome in ("completed", "expired") and self.record.status != "finalizing":
             self.record = self.record.with_status("finalizing", await self._unix())
         if outcome in UNANSWERED:
-            with suppress(NotFound):  # without the input nobody knows how the calls were named
+            with suppress(NotFound):  # without the input the calls' ids are unknown
                 await self._record_unanswered(*UNANSWERED[outcome])
         await self.write()
         now = await self._unix()

@@ -62,8 +62,8 @@ log = logging.getLogger("gateway")
 class BatchRunner:
     """Runner of one gateway worker.
 
-    `clock` is monotonic seconds, `unix` Unix time (store clock). `spare` returns how many more calls may begin, by the
-    number of calls under way.
+    `clock`: monotonic seconds. `unix` returns Unix time (store clock). `spare` gets the number of calls in progress and
+    returns how many more may start.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class BatchRunner:
         self._shares = Shares(clock)
         self._poller = Poller("batch", self._poll, self._owner, self._claim, at_once=MAX_RUNS, idle_s=POLL_SECONDS)
         self._watch = ChangeWatch(clock)
-        """Batches of other holders, by id."""
+        """Watch of batches with other holders, by batch id."""
         self._runs: dict[Key, BatchRun] = {}
         self._under_way: set[asyncio.Task[None]] = set()
-        """Calls under way."""
+        """Calls in progress."""
         self._reading: set[asyncio.Task[None]] = set()
         """Calls whose lines are being read; nodes do not report them yet."""
         self._paused_until = 0.0
@@ -176,7 +176,7 @@ class BatchRunner:
         except LeaseLost:
             log.warning("another gateway has this batch, or it was deleted", extra={"batch": run.record.id})
             run.lost = True
-        except Exception as error:  # nobody else could do better
+        except Exception as error:  # another gateway would fail in the same way
             log.error("a batch failed", exc_info=error, extra={"batch": run.record.id})
             await cancel_all(run.calls)
             run.end("failed", BatchProblem("internal_error", "an unexpected error; the operator finds it in the log"))
@@ -210,7 +210,8 @@ class BatchRunner:
         self._metrics.count_end(run.record.status)
 
     async def _tend(self, run: BatchRun) -> None:
-        """Writes new answers and keeps the lease; ends the batch if it is complete, expired or its key is revoked."""
+        """Writes new answers and renews the lease. Ends the batch if it is complete or expired, or if its key is
+        revoked."""
         record = run.record
         if run.all_answered:
             run.end("completed")
@@ -261,7 +262,7 @@ class BatchRunner:
         for owner in owners:
             owner.add(task)
 
-        def end(_: asyncio.Task[None]) -> None:  # also of a task that was cancelled before it ran
+        def end(_: asyncio.Task[None]) -> None:  # also runs for a task that was cancelled before it started
             for owner in owners:
                 owner.discard(task)
             self._shares.end(run.record.tenant)
@@ -324,8 +325,8 @@ def make_batches(
 ) -> Batches:
     """Returns the batches of a gateway worker.
 
-    `base`: fingerprint of the base model. `name`: unique among all gateways' workers. `registry`: of the metrics.
-    `unix`: Unix time (store clock).
+    `base`: fingerprint of the base model. `name`: unique among all gateways' workers. `registry`: of the Prometheus
+    metrics. `unix` returns Unix time (store clock).
     """
     files, records, rows = FileStore(store), BatchStore(store), SpareRows(monotonic)
 

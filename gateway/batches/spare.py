@@ -27,9 +27,10 @@ class SpareRows:
         """Times of nodes' last interactive requests (monotonic seconds), by row of the node table."""
 
     def count(self, nodes: NodeTable, base: str, in_flight: int) -> float:
-        """Returns how many more calls may begin; infinite if a node does not report its rows.
+        """Returns how many more calls may start; infinite if a node does not report its rows.
 
-        `in_flight`: calls of batches under way. While no node serves, one call may begin, for an autoscaler to notice.
+        `in_flight`: calls of batches in progress. Without a serving node one call may start, so that an autoscaler
+        notices.
         """
         rows = nodes.serving(base).rows
         if not rows.size:
@@ -40,14 +41,14 @@ class SpareRows:
         limits = np.minimum(self._limits(nodes, rows, best_effort), capacity - reserved)
         usable = ~nodes.full[rows] & (nodes.kv_room[rows, STANDARD] > 0)
         spare = np.where(usable, np.clip(np.minimum(free - reserved, limits - best_effort), 0.0, None), 0.0)
-        # What nodes tell is a moment old.
+        # Nodes' reports are slightly outdated.
         return float(max(0.0, min(np.sum(spare), np.sum(limits) - in_flight)))
 
     def _limits(self, nodes: NodeTable, rows: np.ndarray, best_effort: np.ndarray) -> np.ndarray:
         """Returns f64[C]: each node's limit of best-effort requests; infinite without interactive requests."""
         requests, per_row = nodes.requests[rows], nodes.decode_per_row[rows]
         base, flat = nodes.decode_base[rows], nodes.flat_rows[rows]
-        # Contexts and ranks cost of each request what they cost of those that run, on average.
+        # Assumes that contexts and ranks of each request cost the mean of the running requests.
         by_rows = base + per_row * np.maximum(requests - flat, 0.0)
         each = np.maximum(nodes.decode_there[rows] - by_rows, 0.0) / np.maximum(requests, 1.0)
         interactive = requests - best_effort

@@ -25,7 +25,7 @@ MAX_FILENAME = 200
 async def receive_file(
     request: Request, config: GatewayConfig, files: FileStore, threads: StoreThreads, tenant: str, limit: int
 ) -> FileRecord:
-    """Stores the file of a multipart body. `limit`: bytes of all of the tenant's files.
+    """Stores the file of a multipart body and returns its record. `limit`: maximum bytes of all the tenant's files.
 
     Raises ServiceError, Conflict; then nothing of the file remains.
     """
@@ -48,7 +48,7 @@ def _size_of(request: Request) -> int:
 
 
 class _Upload:
-    """Upload under way."""
+    """Upload in progress."""
 
     def __init__(self, form: FormParts, files: FileStore, threads: StoreThreads, tenant: str, file_id: str) -> None:
         self.file_id = file_id

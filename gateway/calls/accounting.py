@@ -30,7 +30,7 @@ class Times:
     last_at: float | None = None
     done_at: float | None = None
     hold_wait: float = 0.0
-    """Wait for a first node."""
+    """Seconds of waiting for a first node."""
     schedule: float = 0.0
     """Duration of routing, over all attempts."""
     forecast: float | None = None

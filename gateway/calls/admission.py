@@ -52,7 +52,7 @@ def call_of(
         places=len(requests),
         owners=tuple(
             owner for owner in owners if owner.limit is not None or (reserved and owner is owners[-1])
-        ),  # where places are kept for functions, those of each are counted
+        ),  # if places are reserved for functions, each function's places are counted
         reserved=reserved.get(function, 0),
         other_functions=tuple(
             Owner(f"{tenant}/{name}", places) for name, places in reserved.items() if name != function
@@ -85,7 +85,7 @@ async def _take(limits: LimitState, call: Call) -> Refusal | None:
     try:
         return await _to_the_end(taking)
     except asyncio.CancelledError:
-        if taking.result() is None:  # nobody will use it
+        if taking.result() is None:  # the reservation is not used
             await limits.settle(call, call.tokens)
         raise
 

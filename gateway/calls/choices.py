@@ -40,7 +40,7 @@ async def _pump(stream: AsyncGenerator[Item, None], queue: asyncio.Queue[Item | 
         async with aclosing(stream) as items:
             async for item in items:
                 await queue.put(item)
-    except Exception as error:  # handed to the reader, which raises it
+    except Exception as error:  # passed to the reader, which raises it
         await queue.put(error)
     else:
         await queue.put(None)

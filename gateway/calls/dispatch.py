@@ -112,7 +112,7 @@ class Generation:
                                     self._record_start(event)
                                 elif isinstance(event, Failed):
                                     raise NodeFailure(self._error_of(event), retryable=event.retryable)
-                                else:  # kept until the first token: another node may have to send them again
+                                else:  # collected, because another node may have to send them again
                                     self.prompt_logprobs += event.logprobs
                         return
                     except Rerouted as rerouted:
@@ -133,7 +133,7 @@ class Generation:
             outcome = error.type if isinstance(error, ServiceError) else "internal"
             self.invocation.meter.fail()
             raise
-        except BaseException:  # the caller has gone, or the gateway stops
+        except BaseException:  # the caller has disconnected, or the gateway is stopping
             if self.done is None:
                 cold = self.cold_start not in (None, "none")
                 self.invocation.meter.cut(self._prompt_tokens, self.times.tokens, cold)
@@ -196,7 +196,7 @@ class Generation:
             self.stay.wait(None, None)
             if empty and not excluded:
                 await hold.wait(until, self._revoked)
-            else:  # it has no place, or what it says of itself is on its way
+            else:  # the node is full, or its new record has not arrived yet
                 await asyncio.wait([self._revoked], timeout=max(0.0, min(RETRY_PAUSE_S, until - began)))
             excluded, failure = frozenset(), None
             self.times.hold_wait += time.monotonic() - began
@@ -322,9 +322,9 @@ class Dispatcher:
     async def wait_for_nodes(self, deadline: float) -> None:
         """Waits until a node is live, or until every live node must have reported; at most until the deadline
         (monotonic)."""
-        # Whichever node has not reported by then would be held dead, too.
+        # A node that has not reported by then is taken for dead anyway.
         until = min(deadline, self.began + RECORD_EXPIRY)
-        # The state may be shared, so that no event of this process tells.
+        # The state may be shared with other processes, so no local event signals a change.
         while time.monotonic() < until and not (await self.state.table()).live.any():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

@@ -60,7 +60,7 @@ class Migration:
     async def _move(self, id: str, call: MovableGeneration, excluded: frozenset[str]) -> None:
         try:
             placed = await call.route(excluded)
-        except ServiceError:  # it has no place any more: the call stays where it is
+        except ServiceError:  # the target is full, so the call stays on its node
             return
         if not call.move_to(placed):
             await self._state.release(placed.node_id, id)

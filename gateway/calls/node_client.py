@@ -43,7 +43,7 @@ class NodeClient:
         self._breakers = breakers
         self._session = session
         self._headers = {**authorization(secret), "content-type": "application/msgpack"}
-        # A stream may be silent for as long as its node lives: the watch ends it.
+        # No total timeout: a stream may be silent while its node lives, and the watch ends it otherwise.
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect)
         self._watches = watches
 
@@ -89,7 +89,7 @@ class NodeClient:
                 finally:
                     interrupted.remove_done_callback(watched.interrupt)
                     if response is not None:
-                        response.close()  # kept for the next request if this one's answer was read to its end
+                        response.close()  # the connection is reused if this response was read to its end
         except NodeFailure:
             breakers.failed(*node, probe)
             raise
@@ -118,7 +118,7 @@ def _decode(frames: Frames, chunk: bytes, node_id: str) -> list[Event]:
 
 async def _read_end(content: aiohttp.StreamReader) -> None:
     """Reads the end of the reply, so that the connection can be reused. Gives up after EOF_SECONDS."""
-    with suppress(Exception):  # whatever it is, also that the request is given up: the caller closes the connection
+    with suppress(Exception):  # any error, even if the request was given up, because the caller closes the connection
         async with asyncio.timeout(EOF_SECONDS):
             while await content.readany():
                 pass

@@ -107,7 +107,7 @@ class NodeWatches:
             while True:
                 await asyncio.sleep(TICK)
                 await self._check(watch)
-        except Exception as error:  # nobody would watch these streams any more
+        except Exception as error:  # these streams are no longer watched
             for stream in watch.streams:
                 stream.give_up(error)
 

@@ -110,7 +110,7 @@ class _StreamedChoices:
         """Number of completion tokens up to the latest chunk."""
 
     def of(self, event: Token | Done) -> Iterator[StreamedChoice]:
-        """Yields the choices that the event adds, each for one chunk."""
+        """Yields the choices that an event adds, one per chunk."""
         head, index = self._head, self._index
         if not self._is_begun:
             self._is_begun = True
@@ -120,7 +120,7 @@ class _StreamedChoices:
         if isinstance(event, Token):
             self.completed += len(event.token_ids)
             yield _token_choice(head, index, event, self._offset)
-            # By the tokens, as in a whole reply: text may be held back for what comes after it.
+            # Counted by tokens, as in a full reply, because text may be held back.
             self._offset += sum(len(entry.token) for entry in event.logprobs)
         else:
             self.completed = event.completion_tokens

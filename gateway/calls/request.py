@@ -182,7 +182,7 @@ class InputProcessor:
         Without such a node it is the base model's own context, and routing then refuses the call as retryable.
         """
         longest = (await self.cluster.table()).serving(self.base.fingerprint).longest
-        # A node that is starting tells no context yet: its 0 must not refuse anything.
+        # A starting node reports no context yet; its 0 must not refuse calls.
         return min(self.base.max_context, longest or self.base.max_context)
 
     def split_model(self, model: str) -> tuple[str, str | None]:
@@ -194,7 +194,7 @@ class InputProcessor:
         if model == self.base.id:
             return model, None
         name, colon, qualifier = model.partition(":")
-        # An empty qualifier names nothing, which is not the same as none.
+        # An empty qualifier is invalid, unlike a missing one.
         return name, (qualifier or ":") if colon else None
 
     async def policy_of(self, tenant: str, model: str) -> Policy:

@@ -42,7 +42,7 @@ class FirstNodeWait:
         self._since: float | None = None
         """Start of the current wait for a first node. Pauses between calls of up to MAX_RETRY_S do not end it."""
         self._last_ended_at = -math.inf
-        """End of the latest call's wait."""
+        """Time at which the latest call's wait ended."""
         self._last_wait: float | None = None
         """Seconds for which calls last waited until a first node was ready."""
 
@@ -94,7 +94,7 @@ class FirstNodeWait:
             self._last_wait, self._since = self._clock() - self._since, None
 
     async def _has_autoscaler(self) -> bool:
-        async with self._check_lock:  # who comes while it is asked waits for that answer, not for the one before
+        async with self._check_lock:  # a concurrent caller waits for this query's result
             if self._clock() - self._checked_at >= (LED_S if self._was_led else UNLED_S):
                 self._was_led = await autoscaler(self._leases) is not None
                 self._checked_at = self._clock()
@@ -110,5 +110,5 @@ async def autoscaler(leases: Leases) -> str | None:
 
 
 def serving(nodes: NodeTable, base: str, without: Collection[str] = ()) -> bool:
-    """Returns whether any node but those in `without` is ready to serve this base."""
+    """Returns whether a node that is not in `without` is ready to serve the base model."""
     return any(nodes.ids[row] not in without for row in nodes.serving(base).rows.tolist())

@@ -61,7 +61,7 @@ def outcome_of(job: Job) -> Rendered | Refused:
         return Refused(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory", True)
     except jinja2.TemplateSyntaxError as error:
         return _refused(f"line {error.lineno}: {error.message}")
-    except Exception as error:  # whatever it is, the template's own code has raised it
+    except Exception as error:  # any exception comes from the template's own code
         return _refused(str(error) or type(error).__name__)
     if len(text) > MAX_CHARACTERS:
         return _refused(f"it makes {len(text)} characters of them; {MAX_CHARACTERS} are allowed")

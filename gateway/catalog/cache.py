@@ -65,7 +65,7 @@ class GraceCache(Generic[K, V]):
         load = self._loading.get(key) or self._begin(key)
         if cached is None or self._age(key, cached[1]) >= self.grace:
             return await asyncio.shield(load)
-        # What has hung for as long before holds up nobody any more.
+        # If the load has already taken `patience` seconds, there is no further wait.
         patience_s = self._patience_ends.get(key, 0.0) - asyncio.get_running_loop().time()
         await asyncio.wait({load}, timeout=max(0.0, patience_s))
         if not load.done() or isinstance(load.exception(), StoreUnavailable):
@@ -86,7 +86,7 @@ class GraceCache(Generic[K, V]):
 
     def _begin(self, key: K) -> asyncio.Task[V]:
         task = asyncio.ensure_future(self._load_one(key))
-        # Retrieved here too: when every waiter has gone, nobody else looks at the task's exception.
+        # Retrieved here as well, because all waiting callers may have been cancelled.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._loading[key] = task
         self._patience_ends[key] = asyncio.get_running_loop().time() + self.patience

@@ -109,7 +109,7 @@ class Functions:
 
     def remake(self, tenant: str, target: Target) -> ServiceError:
         """Starts to rebuild an artifact that a node has found damaged. Returns the error for the call."""
-        assert target.version is not None and target.digest is not None  # nodes find no fault with the base alone
+        assert target.version is not None and target.digest is not None  # nodes report damage of adapters only
         self._rebuilds.request(tenant, target.function, target.version, target.digest)
         damage = f"the artifact of version {target.version} of function {target.function} was damaged"
         return ServiceError("unavailable", f"{damage}: it is being made again", retry_after=STORE_RETRY_AFTER)

@@ -41,7 +41,7 @@ class Rebuilds:
                 log.warning("version %d of %s/%s: its artifact is made again: it %s", version, tenant, name, problem)
         except AdapterError as error:
             log.warning("version %d of %s/%s: its artifact is not made: %s", version, tenant, name, error)
-        except Exception:  # the border of a task: nobody waits for it
+        except Exception:  # nobody awaits this task
             log.exception("version %d of %s/%s: its artifact is not made", version, tenant, name)
         finally:
             del self._waiting[digest]

@@ -51,7 +51,7 @@ async def copied_source(
         yield files
     except (TimeoutError, StoreUnavailable) as error:
         if copying.done() and not copying.exception():
-            raise  # not the copy's: what was done with the files failed
+            raise  # not an error of the copy, but of the context's body
         message = "the source can't be copied now, or not in time"
         raise ServiceError("unavailable", message, retry_after=RETRY_AFTER) from error
     finally:
@@ -64,5 +64,5 @@ async def copied_source(
 
 def _remove(folder: Path, copying: asyncio.Future[SourceFiles]) -> None:
     if not copying.cancelled():
-        copying.exception()  # retrieved: nobody may be waiting for it any more
+        copying.exception()  # retrieved, because the caller may have left
     shutil.rmtree(folder)

@@ -35,7 +35,7 @@ class StoreProbe:
         """`answered` returns the time, by `clock`, of the latest other request that the store answered."""
         self._store = store
         self._reads = threads
-        self._writes = LeavableThreads(1)  # its own: a store that hangs in writes is still read
+        self._writes = LeavableThreads(1)  # separate: reads still work if writes hang
         self._seconds = config.store_seconds
         self._answers = GraceCache(
             self._read, clock=clock, fresh=config.cache_seconds, grace=0.0, confirmed=lambda _: answered()

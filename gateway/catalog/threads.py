@@ -41,17 +41,17 @@ class LeavableThreads:
         """
         await self._places.acquire()
         outcome: Future[T] = Future()
-        outcome.set_running_or_notify_cancel()  # so that leaving does not cancel it: the thread will still set it
+        outcome.set_running_or_notify_cancel()  # a cancelled caller must not cancel it, because the thread will set it
         try:
-            # A daemon, so that a call that hangs does not hold up the end of the process.
+            # A daemon thread, so that a call that hangs does not delay the end of the process.
             Thread(target=_run, args=(work, outcome), daemon=True, name="leavable").start()
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # the system can start no more threads
             self._places.release()
             raise
         ended = asyncio.wrap_future(outcome)
         ended.add_done_callback(self._end)
         try:
-            await asyncio.wait({ended})  # unlike a plain await, it leaves `ended` alone when it is cancelled
+            await asyncio.wait({ended})  # unlike a plain await, cancellation does not cancel `ended`
         finally:
             if not ended.done():
                 self.abandoned += 1
@@ -61,7 +61,7 @@ class LeavableThreads:
     def _end(self, ended: asyncio.Future[T]) -> None:
         self._places.release()
         if not ended.cancelled():
-            ended.exception()  # retrieved: whoever waited may have left
+            ended.exception()  # retrieved, because the caller may have been cancelled
 
     def _end_left(self, _: asyncio.Future[T]) -> None:
         self.abandoned -= 1
@@ -70,7 +70,7 @@ class LeavableThreads:
 def _run(work: Callable[[], T], outcome: Future[T]) -> None:
     try:
         result = work()
-    except BaseException as error:  # belongs to whoever waits
+    except BaseException as error:  # for the caller
         outcome.set_exception(error)
     else:
         outcome.set_result(result)

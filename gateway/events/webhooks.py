@@ -1,4 +1,4 @@
-"""Sends webhooks by Standard Webhooks: signed, bounded in size and time, and never redirected."""
+"""Sends webhooks as defined by Standard Webhooks: signed, limited in size and time, without redirects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_ADDRESSES = 8
 
 
 class NotDelivered(Exception):
-    """Error of a failed try; its owner may read the text. `for_good`: no later try can succeed."""
+    """A try has failed; its owner may read the text. `for_good`: no later try can succeed."""
 
     def __init__(self, why: str, *, for_good: bool = False) -> None:
         super().__init__(why)
@@ -32,11 +32,11 @@ class NotDelivered(Exception):
 
 
 HostsOf = Callable[[str], Awaitable[WebhookHosts]]
-"""Returns the allowed hosts of a tenant's webhooks. Raises StoreUnavailable."""
+"""Function that returns the allowed hosts of a tenant's webhooks. Raises StoreUnavailable."""
 
 
 class Webhooks:
-    """Webhooks of one worker."""
+    """Sender of webhooks of one worker."""
 
     def __init__(self, hosts_of: HostsOf) -> None:
         self._hosts_of = hosts_of
@@ -89,7 +89,7 @@ def _session(allowed: WebhookHosts) -> aiohttp.ClientSession:
 
 
 class CheckedResolver(AbstractResolver):
-    """Resolver that returns checked addresses: the connection goes to one of these."""
+    """Resolver that returns only allowed addresses, to which the connection is made."""
 
     def __init__(self, allowed: WebhookHosts) -> None:
         self._allowed = allowed

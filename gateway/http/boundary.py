@@ -74,7 +74,7 @@ class Boundary:
         except ClientGone:
             reply.status = 499
         except asyncio.CancelledError:
-            # The server stops and its grace is over; an open stream has said so itself.
+            # The server's grace period is over. An open stream has already sent this error.
             await reply.fail(ServiceError("unavailable", "the gateway is stopping", retry_after=1.0))
             raise
         except Exception as error:
@@ -102,7 +102,7 @@ class _Reply:
 
     async def fail(self, error: ServiceError, extra: dict[str, str] | None = None) -> None:
         if self.status:
-            return  # the answer has begun: a second one would be garbage inside the first
+            return  # the response has started, so a second one would corrupt it
         status, body, headers = error_reply(error, self._scope["path"], self.request_id)
         await json_response(body, status, headers | (extra or {}))(self._scope, self._receive, self.send)
 

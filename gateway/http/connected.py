@@ -53,7 +53,7 @@ def cut_short(by: asyncio.Future[Exception]) -> Iterator[None]:
             raise (by.exception() or by.result()) from None
         raise
     finally:
-        is_over = True  # once `by` is done its callbacks are on their way, and can't be removed any more
+        is_over = True  # once `by` is done, its callbacks are scheduled and can't be removed any more
         by.remove_done_callback(cancel)
         if cut:
             task.uncancel()

@@ -86,7 +86,7 @@ def if_match(request: Request) -> frozenset[int] | None:
             message = 'If-Match is an ETag of this function such as "7", several with commas in between, or * alone'
             raise invalid("if-match", message)
         generation = tag[2] or tag[3] or ""
-        # A weak tag, or one that was never ours, matches nothing.
+        # Weak tags, and tags that this service never issued, match nothing.
         if not tag[1] and generation.isascii() and generation.isdigit() and len(generation) < 19:
             generations.add(int(generation))
     return frozenset(generations)

@@ -94,7 +94,7 @@ class GatewayHttp(BoundedHttp):
             return
         piece = cycle.scope["state"].get(PROBE)
         if cycle.scope["http_version"] != "1.1":
-            pass  # the peer knows neither interim answers nor chunks
+            pass  # HTTP/1.0 has neither interim responses nor chunks
         elif not cycle.response_started:
             self.transport.write(CONTINUE)
         elif piece and cycle.chunked_encoding:

@@ -1,13 +1,14 @@
-"""The table of routes: each is declared once, at its handler; what Starlette serves and openapi.json come from it.
+"""The table of routes. Each route is declared once, at its handler; Starlette's routes and openapi.json are derived
+from it.
 
     routes = Routes(Catalog)
 
     @routes.tenant("GET /functions/{name}", "One function", {200: FunctionReply})
     async def get_function(request: Request, catalog: Catalog, tenant: str) -> Response: ...
 
-A module's routes get one group of the gateway's parts (gateway.groups), whose type is the argument of Routes. The
-decorator says who may call the handler, and so what else it is given. Query parameters that are not declared are
-refused before it. Its name is the operation's id in the document and the route's in the metrics.
+A module's handlers get one group of the gateway's parts (gateway.groups), whose type is the argument of Routes. The
+decorator determines who may call the route, and the handler's further arguments. Undeclared query parameters are
+refused before the handler runs. The handler's name is the operation's id in the document, and the route in metrics.
 """
 
 from __future__ import annotations
@@ -295,7 +296,7 @@ def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
     @wraps(next(iter(endpoints.values())))
     async def chosen(request: Request) -> ASGIApp:
         endpoint = endpoints["GET" if request.method == "HEAD" else request.method]
-        request.scope["endpoint"] = endpoint  # its name is the route's in metrics and logs
+        request.scope["endpoint"] = endpoint  # its name is used for the route in metrics and logs
         return await endpoint(request)
 
     return chosen

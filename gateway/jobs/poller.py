@@ -107,7 +107,7 @@ class Poller(Generic[R]):
             if marker.id not in self.active:  # a leftover may name a job that has another marker, too
                 self._begin(marker)
         if len(self.active) >= self._at_once and any(self._waiting.values()):
-            return self._idle_s  # until one has ended: there is no room
+            return self._idle_s  # no room until a job has ended
         if self._after:
             return MIN_GAP_S
         opening_at = self._windows.next_opening()
@@ -159,7 +159,7 @@ class Poller(Generic[R]):
             stored = await self._owner(marker)
             if stored is not None:
                 self._record_outcome(marker, await self._handle(stored))
-        except StoreUnavailable as error:  # its marker stays: it is found again
+        except StoreUnavailable as error:  # its marker remains, so the job is found again
             log.warning("a job waits for the store", extra={"job": marker.id, "why": str(error)})
             self._back_off()
         except NoCapacity:

@@ -119,7 +119,7 @@ class Leader:
                 await job.run(tick)
         except TickEnded:
             pass
-        except Exception as error:  # whatever it is, the job gets its next tick
+        except Exception as error:  # any error: the job still gets its next tick
             failed = True
             log.error("a job of the leader failed; it is tried again", extra={"job": job.name}, exc_info=error)
         finally:

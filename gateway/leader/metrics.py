@@ -10,7 +10,7 @@ Beat = Literal["led", "followed", "failed"]
 
 
 class LeaderMetrics:
-    """Metrics of one process, one per `registry`."""
+    """Leader metrics of one process, one per `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._leads = Gauge(

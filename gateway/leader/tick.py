@@ -16,7 +16,7 @@ class TickEnded(Exception):
 
 
 class Tick:
-    """One call of a job. `deadline` and `since` are monotonic seconds by `clock`. Safe to use from a job's thread."""
+    """Call of a job. `deadline` and `since` are monotonic seconds by `clock`. Safe to use from a job's thread."""
 
     def __init__(
         self, deadline: float, clock: Callable[[], float], leads: Callable[[], bool], since: float = -math.inf

@@ -36,7 +36,7 @@ MAX_LEFT_OUT = 1000
 MAX_NODES = 4
 """Maximum nodes on which a forecast keeps an adapter that they have in memory."""
 WHERE: Mapping[Tier, str] = {"device": "the device", "host": "host memory"}
-"""Names of the tiers in reasons."""
+"""Names of the tiers in the reasons of targets that are left out."""
 STEPS = 20
 """Number of steps to which probabilities in orders are rounded, so that small changes cause no new order."""
 
@@ -110,7 +110,7 @@ class NodeMemory:
 
 def node_memory(node: NodeRecord) -> NodeMemory:
     device = node.adapter_bytes or inf
-    host = node.host_bytes or device  # an older node does not tell
+    host = node.host_bytes or device  # an earlier release does not report it
     return NodeMemory({"device": device, "host": host}, node.adapter_itemsize, node.takes_wants)
 
 
@@ -141,7 +141,7 @@ class NodeWants:
                 return False
             self.kept_room[tier] -= size
             self.room[tier] -= size
-            # of a copy in host memory, the chance says whether it is wanted on the device besides
+            # for a copy in host memory, the probability says whether it is wanted on the device as well
             want = self.wants[digest] = PlannedAdapter(wish.adapter, tier, float(tier == "device"), provisioned=tier)
         want.causes.setdefault(wish.key, wish.cause)
         return True
@@ -165,7 +165,7 @@ class NodeWants:
             self.room[tier] -= size
             want = self.wants[digest] = PlannedAdapter(wish.adapter, tier, 0.0)
         elif (want.tier, tier) == ("host", "device") and size <= self.room[tier]:
-            self.room["host"] += 0.0 if want.provisioned else size  # a provisioned copy stays there, too
+            self.room["host"] += 0.0 if want.provisioned else size  # a provisioned copy also stays in host memory
             self.room[tier] -= size
             want.tier = tier
         want.chance = 1.0 - (1.0 - want.chance) * (1.0 - wish.chance)

@@ -67,7 +67,7 @@ class RemoteTrainer:
     def update(self) -> None:
         """Schedules training on one batch."""
         if self._thread is None:
-            # A daemon: a job under way does not hold up the end of the gateway.
+            # A daemon thread, so that a job in progress does not delay the end of the gateway.
             self._thread = Thread(target=self._run, name="remote-trainer", daemon=True)
             self._thread.start()
         with suppress(Full):

@@ -51,7 +51,7 @@ class WarmSchedules:
         schedules = await self._threads.read(read_schedules, self._store)
         now, wishes, empty, windows = self._unix(), list[PrewarmTarget](), list[str](), set[WarmWindow]()
         async for key, choices in look_up(self._functions, list(schedules.functions), tick):
-            await asyncio.sleep(0)  # the next time of a cron expression may take 5 ms to find
+            await asyncio.sleep(0)  # finding the next time of a cron expression may take 5 ms
             tick.check()
             now_wanted = self._wishes_now(key, choices, now, windows)
             if now_wanted is None:
@@ -85,7 +85,7 @@ class WarmSchedules:
         if until <= now:
             try:
                 is_open, until = window_state(window, now)
-            except CronProblem as problem:  # stored by a release that understands more
+            except CronProblem as problem:  # stored by a newer release
                 log.warning("a warm window is not understood", extra={"function": key, "why": str(problem)})
                 is_open, until = False, now + 3600.0
             self._states[window] = (is_open, until)

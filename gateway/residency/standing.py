@@ -64,7 +64,7 @@ class StandingPolicies:
 
     async def _check(self, tick: Tick) -> None:
         standing = await self._threads.read(read_standing, self._store)
-        # A gateway that does not know `prefetch` takes out what stands for it alone: here it is put in again.
+        # A gateway of an earlier release removes entries that exist only for `prefetch`; they are restored here.
         dropped = dict.fromkeys(self.not_prefetched - standing.functions.keys(), Entry(since=0.0))
         entries = {**standing.functions, **dropped}
         policies, idle, stale, not_prefetched = list[_PolicyWishes](), dict[str, float](), list[str](), set[str]()
@@ -122,7 +122,7 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
     return Memory(
         nodes=len(nodes),
         device=PROVISIONED_SHARE * sum(device) if all(device) else None,
-        host=PROVISIONED_SHARE * sum(host) if all(host) else None,  # nor does a node of an earlier release
+        host=PROVISIONED_SHARE * sum(host) if all(host) else None,  # nor do nodes of earlier releases
         tenant_share=TENANT_PROVISIONED_SHARE,
         copies=MAX_WANTED * len(nodes),
         itemsize=max(node.adapter_itemsize for node in nodes),

@@ -33,7 +33,7 @@ async def warm_staged(warming: Warming, base: str, tenant: str, staged: Deployme
 
     `base`: fingerprint of the base model.
     """
-    from adapters.artifact import artifact_key  # with numpy, which clients that know of warm deploys need not load
+    from adapters.artifact import artifact_key  # it imports numpy, which clients of this module don't need
 
     key, itemsize = artifact_key(base, staged.digest), ITEM_BYTES[staged.dtype]
     adapter = Adapter(staged.digest, key, staged.bytes, staged.ranks, itemsize)

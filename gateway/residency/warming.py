@@ -29,7 +29,7 @@ MAX_TENANT_UNDERWAY = 32
 ANSWER_SECONDS = 2.0
 """Seconds for which a caller waits for the nodes; loads then continue."""
 AGAIN_SECONDS = 60.0
-"""Seconds for which a load in progress is not ordered again."""
+"""Seconds during which a load in progress is not ordered again."""
 LOOK_SECONDS = 0.2
 """Seconds between the first two checks while a caller waits. The pause then doubles, up to MAX_LOOK_SECONDS."""
 MAX_LOOK_SECONDS = 2.0
@@ -121,7 +121,7 @@ class Warming:
                 reply = await self._bring(order, await self._places(order))
                 problem = next((place.error for place in reply.places if place.error), None)
             except ServiceError as error:
-                if error.type == "too_large" or isinstance(error, PathUnknown):  # it stays so
+                if error.type == "too_large" or isinstance(error, PathUnknown):  # permanent
                     return error.message
                 problem = error.message
             else:
@@ -138,7 +138,7 @@ class Warming:
         Raises ServiceError `rate_limited` for too many loads.
         """
         if order.tier != "device":
-            return {}  # no node takes an order for host memory; what is held it brings in by itself
+            return {}  # nodes accept no load orders for host memory; they load held adapters by themselves
         now = monotonic()
         self._loads = {key: load for key, load in self._loads.items() if not load.answer.done() or now < load.until}
         missing = [(v, node) for v, node in places if _tier(nodes, v, node) != "device"]

@@ -17,7 +17,7 @@ from gateway.http.routing import Routes
 routes: Routes[None] = Routes()
 
 FOLDER = Path(__file__).parents[1] / "console"
-# Text can't be made markup, not even by mistake.
+# Trusted Types keep scripts from turning text into markup.
 HEADERS = page_headers({"require-trusted-types-for": "'script'", "trusted-types": "'none'"})
 INDEX = "index.html"
 FILES = sorted(file.name for file in FOLDER.iterdir() if file.suffix in (".css", ".js"))

@@ -64,7 +64,7 @@ class DeployReply(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
-# `:path`, so that a name with slashes is a malformed name and not an unknown route.
+# `:path`, so that a name with slashes is reported as a malformed name, not as an unknown route.
 @routes.tenant(
     "POST /deploy/{name:path}",
     "Make an adapter's files, sent or in an allowed place, a version of a function; point an alias to it",
@@ -126,7 +126,7 @@ async def _store(
     if how.warm:
         async with catalog.deploys.store(tenant):
             staged = await catalog.threads.write(registry.stage, tenant, name, upload)
-        # Meanwhile others store theirs.
+        # No slot is held during the wait.
         problems += await warm_staged(catalog.warming, catalog.base.fingerprint, tenant, staged.deployment)
     async with catalog.deploys.store(tenant):
         memory = await catalog.residency.provisionable()
@@ -171,8 +171,8 @@ async def _room_warnings(catalog: Catalog, deployment: Deployment) -> list[str]:
     fits: list[tuple[int, int]] = []
     for node in await catalog.cluster.nodes():
         record = node.record
-        room = record.largest_adapter or record.adapter_bytes  # an older node reports its whole memory alone
-        # A node that is starting reports no room yet.
+        room = record.largest_adapter or record.adapter_bytes  # an earlier release reports its total memory only
+        # A starting node reports no memory yet.
         if record.base == catalog.base.fingerprint and room:
             fits.append((room, elements * (record.adapter_itemsize or min(ITEM_BYTES.values()))))
     if not fits or any(needed <= room for room, needed in fits):

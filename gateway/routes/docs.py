@@ -19,7 +19,7 @@ GATEWAY = Path(__file__).parents[1]
 FOLDER, OPENAPI = GATEWAY / "docs_page", GATEWAY / "openapi.json"
 VIEWER = "openapi-explorer-2.4.820.min.js"
 """Vendored file; its version is part of its name, so browsers may cache it forever."""
-HEADERS = page_headers({"style-src": "'self' 'unsafe-inline'"})  # the viewer sets style attributes
+HEADERS = page_headers({"style-src": "'self' 'unsafe-inline'"})  # the viewer uses inline styles
 
 routes.public("GET /docs")(page_file(FOLDER / "index.html", "docs", HEADERS))
 routes.public("GET /docs/page.css")(page_file(FOLDER / "page.css", "docs", HEADERS))

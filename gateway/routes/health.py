@@ -87,7 +87,7 @@ def _cluster(nodes: Nodes) -> Check:
 async def _nodes(nodes: Nodes) -> Check:
     base = nodes.base
     records = [node.record for node in await nodes.cluster.nodes()]
-    # A node that is starting names its base only once its engine is there.
+    # A starting node reports its base only once its engine is running.
     states = [record.state for record in records if record.base in (base.fingerprint, "")]
     if "ready" in states:
         return Check(ok=True)

@@ -83,5 +83,5 @@ def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     if colon and stated is not None and stated != qualifier:
         raise invalid("qualifier", "the path names another qualifier")
     if colon:
-        return name, qualifier or ":"  # an empty qualifier names nothing, which is not the same as none
+        return name, qualifier or ":"  # an empty qualifier is invalid, unlike a missing one
     return name, stated

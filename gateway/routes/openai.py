@@ -41,7 +41,7 @@ async def list_models(_: Request, calls: Calls, tenant: str) -> Response:
     after: str | None = ""
     for _page in range(MAX_PAGES):
         page, after = await calls.threads.read(calls.registry.functions, tenant, after or "", PAGE)
-        records += [record for record in page if isinstance(record, FunctionRecord)]  # a broken one can't be called
+        records += [record for record in page if isinstance(record, FunctionRecord)]  # damaged ones can't be called
         if after is None:
             break
     context = await calls.inputs.served_context()

@@ -114,7 +114,7 @@ def _id(name: str) -> str:
 
 
 def _tag(path: str) -> str:
-    """Returns the group of routes under which viewers list this path."""
+    """Returns the tag under which viewers list this path."""
     first = path.split("/")[1]
     return next((tag for tag, firsts in TAGS.items() if first in firsts), "Operations")
 

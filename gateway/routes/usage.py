@@ -93,7 +93,7 @@ async def get_usage(request: Request, admin: Admin, caller: Caller) -> Response:
     else:
         await _add(admin, sheet, tenant, start, end)
         if not sheet.rows:
-            await admin.callers.account(tenant)  # a tenant that is gone may have used something, nobody has not
+            await admin.callers.account(tenant)  # a deleted tenant may have usage; an unknown tenant raises NotFound
     prices = admin.config.prices
     empty: dict[str, Any] = dict.fromkeys(GROUPS)
     rows = [msgspec.convert({**empty, **groups, **_sums(sums, prices)}, UsageRow) for groups, sums in sheet.ordered()]

@@ -1,13 +1,13 @@
-"""Cost model: what a request would add to each node, and its forecast times there, by which policies decide.
+"""Cost model: what a request would add to each node, and its forecast times there. Policies decide by these.
 
 Toppings' Algorithm 1 weighs what a request adds to prefill and decode:
 
     d_prefill = prefill(waiting + request) - prefill(waiting)
     d_decode = decode(there + request) - decode(there)
 
-by the node's own performance model. Added here: what the request would wait for its adapter, for the prompts before it,
-for a row and for KV memory, so that its first token and its steps can be forecast. Every term is a column over the
-candidates; the only loop is over the nodes that hold the adapter.
+by the node's own performance model. This model adds the waits for the adapter, for the prompts ahead, for a row and for
+KV memory, so that the first token and the decode steps can be forecast. Each term is an array over the candidates; the
+only loop is over the nodes that hold the adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cluster.performance_model import RankTerm
 from gateway.scheduling.request import PlacementRequest
 
 MAX_RANK, ADAPTER_RANKS = (get_args(RankTerm).index(name) for name in ("max_rank", "adapter_ranks"))
-"""Codes of rank terms in the column `rank_term`."""
+"""Values of the column `rank_term`: indices of the two rank terms."""
 
 
 class Terms(msgspec.Struct, dict=True):
@@ -53,7 +53,7 @@ class Terms(msgspec.Struct, dict=True):
     wait: np.ndarray
     """Time before the request's prefill starts: the wait for other prompts, then for a row or for KV memory."""
     ttft: np.ndarray
-    """Time to first token, from the request's arrival."""
+    """Time from the request's placement to its first token."""
     tpot_limit: np.ndarray
     """Tightest TPOT target of this request and the requests on the node; infinite if none has a target."""
     ttft_limit: float
@@ -97,7 +97,7 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
     `candidates`: i64[C], ascending rows, C >= 1. Invalid numbers in `nodes` lead to invalid terms and to warnings from
     numpy.
     """
-    everybody = candidates[-1] == candidates.size - 1  # a slice costs nothing, and picking rows does
+    everybody = candidates[-1] == candidates.size - 1  # a slice is a view, while indexing by rows copies
     at = nodes.table[: candidates.size] if everybody else nodes.table[candidates]
     demand, after = request.demand, at["requests"] + 1.0
     tokens, rank = float(demand.prompt_tokens), float(demand.rank)
@@ -150,10 +150,10 @@ def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: P
     # R(there + request) - R(there) by the node's own rank term (cluster.performance_model).
     ranks = np.full(candidates.size, float(request.demand.rank))
     padded = at["rank_term"] == MAX_RANK
-    if padded.any():  # everybody is computed as the largest one
+    if padded.any():  # all requests are padded to the largest rank
         largest = np.maximum(at["max_rank"], ranks)
         ranks = np.where(padded, largest + at["requests"] * (largest - at["max_rank"]), ranks)
-    if request.digest and (users := nodes.users(request.digest)):  # their batches have the adapter's rank already
+    if request.digest and (users := nodes.users(request.digest)):  # their batches already have the adapter's rank
         index = _indices(candidates, users)
         ranks[index[at["rank_term"][index] == ADAPTER_RANKS]] = 0.0
     context = request.demand.prompt_tokens + request.answer_tokens / 2
@@ -208,14 +208,14 @@ def _step_and_wait(
     demand, strict = request.demand, request.demand.slo_class == "strict"
     kind = STRICT if strict else STANDARD
     base, capacity = at["decode_base"], at["capacity"]
-    # Rows beyond what the node computes at once wait: a step has no more than that.
+    # Requests beyond the node's maximum rows wait, so a step computes no more rows than that.
     computed = np.minimum(1.0, capacity / after)
     step = base + computed * (at["decode_there"] + decode - base)
-    if strict and demand.tpot is not None:  # best effort pauses, but no more than the tightest strict promise asks for
+    if strict and demand.tpot is not None:  # best effort pauses, but only as far as the tightest strict TPOT requires
         shortest = np.maximum(step - computed * at["strict_saved"], base)
         planned = MARGIN * np.minimum(at["tightest_tpot"][:, STRICT], demand.tpot)
         step = np.minimum(np.maximum(planned, shortest), step)
-    # A row, and its memory, come free whenever one of those that have them has its answer: a reserved place, too.
+    # A row and its memory become free whenever one of the requests that hold them ends; the same holds for a place.
     answer = (request.typical_tokens or request.answer_tokens) * step
     room = at["kv_room"][:, kind]
     over, short = 1.0 - at["rows_free"][:, kind], demand.prompt_tokens + demand.max_tokens - room
@@ -223,6 +223,6 @@ def _step_and_wait(
     tokens_in_use = np.maximum(at["kv_tokens"] - np.maximum(room, 0.0), 1.0)
     memory = np.where(short > 0, answer * short / tokens_in_use, 0.0)
     prompts = at["prompt_wait"][:, kind]
-    if strict:  # counts on no luck: they may have a pass of their own
+    if strict:  # conservative: the prompts may need a separate pass
         prompts = prompts + np.where(prompts > 0, at["prefill_base"], 0.0)
     return step, prompts + np.maximum(row, memory)

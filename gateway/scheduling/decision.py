@@ -31,29 +31,31 @@ class Candidate(msgspec.Struct, frozen=True):
     age: float | None
     """Age of the node's record at the time of the decision."""
     tier: Literal["device", "host", "disk", "absent"]
-    """Tier of the adapter, as far as was known; `device` for the base alone."""
+    """Tier of the adapter, as far as known; `device` for the base model alone."""
     running: int
     queued: int
     reserved: int
     """Places reserved on the node that its record does not include yet."""
     model: Literal["measured", "assumed"]
-    """`measured`: judged by its own performance model; `assumed`: by that of a mid-size GPU, without times here."""
+    """`measured`: the node's own performance model is used; `assumed`: that of a mid-size GPU, and no times are
+    shown."""
     model_problem: str | None
-    """Reason for which the published model is not used."""
+    """Reason why the published model is not used."""
     widened: bool = False
-    """True if its passes have not taken what its model forecasts for a minute: then its forecasts refuse no request."""
+    """True if the node's performance model has been inaccurate for a minute, so that its forecasts refuse no
+    request."""
     prefill: float | None = None
-    """Time that the prompt adds to the prompts that wait."""
+    """Prefill time of the request's prompt."""
     exposed_load: float | None = None
-    """Wait of the first token for the adapter's bytes."""
+    """Time for which the first token waits for the adapter to load."""
     decode: float | None = None
     """Time that the request adds to every step."""
     step: float | None = None
-    """A decode step with the request in the batch."""
+    """Duration of a decode step with the request in the batch."""
     wait: float | None = None
     """Wait before the request's prefill starts."""
     ttft: float | None = None
-    """Time from its routing to its first token."""
+    """Time from the request's placement to its first token."""
     spreading: float | None = None
     """Cost of one more copy of the adapter, charged for this request and for each one on the node."""
     total: float | None = None
@@ -69,7 +71,7 @@ class Decision(msgspec.Struct, frozen=True):
     node: str | None
     policy: str
     at: float
-    """Unix time."""
+    """Unix time of the decision."""
     took: float
     tries: int
     """Number of choices made. A choice is repeated when another request takes the chosen place first."""
@@ -95,7 +97,7 @@ ONLY = np.zeros(1, np.int64)
 SCORED = ("prefill", "exposed_load", "decode", "step", "wait", "ttft", "spreading", "total")
 FIELDS = ("age", "running", "queued", "reserved", "modelled", "tier", *SCORED, "tpot_limit")
 TERMS = ("tier", "prefill", "exposed", "decode", "step", "wait", "ttft", "spreading")
-"""Columns of gateway.scheduling.cost.Terms, in the order of FIELDS."""
+"""Attributes of gateway.scheduling.cost.Terms, in the order of FIELDS."""
 
 
 class Snapshot(msgspec.Struct):
@@ -164,7 +166,7 @@ def take_snapshot(
 
 
 def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Scores | None) -> np.ndarray:
-    """Returns the indices of the candidates to list, the best first."""
+    """Returns the indices of the candidates to list, best first."""
     if candidates.size == 1:
         return ONLY
     order = scores.totals if scores is not None else nodes.requests[candidates]

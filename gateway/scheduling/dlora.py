@@ -19,7 +19,7 @@ MIN_GAP, RUNNING_GAP = 2, 6
 
 
 class Movable(NamedTuple):
-    """A request that has not been moved yet."""
+    """Request that has not been migrated yet."""
 
     id: str
     row: int
@@ -59,7 +59,7 @@ class Dlora(MostIdle):
         movable: dict[int, list[Movable]] = {row: [] for row in loads}
         for request in requests:
             movable.get(request.row, []).append(request)
-        for _ in range(len(loads)):  # as many moves at most
+        for _ in range(len(loads)):  # at most this many moves
             busiest, idlest = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
             chosen = _movable(movable[busiest], loads[busiest] - loads[idlest])
             if chosen is None:

@@ -15,7 +15,7 @@ import numpy as np
 from cluster.node_table import ABSENT, NodeTable
 
 _STEP, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""Constants of splitmix64."""
+"""Constants of the splitmix64 hash."""
 
 
 class HomeNodes:

@@ -17,26 +17,25 @@ from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import work
 
 RETRY_AFTER = 1.0
-"""Seconds after which a caller may find a free place or a started node."""
+"""Default Retry-After in seconds: by then a place may be free, or a node may have started."""
 ATTEMPTS = 4
 """Maximum attempts to place one request. An attempt fails if other requests take the place or change the node first."""
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A place reserved under the request's id on one process of a node."""
+    """Place that is reserved under the request's id on one process of a node."""
 
     node_id: str
     epoch: str
     url: str
     forecast: float | None = None
-    """Seconds from now to the first token; None where the policy makes no forecast, or the node has no performance
-    model."""
+    """Forecast seconds from now to the first token; None if the policy or the node has no forecast."""
     pool: str = ""
     """Pool of the node."""
     work: float | None = None
     """Node time that the request takes, in seconds (gateway.scheduling.work); None: not measured."""
     number: int = 0
-    """Number of the reservation, which the node repeats in its record once the request has arrived."""
+    """Number of the reservation. The node repeats it in its record once the request has arrived."""
 
 
 class Trace(msgspec.Struct):
@@ -78,8 +77,8 @@ async def place(
         if row is None:
             raise _refusal(scores)
         record = nodes.record(row)
-        # Whatever has changed meanwhile, another look could lead nowhere else when this is the only one, unless to a
-        # refusal; and the last attempt takes the place if there is one.
+        # The node's generation is checked only if another attempt could end differently: on another node, or, for strict
+        # requests, in a refusal. The last attempt takes the place if it is still free.
         looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or demand.slo_class == "strict")
         generation = int(nodes.generation[row]) if looks_again else None
         number = await state.reserve(record.id, request.id, demand, generation)

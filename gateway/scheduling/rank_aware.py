@@ -5,10 +5,10 @@
     others = (running + waiting + reserved) * (d_prefill / expected tokens + d_decode)
     copy   = (running + waiting + reserved + 1) * transfer / expected tokens, where the adapter is not on the device
 
-the sum of what time per token becomes for the request and of what it adds to that of all who are there. Algorithm 1 of
-Toppings has `others` alone, so that every idle node is free, whether it has the adapter or not, and an idle node that
-breaks a promise costs infinity * 0, which is NaN (gateway.scheduling.toppings). `copy`: an adapter that is called often
-would else soon lie on every node, and push out those that are called less, which must be loaded again.
+The total is the request's own time per token plus what it adds to the time per token of the node's other requests.
+Algorithm 1 of Toppings has `others` alone (gateway.scheduling.toppings). So every idle node costs 0, with or without
+the adapter, and an idle node that violates an SLO costs infinity * 0, which is NaN. Without `copy`, an adapter that is
+called often would soon be on every node and evict less used ones, which would have to be loaded again.
 """
 
 from __future__ import annotations

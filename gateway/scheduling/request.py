@@ -12,9 +12,9 @@ class PlacementRequest(msgspec.Struct, frozen=True):
 
     id: str
     demand: Demand
-    """Demand of its place on a node."""
+    """Resources that the request needs on a node."""
     digest: str | None
-    """Adapter version; None for the base alone."""
+    """Digest of the adapter version; None for the base model alone."""
     adapter_bytes: int
     """Size of the adapter's file in bytes, with elements of `adapter_itemsize` bytes."""
     expected_tokens: float = 0.0

@@ -165,7 +165,7 @@ class _Compactor:
                 self._tick.check()
                 self._store.put_if_match(key, encode_merged(cells, sealed=True), day.etag)
         except (NotFound, PreconditionFailed):
-            return  # another compactor was faster; what it did not finish is for the next round
+            return  # another compactor was faster; the next round completes what it leaves
         self._add(self._months, key.removeprefix(self._days)[:MONTH], cells)
         self._tick.check()
         self._store.delete(key)

@@ -15,10 +15,10 @@ class UsageCounts(msgspec.Struct, omit_defaults=True):
 
     requests: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens as in the replies' `usage`: the prompt of a call with several choices counts once."""
+    """Prompt tokens, as in the replies' `usage`: a prompt with several choices counts once."""
     completion_tokens: int = 0
     cold_starts: int = 0
-    """Calls whose adapter was not on the device when they reached the node."""
+    """Calls whose adapter was not on the device when they arrived at the node."""
     device_seconds: float = 0.0
     """Device time of the calls: their shares of the passes that computed them."""
     device_gb_seconds: float = 0.0
@@ -53,7 +53,7 @@ def add_to(functions: Functions, function: str, version: str, counts: UsageCount
 
 
 def cost_of(counts: UsageCounts, prices: Prices) -> float:
-    """Returns the cost, rounded to millionths."""
+    """Returns the cost by these prices, rounded to millionths."""
     gb_seconds = (
         counts.device_gb_seconds
         + counts.host_gb_seconds

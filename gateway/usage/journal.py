@@ -31,7 +31,7 @@ class JournalError(Exception):
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """A call in a log."""
+    """Line of a log: one call."""
 
     tenant: str
     hour: str
@@ -75,12 +75,12 @@ class Journal:
         self._lock = lock
         self._log: int | None = None
         self.size = 0
-        """Bytes in the open log."""
+        """Size of the open log in bytes."""
         self.segment = 0
         self.gateway = _identity(folder)
 
     def read(self) -> Sequence[Sums]:
-        """Returns the sums that an earlier process left in the files; sets `segment`. Raises JournalError, OSError."""
+        """Returns the sums in the files of an earlier process, and sets `segment`. Raises JournalError, OSError."""
         snapshots, logs = _numbered(self._folder, "snapshot"), _numbered(self._folder, "log")
         first = max(snapshots, default=0)
         self.segment = max([*snapshots, *logs], default=0)
@@ -123,7 +123,7 @@ class Journal:
             if written != len(data):
                 raise OSError("the disk took a part of a line only")
         except OSError:
-            os.ftruncate(self._log, self.size)  # half a line would hide those after it
+            os.ftruncate(self._log, self.size)  # an incomplete line would make later ones unreadable
             raise
         self.size += len(data)
 

@@ -129,7 +129,7 @@ class UsageLedger:
             if self._open.get((sums.tenant, sums.hour)) is sums:
                 del self._open[sums.tenant, sums.hour]
         try:
-            # Together, without a pause: what comes from now on is in the new log, and what was before in the snapshot.
+            # No await in between: later calls go to the new log, and earlier ones are in the snapshot.
             self._journal.begin_segment()
             data, segment = self._snapshot(), self._journal.segment
             self._unwritten = False
@@ -182,7 +182,7 @@ async def _take_over(folder: Path, store: ObjectStore) -> None:
             ledger = UsageLedger(journal, store, time.time)
             await ledger.begin()
             await _last_flush(ledger)
-        except Exception as error:  # whatever is wrong with one, the others are written
+        except Exception as error:  # any error: the other journals are still written
             log.error(LEFT, exc_info=error)
         finally:
             journal.close()

@@ -1,4 +1,4 @@
-"""Usage of one call, over all its choices."""
+"""Meters the usage of one call, over all its choices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Meter:
     def _add(self, prompt_tokens: int, completion_tokens: int, cold_start: bool) -> None:
         self._sums.prompt_tokens += prompt_tokens
         self._sums.completion_tokens += completion_tokens
-        # Choices of one call share its adapter: it is one cold start, whichever of them met it.
+        # Choices of a call share its adapter, so they count as one cold start.
         self._sums.cold_starts += cold_start and not self._cold
         self._cold = self._cold or cold_start
 

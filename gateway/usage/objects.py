@@ -1,9 +1,9 @@
-"""The objects of the registry that hold usage, and their names.
+"""Objects in the registry that contain usage, and their names.
 
-tenants/<tenant>/usage/<hour>/<gateway>-<part>.json             what one journal counted, written by its gateway alone
-tenants/<tenant>/usage/<hour>/<gateway>-<part>-<changes>.json   the same, newer, from a gateway that was late
-tenants/<tenant>/usage/days/<day>-<id>.json                     hours that are over, merged
-tenants/<tenant>/usage/months/<month>-<number>.json             days that are over, merged
+tenants/<tenant>/usage/<hour>/<gateway>-<part>.json             counts of one journal, written by its gateway only
+tenants/<tenant>/usage/<hour>/<gateway>-<part>-<changes>.json   newer version of it, from a late gateway
+tenants/<tenant>/usage/days/<day>-<id>.json                     merged closed hours
+tenants/<tenant>/usage/months/<month>-<number>.json             merged closed days
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class ResidentMeter:
         self._cluster, self._registry, self._threads, self._owners = cluster, registry, threads, owners
         self._pinned, self._count, self._clock = pinned, count, clock
         self._at = -math.inf
-        """Time of the last reading."""
+        """Time of the last reading, in monotonic seconds."""
 
     def job(self) -> Job:
         return Job("residents", self.measure, METER_SECONDS, "nodes")

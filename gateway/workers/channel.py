@@ -97,14 +97,14 @@ class Channel(Generic[M]):
         try:
             await link.send(self._name, msgspec.msgpack.encode((link.worker, letter)))
         except RedisAway:
-            await asyncio.sleep(0.01)  # a link that comes and goes must not make this a busy loop
+            await asyncio.sleep(0.01)  # avoids a busy loop if the link fails repeatedly
             return False
         return True
 
     def _receive(self, data: bytes) -> None:
         try:
             worker, messages = self._decoder.decode(data)
-        except msgspec.DecodeError as error:  # a worker of another version, in the middle of a reload
+        except msgspec.DecodeError as error:  # a worker of another release, during a reload
             log.warning("a message of another gateway worker is not understood: %s", error)
             return
         if self._link is None or worker == self._link.worker:

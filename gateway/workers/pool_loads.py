@@ -84,7 +84,7 @@ class QueueSample:
         pool."""
         self.end()
         if self._unplaced and pool is not None:
-            self.since = self._loads.clock()  # that there was no node does not mean that the one that came is too few
+            self.since = self._loads.clock()  # waiting for a first node must not count as overload of that node
         self._unplaced = pool is None
         self.pool, self.work, self._there = pool, work or 0.0, True
         entry = self._loads.pools[pool]
