@@ -3,7 +3,7 @@
 every worker                  the leader
 ------------                  ----------
 a call -> ArrivalCounter -+-> CallHistory -> Forecaster      each second
-a warm order -> HeldWants-+      |
+warm order -> ManualHolds-+      |
                                Plan <- WarmSchedules, StandingPolicies
                                  |                           each 2 s, and when nodes come or go
                                  |

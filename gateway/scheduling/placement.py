@@ -77,7 +77,7 @@ async def place(
         if row is None:
             raise _refusal(scores)
         record = nodes.record(row)
-        # The node's generation is checked only if another attempt could end differently: on another node, or, for strict
+        # The node's generation is checked only if another attempt could end differently: on another node or, for strict
         # requests, in a refusal. The last attempt takes the place if it is still free.
         looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or demand.slo_class == "strict")
         generation = int(nodes.generation[row]) if looks_again else None

@@ -27,7 +27,7 @@ STOP_SECONDS = 5.0
 MAX_WRITES = 200
 """Maximum objects written in one flush; the others wait for the next."""
 LATE_SECONDS = 300.0
-"""Seconds from the end of an hour until its object gets a new name with each write.
+"""Seconds from the end of an hour after which its object gets a new name with each write.
 
 The old object may then be merged and removed at any moment. This is less than the compaction's CLOSED_SECONDS, by the
 amount that this host's clock may lag behind the store's.
