@@ -17,8 +17,10 @@ from gateway.workers.metrics import Metrics
 T = TypeVar("T")
 
 YIELDED_SHARE = 1 / 8
-"""Share of a tenant's and of a function's places, rounded up, that batches and asynchronous calls leave free for other
-calls."""
+"""Share of a tenant's and of a function's places, rounded up, that background calls leave free.
+
+Background calls are those of batches and asynchronous calls.
+"""
 RETRY_AFTER = 1.0
 """Seconds after which to retry if it is unknown when a place becomes free."""
 

@@ -63,7 +63,7 @@ class Explained(msgspec.Struct):
     call: CallKey
     placements: list[Placement] = []
     left_out: int = 0
-    """Further placements of this call that were not kept."""
+    """Number of further placements of this call, which were not kept."""
 
     def reply(self) -> ExplainReply:
         return ExplainReply(

@@ -26,7 +26,7 @@ This covers gateways of earlier releases, which write to the registry without ma
 MAX_KNOWN = 50_000
 """Maximum answers cached, about one kilobyte each."""
 PATIENCE = 1.0
-"""Seconds to wait for the registry while an older answer is cached, so that a hanging registry does not block calls."""
+"""Seconds to wait for the registry while an older answer is cached. A hanging registry thus does not block calls."""
 
 
 @dataclass(eq=False)

@@ -125,7 +125,7 @@ class Callers:
             return False
 
     def forget(self, tenant: str | None) -> None:
-        """Forgets cached callers after a change of a tenant or its keys, so that this process does not use old records.
+        """Forgets cached callers after a change of a tenant or its keys.
 
         `tenant`: None for administrators.
         """

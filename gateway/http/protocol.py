@@ -21,7 +21,7 @@ The first probe that reaches a closed socket gets a reset, which the next one de
 """
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE = "probe"
-"""Key in a request's state of bytes without meaning, which may be sent at any time once the response has started."""
+"""Key in a request's state of bytes without meaning. They may be sent at any time once the response has started."""
 UNPARSABLE = "unparsable"
 """Route in metrics of input that is no HTTP request."""
 

@@ -18,8 +18,7 @@ from adapters.records import read_record
 from adapters.store import ObjectStore
 
 LEFTOVER_S = 60.0
-"""Age, in seconds by the store's clock, after which a leftover is removed, because its writer can't be active any
-more."""
+"""Age, in seconds by the store's clock, after which a leftover is removed. Its writer can't be active any more."""
 SLOW_S = 20.0
 """Seconds after which a change must write its markers again, because they may have been removed as leftovers."""
 

@@ -18,8 +18,7 @@ from gateway.jobs.windows import Function, Windows
 MIN_GAP_S = 0.1
 """Minimum seconds between two polls, because a store charges for each."""
 BACKOFF_S = 2.0
-"""Seconds without a poll after a job failed for lack of the store or of capacity, because each poll would find it
-again."""
+"""Seconds without a poll after a job failed for lack of the store or of capacity. Each poll would find it again."""
 VALID_S = 1.0
 """Seconds for which a poll's result is used; after that, other tenants may have jobs."""
 
@@ -129,8 +128,8 @@ class Poller(Generic[R]):
         return any(self._first(queue, active) is not None for queue in self._waiting.values())
 
     def _next(self) -> Marker | None:
-        """Removes and returns the first startable job of the tenant with the fewest active ones; None if no job may
-        start."""
+        """Removes and returns the first startable job of the tenant with the fewest active ones. Returns None if no job
+        may start."""
         active = Counter(map(function_of, self._markers.values()))
         first = {
             tenant: at for tenant, queue in self._waiting.items() if (at := self._first(queue, active)) is not None

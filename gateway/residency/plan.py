@@ -19,7 +19,7 @@ from gateway.scheduling.home_nodes import HomeNodes
 DEVICE_CHANCE = 0.5
 """Minimum probability of a call within 30 s for which an adapter is loaded straight onto the device."""
 WANTED_SHARE = 0.75
-"""Share of each tier of a node's adapter memory for planned adapters; the rest is for calls that were not foreseen.
+"""Share of each tier of a node's adapter memory for planned adapters. The rest is for calls that were not foreseen.
 
 Tuned, like DEVICE_CHANCE, on one half of the traces of benchmarks/adapter_memory/prefetch.py.
 """
