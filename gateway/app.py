@@ -1,4 +1,4 @@
-"""The application: routes inside the boundary, services made when the server starts."""
+"""The ASGI application: routes inside the boundary, and services that are created when the server starts."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ from gateway.workers.metrics import Metrics
 ROUTES = mounted(ALL)
 
 STOP_SECONDS = 3.0
-"""Seconds for which the end of the server waits for requests that it has cancelled."""
+"""Seconds for which a stopping server waits for requests that it has cancelled."""
 FLUSH_SECONDS = 0.05
-"""Seconds for the last bytes to leave the process."""
+"""Seconds for the last bytes to be sent before the process ends."""
 
 
 def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None) -> Starlette:
-    """Returns the gateway's ASGI app. Files are read and clients made when the server starts it; `started` is called
-    after that, before the first request. Raises ConfigError, at once, for settings that are wrong in themselves."""
+    """Returns the gateway's ASGI app. Raises ConfigError for invalid settings.
+
+    Files are read and clients created when the server starts the app. `started` is called after that, before the first
+    request.
+    """
     check_config(config)
     counted, requests = Metrics(), OpenRequests()
     limit = share(config.max_concurrent, config)
@@ -59,7 +62,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
                 "suggestions": services.suggestions,
                 "metrics": counted,
             }
-            # Cancelled by the server, they still have to say so.
+            # Requests that the server has cancelled still have to send their errors.
             await requests.wait_for_none(STOP_SECONDS)
             await asyncio.sleep(FLUSH_SECONDS)
 
@@ -74,7 +77,7 @@ def create_app(config: GatewayConfig, started: Callable[[], None] = lambda: None
 
 
 def _batch_handlers(calls: Calls) -> dict[Endpoint, Handler]:
-    """Returns the handlers of the routes that a batch may name, as they answer with these parts."""
+    """Returns the handlers of the routes that a batch may name, bound to these parts."""
 
     def bound(handler: CallHandler[Calls]) -> Handler:
         async def answer(request: Request, tenant: str, watch: Stopwatch) -> ASGIApp:
@@ -90,4 +93,4 @@ def _batch_handlers(calls: Calls) -> dict[Endpoint, Handler]:
 
 
 async def _pass_on(_: Request, error: Exception) -> NoReturn:
-    raise error  # the boundary makes all replies to errors, so that they have one shape
+    raise error  # the boundary formats all errors in the same way

@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 
 AGAIN_SECONDS = 1.0
-"""Pause before work that failed starts again."""
+"""Seconds before a failed task starts again."""
 
 log = logging.getLogger("gateway")
 
 
 @asynccontextmanager
 async def background(*works: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Runs each of them as long as the context lasts. What it raises is logged, and it starts again: so it may be
-    started at any time, and handles what it expects itself."""
+    """Runs each of the tasks as long as the context lasts. A task that raises is logged and restarted.
+
+    So a task must be safe to restart, and must handle expected errors itself.
+    """
     tasks = [asyncio.create_task(_restarted(work)) for work in works]
     try:
         yield
@@ -25,7 +27,7 @@ async def background(*works: Callable[[], Awaitable[None]]) -> AsyncIterator[Non
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancels the tasks, and returns when each has ended, however that was."""
+    """Cancels the tasks, and waits until each has ended in any way."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -35,6 +37,6 @@ async def _restarted(work: Callable[[], Awaitable[None]]) -> None:
     while True:
         try:
             return await work()
-        except Exception:  # whatever it was, nobody else would ever do this work
+        except Exception:  # any error: no other task does this work
             log.exception("a background task failed; it begins anew")
         await asyncio.sleep(AGAIN_SECONDS)

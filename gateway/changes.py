@@ -1,4 +1,4 @@
-"""Keeps what a gateway worker caches in step with changes: its own, another worker's, and the registry's."""
+"""Keeps a gateway worker's caches up to date with changes by itself, by other workers, and in the registry."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger("gateway")
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Publishes changes to other workers, and forgets what they make invalid."""
+    """Publishes changes to other workers, and invalidates caches."""
 
     store: ObjectStore
     threads: StoreThreads
@@ -49,19 +49,21 @@ class Changes:
     peers: Peers
 
     def tenant_changed(self, tenant: str) -> None:
-        """Forgets what is cached of the tenant, after any change of it, its keys included."""
+        """Forgets cached data of a tenant after any change to it or its keys."""
         self._forget_tenant(tenant)
         self.peers.publish(TenantChanged(tenant))
 
     def function_changed(self, tenant: str, function: str) -> None:
-        """Forgets what is cached of the function, after any change of it by this process."""
-        self.callers.forget(tenant)  # its record has what functions reserve
+        """Forgets cached data of a function after any change to it by this process."""
+        self.callers.forget(tenant)  # the tenant's record contains its functions' reservations
         self.residency.forget(tenant, function)
         self.peers.publish(FunctionChanged(tenant, function))
 
     async def revoke(self, tenant: str, function: str, why: str) -> None:
-        """Ends the function's generations, on all workers. Those that Redis does not reach read it in the registry's
-        epoch within a second."""
+        """Ends the function's generations on all workers.
+
+        Workers that Redis does not reach read it in the registry's epoch within a second.
+        """
         number = secrets.token_hex(8)
         self._end_calls(tenant, function, why, number)
         self.peers.publish(CallsRevoked(tenant, function, why, number))
@@ -71,7 +73,7 @@ class Changes:
             log.error("calls of a deleted function may go on where Redis is away, too", extra={"why": str(error)})
 
     def read_mark(self, mark: Mark) -> None:
-        """Forgets the record that may have changed, by the registry's epoch."""
+        """Forgets the record that a mark in the registry's epoch names."""
         match mark.key.split("/"):
             case ["tenants", tenant, "functions", name, _]:
                 self.functions.forget(tenant, name)
@@ -84,12 +86,12 @@ class Changes:
                 self.callers.forget(None)
 
     def forget_all(self) -> None:
-        """Forgets all records, where more may have changed than the registry's epoch shows."""
+        """Forgets all records, if more may have changed than the registry's epoch shows."""
         self.functions.forget_all()
         self.callers.forget_all()
 
     def receive(self, message: Message) -> None:
-        """Takes in what another worker has published."""
+        """Handles a message from another worker."""
         match message:
             case FunctionChanged(tenant, function):
                 self.functions.forget(tenant, function)

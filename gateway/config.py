@@ -1,4 +1,4 @@
-"""Settings of the gateway. `garnish` fills them from serverless.yml and the command line; parts take what they use."""
+"""Settings of the gateway. `garnish` reads them from serverless.yml and the command line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gateway.prices import Prices
 from gateway.webhook_hosts import parse_webhook_hosts
 
 MAX_TIMEOUT = 3600.0
-"""Seconds: the longest call."""
+"""Maximum timeout of a call in seconds."""
 MAX_WORKERS = 32
-"""Most worker processes, so that all, old and new in a reload, find a slot in the journal of usage."""
+"""Maximum worker processes. During a reload, old and new ones together need slots in the usage journal."""
 POSITIVE = (
     "call_body",
     "deploy_body",
@@ -31,93 +31,95 @@ POSITIVE = (
     "request_timeout",
     "shutdown_seconds",
 )
-"""Settings that must be above 0."""
+"""Settings that must be greater than 0."""
 
 
 class ConfigError(ValueError):
-    """A setting, or two settings together, that the gateway can't serve with; names the field."""
+    """A setting, or a combination of settings, is invalid; the message names the field."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are in seconds, sizes in bytes."""
+    """Settings of the gateway. Times are in seconds, sizes in bytes."""
 
     model_dir: str
-    """Directory of the base model: tokenizer and config are read, weights are only fingerprinted."""
+    """Directory of the base model. Tokenizer and config are read; weights are only fingerprinted."""
     base_id: str
     registry: str
     """Directory (or URL) of the object store."""
     secret_file: str
-    """The cluster secret, shared with the nodes."""
+    """File with the cluster secret, which gateway and nodes share."""
     tmp_dir: str
-    """Uploads lie here while they are checked; emptied at start."""
+    """Directory for uploads while they are checked; cleared at start."""
     usage_dir: str = ""
-    """The journal of usage, which must outlive the process; default: `usage` next to `tmp_dir`."""
+    """Directory of the usage journal, which must outlive the process. Default: `usage` next to `tmp_dir`."""
     host: str = "127.0.0.1"
     port: int = 8080
     workers: int = 1
-    """Processes. More than one share what they know through `redis`."""
+    """Number of worker processes. More than one need `redis` to share state."""
     redis: str | None = None
-    """URL of the Redis that holds the cluster state; None: it is in the memory of the only worker. May hold a password:
-    only `shown_url` of it may be shown."""
+    """URL of the Redis with the cluster state; None: the state is in the memory of the single worker.
+
+    It may contain a password, so only its `shown_url` may be displayed.
+    """
     node_hosts: tuple[str, ...] = ()
-    """Hosts that nodes may name in their URLs although they report from another address."""
+    """Hosts that nodes may use in their URLs even if they report from another address."""
     auth: Literal["keys", "none"] = "keys"
     policy: str = "rank_aware"
-    """Routing policy: one of gateway.scheduling.policy.POLICIES."""
+    """Placement policy: a key of gateway.scheduling.policy.POLICIES."""
     predictor: str = "mix"
     """Forecaster of calls: one of gateway.residency.remote_trainer.CHOICES."""
     allowed_sources: tuple[str, ...] = ()
-    """`s3://bucket/prefix`es from below which tenants may deploy."""
+    """Prefixes (`s3://bucket/prefix`) of places from which tenants may deploy."""
     prices: Prices | None = None
-    """Prices of `GET /usage`; None: it shows none."""
+    """Prices for `GET /usage`; None: no costs are shown."""
     webhook_hosts: tuple[str, ...] = ()
-    """Hosts that webhooks may go to (`*.domain`: all below it), and networks that may be private; empty: none."""
+    """Allowed hosts of webhooks (`*.domain`: all subdomains), and networks, which may be private. Empty: none."""
 
     call_body: int = 1 << 20
     deploy_body: int = 512 << 20
     body_seconds: float = 30.0
-    """Seconds within which the whole body of a call must have arrived."""
+    """Maximum seconds until the complete body of a call has arrived."""
     deploy_seconds: float = 600.0
-    """Seconds within which the whole body of a deploy must have arrived."""
+    """Maximum seconds until the complete body of a deploy has arrived."""
     body_idle_seconds: float = 20.0
-    """Longest pause inside any body."""
+    """Maximum seconds between two chunks of a body."""
     max_concurrent: int = 4096
-    """Requests in the gateway at once; more are answered 429."""
+    """Maximum concurrent requests; further ones get status 429."""
     max_uploads: int = 16
-    """Deploys at once, each of which may fill `deploy_body` bytes of disk; more are answered 429."""
+    """Maximum concurrent deploys, each of which may use `deploy_body` bytes of disk; further ones get status 429."""
     max_tenant_uploads: int = 4
     max_deploys: int = 4
-    """Uploads that are checked and stored at once; more wait, at most `deploy_wait`."""
+    """Maximum uploads that are checked and stored at once; further ones wait, at most `deploy_wait`."""
     max_tenant_deploys: int = 2
     deploy_wait: float = 60.0
 
     request_timeout: float = 600.0
-    """Deadline of a call that states no `timeout`."""
+    """Timeout, in seconds, of a call that states no `timeout`."""
     max_timeout: float = MAX_TIMEOUT
     hold_seconds: float = 60.0
-    """Seconds for which a call that finds no node waits for one, while there is an autoscaler; 0: it is answered at
-    once."""
+    """Seconds for which a call without a node waits for one, if an autoscaler runs. 0: it is refused at once."""
     connect_seconds: float = 2.0
-    """Timeout of connecting to a node."""
+    """Timeout, in seconds, of a connection to a node."""
     node_silence: float = 10.0
-    """A node without record for this long is taken for dead: its open requests fail, even if their connections live."""
+    """Seconds without a record after which a node is taken for dead. Its open requests fail, even if their connections
+    are alive."""
     record_expiry: float = RECORD_EXPIRY
-    """A node without record for this long gets no new requests."""
+    """Seconds without a record after which a node gets no new requests."""
     header_seconds: float = 10.0
-    """A stream's headers go out with the first token, or after this long."""
+    """Seconds after which a stream's headers are sent if the first token has not arrived by then."""
     keepalive_seconds: float = 15.0
     store_seconds: float = 10.0
-    """Longest wait for one read of the registry."""
+    """Timeout of one read of the registry in seconds."""
     cache_seconds: float = 1.0
     grace_seconds: float = 60.0
-    """Seconds for which cached records stay valid while the store is away."""
+    """Seconds for which cached records stay valid while the store is unavailable."""
     shutdown_seconds: float = MAX_TIMEOUT + 10.0
-    """Seconds for which open requests may continue after TERM, before they are ended with an error. By default the
-    longest ends."""
+    """Seconds for which open requests may continue after SIGTERM; then they end with an error. The default covers the
+    longest call."""
 
 
 def check_config(config: GatewayConfig) -> None:
-    """Raises ConfigError for what the types can't say."""
+    """Checks the ranges of settings and their combinations. Raises ConfigError."""
     if not 1 <= config.workers <= MAX_WORKERS:
         raise ConfigError(f"workers: must be 1 to {MAX_WORKERS}, not {config.workers}")
     if config.workers > 1 and config.redis is None:
@@ -145,7 +147,7 @@ def check_config(config: GatewayConfig) -> None:
 
 
 def share(limit: int, config: GatewayConfig) -> int:
-    """Returns one worker's share, at least 1, of a limit on what the whole gateway holds at once."""
+    """Returns one worker's share, at least 1, of a limit of the whole gateway."""
     return max(1, limit // config.workers)
 
 

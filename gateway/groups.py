@@ -1,6 +1,6 @@
-"""Groups of the gateway's parts for routes: one of four, by what a module of routes is about.
+"""Groups of the gateway's parts that route handlers get, one of four depending on the routes' subject.
 
-Only type checkers import the parts: the command line imports the routes' messages, and none of what serves them.
+The parts are imported for type checking only, because the command line imports the routes' messages without the server.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """Parts for routes that call functions: now, later, in batches, or to see how a call was routed."""
+    """Parts for routes that call functions: synchronously, asynchronously, in batches, or to explain a call's
+    routing."""
 
     config: GatewayConfig
     inputs: InputProcessor
@@ -83,7 +84,7 @@ class Catalog:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Parts for routes about nodes, their pools, and whether the gateway can serve."""
+    """Parts for routes about nodes, their pools, and the gateway's readiness."""
 
     config: GatewayConfig
     base: BaseModel
@@ -104,7 +105,7 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class Admin:
-    """Parts for routes about tenants, their keys and secrets, and what they used."""
+    """Parts for routes about tenants, their keys and secrets, and their usage."""
 
     config: GatewayConfig
     tenants: Tenants

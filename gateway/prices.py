@@ -1,4 +1,4 @@
-"""The operator's prices of usage: numbers without a currency."""
+"""The operator's prices of usage, as numbers without a currency."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ Price = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Prices by kind of usage; a kind that is left out is free."""
+    """Prices by kind of usage; an omitted kind is free."""
 
     input_tokens_1m: Price = 0.0
-    """A million tokens of prompts."""
+    """Price of a million prompt tokens."""
     output_tokens_1m: Price = 0.0
     device_second: Price = 0.0
     adapter_gb_hour: Price = 0.0
-    """A GB of an adapter for an hour in a node's memory, device or host, pinned or not."""
+    """Price of one GB (10^9 bytes) of an adapter for an hour in a node's memory. Device and host memory, and pinned and
+    other copies, have the same price."""

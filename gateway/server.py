@@ -1,4 +1,4 @@
-"""The application under gunicorn: workers, restarted by the arbiter when they die, stopped within a bound."""
+"""Runs the application under gunicorn: the arbiter restarts workers that die, and stops them within a time limit."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from gateway.config import ConfigError, GatewayConfig, check_config
 from gateway.http.protocol import GatewayHttp
 
 PROCESS = "gateway"
-"""Name of this process in its log lines."""
+"""Name of this process in log lines."""
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-"""Variable of the folder where workers share their metrics; read by prometheus_client when it is imported, so not
-before a worker runs."""
+"""Environment variable with the folder where workers share metrics. prometheus_client reads it on import, so only
+workers may import that."""
 HEARTBEAT_SECONDS = 120
-"""A worker whose event loop stood still for this long is killed and replaced."""
+"""Seconds for which a worker's event loop may stall before the worker is killed and replaced."""
 COLLECT = (5_000, 20, 100)
-"""Thresholds of Python's garbage collector; what a request leaves is mostly freed without it."""
+"""Thresholds of Python's garbage collector. Most objects of a request are freed by reference counting."""
 KILL_SLACK = 10
-"""Seconds between the end of the grace for open requests and the killing of the worker."""
+"""Seconds from the end of the grace period for open requests until the worker is killed."""
 
 log = logging.getLogger("gateway")
 
 
 def run(config: GatewayConfig) -> None:
-    """Serve until TERM or INT; exits the process. Raises ConfigError before anything is bound."""
+    """Serves until SIGTERM or SIGINT, then exits the process. Raises ConfigError before a socket is bound."""
     check_config(config)
     set_up_logging(PROCESS)
     if config.redis is not None:
@@ -55,33 +55,36 @@ def run(config: GatewayConfig) -> None:
 
 
 def _fresh_folder(folder: Path) -> str:
-    """Makes an empty folder, without what an earlier run counted, and returns its path."""
+    """Creates an empty folder for metrics, without those of an earlier run. Returns its path."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     return str(folder)
 
 
 def _collect_less() -> None:
-    """Keeps the garbage collector from holding up every stream. What is there now stays for ever and is not looked
-    through again; what belongs to the streams is looked through every few minutes instead of every few seconds."""
+    """Reduces the work of the garbage collector, which would pause all streams.
+
+    Current objects become permanent and are not scanned again. Objects of streams are scanned every few minutes instead
+    of every few seconds.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT)
 
 
 def _tell_start(config: GatewayConfig, _: Arbiter) -> None:
-    """The socket is bound; workers come next."""
+    """Logs that the socket is bound, before workers start."""
     log.info("listening", extra={"host": config.host, "port": config.port, "workers": config.workers})
 
 
 def _started() -> None:
-    """A worker can take requests."""
+    """Tunes the garbage collector and logs that the worker can take requests."""
     _collect_less()
     log.info("worker is ready", extra={"pid": os.getpid()})
 
 
 def _forget_metrics(_: Arbiter, worker: UvicornWorker) -> None:
-    """A worker has ended: what it had in progress is no more; what it counted stays."""
+    """Removes the live gauges of a worker that has ended; its counters stay."""
     if MULTIPROCESS in os.environ:
         from prometheus_client.multiprocess import mark_process_dead
 
@@ -90,8 +93,11 @@ def _forget_metrics(_: Arbiter, worker: UvicornWorker) -> None:
 
 class _Arbiter(Arbiter):  # type: ignore[misc]
     def stop(self, graceful: bool = True) -> None:  # noqa: ARG002
-        """Ends the workers by TERM, whatever signal came. For INT and QUIT gunicorn would send them QUIT, which
-        uvicorn's do not hear, and wait for them until it may kill them."""
+        """Stops the workers by SIGTERM, whatever the signal was.
+
+        For SIGINT and SIGQUIT gunicorn would send them SIGQUIT, which uvicorn's workers ignore, and would wait until it
+        may kill them.
+        """
         super().stop(graceful=True)
 
 
@@ -114,7 +120,7 @@ class _Server(BaseApplication):  # type: ignore[misc]
             "graceful_timeout": int(config.shutdown_seconds) + KILL_SLACK,
             "keepalive": 30,
             "accesslog": None,
-            "loglevel": "warning",  # a start in good order is told by our own lines
+            "loglevel": "warning",  # normal starts are logged by our own code
             "logger_class": _OurLogger,
             "control_socket_disable": True,
             "worker_tmp_dir": None,
@@ -126,14 +132,14 @@ class _Server(BaseApplication):  # type: ignore[misc]
             self.cfg.set(name, value)
 
     def load(self) -> Starlette:
-        # Imported in the worker: prometheus_client looks at the environment then, and a reload brings new code.
+        # Imported in the worker, because prometheus_client reads the environment then, and a reload loads new code.
         from gateway.app import create_app
 
         return create_app(self._config, started=_started)
 
 
 class _OurLogger(Logger):  # type: ignore[misc]
-    """gunicorn's own lines, and through it uvicorn's, in the shape of ours."""
+    """Logger that writes log lines of gunicorn and uvicorn in our format."""
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
@@ -150,7 +156,7 @@ def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
             "lifespan": "on",
             "server_header": False,
             "timeout_graceful_shutdown": int(config.shutdown_seconds),
-            # Requests that wait in the kernel are out of reach; the boundary refuses them politely instead.
+            # No limit here: the boundary refuses further requests with a proper reply.
             "limit_concurrency": None,
         }
 
@@ -159,8 +165,10 @@ def _worker_class(config: GatewayConfig) -> type[UvicornWorker]:
                 await super()._serve()
 
         async def _beat(self) -> None:
-            """Notifies the arbiter that the worker lives, as uvicorn does until it begins to stop; open streams may
-            last much longer."""
+            """Notifies the arbiter that the worker is alive.
+
+            uvicorn does so only until it begins to stop, while open streams may last much longer.
+            """
             while True:
                 self.notify()
                 await asyncio.sleep(HEARTBEAT_SECONDS / 4)

@@ -1,4 +1,4 @@
-"""Makes the gateway's parts, once in the lifespan, each with what it needs, and puts them into the routes' groups."""
+"""Creates the gateway's parts when the application starts, and assigns them to the routes' groups."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ from gateway.workers.windows import Windows
 TEXT_THREADS = 2
 SOURCE_THREADS = 4
 EVENT_THREADS = 8
-"""Writes of asynchronous calls at once."""
+"""Maximum concurrent writes of asynchronous calls."""
 CLOCK_SECONDS = 60.0
-"""Clock skew (seconds) between this host and the store above which we log a warning."""
+"""Clock skew, in seconds, between this host and the store above which a warning is logged."""
 
 log = logging.getLogger("gateway")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """The groups of parts that routes get, and what the boundary asks."""
+    """Groups of parts for the routes, and the suggestions for the boundary."""
 
     calls: Calls
     catalog: Catalog
@@ -96,7 +96,8 @@ class Services:
 
 
 def _compare_clocks(store: ObjectStore) -> None:
-    """Raises StoreUnavailable."""
+    """Logs a warning if this host's clock differs from the store's by more than CLOCK_SECONDS. Raises
+    StoreUnavailable."""
     ahead = time() - store.now()
     if abs(ahead) > CLOCK_SECONDS:
         log.warning("this host's clock is %+.0f s from the registry's: usage is counted in other hours", ahead)
@@ -104,7 +105,7 @@ def _compare_clocks(store: ObjectStore) -> None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """Parts that are not made here, but lie in files, in the store, or with other processes."""
+    """Parts that are opened first: from files, from the store, or with connections to other processes."""
 
     base: BaseModel
     inspector: Inspector
@@ -119,10 +120,11 @@ class _Opened:
 
 @asynccontextmanager
 async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterator[Services]:
-    """Opens the ledger, the connections to the nodes and what the workers share, and closes them in the reverse order
-    when the context ends. All else is this process's memory and needs no closing: threads that hang are left.
+    """Opens the ledger, the connections to nodes and the shared state, and yields the services.
 
-    Raises what the parts raise when a file is missing or a setting is wrong: the gateway does not start then.
+    Everything opened is closed in reverse order at the end. Other parts are in this process's memory and need no
+    closing; threads that hang are abandoned. Raises the parts' exceptions for a missing file or an invalid setting, so
+    that the gateway does not start.
     """
     base = load_base_model(Path(config.model_dir), config.base_id)
     store = await asyncio.to_thread(open_checked_store, config.registry)
@@ -144,10 +146,10 @@ async def open_services(config: GatewayConfig, metrics: Metrics) -> AsyncIterato
 
 
 async def _start(config: GatewayConfig, metrics: Metrics, opened: _Opened, running: AsyncExitStack) -> Services:
-    """Makes the parts, connects those that report changes to each other, and has `running` run them."""
+    """Creates the parts, connects those that report changes to each other, and starts them in `running`."""
     shared, store, base, fingerprint = opened.shared, opened.store, opened.base, opened.base.fingerprint
     registry, tenants = Registry(store, base, opened.inspector.inspect), Tenants(store)
-    # Deploys take long: however many there are, a rollback finds a thread.
+    # Deploys take long. With these extra threads a rollback always finds a free one.
     threads = StoreThreads(config.store_seconds, config.max_deploys + WRITE_THREADS)
     name_watch = NameWatch(store, threads, monotonic, config.cache_seconds)
     functions = Functions(config, registry, threads, monotonic, name_watch.confirmed)
@@ -322,7 +324,7 @@ def _make_residency(
 def _make_dispatcher(
     config: GatewayConfig, metrics: Metrics, opened: _Opened, functions: Functions, residency: Residency
 ) -> tuple[Dispatcher, Migration | None]:
-    """Makes the dispatcher, and what moves its generations if the policy does that. Raises UnknownPolicy."""
+    """Returns the dispatcher, and the migration of its generations if the policy migrates. Raises UnknownPolicy."""
     shared, fingerprint = opened.shared, opened.base.fingerprint
     breakers, policy = Breakers(monotonic, metrics.count_opened_circuit), make_policy(config.policy)
     watches = NodeWatches(shared.cluster, silence=config.node_silence, first_silence=config.record_expiry)
@@ -352,7 +354,9 @@ def _make_dispatcher(
 
 
 def _session() -> aiohttp.ClientSession:
-    """Makes the HTTP session for all requests to nodes. It sets no limit: placement bounds what each node gets, and the
-    boundary what the gateway takes."""
+    """Returns the HTTP session for all requests to nodes.
+
+    It has no connection limit: placement limits each node's requests, and the boundary limits the gateway's.
+    """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())

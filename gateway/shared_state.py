@@ -1,4 +1,4 @@
-"""State that the gateway's workers share: in the memory of the only one, or in Redis."""
+"""State shared by the gateway's workers: in memory if there is one worker, else in Redis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gateway.workers.channel import Channel
 from gateway.workers.peers import Peers
 
 START_SECONDS = 60.0
-"""Seconds for which a worker that starts while Redis is away takes no calls: it would not know the nodes."""
+"""Seconds for which a starting worker waits for Redis before it takes calls, because it would know no nodes."""
 
 log = logging.getLogger("gateway")
 

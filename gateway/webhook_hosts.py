@@ -1,5 +1,4 @@
-"""Allowed destinations of webhooks: hosts by name, and no address of a private network unless that is allowed by
-name."""
+"""Allowed destinations of webhooks: hosts by name, and public addresses. Private networks must be listed explicitly."""
 
 from __future__ import annotations
 
@@ -11,18 +10,18 @@ from urllib.parse import urlsplit
 Network = IPv4Network | IPv6Network
 Address = IPv4Address | IPv6Address
 NAT64 = IPv6Network("64:ff9b::/96")
-"""Prefix of addresses that hold an IPv4 address, to which a network's gateway translates."""
+"""Prefix of IPv6 addresses that embed an IPv4 address, to which a NAT64 gateway translates."""
 UNICAST = IPv6Network("2000::/3")
-"""All assigned public addresses; Python calls some others public, too."""
+"""Range of all assigned public IPv6 addresses; Python treats some others as public, too."""
 
 
 class NotAllowed(OSError):
-    """Error for a webhook's host or address that is not allowed. An OSError, as aiohttp expects of resolvers."""
+    """A webhook's host or address is not allowed. An OSError, as aiohttp expects of resolvers."""
 
 
 @dataclass(frozen=True)
 class WebhookHosts:
-    """Allowed hosts. `hosts`: names, with `*.` before a domain for all below it. `networks`: also private ones."""
+    """Allowed hosts. `hosts`: names; `*.` before a domain means all its subdomains. `networks`: may be private."""
 
     hosts: frozenset[str]
     networks: tuple[Network, ...]

@@ -1,1 +1,1 @@
-"""The messages of the public routes. They check requests, and openapi.json is made from them."""
+"""Messages of the public routes. They validate requests, and openapi.json is generated from them."""

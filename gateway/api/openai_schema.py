@@ -1,4 +1,4 @@
-"""The messages of /v1, as OpenAI's clients send them, and which of their fields are served."""
+"""Messages of /v1, compatible with OpenAI's clients, limited to the supported fields."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ HARMLESS = (
     "store",
     "user",
 )
-"""Fields that are accepted and change nothing."""
+"""Fields that are accepted and have no effect."""
 
 Stops = Annotated[list[StopText], Meta(max_length=4)] | StopText
 AnySeed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 Part = schema.Text | schema.TokenId | Annotated[list[schema.TokenId], Meta(min_length=1)]
-"""Element of a list of prompts; token ids are parts of one prompt."""
+"""Element of a list of prompts. Single token ids together form one prompt."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    """Accepted; nothing is obfuscated."""
+    """Accepted without an effect."""
     continuous_usage_stats: bool | None = None
-    """vLLM's: with `include_usage`, each chunk has the usage so far."""
+    """Extension of vLLM: with `include_usage`, each chunk has the usage so far."""
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,7 +66,7 @@ class Shared(schema.GenerationParams, frozen=True, kw_only=True):
     """Parameters of both kinds of completion, OpenAI's own and vLLM's."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
-    """`name`, `name:alias`, `name:version`, or the base model's id."""
+    """Model: `name`, `name:alias`, `name:version`, or the base model's id."""
     stop: Stops | None = None
     seed: AnySeed | None = None
     stream: bool | None = None
@@ -75,10 +75,10 @@ class Shared(schema.GenerationParams, frozen=True, kw_only=True):
 
 class CompletionRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: schema.Text | Annotated[list[Part], Meta(min_length=1)]
-    """A text, a list of token ids, or a list of either: several prompts."""
+    """Prompt: a text or a list of token ids; a list of these means several prompts."""
     logprobs: schema.LogprobCount | None = None
     echo: bool | None = None
-    """The text, and with `logprobs` the tokens, begin with the prompt's."""
+    """True if the text, and with `logprobs` the tokens, begin with the prompt's."""
 
 
 class ChatRequest(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,11 +107,11 @@ class Model(msgspec.Struct, frozen=True):
     created: int
     owned_by: str
     root: str
-    """Name in `id` without alias or version."""
+    """Function's name: `id` without alias or version."""
     parent: str | None
-    """The base's id; null for the base itself."""
+    """Id of the base model; null for the base model itself."""
     max_model_len: int
-    """Tokens that prompt and output may have together on the nodes that serve now."""
+    """Maximum tokens of prompt and output together on the nodes that serve now."""
     object: Literal["model"] = "model"
 
 
@@ -152,7 +152,8 @@ class RankedLogprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[str, RankedLogprob] | None]
-"""Per token of the prompt, by token id: its own and the likeliest ones'; null for the first token."""
+"""Log probabilities for each prompt token, by token id: of the token itself and of the most likely ones. Null for the
+first token."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, omit_defaults=True):

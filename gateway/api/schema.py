@@ -1,4 +1,4 @@
-"""The native routes' messages. They check requests, and openapi.json is made from them."""
+"""Messages of the native routes. They validate requests, and openapi.json is generated from them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from adapters.destinations import Destination
 from adapters.functions import Defaults
 
 MAX_CHOICES = 16
-"""Choices (`n`) per prompt."""
+"""Maximum choices (`n`) per prompt."""
 MAX_GENERATIONS = 64
-"""Choices times prompts."""
+"""Maximum generations of one call: choices times prompts."""
 MAX_BAD_CHARACTERS = 4096
-"""Characters of all bad words together; they are tokenised while others wait."""
+"""Maximum characters of all bad words together, because tokenizing them blocks other requests."""
 MAX_TIMEOUT = 3600
 
 Text = Annotated[str, Meta(max_length=1 << 20)]
@@ -36,35 +36,35 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
 
     max_tokens: TokenCount | None = None
     top_k: TopK | None = None
-    """0 and -1: off."""
+    """Number of most likely tokens to sample from; 0 and -1: all."""
     timeout: Timeout | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    """Divisor of the logits of tokens that the prompt or the output has; 1: none."""
+    """Divisor of the logits of tokens that occur in the prompt or the output; 1: no penalty."""
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
-    """Token id -> addend of its logit."""
+    """Value added to the logit of each token id."""
     min_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     bad_words: Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] | None = None
     n: Count | None = None
-    """Choices."""
+    """Number of choices per prompt."""
     prompt_logprobs: LogprobCount | None = None
     skip_special_tokens: bool | None = None
-    """Null: true."""
+    """True, or null, if special tokens are omitted from the text."""
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=10_000_000)] | None = None
-    """Number of the prompt's last tokens to keep; -1: what leaves room for `max_tokens`."""
+    """Number of the prompt's last tokens to keep; -1: as many as leave room for `max_tokens`."""
 
-    # What routes state in ways of their own:
+    # Properties whose fields differ between routes:
 
     @property
     def alternatives(self) -> int | None:
-        """Returns the number of likeliest tokens to report of each token; None: no log probabilities."""
+        """Returns how many most likely tokens to report per token; None: no log probabilities."""
         stated: int | None = getattr(self, "logprobs", None)
         return stated
 
     @property
     def echoes(self) -> bool:
-        """Returns whether the text is to begin with the prompt's; never where the route has no such field."""
+        """Returns whether the text begins with the prompt; False on routes without `echo`."""
         return bool(getattr(self, "echo", None))
 
     @property
@@ -74,7 +74,7 @@ class GenerationParams(Defaults, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def limit_field(self) -> str:
-        """Returns the name of the limit in the request."""
+        """Returns the name of the request's field that limits the output tokens."""
         return "max_tokens"
 
 
@@ -92,16 +92,16 @@ class InvokeRequest(GenerationParams, frozen=True, forbid_unknown_fields=True, k
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
     logprobs: LogprobCount | None = None
     echo: bool | None = None
-    """The text begins with the prompt's."""
+    """True if the text begins with the prompt."""
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    """Not read: every stream ends with its usage."""
+    """Ignored: every stream ends with its usage."""
     metadata: dict[str, Any] | None = None
-    """Not read; for the caller's own logs."""
+    """Ignored; for the caller's own logs."""
     background: bool = False
-    """The call is answered with 202 once it is stored, and run later."""
+    """True for an asynchronous call: the reply is 202 once the call is stored, and the call runs later."""
     on_success: Destination | None = None
-    """Destination of an asynchronous call's result, as is `on_failure`; null: the one of the function's policy."""
+    """Destination of a successful asynchronous call's result; null: that of the function's policy."""
     on_failure: Destination | None = None
 
 
@@ -133,9 +133,9 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: FinishReason
     logprobs: list[Logprob] | None = None
     prompt_logprobs: list[PromptLogprob | None] | None = None
-    """An entry per token of the prompt, null for the first; only where they were asked for."""
+    """Log probability of each prompt token, null for the first one; only if requested."""
     stop_reason: int | str | None = None
-    """The stop string, or the one of `stop_token_ids`, that ended the text."""
+    """Stop string, or the one of `stop_token_ids`, that ended the text."""
 
 
 class FinishedOutput(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -155,21 +155,23 @@ class ColdStartTiming(msgspec.Struct, frozen=True):
     state: Tier
     """Tier of the adapter when the request arrived; `none`: nothing had to be loaded."""
     plan: str
-    """wait: computed once all of it was there; pipeline: layer by layer as it came; assist: begun by CPU workers"""
+    """Strategy. wait: computed after the complete load; pipeline: layer by layer during the load; assist: started by
+    CPU workers."""
     load_ms: float
-    """from the first byte wanted until it was on the device; 0: it was not yet when the request ended"""
+    """Milliseconds from the request for the first byte until the adapter was on the device; 0: not loaded before the
+    request ended."""
     exposed_ms: float
-    """what the computation waited for adapter bytes, from when nothing else kept it waiting"""
+    """Milliseconds for which the computation waited for the adapter's bytes and for nothing else."""
     fetch_ms: float = 0.0
-    """of `load_ms`, until it was in the node's host memory"""
+    """Part of `load_ms` until the adapter was in the node's host memory, in milliseconds."""
     layers_cpu: int = 0
-    """prompt layers whose adapter part CPU workers computed"""
+    """Number of prompt layers whose adapter part CPU workers computed."""
     layers_device: int = 0
-    """prompt layers computed on the device before the whole adapter was there"""
+    """Number of prompt layers computed on the device before the complete adapter was loaded."""
     replays: int = 0
-    """prompt chunks computed again because a CPU worker failed"""
+    """Number of prompt chunks computed again because a CPU worker failed."""
     forecast_ms: float = 0.0
-    """what `exposed_ms` was planned to be"""
+    """Planned value of `exposed_ms`, in milliseconds."""
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -212,7 +214,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     token_id: int | None
     logprob: Logprob | None = None
     choice: int | None = None
-    """Only with `n` > 1."""
+    """Index of the choice; only with `n` > 1."""
     prompt_logprobs: list[PromptLogprob | None] | None = None
 
 
@@ -239,7 +241,7 @@ class ErrorContent(msgspec.Struct, frozen=True, omit_defaults=True):
     param: str | None
     request_id: str
     details: list[dict[str, Any]] = []
-    """Several problems: of an adapter `{tensor, problem, expected, found}`, of readiness `{check, problem}`."""
+    """List of problems: `{tensor, problem, expected, found}` for an adapter, `{check, problem}` for readiness."""
 
 
 class ErrorReply(msgspec.Struct, frozen=True):

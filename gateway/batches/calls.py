@@ -19,21 +19,21 @@ from gateway.http.errors import error_reply, is_unexpected, to_service_error
 from gateway.http.stopwatch import Stopwatch
 
 Handler = Callable[[Request, str, Stopwatch], Awaitable[ASGIApp]]
-"""Answers one call of a tenant."""
+"""Handler that answers one call of a tenant."""
 log = logging.getLogger("gateway")
 
 
 async def answer_line(
     handlers: Mapping[Endpoint, Handler], tenant: str, endpoint: Endpoint, line: Line, request_id: str
 ) -> Answer:
-    """Returns what the route would have answered to the line's body, run in spare capacity."""
+    """Returns the route's answer to the line's body. The call runs in spare capacity."""
     try:
         path, body = (endpoint, bytes(line.body)) if endpoint != "/invoke" else _invoke_call(line)
         request = background_request(request_id, path, body)
         response = await handlers[endpoint](request, tenant, Stopwatch())
         assert isinstance(response, Response)  # streamed calls are refused when the file is read
         return Answer(LineReply(200, bytes(response.body), request_id))
-    except Exception as error:  # all of them are replies, as at the boundary
+    except Exception as error:  # all errors become replies, as at the boundary
         if is_unexpected(error):
             log.error("a call of a batch failed", exc_info=error, extra={"request_id": request_id})
         failure = to_service_error(error)

@@ -1,9 +1,9 @@
-"""Quota of a tenant's files, in files and bytes, common to all gateways. No upload lists the files.
+"""Quota of a tenant's files, in number and bytes, shared by all gateways. No upload has to list the files.
 
-A record per tenant has the bytes of each file, and the maximum bytes of each upload under way. It is changed by
-compare-and-swap: before an upload stores anything, when its file is complete, and when a file is deleted. Entries of a
-gateway that dies in between are removed with the upload's other remains (gateway.batches.files). Files that a gateway
-of an earlier release adds or deletes are noticed when the files are counted again: hourly, and before a refusal.
+A record per tenant has the size of each file and the maximum size of each upload in progress. It is changed by
+compare-and-swap: before an upload stores anything, when its file is complete, and when a file is deleted. If a gateway
+dies in between, its entries are removed with the upload's other leftovers (gateway.batches.files). Files that a gateway
+of an earlier release adds or deletes are noticed when the files are counted again, hourly and before a refusal.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from adapters.store import ObjectStore
 from adapters.tenant_removal import data_prefix
 
 MAX_FILES = 500
-"""Files of one tenant. Outputs of batches may exceed it, like the bytes; then no batch begins."""
+"""Maximum files of one tenant. Outputs of batches may exceed this and the byte limit; then no further batch starts."""
 RECOUNT_SECONDS = 3600.0
 
 Count = Callable[[str, Mapping[str, int]], dict[str, int]]
-"""Returns the bytes by id of a tenant's files and uploads under way. Gets those of the last count."""
+"""Function that returns the sizes in bytes of a tenant's files and uploads in progress, by id. It gets the tenant and
+the sizes of the last count."""
 
 
 class FileSizes(msgspec.Struct, frozen=True):
@@ -31,7 +32,7 @@ class FileSizes(msgspec.Struct, frozen=True):
     counted: float
     """Time of the last count (store clock)."""
     files: dict[str, int] = {}
-    """Bytes, by id."""
+    """Sizes in bytes, by id."""
 
 
 class FileQuota:
@@ -70,7 +71,7 @@ class FileQuota:
             self._update(tenant, recorded)
 
     def forget(self, tenant: str) -> None:
-        """Removes the record; the next upload counts again."""
+        """Removes the record; the next upload counts the files again."""
         self._store.delete(_key(tenant))
 
     def _with_room(self, tenant: str, current: FileSizes | None, limit: int, *, files: int, size: int) -> FileSizes:

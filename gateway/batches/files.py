@@ -1,6 +1,6 @@
-"""Tenants' files in the object store: a record, and parts of the content.
+"""Tenants' files in the object store: each is a record, and parts with the content.
 
-A file is never complete in memory or on this host's disk. Remains of an upload or a deletion that died are removed by
+A file is never complete in memory or on this host's disk. Leftovers of an interrupted upload or deletion are removed by
 the tenant's next upload.
 """
 
@@ -21,12 +21,12 @@ from gateway.batches.messages import FileObject, Purpose
 
 MAX_FILE_BYTES = 200 << 20
 PART_BYTES = 8 << 20
-"""Bytes of an upload's part."""
+"""Size of an upload's parts in bytes; the last one may be smaller."""
 READ_BYTES = 1 << 20
 ABANDONED_SECONDS = 7200.0
-"""Age of an upload from which it is abandoned: longer than any upload takes."""
+"""Age, in seconds, after which an incomplete upload is removed: longer than any upload takes."""
 _ID_TIME = 1 << 44
-"""Milliseconds from which ids count down, so that a listing of keys begins with the newest."""
+"""Start, in milliseconds, from which ids count down, so that a listing of keys begins with the newest."""
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{27}", re.ASCII)
 
 
@@ -62,7 +62,7 @@ class FileStore:
     def begin(self, tenant: str, size: int, limit: int) -> str:
         """Begins an upload of at most `size` bytes. Returns the file's id.
 
-        Raises Conflict if the tenant's files would have more than `limit` bytes, or be too many.
+        Raises Conflict if the tenant's files would exceed `limit` bytes or MAX_FILES.
         """
         self._sweep(tenant)
         file_id = new_id("file-", self.store.now())
@@ -79,14 +79,14 @@ class FileStore:
         return Part(name, len(data))
 
     def commit(self, tenant: str, record: FileRecord) -> FileRecord:
-        """Completes an upload: stores the file's record, by which it is listed."""
+        """Completes an upload by storing the file's record, which lists it."""
         self.store.put(_key(tenant, record.id), msgspec.json.encode(record))
         self.quota.record(tenant, record.id, record.bytes)
         self.store.delete(_upload_key(tenant, record.id))
         return record
 
     def abandon(self, tenant: str, file_id: str) -> None:
-        """Removes an upload, also after a `commit` that has failed half-way."""
+        """Removes an upload, including one whose `commit` failed half-way."""
         self.store.delete(_key(tenant, file_id))
         self._remove_parts(tenant, file_id)
         self.quota.record(tenant, file_id, None)
@@ -109,7 +109,8 @@ class FileStore:
         return [record for record in records if record is not None]
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Deletes a file. Raises NotFound. If it dies half-way, remains are removed like those of an upload."""
+        """Deletes a file. Raises NotFound. If the process dies half-way, leftovers are removed like those of an
+        upload."""
         self.get(tenant, file_id)
         self.store.put(_upload_key(tenant, file_id), b"")
         self.abandon(tenant, file_id)
@@ -137,8 +138,11 @@ class FileStore:
                 self.store.delete(info.key)
 
     def _count(self, tenant: str, last: Mapping[str, int]) -> dict[str, int]:
-        """Counts files for FileQuota. Records of files in `last` are not read; damaged ones count nothing."""
-        folder = f"{data_prefix(tenant)}uploads/"  # listed first: an upload that ends meanwhile is among the files
+        """Returns the sizes of files and uploads, for FileQuota.
+
+        Records of files in `last` are not read; damaged records are left out.
+        """
+        folder = f"{data_prefix(tenant)}uploads/"  # listed first, so that an upload that ends meanwhile is not missed
         under_way = {info.key.removeprefix(folder) for info in all_objects(self.store, folder)}
         ids = self.ids(tenant)
         records = read_each(self.store, [_key(tenant, each) for each in ids if each not in last], FileRecord)
@@ -151,7 +155,7 @@ class FileStore:
 
 
 def piece_starts(size: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, length) of the pieces in which a content of `size` bytes is read."""
+    """Yields (start, length) in bytes of each piece in which a content of `size` bytes is read."""
     for start in range(0, size, READ_BYTES):
         yield start, min(READ_BYTES, size - start)
 
@@ -162,7 +166,7 @@ def new_id(prefix: str, now: float) -> str:
 
 
 def is_id(text: str, prefix: str) -> bool:
-    """Returns whether `text` may be an id, and so a part of a key."""
+    """Returns whether `text` has the form of an id, so that it is safe as part of a key."""
     return text.startswith(prefix) and _ID.fullmatch(text) is not None
 
 

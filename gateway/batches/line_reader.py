@@ -1,4 +1,4 @@
-"""Reads the lines of calls before they run, adjacent lines with one request to the store."""
+"""Reads the lines of calls before they run; adjacent lines are read in one request to the store."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from gateway.batches.lines import Line, LineScanner, read_line
 from gateway.catalog.threads import LeavableThreads
 
 AHEAD_LINES = 256
-"""Next calls among which a read looks for adjacent lines."""
+"""Number of next calls among which adjacent lines are read together."""
 GAP_BYTES = 32 << 10
-"""Maximum gap between adjacent lines; it is read and dropped, for a request to an object store takes longer."""
+"""Maximum bytes between lines that are read together; reading them is faster than another request."""
 SPAN_BYTES = 1 << 20
 """Maximum bytes of one read, unless a single line is longer."""
 HELD_BYTES = 4 << 20
-"""Maximum bytes of lines that were read for later calls."""
+"""Maximum bytes of lines kept for later calls."""
 
 Span = dict[int, bytes]
-"""Lines by the indices of their calls."""
+"""Text of lines, by index of their calls."""
 
 
 class LineReader:
-    """Line reader of one batch. `read` blocks, and returns the file's bytes for (start, length)."""
+    """Line reader of one batch. `read(start, length)` returns bytes of the input file and blocks."""
 
     def __init__(self, scanned: LineScanner, read: Callable[[int, int], bytes], threads: LeavableThreads) -> None:
         self._starts, self._sizes = scanned.starts, scanned.sizes
         self._read, self._threads = read, threads
         self._lines: Span = {}
         self._coming: dict[int, asyncio.Task[Span]] = {}
-        """Reads under way, by the calls whose lines they return."""
+        """Reads in progress, by index of the calls whose lines they return."""
 
     async def line(self, index: int, ahead: Iterable[int]) -> Line:
-        """Returns the call's line. `ahead`: the next calls, of which AHEAD_LINES are used.
+        """Returns the call's line. `ahead`: the next calls, of which the first AHEAD_LINES may be read as well.
 
         Raises NotFound if the file was deleted, StoreUnavailable.
         """
         text = self._lines.pop(index, None)
         if text is None:
             task = self._coming.get(index) or self._begin(self._neighbours(index, ahead))
-            text = (await asyncio.shield(task))[index]  # others wait for it, too
+            text = (await asyncio.shield(task))[index]  # other calls wait for it as well
             self._lines.pop(index, None)
         return read_line(text)
 
     def _neighbours(self, index: int, ahead: Iterable[int]) -> list[int]:
-        """Returns the calls, `index` among them, whose lines one read returns, in the file's order."""
+        """Returns the calls, including `index`, whose lines are read together, in the file's order."""
         read_before = self._lines.keys() | self._coming.keys()
         calls = sorted({index, *islice(ahead, AHEAD_LINES)} - read_before, key=self._starts.__getitem__)
         max_bytes = min(SPAN_BYTES, HELD_BYTES - sum(map(len, self._lines.values())))

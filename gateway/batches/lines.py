@@ -12,13 +12,13 @@ from gateway.batches.messages import BatchProblem, Endpoint
 
 MAX_LINES = 50_000
 MAX_BLANK_LINES = 50_000
-"""Maximum blank lines: a file of nothing else would keep a thread busy for minutes."""
+"""Maximum blank lines, because a file of blank lines would occupy a thread for minutes."""
 MAX_LINE_BYTES = 1 << 20
-"""Maximum bytes of a line, as of a call's body."""
+"""Maximum bytes of a line; the same as of a call's body."""
 MAX_CUSTOM_ID = 256
 """Maximum characters of a custom_id."""
 MAX_PROBLEMS = 50
-"""Problems after which the scan ends."""
+"""Number of problems after which the scan ends."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ _LINE, _BODY = msgspec.json.Decoder(Line), msgspec.json.Decoder(_Body)
 
 
 class LineError(ValueError):
-    """Problem of a line."""
+    """Error about a line of the input file."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class LineError(ValueError):
 
 
 class LineScanner:
-    """Scanner of a file that is fed piece by piece. Blank lines count as lines, but are no calls.
+    """Scanner of a file, which gets the file piece by piece. Blank lines count as lines, but are no calls.
 
     Afterwards `starts` and `sizes` have the position of each call (bytes), `numbers` its line, and `order()` returns
     the order in which calls run.
@@ -60,19 +60,19 @@ class LineScanner:
         self.problems: list[BatchProblem] = []
         self._endpoint = endpoint
         self._models: dict[bytes, int] = {}
-        """Numbers of models by digests of their names, which may be as long as a line."""
+        """Indices of models, by digest of their names, which may be as long as a line."""
         self._functions: dict[bytes, int] = {}
         self._ranks: list[tuple[int, int]] = []
-        """Rank of each model: the number of its function, and the model's number."""
+        """Sort key of each model: index of its function, and index of the model."""
         self._groups = array("l")
         self._ids: set[bytes] = set()
         self._blank = 0
         self._rest = bytearray()
         self._at = 0
-        """Position of `_rest` in the file."""
+        """Position of `_rest` in the file, in bytes."""
         self._number = 0
         self._too_long = False
-        """True if the line of `_rest` exceeds its limit already."""
+        """True if the current line already exceeds its limit."""
 
     @property
     def full(self) -> bool:
@@ -83,7 +83,7 @@ class LineScanner:
         self._rest += piece
         while (end := self._rest.find(b"\n")) >= 0 and not self.full:
             self._end_line(end)
-        if len(self._rest) > MAX_LINE_BYTES:  # its end is yet to come: only how long it is matters
+        if len(self._rest) > MAX_LINE_BYTES:  # the line continues, and only its length matters
             self._at += len(self._rest)
             self._rest.clear()
             self._too_long = True
@@ -100,9 +100,9 @@ class LineScanner:
             self._report("empty_file", "the file has no lines")
 
     def order(self) -> array[int]:
-        """Returns the calls' indices, grouped by model, so that its adapter is loaded once.
+        """Returns the indices of calls in their running order, grouped by model so that each adapter is loaded once.
 
-        Versions and aliases of one function are adjacent; functions are in the order of their first calls.
+        Versions and aliases of one function are adjacent. Functions are in the order of their first calls.
         """
         return array("l", sorted(range(len(self.starts)), key=lambda index: (self._ranks[self._groups[index]], index)))
 
@@ -146,7 +146,7 @@ class LineScanner:
         self._groups.append(self._number_of(model))
 
     def _number_of(self, model: str) -> int:
-        """Returns the model's number; the first model has 0."""
+        """Returns the index of a model, in order of first occurrence in the file."""
         number = self._models.setdefault(_digest(model), len(self._models))
         if number == len(self._ranks):
             function = _digest(model.partition(":")[0])

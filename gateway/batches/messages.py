@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI's clients know them."""
+"""Messages about files and batches, compatible with OpenAI's clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of batches."""
+"""Prometheus metrics of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Outcome = Literal["completed", "failed", "put_back"]
 
 
 class BatchMetrics:
-    """Metrics of one process, one per `registry`."""
+    """Batch metrics of one process, one per `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.running = Gauge(

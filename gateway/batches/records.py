@@ -27,9 +27,9 @@ from gateway.batches.messages import (
 from gateway.jobs.job_store import JobRecord, JobStore, Marker, Stored
 
 MAX_BATCHES = 500
-"""Batches of one tenant; beyond it the oldest that have ended are removed."""
+"""Maximum batches of one tenant; beyond it the oldest ended ones are removed."""
 MAX_OPEN = 50
-"""Batches of one tenant that have not ended."""
+"""Maximum batches of one tenant that have not ended."""
 MARKERS = "open_batches/"
 
 
@@ -43,7 +43,7 @@ class BatchRecord(JobRecord, frozen=True, kw_only=True):
     status: Status = "validating"
     metadata: dict[str, str] | None = None
     key_id: str | None = None
-    """Id of the key, the tenant's or (`by_admin`) an administrator's, that created it; None: keys are not required."""
+    """Id of the key that created the batch; None: keys are not required."""
     by_admin: bool = False
     at: dict[str, float] = msgspec.field(default_factory=dict)
     """Unix time of the change to each status."""
@@ -59,14 +59,14 @@ class BatchRecord(JobRecord, frozen=True, kw_only=True):
     """Id of the output file, also before it exists."""
     error_id: str
     ends_as: Status | None = None
-    """Final status, once no further call begins."""
+    """Final status, set once no further call starts."""
 
     holder: str = ""
     """Worker that runs it; empty: none."""
     claim: int = 0
-    """Number of claims."""
+    """Number of times the batch was claimed."""
     writes: int = 0
-    """Number of writes, which makes each etag unique: a record that does not change has lost its holder."""
+    """Number of writes. It makes each ETag unique, so an unchanged ETag means that the holder is lost."""
 
     @property
     def ended(self) -> bool:
@@ -96,7 +96,7 @@ class BatchRecord(JobRecord, frozen=True, kw_only=True):
 
 
 class BatchStore(JobStore[BatchRecord]):
-    """Batches of all tenants of a registry. A marker lists each that has not ended."""
+    """Batches of all tenants of a registry. Each batch that has not ended has a marker."""
 
     def __init__(self, store: ObjectStore) -> None:
         super().__init__(store, BatchRecord, _key, _markers)
@@ -126,7 +126,7 @@ class BatchStore(JobStore[BatchRecord]):
         return record
 
     def get(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Returns the record. Raises NotFound."""
+        """Returns the batch's record. Raises NotFound."""
         stored = self.find(tenant, batch_id) if is_id(batch_id, "batch_") else None
         if stored is None:
             raise NotFound(f"there is no batch {batch_id[:100]!r}")
@@ -142,9 +142,9 @@ class BatchStore(JobStore[BatchRecord]):
         return [record for record in records if record is not None]
 
     def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Requests the end of a batch; one that is ending already stays as it is.
+        """Requests the cancellation of a batch, unless it is already ending. Returns its record.
 
-        Raises NotFound, and ServiceError `conflict` for one that has ended otherwise.
+        Raises NotFound, and ServiceError `conflict` for a batch with another final status.
         """
         self.get(tenant, batch_id)
 
@@ -164,7 +164,7 @@ class BatchStore(JobStore[BatchRecord]):
         return super().change(stored, msgspec.structs.replace(record, writes=record.writes + 1))
 
     def open_batches(self) -> list[Marker]:
-        """Returns the markers of all that have not ended, each tenant's oldest first."""
+        """Returns the markers of all batches that have not ended, each tenant's oldest first."""
         markers: list[Marker] = []
         for info in all_objects(self.objects, MARKERS):
             tenant, _, batch_id = info.key.removeprefix(MARKERS).partition("/")

@@ -10,9 +10,9 @@ import msgspec
 from gateway.batches.files import FileStore, Part
 
 PART_BYTES = 1 << 20
-"""Maximum bytes of a part; up to it a part is written again as it grows."""
+"""Size in bytes from which a part is complete; until then it is rewritten as it grows."""
 AGAIN = frozenset({"rate_limited", "overloaded", "unavailable"})
-"""Errors after which a call is queued again: it has not run."""
+"""Errors of calls that have not run, after which the call is queued again."""
 FLEETING = frozenset({"node_failed", "timeout", "internal"})
 """Errors after which a call is retried a few times."""
 
@@ -58,10 +58,10 @@ def unanswered_line(custom_id: str, code: str, message: str) -> bytes:
 
 
 class PartWriter:
-    """Appends lines to a file's parts.
+    """Writer of a file's parts, which appends lines.
 
-    Only the parts and bytes that the batch's record names count. A writer that lost the batch can't disturb the next
-    one, whose parts are named after another `claim`.
+    Only the parts and bytes that the batch's record lists are valid. A writer that lost the batch can't disturb the
+    next one, whose parts have another `claim` in their names.
     """
 
     def __init__(self, files: FileStore, tenant: str, file_id: str, claim: int, parts: tuple[Part, ...]) -> None:
@@ -76,7 +76,7 @@ class PartWriter:
         self._changed = True
 
     def take(self) -> tuple[str, bytes] | None:
-        """Returns the part to write, as (name, content), which `parts` then names; None if there is none."""
+        """Returns the next part to write as (name, content), and adds it to `parts`; None if there is none."""
         if not self._changed:
             return None
         self._changed = False

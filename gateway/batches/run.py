@@ -1,4 +1,4 @@
-"""Run of a claimed batch: its remaining calls, its answers, and the writes that keep both and the lease."""
+"""Run of a claimed batch: its remaining calls, its answers, and the writes that store both and renew the lease."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from gateway.catalog.threads import LeavableThreads
 from gateway.jobs.job_store import Stored
 
 BEAT_SECONDS = 2.0
-"""Interval of record writes, which keep the lease, during long work."""
+"""Seconds between two writes of the record, which renew the lease, during long work."""
 FLUSH_LINES = 100
-"""Maximum unwritten answers, without calls under way: those that a killed gateway's successor runs again."""
+"""Maximum unwritten answers: calls that run again if the gateway is killed. Calls in progress are not included."""
 UNANSWERED: dict[Status, tuple[str, str]] = {
     "expired": ("batch_expired", "the call did not run before the completion window ended")
 }
-"""Error (code, message) in the error file for calls that never ran, by final status; for others there is none."""
+"""Errors (code, message) in the error file for calls that never ran, by final status. Other statuses have none."""
 
 
 class LeaseLost(Exception):
-    """Error if another gateway has claimed the batch, or it was removed."""
+    """Another gateway has claimed the batch, or the batch was removed."""
 
 
 class BatchRun:
     """Run of one batch. `unix` returns Unix time (store clock).
 
-    Async methods raise LeaseLost, and StoreUnavailable, after which they may be called again.
+    Async methods raise LeaseLost and StoreUnavailable. After StoreUnavailable they may be called again.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class BatchRun:
     ) -> None:
         self.record = record = claimed.record
         self.changed = asyncio.Event()
-        """Set when the record should be written at once."""
+        """Event that is set when the record should be written at once."""
         self.calls: set[asyncio.Task[None]] = set()
-        """Calls under way."""
+        """Calls in progress."""
         self.attempts: dict[int, int] = {}
-        """Failed attempts of calls that are retried, by index."""
+        """Number of failed attempts of calls that are retried, by index."""
         requested: Status | None = "cancelled" if record.status == "cancelling" else None
         self.ending: Status | None = record.ends_as or requested
-        """Final status, once no further call begins."""
+        """Final status, set once no further call starts."""
         self.given_up = self.lost = False
-        """`given_up`: the batch is to be released; `lost`: another gateway has it."""
+        """True if the batch must be released (`given_up`), or if another gateway has it (`lost`)."""
         self.written_at = asyncio.get_running_loop().time()
-        """Time of the last write, which kept the lease (event loop clock)."""
+        """Time of the last write, which renewed the lease (event loop clock)."""
         self._holder = record.holder
         self._problems = record.problems
         self._stored = claimed
@@ -73,7 +73,7 @@ class BatchRun:
         self._order: array[int] = array("l")
         self._next = 0
         self._again: list[tuple[float, int]] = []
-        """Heap of queued retries: time from which it may begin (event loop clock), and index of the call."""
+        """Heap of queued retries: (earliest start by the event loop's clock, index of the call)."""
         self._done = bytearray(record.done)
         self._counts = {True: record.completed, False: record.failed}
         self._writers = {
@@ -92,9 +92,9 @@ class BatchRun:
         return self.record.tenant, self.record.id
 
     async def scan(self) -> None:
-        """Reads the input, and validates it if that was not done yet.
+        """Reads the input, and validates it on the first run.
 
-        Afterwards the batch is in progress, or fails. Raises NotFound if the file was deleted.
+        Afterwards the batch is in progress or has failed. Raises NotFound if the file was deleted.
         """
         try:
             source = await self._threads.run(lambda: self._files.get(self.record.tenant, self.record.input_file))
@@ -105,7 +105,7 @@ class BatchRun:
         for start, length in piece_starts(source.bytes):
             await self._threads.run(partial(self._feed, scanner, source, start, length))
             await self._keep_lease()
-            # Of a batch that is to end, the lines matter only where the error file names them.
+            # If the batch is ending, the lines are needed only for the error file.
             if scanner.full or (self.ending is not None and self.ending not in UNANSWERED):
                 break
         scanner.end()
@@ -123,7 +123,7 @@ class BatchRun:
         await self.write()
 
     def next_call(self) -> int | None:
-        """Returns the index of the next call to run; None if none may begin."""
+        """Returns the index of the next call to run; None if no call may start."""
         if not self._may_begin():
             return None
         if self._again and self._again[0][0] <= asyncio.get_running_loop().time():
@@ -142,7 +142,7 @@ class BatchRun:
         return self._may_begin() and bool(is_due or self._next < len(self._order))
 
     def _may_begin(self) -> bool:
-        """Returns whether a call may begin. With FLUSH_LINES unwritten answers none may, for a crash repeats them."""
+        """Returns whether a call may start: not with FLUSH_LINES unwritten answers, which a crash would repeat."""
         leaving = self.ending is not None or self.given_up or self.lost
         return not leaving and self._answers < FLUSH_LINES
 
@@ -158,7 +158,7 @@ class BatchRun:
         return await self._reader.line(index, (call for call in ahead if not self._is_done(call)))
 
     def put_back(self, index: int, seconds: float) -> None:
-        """Queues a call again, to begin `seconds` later."""
+        """Queues a call again, to start after `seconds` seconds."""
         heappush(self._again, (asyncio.get_running_loop().time() + seconds, index))
 
     def record_answer(self, index: int, custom_id: str, reply: LineReply) -> None:
@@ -167,7 +167,7 @@ class BatchRun:
         self.attempts.pop(index, None)
 
     def end(self, outcome: Status, *problems: BatchProblem) -> None:
-        """Sets the final status: no further call begins, and `finish` completes the batch."""
+        """Sets the final status. No further call starts, and `finish` completes the batch."""
         if self.ending is None:
             self.ending, self._problems = outcome, problems
         self.changed.set()
@@ -177,7 +177,7 @@ class BatchRun:
         return self.record.total > 0 and sum(self._counts.values()) >= self.record.total
 
     async def write(self, **changes: Any) -> None:
-        """Writes new answers, then the record, which keeps the lease. `changes` are further changes of the record."""
+        """Writes new answers, then the record, which renews the lease. `changes`: further changes of the record."""
         self.changed.clear()
         for writer in self._writers.values():
             if (part := writer.take()) is not None:
@@ -198,7 +198,7 @@ class BatchRun:
         return self._batches.change(self._stored, msgspec.structs.replace(self.record, **changes))
 
     async def finish(self) -> None:
-        """Completes the batch with its final status. Its files are complete before the record has that status."""
+        """Completes the batch with its final status. Its files are stored before the record gets that status."""
         outcome = self.ending
         assert outcome is not None
         if outcome == "cancelled" and self.record.status != "cancelling":
@@ -206,7 +206,7 @@ class BatchRun:
         elif outcome in ("completed", "expired") and self.record.status != "finalizing":
             self.record = self.record.with_status("finalizing", await self._unix())
         if outcome in UNANSWERED:
-            with suppress(NotFound):  # without the input nobody knows how the calls were named
+            with suppress(NotFound):  # without the input the calls' ids are unknown
                 await self._record_unanswered(*UNANSWERED[outcome])
         await self.write()
         now = await self._unix()
@@ -215,7 +215,7 @@ class BatchRun:
         await self.write(status=ended.status, at=ended.at, holder="")
 
     def give_up(self) -> None:
-        """Has the batch released, for another gateway or a later time."""
+        """Requests the release of the batch, for another gateway or a later time."""
         self.given_up = True
         self.changed.set()
 

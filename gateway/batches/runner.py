@@ -1,4 +1,4 @@
-"""Runs batches: claims them, begins their calls while nodes have spare rows, and completes them."""
+"""Runs batches: claims them, starts their calls while nodes have spare rows, and completes them."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from gateway.jobs.poller import Poller, PollResult
 from gateway.jobs.windows import Function
 
 LEASE_SECONDS = 10.0
-"""Seconds without a change of its record after which a batch may be claimed again."""
+"""Seconds without a change of its record after which another gateway may claim a batch."""
 POLL_SECONDS = 3.0
-"""Interval of polls for batches to claim."""
+"""Seconds between two polls for batches to claim."""
 FLUSH_SECONDS = 1.0
 MAX_RUNS = 16
-"""Batches at once in one gateway worker. Each needs about 1 MB for the positions of 50,000 lines."""
+"""Maximum batches at once in one gateway worker. Each needs about 1 MB for the positions of 50,000 lines."""
 MAX_READS = 64
 """Maximum records that one poll reads."""
 MAX_IN_FLIGHT = 512
 BURST = 8
-"""Calls that begin before spare rows are counted again: nodes report a new call only a moment later."""
+"""Calls that start before spare rows are counted again, because nodes report a new call with a delay."""
 TICK_SECONDS = 0.02
 IDLE_SECONDS = 0.2
 ATTEMPTS = 3
 THREADS = 8
 
 AnswerLine = Callable[[str, Endpoint, Line, str], Awaitable[Answer]]
-"""Answers a tenant's line; its last argument is the request's id."""
+"""Function that answers a line: gets tenant, endpoint, line and request id."""
 Key = tuple[str, str]
 """Tenant and id of a batch."""
 
@@ -62,8 +62,8 @@ log = logging.getLogger("gateway")
 class BatchRunner:
     """Runner of one gateway worker.
 
-    `clock` is monotonic seconds, `unix` Unix time (store clock). `spare` returns how many more calls may begin, by the
-    number of calls under way.
+    `clock`: monotonic seconds. `unix` returns Unix time (store clock). `spare` gets the number of calls in progress and
+    returns how many more may start.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class BatchRunner:
         self._shares = Shares(clock)
         self._poller = Poller("batch", self._poll, self._owner, self._claim, at_once=MAX_RUNS, idle_s=POLL_SECONDS)
         self._watch = ChangeWatch(clock)
-        """Batches of other holders, by id."""
+        """Watch of batches with other holders, by batch id."""
         self._runs: dict[Key, BatchRun] = {}
         self._under_way: set[asyncio.Task[None]] = set()
-        """Calls under way."""
+        """Calls in progress."""
         self._reading: set[asyncio.Task[None]] = set()
-        """Calls of them whose lines are being read: nodes do not report them yet."""
+        """Calls whose lines are being read; nodes do not report them yet."""
         self._paused_until = 0.0
         self._room = asyncio.Event()
 
@@ -110,13 +110,13 @@ class BatchRunner:
             await cancel_all(self._poller.active.values())
 
     def wake(self) -> None:
-        """Polls and writes at once, for a batch is new or is to be cancelled."""
+        """Polls and writes immediately, because a batch is new or must be cancelled."""
         self._poller.wake.set()
         for run in self._runs.values():
             run.changed.set()
 
     async def _poll(self, _after: str, _closed: Collection[Function]) -> PollResult:
-        """Lists batches without a holder."""
+        """Returns batches without a holder."""
         markers = await self._threads.run(self._batches.open_batches)
         self._metrics.open.set(len(markers))
         waiting = [marker for marker in markers if marker.id not in self._poller.active]
@@ -132,7 +132,8 @@ class BatchRunner:
         return PollResult(claimable)
 
     async def _make_room(self) -> None:
-        """Releases a batch of a tenant that has several, if another tenant with none waits."""
+        """Releases a batch of a tenant with several, if a tenant without a running batch waits. Runs until
+        cancelled."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             if len(self._runs) < MAX_RUNS:
@@ -163,11 +164,11 @@ class BatchRunner:
         return not record.holder or self._is_unchanged(record.id)
 
     def _is_unchanged(self, batch_id: str) -> bool:
-        """Returns whether its record has not changed for a lease, or was never read."""
+        """Returns whether the batch's record has not changed for LEASE_SECONDS, or was never read."""
         return self._watch.unchanged_s(batch_id) >= LEASE_SECONDS
 
     async def _drive(self, run: BatchRun) -> None:
-        """Owns the run from its claim on, until it has ended or is released."""
+        """Runs a claimed batch until it has ended or is released."""
         self._runs[run.key] = run
         self._metrics.running.set(len(self._runs))
         try:
@@ -175,7 +176,7 @@ class BatchRunner:
         except LeaseLost:
             log.warning("another gateway has this batch, or it was deleted", extra={"batch": run.record.id})
             run.lost = True
-        except Exception as error:  # nobody else could do better
+        except Exception as error:  # another gateway would fail in the same way
             log.error("a batch failed", exc_info=error, extra={"batch": run.record.id})
             await cancel_all(run.calls)
             run.end("failed", BatchProblem("internal_error", "an unexpected error; the operator finds it in the log"))
@@ -209,7 +210,8 @@ class BatchRunner:
         self._metrics.count_end(run.record.status)
 
     async def _tend(self, run: BatchRun) -> None:
-        """Writes new answers and keeps the lease; ends the batch if it is complete, expired or its key is revoked."""
+        """Writes new answers and renews the lease. Ends the batch if it is complete or expired, or if its key is
+        revoked."""
         record = run.record
         if run.all_answered:
             run.end("completed")
@@ -227,7 +229,8 @@ class BatchRunner:
             self._shares.of(tenant).weight = (await self._callers.account(tenant)).weight
 
     async def _insist(self, run: BatchRun, work: Callable[[], Awaitable[None]]) -> None:
-        """Does `work`, again while the store is unavailable. Raises LeaseLost if the lease ends meanwhile."""
+        """Runs `work`, and repeats it while the store is unavailable. Raises LeaseLost if the lease expires
+        meanwhile."""
         while True:
             try:
                 return await work()
@@ -238,7 +241,7 @@ class BatchRunner:
             await asyncio.sleep(FLUSH_SECONDS)
 
     async def _begin_calls(self, answer: AnswerLine) -> int:
-        """Begins calls while there are spare rows. Returns their number."""
+        """Starts calls while there are spare rows. Returns their number."""
         if not self._runs or self._clock() < self._paused_until:
             return 0
         begun_before = len(self._under_way)
@@ -259,7 +262,7 @@ class BatchRunner:
         for owner in owners:
             owner.add(task)
 
-        def end(_: asyncio.Task[None]) -> None:  # also of a task that was cancelled before it ran
+        def end(_: asyncio.Task[None]) -> None:  # also runs for a task that was cancelled before it started
             for owner in owners:
                 owner.discard(task)
             self._shares.end(run.record.tenant)
@@ -303,7 +306,7 @@ class BatchRunner:
 
 @dataclass(frozen=True)
 class Batches:
-    """Files and batches of all tenants. `runner` runs those that no other gateway does."""
+    """Files and batches of all tenants. `runner` runs the batches that no other gateway runs."""
 
     files: FileStore
     records: BatchStore
@@ -322,8 +325,8 @@ def make_batches(
 ) -> Batches:
     """Returns the batches of a gateway worker.
 
-    `base`: fingerprint of the base model. `name`: unique among all gateways' workers. `registry`: of the metrics.
-    `unix`: Unix time (store clock).
+    `base`: fingerprint of the base model. `name`: unique among all gateways' workers. `registry`: of the Prometheus
+    metrics. `unix` returns Unix time (store clock).
     """
     files, records, rows = FileStore(store), BatchStore(store), SpareRows(monotonic)
 

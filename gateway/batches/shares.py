@@ -1,4 +1,4 @@
-"""Fair shares of tenants in the calls of running batches: by weight, each tenant within its window."""
+"""Fair shares of tenants in the calls of running batches: by weight, and within each tenant's window."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from gateway.batches.run import BatchRun
 
 MAX_WINDOW = 256.0
-"""Calls under way of one tenant's batches, in one gateway worker."""
+"""Maximum calls in progress for one tenant's batches in one gateway worker."""
 PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 30.0
 
@@ -18,13 +18,14 @@ class Share:
     def __init__(self, served: float) -> None:
         self.weight = 1.0
         self.served = served
-        """Calls begun, each divided by the weight at that time. The tenant with the least is next."""
+        """Number of calls started, each divided by the weight at that time. The tenant with the lowest value is
+        next."""
         self.in_flight = 0
         self.window = MAX_WINDOW
         self.paused_until = 0.0
 
     def refuse(self, now: float, retry_after: float | None) -> float:
-        """Shrinks the window after a refusal. Returns the seconds for which none of the tenant's calls begins."""
+        """Halves the window after a refusal. Returns the seconds for which no call of the tenant starts."""
         seconds = min(retry_after or PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         self.window, self.paused_until = max(1.0, self.window / 2), now + seconds
         return seconds
@@ -41,18 +42,18 @@ class Shares:
         self._shares: dict[str, Share] = {}
 
     def of(self, tenant: str) -> Share:
-        """Returns the tenant's share. A new one begins level with the least of the others."""
+        """Returns the tenant's share. A new one starts at the lowest `served` of the others."""
         if tenant not in self._shares:
             self._shares[tenant] = Share(min((share.served for share in self._shares.values()), default=0.0))
         return self._shares[tenant]
 
     def keep(self, tenants: Iterable[str]) -> None:
-        """Forgets all other tenants without a call under way."""
+        """Forgets the tenants that are not in `tenants` and have no call in progress."""
         running = set(tenants)
         self._shares = {name: share for name, share in self._shares.items() if name in running or share.in_flight}
 
     def pick(self, runs: Iterable[BatchRun]) -> BatchRun | None:
-        """Returns the batch whose call begins next: the oldest of the next tenant. None if no call may begin."""
+        """Returns the batch whose call starts next: the oldest of the next tenant. None if no call may start."""
         oldest: dict[str, BatchRun] = {}
         for run in runs:
             tenant, current = run.record.tenant, oldest.get(run.record.tenant)

@@ -11,11 +11,11 @@ from cluster.node_table import STANDARD, NodeTable
 KEPT_SHARE = 1 / 8
 """Share of a node's rows, rounded down, that batches leave free for the next interactive calls."""
 LONGER_SHARE = 1 / 4
-"""Maximum increase of a node's decode step for interactive calls, as a share of it."""
+"""Maximum relative increase of a node's decode step that interactive calls may suffer."""
 UNKNOWN_SHARE = 1 / 8
 """Maximum share of a node's rows for batches with interactive calls, if the node's decode step is unknown."""
 CALLED_S = 5.0
-"""Seconds after its last interactive request for which a node counts as having one: the next is likely."""
+"""Seconds after its last interactive request for which a node is treated as having one, because another is likely."""
 
 
 class SpareRows:
@@ -24,12 +24,13 @@ class SpareRows:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._called = np.empty(0)
-        """Times of nodes' last interactive requests, by the table's rows."""
+        """Times of nodes' last interactive requests (monotonic seconds), by row of the node table."""
 
     def count(self, nodes: NodeTable, base: str, in_flight: int) -> float:
-        """Returns how many more calls may begin; infinite if a node does not report its rows.
+        """Returns how many more calls may start; infinite if a node does not report its rows.
 
-        `in_flight`: calls of batches under way. While no node serves, one call may begin, for an autoscaler to notice.
+        `in_flight`: calls of batches in progress. Without a serving node one call may start, so that an autoscaler
+        notices.
         """
         rows = nodes.serving(base).rows
         if not rows.size:
@@ -40,14 +41,14 @@ class SpareRows:
         limits = np.minimum(self._limits(nodes, rows, best_effort), capacity - reserved)
         usable = ~nodes.full[rows] & (nodes.kv_room[rows, STANDARD] > 0)
         spare = np.where(usable, np.clip(np.minimum(free - reserved, limits - best_effort), 0.0, None), 0.0)
-        # What nodes tell is a moment old.
+        # Nodes' reports are slightly outdated.
         return float(max(0.0, min(np.sum(spare), np.sum(limits) - in_flight)))
 
     def _limits(self, nodes: NodeTable, rows: np.ndarray, best_effort: np.ndarray) -> np.ndarray:
-        """Returns the limit of best-effort requests of each node; infinite without interactive requests."""
+        """Returns f64[C]: each node's limit of best-effort requests; infinite without interactive requests."""
         requests, per_row = nodes.requests[rows], nodes.decode_per_row[rows]
         base, flat = nodes.decode_base[rows], nodes.flat_rows[rows]
-        # Contexts and ranks cost of each request what they cost of those that run, on average.
+        # Assumes that contexts and ranks of each request cost the mean of the running requests.
         by_rows = base + per_row * np.maximum(requests - flat, 0.0)
         each = np.maximum(nodes.decode_there[rows] - by_rows, 0.0) / np.maximum(requests, 1.0)
         interactive = requests - best_effort
@@ -60,7 +61,8 @@ class SpareRows:
         return np.where(called, np.floor(limits), np.inf)
 
     def _are_called(self, nodes: NodeTable, rows: np.ndarray, busy: np.ndarray) -> np.ndarray:
-        """Returns which nodes have, or lately had, interactive requests. Records those that have now."""
+        """Returns bool[C]: which nodes have, or recently had, interactive requests. Records those that have some
+        now."""
         if not self._called.size:
             self._called = np.full(len(nodes.live), -np.inf)
         now = self._clock()

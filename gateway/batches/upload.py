@@ -1,4 +1,4 @@
-"""POST /v1/files' body: straight from the connection to the object store."""
+"""Body of POST /v1/files, streamed from the connection to the object store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_FILENAME = 200
 async def receive_file(
     request: Request, config: GatewayConfig, files: FileStore, threads: StoreThreads, tenant: str, limit: int
 ) -> FileRecord:
-    """Stores the file of a multipart body. `limit`: bytes of all of the tenant's files.
+    """Stores the file of a multipart body and returns its record. `limit`: maximum bytes of all the tenant's files.
 
     Raises ServiceError, Conflict; then nothing of the file remains.
     """
@@ -42,13 +42,13 @@ async def receive_file(
 
 
 def _size_of(request: Request) -> int:
-    """Returns the maximum bytes of the file: those of the request, which has its form, too."""
+    """Returns the maximum bytes of the file: the request's size, which includes the form, up to MAX_FILE_BYTES."""
     stated = request.headers.get("content-length", "")
     return min(int(stated), MAX_FILE_BYTES) if stated.isdecimal() else MAX_FILE_BYTES
 
 
 class _Upload:
-    """Upload under way."""
+    """Upload in progress."""
 
     def __init__(self, form: FormParts, files: FileStore, threads: StoreThreads, tenant: str, file_id: str) -> None:
         self.file_id = file_id

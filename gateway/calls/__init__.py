@@ -1,2 +1,5 @@
-"""A call from its checked request to its last token. It enters in `prepare` (prompt as tokens, all defaults filled
-in), `dispatch` routes it and follows it over nodes, and it leaves as `reply` or, on /v1, `openai_reply`."""
+"""The path of a call, from its checked request to its last token.
+
+`request` prepares it: the prompt becomes tokens, and all defaults are filled in. `dispatch` routes it and follows it
+across nodes. `reply` formats the answer, on /v1 `openai_reply` does.
+"""

@@ -1,4 +1,4 @@
-"""Counts how each generation ended: for metrics, SLO attainment, loads of pools, and its function's last hour."""
+"""Records how each generation ended: for metrics, SLO attainment, loads of pools, and the function's last hour."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from gateway.workers.metrics import Metrics
 from gateway.workers.pool_loads import PoolLoads, QueueSample
 
 JUDGED = frozenset({"ok", "overloaded", "timeout", "unavailable", "node_failed", "internal"})
-"""Outcomes for which the service, and not its caller, has to answer whether an SLO was attained."""
+"""Outcomes that count for SLO attainment, because the service and not the caller is responsible for them."""
 
 
 @dataclass(slots=True)
 class Times:
-    """Times of one generation in monotonic seconds, None before they come, and durations in seconds."""
+    """Times of one generation in monotonic seconds (None until they occur), and durations in seconds."""
 
     received: float
     sent_at: float | None = None
-    """Sending to the node that has it, or to the first one that sent a token."""
+    """Time at which the request was sent to the current node, or to the first node that sent a token."""
     started_at: float | None = None
     first_at: float | None = None
-    """The first token's arrival."""
+    """Time at which the first token arrived."""
     last_at: float | None = None
     done_at: float | None = None
     hold_wait: float = 0.0
-    """Wait for a first node."""
+    """Seconds of waiting for a first node."""
     schedule: float = 0.0
-    """Routing, all attempts together."""
+    """Duration of routing, over all attempts."""
     forecast: float | None = None
-    """Time from `sent_at` to the first token, by the scheduler."""
+    """The scheduler's forecast of the time from `sent_at` to the first token."""
     tokens: int = 0
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from receipt to the first token."""
+        """Returns the seconds from receipt to the first token; None before it."""
         return None if self.first_at is None else self.first_at - self.received
 
     @property
     def tpot(self) -> float | None:
-        """Seconds between two tokens, on average; None before the second one."""
+        """Returns the mean seconds between two tokens; None before the second one."""
         if self.first_at is None or self.last_at is None or self.tokens < 2:
             return None
         return (self.last_at - self.first_at) / (self.tokens - 1)
@@ -52,7 +52,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Accounting:
-    """Counts the generations of one gateway worker."""
+    """Records the generations of one gateway worker."""
 
     metrics: Metrics
     last_hour: LastHour = field(default_factory=partial(LastHour, time.monotonic))
@@ -62,7 +62,7 @@ class Accounting:
     def record_end(
         self, request: GenerateRequest, function: str, outcome: str, done: Done | None, times: Times, stay: QueueSample
     ) -> None:
-        """Counts a generation that has ended. `outcome`: `cancelled`, or the type of the error that ended it."""
+        """Records a generation that has ended. `outcome`: `cancelled`, or the type of the error that ended it."""
         tenant, metrics, ttft, tpot = request.tenant, self.metrics, times.ttft, times.tpot
         ended = "ok" if done is not None and outcome == "cancelled" else outcome
         metrics.count_invocation(tenant, function, ended)

@@ -1,4 +1,4 @@
-"""The generations in progress in this process: a forced delete can end them."""
+"""The generations in progress in this process, which a forced delete can end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cluster.errors import ServiceError
 Owner = tuple[str, str]
 """Tenant and function."""
 MAX_REVOCATIONS = 10_000
-"""Revocations that are kept for calls that were on their way here; the oldest is forgotten."""
+"""Maximum revocations kept for calls that have not arrived here yet; the oldest is forgotten."""
 
 MAX_RECEIVED_IDS = 1_000
-"""Ids of revocations that are kept, so that each counts once."""
+"""Maximum ids of revocations kept, so that each revocation counts once."""
 
 
 class ActiveCalls:
@@ -27,8 +27,10 @@ class ActiveCalls:
 
     @contextmanager
     def track(self, tenant: str, function: str, received: float) -> Iterator[asyncio.Future[Exception]]:
-        """Yields a future that gets the reason when the generation must end early. Raises the reason itself when the
-        call was `received` (monotonic seconds) before the function was revoked."""
+        """Yields a future that gets the reason if the generation must end early.
+
+        Raises the reason at once if the function was revoked after the call was `received` (monotonic seconds).
+        """
         owner = (tenant, function)
         since, reason = self._revocations.get(owner, (received, None))
         if reason is not None and received <= since:
@@ -44,10 +46,10 @@ class ActiveCalls:
                 del self._revoked[owner]
 
     def cancel(self, tenant: str, function: str, reason: ServiceError, id: str = "") -> None:
-        """Ends the function's generations, and calls received until now that come here later.
+        """Ends the function's generations, and any call received before now that arrives here later.
 
-        `id`: the revocation's, which counts once however often it is received: calls of a function that was made again
-        meanwhile are not ended.
+        `id`: id of the revocation, which counts once however often it is received. So a repeated message does not end
+        calls of a function that was deployed again.
         """
         if id and id in self._received_ids:
             return

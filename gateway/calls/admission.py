@@ -1,4 +1,4 @@
-"""Enforces a tenant's limits: a call reserves what it asks for before its first choice starts, or is refused."""
+"""Enforces tenants' limits: a call reserves its share of them before its first choice starts, or is refused."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from gateway.workers.metrics import Metrics
 T = TypeVar("T")
 
 YIELDED_SHARE = 1 / 8
-"""Share of a tenant's and of a function's places that batches and asynchronous calls leave to all others, rounded
-up."""
+"""Share of a tenant's and of a function's places, rounded up, that background calls leave free.
+
+Background calls are those of batches and asynchronous calls.
+"""
 RETRY_AFTER = 1.0
-"""Seconds after which to retry where nobody knows when a place gets free."""
+"""Seconds after which to retry if it is unknown when a place becomes free."""
 
 
 def call_of(
@@ -31,8 +33,11 @@ def call_of(
     *,
     yields: bool = False,
 ) -> Call:
-    """`yields`: it leaves some of the places to calls that somebody waits for. Raises ServiceError `validation_failed`
-    for more choices than may ever run at once."""
+    """Returns the amounts that a call takes of its tenant's and its function's limits.
+
+    `yields`: the call leaves some places to interactive calls. Raises ServiceError `validation_failed` for more choices
+    than may ever run at once.
+    """
     tenant, limits = account.id, account.limits
     reserved = account.reserved if limits.concurrent is not None else {}
     owners = (Owner(tenant, limits.concurrent), Owner(f"{tenant}/{function}", max_concurrency))
@@ -49,7 +54,7 @@ def call_of(
         places=len(requests),
         owners=tuple(
             owner for owner in owners if owner.limit is not None or (reserved and owner is owners[-1])
-        ),  # where places are kept for functions, those of each are counted
+        ),  # if places are reserved for functions, each function's places are counted
         reserved=reserved.get(function, 0),
         other_functions=tuple(
             Owner(f"{tenant}/{name}", places) for name, places in reserved.items() if name != function
@@ -59,8 +64,11 @@ def call_of(
 
 @asynccontextmanager
 async def admitted(call: Call, limits: LimitState, metrics: Metrics, used: Callable[[], int]) -> AsyncIterator[None]:
-    """Holds the tenant's limits around all choices of one call; `used`: the tokens that they have used. Raises
-    ServiceError `rate_limited`."""
+    """Reserves a call's share of the tenant's limits as long as the context lasts.
+
+    `used` returns the tokens that the call has used; unused ones are given back at the end. Raises ServiceError
+    `rate_limited`.
+    """
     if not call.limited:
         yield
         return
@@ -79,14 +87,17 @@ async def _take(limits: LimitState, call: Call) -> Refusal | None:
     try:
         return await _to_the_end(taking)
     except asyncio.CancelledError:
-        if taking.result() is None:  # nobody will use it
+        if taking.result() is None:  # the reservation is not used
             await limits.settle(call, call.tokens)
         raise
 
 
 async def _to_the_end(work: asyncio.Future[T]) -> T:
-    """Returns the result of `work`. When the caller is cancelled, waits for the end of `work` and then raises
-    CancelledError: what was counted elsewhere must be known here. The link's own time limits bound the wait."""
+    """Returns the result of `work`, even if the caller is cancelled meanwhile.
+
+    In that case it waits for the end of `work`, and then raises CancelledError: the result must be known, because it
+    may have changed shared counters. The time limits of the Redis link bound the wait.
+    """
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -114,11 +125,11 @@ def _refused(refusal: Refusal, call: Call) -> ServiceError:
 
 
 def _yielding(owner: Owner, places: int) -> Owner:
-    """Returns the owner with less than its limit, but with room for a call of `places`."""
+    """Returns the owner with a limit lowered by YIELDED_SHARE, but large enough for a call of `places`."""
     limit = owner.limit
     return owner if limit is None else Owner(owner.name, max(places, limit - math.ceil(limit * YIELDED_SHARE)))
 
 
 def _prompt(request: GenerateRequest) -> int:
-    """A prompt counts with its first choice only."""
+    """Returns the prompt's tokens for the first choice, 0 for the others: a prompt counts once."""
     return 0 if request.sampling.choice else len(request.token_ids)

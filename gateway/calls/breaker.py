@@ -1,9 +1,9 @@
 """Circuit breakers: a node that can't be reached gets no requests for a while, and then one as a probe.
 
-A record says that a node can reach the gateway; only a call says that the gateway can reach the node. After THRESHOLD
-failures in a row the node's circuit is open: nothing goes there for a second, and for twice the time after each probe
-that failed. Then one request at a time may try, and the others are refused meanwhile; when it is served the circuit is
-closed. Every worker sees for itself.
+A node's record shows that the node can reach the gateway; only a call shows that the gateway can reach the node. After
+THRESHOLD failures in a row the node's circuit opens. It gets no requests for one second, and for twice the previous
+pause after each failed probe. Then one request at a time may try, and the others are refused. Once a request is served,
+the circuit closes. Each worker has its own circuits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from gateway.calls.node_watch import NodeFailure
 
 THRESHOLD = 3
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds."""
+"""Pause after the circuit opens, and the longest pause, in seconds."""
 
 Circuit = Literal["closed", "open", "half_open"]
 
 
 class Probe:
-    """The one request that may go to a node whose circuit is half open."""
+    """Token of the single request that may go to a node whose circuit is half open."""
 
 
 class CircuitOpen(NodeFailure):
-    """Nothing may go to the node now."""
+    """The node's circuit is open, so no request may be sent to it."""
 
     def __init__(self, node_id: str) -> None:
         message = f"node {node_id} could not be talked to lately, and another request tries now"
@@ -43,7 +43,10 @@ class _Breaker:
 
 
 class Breakers:
-    """The breakers of one worker, by node and epoch: a restarted process has a new one. `clock`: monotonic seconds."""
+    """Circuit breakers of one worker, by node and epoch, so that a restarted process has a new one.
+
+    `clock`: monotonic seconds.
+    """
 
     def __init__(self, clock: Callable[[], float], opened: Callable[[str], None] = lambda _: None) -> None:
         """`opened` is called with each node whose circuit opens."""
@@ -52,7 +55,7 @@ class Breakers:
         self._failing: dict[tuple[str, str], _Breaker] = {}
 
     def blocked(self, nodes: NodeTable) -> frozenset[str]:
-        """Returns the ids of nodes that get nothing now."""
+        """Returns the ids of nodes that get no requests now."""
         if not self._failing:
             return frozenset()
         for node_id, epoch in list(self._failing):
@@ -73,8 +76,10 @@ class Breakers:
         return "half_open" if self._clock() >= breaker.until else "open"
 
     def begin(self, node_id: str, epoch: str) -> Probe | None:
-        """Lets a request go there. Returns its probe if the circuit is half open, else None. Raises CircuitOpen:
-        others may have started since the node was chosen."""
+        """Admits a request to the node. Returns the probe if the circuit is half open, else None.
+
+        Raises CircuitOpen, for example if another request became the probe after the node was chosen.
+        """
         breaker = self._failing.get((node_id, epoch))
         if breaker is None or breaker.failures < THRESHOLD:
             return None
@@ -88,8 +93,11 @@ class Breakers:
         self._failing.pop((node_id, epoch), None)
 
     def failed(self, node_id: str, epoch: str, probe: Probe | None = None) -> None:
-        """Records that the node can't be reached. While the circuit is not closed, only the probe's failure counts:
-        other requests were on their way when it opened."""
+        """Records that the node can't be reached.
+
+        While the circuit is not closed, only the probe's failure counts, because other requests were sent before it
+        opened.
+        """
         breaker = self._failing.setdefault((node_id, epoch), _Breaker())
         was_open = breaker.failures >= THRESHOLD
         if was_open and (probe is None or probe is not breaker.probe):
@@ -104,7 +112,10 @@ class Breakers:
             self._opened(node_id)
 
     def undecided(self, node_id: str, epoch: str, probe: Probe | None) -> None:
-        """Frees the probe, which waits in the node's queue, or has ended by no fault of the node: another may try."""
+        """Releases the probe without a result, so that another request may try.
+
+        Its request waits in the node's queue, or ended for a reason other than the node.
+        """
         breaker = self._failing.get((node_id, epoch))
         if breaker is not None and breaker.probe is probe:
             breaker.probe = None

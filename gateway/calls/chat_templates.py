@@ -1,7 +1,7 @@
 """Functions' own chat templates (`defaults.chat_template`): checked before they are stored, rendered for calls.
 
-A tenant's template never runs in this process: see template_process. However long a tenant's take, another tenant's
-conversation waits for one of them at most.
+A tenant's template never runs in this process: see template_process. A tenant has at most one conversation in the
+queue, so slow templates of one tenant delay another by at most one conversation.
 """
 
 from __future__ import annotations
@@ -25,40 +25,44 @@ from gateway.http.connected import while_connected
 from gateway.http.errors import invalid
 
 ANSWER_SECONDS = 30.0
-"""Wait for one conversation, the start of the process included; its limit is in processor time."""
+"""Seconds to wait for one conversation, including the start of the process. The template's own limit is in processor
+time."""
 CHECK_SECONDS = 60.0
-"""Wait for the check of a template that is to be stored, the checks before it included."""
+"""Seconds to wait for the check of a template, including the checks queued before it."""
 RETRY_AFTER = 1.0
 SAMPLE = ({"role": "user", "content": "Hello"},)
-"""Messages that every template must make a text of."""
+"""Messages that each template must be able to render."""
 
 _decoder = msgspec.msgpack.Decoder(Rendered | Refused)
 
 
 class _TemplateRefused(Exception):
-    """The template makes no text of the messages; this says why, and is fit for the caller."""
+    """The template can't render the messages. The text says why, and may be shown to the caller."""
 
 
 class ChatTemplates:
-    """Renders chat templates for one gateway worker. `receive` must have given the request's whole body."""
+    """Renderer of chat templates for one gateway worker.
+
+    The `receive` arguments must have returned the request's whole body.
+    """
 
     def __init__(self) -> None:
         self._helper = HelperProcess("gateway.calls.template_process")
         self._thread = LeavableThreads(1)
         self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks by tenant: one conversation of each is in line."""
+        """Locks by tenant: at most one conversation of a tenant is in the queue."""
 
     def close(self) -> None:
-        """Ends the process, and with it what is being rendered."""
+        """Kills the process and abandons what it renders."""
         self._helper.kill()
 
     async def check(
         self, tenant: str, policy: Mapping[str, Any], *, special: Mapping[str, str], receive: Receive, within: str = ""
     ) -> None:
-        """Checks the template that a policy states, if any; `within`: where the caller stated it.
+        """Checks the template in a policy, if it has one. `within`: prefix of the policy's fields in errors.
 
-        Raises ServiceError (`validation_failed`) for one that makes no text of a user's message, and what `render`
-        does. What is no text, or too long, is left to adapters.functions.parse_policy.
+        Raises ServiceError `validation_failed` if the template can't render a user's message, and the errors of
+        `render`. A template that is no text, or is too long, is left to adapters.functions.parse_policy.
         """
         defaults = policy.get("defaults")
         template = defaults.get("chat_template") if isinstance(defaults, dict) else None
@@ -72,10 +76,10 @@ class ChatTemplates:
             raise invalid(field, f"{field}: {refused}") from None
 
     async def render(self, tenant: str, job: Job, *, deadline: float, receive: Receive) -> str:
-        """Returns the conversation's text. `deadline` in monotonic seconds.
+        """Returns the rendered conversation. `deadline`: monotonic seconds.
 
-        Raises ClientGone, ServiceError: `validation_failed` where the template refuses the messages, or takes too much
-        time or memory over them, `timeout`, `unavailable`.
+        Raises ClientGone, and ServiceError: `validation_failed` if the template refuses the messages or exceeds its
+        time or memory, `timeout`, `unavailable`.
         """
         try:
             return await self._render(tenant, job, deadline, receive)
@@ -95,7 +99,7 @@ class ChatTemplates:
             return await self._thread.run(lambda: self._ask(job))
 
     def _ask(self, job: Job) -> str:
-        """Blocks."""
+        """Returns the rendered conversation. Blocks. Raises ServiceError `unavailable`, _TemplateRefused."""
         try:
             limited = msgspec.structs.replace(job, seconds=RENDER_SECONDS)
             answer: Rendered | Refused = _decoder.decode(self._helper.ask(limited, ANSWER_SECONDS))
@@ -112,7 +116,7 @@ class ChatTemplates:
 
 
 def _why(code: int) -> Exception:
-    """Returns what the process has ended of in the middle of its work."""
+    """Returns the error for a process that ended during a job, by its exit code."""
     if code == -signal.SIGPROF:
         return _TemplateRefused(f"it takes more than {RENDER_SECONDS:g} s of processor time")
     if code in (-signal.SIGKILL, -signal.SIGTERM):

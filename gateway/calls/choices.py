@@ -1,4 +1,4 @@
-"""The events of several generations as one stream, for calls with more than one choice."""
+"""Merges the event streams of several generations, for calls with more than one choice."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import aclosing
 from cluster.messages import Done, Token
 
 QUEUE = 64
-"""Events that wait for a slow reader; then the generations wait too."""
+"""Maximum events that wait for a slow reader; beyond that the generations wait."""
 
 Item = tuple[int, Token | Done]
 """A generation's index among those of its call, and its event."""
 
 
 async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
-    """Yields the items of all streams as they come. Raises the first exception, and ends the others."""
+    """Yields the items of all streams in order of arrival. Raises the first exception and ends the other streams."""
     queue: asyncio.Queue[Item | Exception | None] = asyncio.Queue(QUEUE)
     tasks = [asyncio.ensure_future(_pump(stream, queue)) for stream in streams]
     running = len(tasks)
@@ -40,7 +40,7 @@ async def _pump(stream: AsyncGenerator[Item, None], queue: asyncio.Queue[Item | 
         async with aclosing(stream) as items:
             async for item in items:
                 await queue.put(item)
-    except Exception as error:  # handed to the reader, which raises it
+    except Exception as error:  # passed to the reader, which raises it
         await queue.put(error)
     else:
         await queue.put(None)

@@ -1,5 +1,7 @@
-"""Runs an invocation: each generation is streamed from the node that it is routed to, and retried or resumed on another
-node when that one fails."""
+"""Runs an invocation: each generation is routed to a node and streamed from it.
+
+If the node fails, the generation is retried or resumed on another one.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,17 @@ from gateway.scheduling.placement import RETRY_AFTER, Placed
 from gateway.workers.called import CalledDigests
 
 ATTEMPTS = 2
-"""Attempts to get a first token."""
+"""Maximum attempts to get a first token."""
 MAX_RESUMPTIONS = 2
-"""Resumptions of one request: one that ends its nodes must not go through all of them."""
+"""Maximum resumptions of one request, so that a request that crashes nodes does not reach all of them."""
 NODE_ERRORS = ("node_failed", "unavailable")
-"""Errors of a node that say nothing against the request."""
+"""Errors of a node that are not the request's fault."""
 
 log = logging.getLogger("gateway")
 
 
 class Rerouted(Exception):
-    """The generation is to continue at `placed`, which is reserved for it."""
+    """The generation continues at `placed`, which is reserved for it."""
 
     def __init__(self, placed: Placed) -> None:
         super().__init__(f"moved to node {placed.node_id}")
@@ -51,34 +53,36 @@ class Rerouted(Exception):
 
 
 class Generation:
-    """Runs one choice of a call, and keeps what became known of it on the way."""
+    """Choice of a call: runs it and records its progress."""
 
     def __init__(self, dispatcher: Dispatcher, invocation: Invocation, index: int) -> None:
         self.shared, self.invocation, self.index = dispatcher, invocation, index
         self.request = invocation.requests[index]
-        """The choice as the call asks for it; `_sent` makes of it what each node gets."""
+        """Request as the call states it; `_sent` derives the one for each node from it."""
         self.function = invocation.target.function
         self.times = Times(invocation.received)
         self.key = CallKey(invocation.id, invocation.request_id, self.request.tenant, self.function)
         self.stay = dispatcher.accounting.loads.track(invocation.received)
         self.node: str | None = None
-        """Id of the node that has it; None before it is routed."""
+        """Id of the node that runs it; None before it is routed."""
         self.cold_start: str | None = None
         self.done: Done | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Entries of the prompt's tokens but the first; complete when the first event comes."""
+        """Log probabilities of the prompt's tokens from the second on; complete when the first event arrives."""
         self.resumed = 0
-        """Resumptions on another node."""
+        """Number of resumptions on another node."""
         self._generated: list[int] = []
         self._failures = 0
         self._is_queued = False
         self._deadline = math.inf
         self._revoked: asyncio.Future[Exception]
-        """Gets the reason when the call must end early. Set, as the deadline is, when the events begin."""
+        """Future that gets the reason if the call must end early. Set, like the deadline, when `events` begins."""
 
     async def events(self) -> AsyncGenerator[Item, None]:
-        """Yields (index, Token) and at last (index, Done). Raises ServiceError. Must be closed (`aclosing`): that
-        cancels the request on the node."""
+        """Yields (index, Token) for tokens, and (index, Done) at the end. Raises ServiceError.
+
+        Must be closed (`aclosing`), which cancels the request on the node.
+        """
         shared, outcome, excluded = self.shared, "cancelled", frozenset[str]()
         failure: ServiceError | None = None
         moved: Placed | None = None
@@ -108,7 +112,7 @@ class Generation:
                                     self._record_start(event)
                                 elif isinstance(event, Failed):
                                     raise NodeFailure(self._error_of(event), retryable=event.retryable)
-                                else:  # kept until the first token: another node may have to send them again
+                                else:  # collected, because another node may have to send them again
                                     self.prompt_logprobs += event.logprobs
                         return
                     except Rerouted as rerouted:
@@ -129,7 +133,7 @@ class Generation:
             outcome = error.type if isinstance(error, ServiceError) else "internal"
             self.invocation.meter.fail()
             raise
-        except BaseException:  # the caller has gone, or the gateway stops
+        except BaseException:  # the caller has disconnected, or the gateway is stopping
             if self.done is None:
                 cold = self.cold_start not in (None, "none")
                 self.invocation.meter.cut(self._prompt_tokens, self.times.tokens, cold)
@@ -141,17 +145,18 @@ class Generation:
 
     @property
     def used_tokens(self) -> int:
-        """Returns how many of the tokens that the call may use this request has used, as far as is known now."""
+        """Returns the tokens of the call's reserved ones that this generation has used so far."""
         return self._prompt_tokens + (self.times.tokens if self.done is None else self.done.completion_tokens)
 
     @property
     def _prompt_tokens(self) -> int:
-        """Returns how many tokens of the prompt have been used: a prompt counts from its start on a node, and with its
-        first choice only."""
+        """Returns the prompt tokens used: the prompt counts once it has started on a node, and for the first choice
+        only."""
         return 0 if self.request.sampling.choice or self.times.started_at is None else len(self.request.token_ids)
 
     async def route(self, excluded: frozenset[str], *, displaces: bool = False, counts_refusal: bool = False) -> Placed:
-        """Reserves a place on another node than these. Raises ServiceError when there is none."""
+        """Reserves a place on a node that is not in `excluded`, and returns it. Raises ServiceError if there is
+        none."""
         generated = None if self.times.first_at is None else self.times.tokens
         return await self.shared.router.route(
             self.key,
@@ -164,16 +169,19 @@ class Generation:
         )
 
     def _tracked(self) -> AbstractContextManager[asyncio.Future[Exception]]:
-        """Keeps the generation among those that can be revoked, and gives the future of the reason."""
+        """Registers the generation as revocable, and yields the future of the reason."""
         return self.shared.running.track(self.request.tenant, self.function, self.times.received)
 
     def _interruption(self) -> asyncio.Future[Exception]:
-        """Returns the future that ends the next attempt early."""
+        """Returns the future that interrupts the next attempt."""
         return self._revoked
 
     async def _route_or_hold(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
-        """Routes the request. With an autoscaler it waits for a node where there is none at all, where the only one has
-        just refused the request because it is to go, and where the first one that came is full. Raises ServiceError."""
+        """Routes the request and returns its place; with an autoscaler it may wait for a node. Raises ServiceError.
+
+        It waits if there is no node, if the only node has just refused the request because it is stopping, and if the
+        first node to start is full.
+        """
         hold, until = self.shared.hold, math.inf
         while True:
             try:
@@ -188,14 +196,14 @@ class Generation:
             self.stay.wait(None, None)
             if empty and not excluded:
                 await hold.wait(until, self._revoked)
-            else:  # it has no place, or what it says of itself is on its way
+            else:  # the node is full, or its new record has not arrived yet
                 await asyncio.wait([self._revoked], timeout=max(0.0, min(RETRY_PAUSE_S, until - began)))
             excluded, failure = frozenset(), None
             self.times.hold_wait += time.monotonic() - began
             self._check_held(until)
 
     def _check_held(self, until: float) -> None:
-        """Raises ServiceError when the request may not wait any longer."""
+        """Raises ServiceError if the request may not wait any longer."""
         if self._revoked.done():
             raise self._revoked.result()
         if time.monotonic() >= self._deadline:
@@ -204,8 +212,7 @@ class Generation:
             raise self.shared.hold.timeout_error()
 
     async def _route(self, excluded: frozenset[str], failure: ServiceError | None) -> Placed:
-        """Routes the request to a node that is not excluded. Raises the first attempt's failure when no other node can
-        take the request."""
+        """Returns a place on a node that is not excluded. If there is none, raises the first attempt's failure."""
         began = time.monotonic()
         displaces, is_first = self.shared.router.displaces(self.request), failure is None and not self.times.hold_wait
         try:
@@ -216,8 +223,11 @@ class Generation:
             self.times.schedule += time.monotonic() - began
 
     def _sent(self, placed: Placed) -> GenerateRequest:
-        """Returns the request for the node, and notes that it is sent. Once there are tokens, the node continues after
-        them: seed, adapter and limits stay; the TTFT target, and what was asked of the prompt, is over."""
+        """Returns the request for the node, and records that it is sent.
+
+        Once tokens have arrived, the node continues after them with the same seed, adapter and limits. The TTFT target
+        and the prompt's log probabilities are then dropped.
+        """
         self.node, now = placed.node_id, time.monotonic()
         if not self.resumed:
             self.times.sent_at, self.times.started_at, self.times.forecast = now, None, placed.forecast
@@ -236,13 +246,13 @@ class Generation:
         )
 
     def _is_retryable(self, failure: NodeFailure) -> bool:
-        """Returns whether another node may have the request."""
+        """Returns whether the request may be tried on another node."""
         if self.times.first_at is None:
             return failure.retryable and self._failures < ATTEMPTS
         return self.resumed < MAX_RESUMPTIONS and (failure.retryable or failure.error.type in NODE_ERRORS)
 
     def _resume(self) -> None:
-        """Prepares the request for another node, which continues after the tokens that there are."""
+        """Counts a resumption on another node, if tokens have arrived."""
         if self.times.first_at is not None:
             self.resumed += 1
             self.stay.restart()
@@ -272,7 +282,7 @@ class Generation:
             times.first_at = times.last_at
 
     def _record_done(self, event: Done) -> None:
-        """Raises ServiceError for an end before the first token."""
+        """Records the end of the generation. Raises ServiceError if it ended by timeout before the first token."""
         self.done, self.times.done_at = event, time.monotonic()
         if event.finish_reason == "timeout" and event.completion_tokens == 0:
             if self.times.started_at is None:
@@ -292,7 +302,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatcher:
-    """Runs all calls of this worker. `generations` makes one Generation for each choice, which calls nodes."""
+    """Runs all calls of one gateway worker. `generations` creates one Generation per choice, which then calls nodes."""
 
     state: ClusterState
     router: Router
@@ -303,22 +313,23 @@ class Dispatcher:
     accounting: Accounting
     called: CalledDigests
     record_call: Callable[[str, str, Adapter], None]
-    """Called with tenant, function and adapter of each call of a version."""
+    """Called for each call of a version, with tenant, function and adapter."""
     generation: Callable[[Dispatcher, Invocation, int], Generation] = Generation
-    """Makes one; a policy that moves generations has its own (gateway.calls.migration)."""
+    """Factory of generations; a policy that migrates them has its own (gateway.calls.migration)."""
     running: ActiveCalls = field(default_factory=ActiveCalls)
     began: float = field(default_factory=time.monotonic)
 
     async def wait_for_nodes(self, deadline: float) -> None:
-        """Returns when there is a node, or when there surely is none; at the deadline (monotonic) at the latest."""
-        # Whichever node has not reported by then would be held dead, too.
+        """Waits until a node is live, or until every live node must have reported; at most until the deadline
+        (monotonic)."""
+        # A node that has not reported by then is taken for dead anyway.
         until = min(deadline, self.began + RECORD_EXPIRY)
-        # The state may be shared, so that no event of this process tells.
+        # The state may be shared with other processes, so no local event signals a change.
         while time.monotonic() < until and not (await self.state.table()).live.any():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     def generations(self, invocation: Invocation) -> list[Generation]:
-        """Returns one per choice, none of them begun."""
+        """Returns one generation per choice, none of them started."""
         if (adapter := invocation.target.adapter) is not None:
             self.record_call(invocation.tenant, invocation.target.function, adapter)
         return [self.generation(self, invocation, index) for index in range(len(invocation.requests))]
@@ -326,8 +337,10 @@ class Dispatcher:
 
 @asynccontextmanager
 async def events_of(generations: Sequence[Generation]) -> AsyncIterator[AsyncGenerator[Item, None]]:
-    """Admits a call, and gives the events of all its generations as they come. Raises the first ServiceError, and ends
-    the others."""
+    """Admits a call, and yields the merged events of all its generations.
+
+    Raises the first ServiceError and ends the other generations.
+    """
     shared, call = generations[0].shared, generations[0].invocation.call
 
     def used() -> int:

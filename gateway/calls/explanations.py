@@ -1,4 +1,4 @@
-"""Log of the latest routing decisions, bounded and shared fairly by tenants, from which `/explain` answers."""
+"""Bounded log of the latest routing decisions, shared fairly by tenants, for `/explain`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from gateway.scheduling.decision import Decision, Outcome, Snapshot
 from gateway.scheduling.request import PlacementRequest
 
 MAX_PLACEMENTS = 4096
-"""Decisions that are kept, of some 4 kB each."""
+"""Maximum decisions kept, some 4 kB each."""
 MAX_OF_CALL = 16
-"""Decisions that are kept of one call, which may have many choices, each of them routed twice."""
+"""Maximum decisions kept for one call, which may have many choices, each routed twice."""
 OF_PLACEMENT = ("outcome", "node", "policy", "at", "took", "tries")
 OF_DEMAND = ("prompt_tokens", "max_tokens", "rank", "slo_class", "tpot")
 OF_REQUEST = ("adapter_bytes", "ttft")
-"""Fields of other structs that a decision repeats."""
+"""Fields that a Decision copies: from Placement, from the request's demand, and from the request."""
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A routing decision, as it is kept."""
+    """Routing decision as stored here."""
 
     request: PlacementRequest
     outcome: Outcome
     node: str | None
     policy: str
     at: float
-    """Unix time."""
+    """Unix time of the decision."""
     took: float
-    """Seconds."""
+    """Seconds that the decision took."""
     tries: int
     excluded: tuple[str, ...]
     snapshot: Snapshot | None
@@ -49,7 +49,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class CallKey(msgspec.Struct, frozen=True):
-    """Names the call that was routed."""
+    """Identifies the call that was routed."""
 
     id: str
     """Id of the invocation."""
@@ -63,7 +63,7 @@ class Explained(msgspec.Struct):
     call: CallKey
     placements: list[Placement] = []
     left_out: int = 0
-    """Further placements of this call that were not kept."""
+    """Number of further placements of this call, which were not kept."""
 
     def reply(self) -> ExplainReply:
         return ExplainReply(
@@ -79,19 +79,19 @@ class ExplainReply(msgspec.Struct, frozen=True):
     """Routing decisions of the generations of one call."""
 
     id: str
-    """The call's, as its reply names it."""
+    """Id of the call, as in its reply."""
     request_id: str
     tenant: str
     function: str
     placements: list[ExplainedPlacement]
-    """Decisions in their order: one per choice of the call, and one for each retry after a node had failed."""
+    """Decisions in order: one per choice, and one for each retry after a node failed."""
     left_out: int
     """Number of further decisions, which were not kept."""
 
 
 class ExplainedPlacement(msgspec.Struct, frozen=True):
     request: str
-    """The generation's id."""
+    """Id of the generation."""
     decision: Decision
 
 
@@ -102,7 +102,10 @@ class _Tenant:
 
 
 class Explanations:
-    """Decisions of this process. A tenant with more than an equal share makes room first: none pushes out others'."""
+    """Routing decisions of this process.
+
+    A tenant with more than an equal share makes room by dropping its own, so no tenant displaces the others'.
+    """
 
     def __init__(self, max_placements: int = MAX_PLACEMENTS) -> None:
         self._max_placements = max_placements
@@ -110,7 +113,7 @@ class Explanations:
         self._calls: OrderedDict[str, Explained] = OrderedDict()
         self._tenants: dict[str, _Tenant] = {}
         self._latest_by_request: dict[tuple[str | None, str], str] = {}
-        """(tenant, request id) -> its latest call; and (None, request id) -> anybody's"""
+        """Id of the latest call by (tenant, request id), and by (None, request id) for all tenants."""
 
     def keep(self, call: CallKey, placement: Placement) -> None:
         explained = self._calls.get(call.id) or self._add(call)
@@ -124,9 +127,11 @@ class Explanations:
             self._drop(call.tenant)
 
     def find(self, id: str, tenant: str | None) -> Explained | None:
-        """Returns the call of an invocation's id, of a generation's, or of a request id (the latest that had it).
+        """Returns the decisions of a call; None if unknown.
 
-        `tenant`: the call's; None: any."""
+        `id`: of an invocation, a generation, or a request (then its latest call). `tenant`: owner of the call; None:
+        any.
+        """
         for name in (id, id.rpartition("-")[0], self._latest_by_request.get((tenant, id))):
             explained = self._calls.get(name) if name else None
             if explained is not None and tenant in (None, explained.call.tenant):
@@ -141,7 +146,7 @@ class Explanations:
         return self._calls[call.id]
 
     def _drop(self, adding: str) -> None:
-        """Drops the oldest call of the tenant that adds, if it has more than its share; else the oldest of all."""
+        """Drops the oldest call of the tenant `adding` if it has more than its share, else the oldest of all."""
         share = max(MAX_OF_CALL, self._max_placements // len(self._tenants))
         adding_tenant = self._tenants.get(adding)
         oldest = next(

@@ -1,7 +1,7 @@
-"""Moves calls between nodes after they were routed, where the policy asks for it (gateway.scheduling.dlora).
+"""Migrates calls between nodes after they were routed, if the policy asks for it (gateway.scheduling.dlora).
 
-A call keeps its node until it has a place on the other one; then its stream ends, and it continues there after the
-tokens that have come, as after a failed node. Without such a policy none of this exists.
+A call stays on its node until it has a place on the target. Then its stream ends, and it continues on the target after
+the tokens that have arrived, as after a failed node. Without such a policy this module is unused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gateway.scheduling.placement import Placed
 
 
 class Migration:
-    """The open generations of this process, and the task that moves them."""
+    """Open generations of this process, and the task that migrates them."""
 
     def __init__(self, state: ClusterState, base: str, policy: Migrates) -> None:
         """`base`: fingerprint of the base model."""
@@ -30,11 +30,11 @@ class Migration:
         """Generations by request id."""
 
     def generation(self, dispatcher: Dispatcher, invocation: Invocation, index: int) -> Generation:
-        """Makes a generation that can be moved: the Dispatcher's `generation`."""
+        """Returns a generation that can be migrated. Used as the Dispatcher's `generation`."""
         return MovableGeneration(self, dispatcher, invocation, index)
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Moves generations as long as the context lasts."""
+        """Migrates generations as long as the context lasts."""
         return background(self._run)
 
     async def _run(self) -> None:
@@ -60,25 +60,25 @@ class Migration:
     async def _move(self, id: str, call: MovableGeneration, excluded: frozenset[str]) -> None:
         try:
             placed = await call.route(excluded)
-        except ServiceError:  # it has no place any more: the call stays where it is
+        except ServiceError:  # the target is full, so the call stays on its node
             return
         if not call.move_to(placed):
             await self._state.release(placed.node_id, id)
 
 
 class MovableGeneration(Generation):
-    """A generation that `migration` knows of while it is open, and may move once."""
+    """Generation that is registered with `migration` while it is open, and may be migrated once."""
 
     def __init__(self, migration: Migration, dispatcher: Dispatcher, invocation: Invocation, index: int) -> None:
         super().__init__(dispatcher, invocation, index)
         self._migration = migration
         self.moved = False
-        """True once it was moved: it is not moved again."""
+        """True once it was migrated; it is not migrated again."""
         self._attempt: asyncio.Future[Exception] | None = None
-        """Ends the attempt that runs, with the reason as result."""
+        """Future that interrupts the running attempt, with the reason as its result."""
 
     def move_to(self, placed: Placed) -> bool:
-        """Lets it continue there. Returns False when it does not run any more."""
+        """Continues the generation at `placed`. Returns False if no attempt is running."""
         if self._attempt is None or self._attempt.done():
             return False
         self.moved = True

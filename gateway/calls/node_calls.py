@@ -1,4 +1,4 @@
-"""Sends short queries and commands to one node, each bounded in time and in the size of its answer."""
+"""Short queries and commands to one node, each bounded in time and in the size of its answer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cluster.secret import authorization
 T = TypeVar("T")
 
 ANSWER_SECONDS = 15.0
-"""Longest wait for an answer, more than a node gives its engine."""
+"""Timeout of an answer in seconds: longer than the node's timeout for its engine."""
 ANSWER_BYTES = 8 << 20
 OUR_FAULT = ("unauthenticated", "invalid_request", "method_not_allowed", "unsupported_media_type")
-"""A node that says so does not speak as we do; the operator who asked can't help it."""
+"""Node errors that mean that gateway and node do not understand each other; the operator who asked can't fix them."""
 
 
 class _ErrorContent(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 class PathUnknown(ServiceError):
-    """Raised for a node of a release that does not know the command."""
+    """The node's release does not know the command."""
 
 
 class NodeCalls:
@@ -42,8 +42,10 @@ class NodeCalls:
     async def ask(
         self, node: NodeRecord, path: str, kind: type[T], order: msgspec.Struct | None = None
     ) -> tuple[int, T]:
-        """Sends a GET, or a POST with an order. Returns the status, and the answer as `kind`. Raises ServiceError: what
-        the node answers, or `node_failed`; PathUnknown."""
+        """Sends a GET, or a POST with an order. Returns the status, and the answer decoded as `kind`.
+
+        Raises ServiceError with the node's error, or `node_failed`; PathUnknown.
+        """
         method = "GET" if order is None else "POST"
         status, body = await self._call(node, method, path, b"" if order is None else msgspec.msgpack.encode(order))
         try:
@@ -52,7 +54,7 @@ class NodeCalls:
             raise _failed(node, f"said something that is no answer ({error})") from error
 
     async def order(self, node: NodeRecord, path: str, order: msgspec.Struct | None = None) -> None:
-        """Sends a POST without an answer. Raises as `ask`."""
+        """Sends a POST whose answer is ignored. Raises the same errors as `ask`."""
         status, body = await self._exchange(node, "POST", path, b"" if order is None else msgspec.msgpack.encode(order))
         if status == 404:
             raise _unknown(node, path)
@@ -66,7 +68,8 @@ class NodeCalls:
         return status, answer
 
     async def _exchange(self, node: NodeRecord, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """Returns what the node answers, whatever it is. Raises ServiceError when it can't be asked."""
+        """Returns the status and body of the answer, whatever the status. Raises ServiceError if the node can't be
+        reached."""
         options: dict[str, Any] = {"headers": self._headers, "timeout": self._timeout, "allow_redirects": False}
         try:
             async with self._session.request(method, node.url + path, data=body, **options) as response:

@@ -1,4 +1,4 @@
-"""Sends one request to one node over HTTP, and reads its events as they come, until the node ends it or dies."""
+"""Sends a request to one node over HTTP and reads its events, until the request ends or the node dies."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from gateway.http.connected import cut_short
 from gateway.scheduling.placement import Placed
 
 ANSWER_SECONDS = 5.0
-"""Longest wait for a node's status line, which it sends before it queues the request."""
+"""Timeout, in seconds, of a node's status line, which it sends before it queues the request."""
 EVENT_LIMIT = 4 << 20
-"""Largest event in bytes: a token with its log probabilities."""
+"""Maximum bytes of one event: a token with its log probabilities."""
 DEADLINE_SLACK = 10.0
-"""Nodes end requests at their deadline; the gateway gives up this much later."""
+"""Seconds after a request's deadline at which the gateway gives it up. Nodes end requests at their deadline."""
 EOF_SECONDS = 0.2
 
 
 class NodeClient:
-    """Streams from nodes. `connect`: seconds that a connection may take to be made."""
+    """Client that streams from nodes. `connect`: timeout of a new connection in seconds."""
 
     def __init__(
         self,
@@ -43,17 +43,17 @@ class NodeClient:
         self._breakers = breakers
         self._session = session
         self._headers = {**authorization(secret), "content-type": "application/msgpack"}
-        # A stream may be silent for as long as its node lives: the watch ends it.
+        # No total timeout: a stream may be silent while its node lives, and the watch ends it otherwise.
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect)
         self._watches = watches
 
     async def stream(
         self, placed: Placed, request: GenerateRequest, interrupted: asyncio.Future[Exception]
     ) -> AsyncGenerator[Event, None]:
-        """Yields events up to Done or Failed. Closing it closes the connection, which cancels the request there.
+        """Yields events up to Done or Failed. Closing the generator closes the connection, which cancels the request.
 
-        Raises NodeFailure when the node can't be reached, dies, or says something else; what `interrupted` gets; and
-        ServiceError when the deadline has passed by far.
+        Raises NodeFailure if the node can't be reached, dies, or sends something invalid; the result of `interrupted`;
+        ServiceError if the deadline has passed by DEADLINE_SLACK.
         """
         breakers, node = self._breakers, (placed.node_id, placed.epoch)
         probe = breakers.begin(*node)
@@ -89,7 +89,7 @@ class NodeClient:
                 finally:
                     interrupted.remove_done_callback(watched.interrupt)
                     if response is not None:
-                        response.close()  # kept for the next request if this one's answer was read to its end
+                        response.close()  # the connection is reused if this response was read to its end
         except NodeFailure:
             breakers.failed(*node, probe)
             raise
@@ -105,7 +105,7 @@ class NodeClient:
 
 
 def _end_reading(content: aiohttp.StreamReader, given_up: asyncio.Future[Exception]) -> None:
-    """Has the reader of the stream raise the reason for which it was given up."""
+    """Makes the stream's reader raise the reason for which it was given up."""
     content.set_exception(given_up.result())
 
 
@@ -117,8 +117,8 @@ def _decode(frames: Frames, chunk: bytes, node_id: str) -> list[Event]:
 
 
 async def _read_end(content: aiohttp.StreamReader) -> None:
-    """Reads the end of the reply, so that the connection can be used again; not worth waiting for."""
-    with suppress(Exception):  # whatever it is, also that the request is given up: the caller closes the connection
+    """Reads the end of the reply, so that the connection can be reused. Gives up after EOF_SECONDS."""
+    with suppress(Exception):  # any error, even if the request was given up, because the caller closes the connection
         async with asyncio.timeout(EOF_SECONDS):
             while await content.readany():
                 pass

@@ -1,7 +1,7 @@
-"""Ends the streams of nodes that are gone: one watch per node, whatever the number of its streams.
+"""Ends the streams of dead nodes, with one watch per node however many streams it has.
 
-A node is gone when neither a record nor a byte of any of its streams has come for too long. So a node whose records
-stop on their way, while its tokens still come, loses no stream.
+A node is dead when neither a record nor a byte of any of its streams has arrived for too long. So a node whose records
+get lost while its tokens still arrive keeps its streams.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cluster.state import ClusterState
 from gateway.scheduling.placement import Placed
 
 TICK = 0.25
-"""Seconds between two checks of a node that has streams."""
+"""Seconds between two checks of a node with open streams."""
 
 
 class NodeFailure(Exception):
-    """Raised when a node did not serve the request; `retryable`: another one may."""
+    """A node did not serve the request. `retryable`: another node may."""
 
     def __init__(self, error: ServiceError, *, retryable: bool) -> None:
         super().__init__(error.message)
@@ -34,7 +34,7 @@ def node_failed(message: str) -> NodeFailure:
 
 
 class WatchedStream:
-    """A request on a node, under its node's watch."""
+    """Stream of one request, watched together with its node's other streams."""
 
     def __init__(self, watch: _Watch, deadline: float) -> None:
         """`deadline`: monotonic seconds."""
@@ -42,36 +42,39 @@ class WatchedStream:
         self.deadline = deadline
         self.has_token = False
         self.given_up: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        """Future of the reason for which the request is to end."""
+        """Future that gets the reason if the stream is given up."""
 
     def give_up(self, reason: Exception) -> None:
         if not self.given_up.done():
             self.given_up.set_result(reason)
 
     def interrupt(self, reason: asyncio.Future[Exception]) -> None:
-        """Gives the stream up for what `reason` has got."""
+        """Gives the stream up with the result of `reason`."""
         if not reason.cancelled():
             self.give_up(reason.result())
 
     def record_bytes(self) -> None:
-        """Records that bytes have come from the node."""
+        """Records that bytes have arrived from the node."""
         self._watch.last_bytes = time.monotonic()
 
 
 class _Watch:
-    """The watch over one node, while it has streams."""
+    """Watch of one node while it has open streams."""
 
     def __init__(self, node_id: str, epoch: str) -> None:
         self.node_id, self.epoch = node_id, epoch
         self.streams: set[WatchedStream] = set()
         self.last_bytes = -math.inf
-        """Monotonic seconds."""
+        """Time at which bytes last arrived, in monotonic seconds."""
         self.task: asyncio.Task[None] | None = None
 
 
 class NodeWatches:
-    """Watches the nodes that have streams. `silence`: seconds without a record or a byte after which a node counts as
-    dead. `first_silence`: the same for a request without a token, when other nodes can take it over."""
+    """Watches of all nodes with open streams.
+
+    `silence`: seconds without a record or a byte after which a node is taken for dead. `first_silence`: the same for a
+    request without a token while other nodes can take it over.
+    """
 
     def __init__(self, state: ClusterState, *, silence: float, first_silence: float) -> None:
         self._state = state
@@ -81,7 +84,7 @@ class NodeWatches:
 
     @contextmanager
     def watched(self, placed: Placed, deadline: float) -> Iterator[WatchedStream]:
-        """Watches a stream: it is given up when its node is dead, or `deadline` (monotonic seconds) has passed."""
+        """Yields a watched stream. It is given up if its node is dead or `deadline` (monotonic seconds) has passed."""
         key = placed.node_id, placed.epoch
         watch = self._watches.get(key)
         if watch is None:
@@ -99,12 +102,12 @@ class NodeWatches:
                 watch.task.cancel()
 
     async def _run(self, watch: _Watch) -> None:
-        """Checks the node until it is cancelled with the node's last stream."""
+        """Checks the node every TICK seconds. Cancelled when the node's last stream ends."""
         try:
             while True:
                 await asyncio.sleep(TICK)
                 await self._check(watch)
-        except Exception as error:  # nobody would watch these streams any more
+        except Exception as error:  # these streams are no longer watched
             for stream in watch.streams:
                 stream.give_up(error)
 

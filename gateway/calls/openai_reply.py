@@ -1,4 +1,4 @@
-"""Formats generations as OpenAI does: full replies, and chunks of a stream."""
+"""Formats generations as OpenAI's API does: full replies and chunks of a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ StreamedChoice = openai.ChunkChoice | openai.CompletionChoice
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Fields that all chunks of one reply repeat, and what its chunks are to have."""
+    """Fields that all chunks of one reply repeat, and options of its format."""
 
     id: str
     model: str
@@ -31,18 +31,18 @@ class Head(msgspec.Struct, frozen=True):
     logprobs: bool
     include_usage: bool
     choices: int = 1
-    """Generations per prompt."""
+    """Number of generations per prompt."""
     alternatives: int = 0
-    """Likeliest tokens that `logprobs` names per token."""
+    """Number of most likely tokens that `logprobs` lists per token."""
     echo: list[Echo] = []
-    """Texts that the outputs of each prompt begin with; empty where nothing is to be echoed."""
+    """Echoed text of each prompt; empty if nothing is echoed."""
     prompt_logprobs: bool = False
     continuous_usage: bool = False
-    """Adds the usage up to that chunk to each."""
+    """True if each chunk has the usage so far."""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def echo_of(self, index: int) -> Echo | None:
-        """Returns what the text of the generation at `index` begins with; None where nothing is to be echoed."""
+        """Returns the echo at the beginning of the generation's text; None if nothing is echoed."""
         return self.echo[index // self.choices] if self.echo else None
 
 
@@ -82,7 +82,7 @@ def _completion(head: Head, index: int, outcome: Outcome) -> openai.CompletionCh
 
 
 async def chunks(head: Head, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
-    """Yields events of the stream, up to `[DONE]`. Raises ServiceError."""
+    """Yields the stream's events, up to `[DONE]`. Raises ServiceError."""
     kind: Callable[..., object] = openai.ChatChunk if head.chat else openai.Completion
     choices = [_StreamedChoices(head, index, generation) for index, generation in enumerate(generations)]
     usage: openai.TokenUsage | None = None
@@ -99,18 +99,18 @@ async def chunks(head: Head, generations: Sequence[Generation]) -> AsyncGenerato
 
 
 class _StreamedChoices:
-    """Makes the chunks' choices of one generation."""
+    """Builds the choices in the chunks of one generation."""
 
     def __init__(self, head: Head, index: int, generation: Generation) -> None:
         self._head, self._index, self._generation = head, index, generation
         self._is_begun = False
         self._offset = 0
-        """Characters of the text that the tokens before have."""
+        """Number of characters in the preceding tokens."""
         self.completed = 0
-        """Tokens up to the latest chunk."""
+        """Number of completion tokens up to the latest chunk."""
 
     def of(self, event: Token | Done) -> Iterator[StreamedChoice]:
-        """Yields the choices that the event adds, each for one chunk."""
+        """Yields the choices that an event adds, one per chunk."""
         head, index = self._head, self._index
         if not self._is_begun:
             self._is_begun = True
@@ -120,7 +120,7 @@ class _StreamedChoices:
         if isinstance(event, Token):
             self.completed += len(event.token_ids)
             yield _token_choice(head, index, event, self._offset)
-            # By the tokens, as in a whole reply: text may be held back for what comes after it.
+            # Counted by tokens, as in a full reply, because text may be held back.
             self._offset += sum(len(entry.token) for entry in event.logprobs)
         else:
             self.completed = event.completion_tokens
@@ -134,7 +134,7 @@ def failure(error: ServiceError, request_id: str) -> bytes:
 
 
 def finish_reason(done: Done) -> openai.FinishReason:
-    """OpenAI knows no `timeout` and no `cancelled`: the text ended too early, or was ended."""
+    """Returns OpenAI's finish reason. `cancelled` becomes `stop`, `timeout` becomes `length`."""
     return "stop" if done.finish_reason in ("stop", "cancelled") else "length"
 
 
@@ -147,14 +147,14 @@ def usage_of(head: Head, ends: Sequence[Done]) -> openai.TokenUsage:
 
 
 def _usage_so_far(head: Head, generations: Sequence[Generation], completion: int) -> openai.TokenUsage:
-    """Returns the usage of the whole reply when `completion` tokens were sent; cached tokens are not counted yet."""
+    """Returns the usage after `completion` tokens of all choices; cached tokens are not counted yet."""
     prompt = sum(len(generation.request.token_ids) for generation in generations[:: head.choices])
     return openai.TokenUsage(prompt, completion, prompt + completion, openai.Details(0))
 
 
 def _first_choice(head: Head, index: int, scored: list[TokenLogprob]) -> tuple[StreamedChoice | None, int]:
-    """Returns what comes before a choice's first token (None: nothing), and how many characters the tokens in its
-    logprobs have."""
+    """Returns the choice that precedes the first token (None: nothing), and the characters of the tokens in its
+    logprobs."""
     if head.chat:
         return openai.ChunkChoice(index, openai.Delta(role="assistant", content=""), None, None), 0
     echo = head.echo_of(index)
@@ -192,12 +192,12 @@ def _chat_logprob(entry: TokenLogprob) -> openai.ChatLogprob:
 
 
 def _bytes(token: str) -> list[int] | None:
-    """Returns the token's bytes; None for a part of a character, whose text stands for other bytes than the token's."""
+    """Returns the token's UTF-8 bytes; None for a part of a character, whose text does not determine the bytes."""
     return None if "\ufffd" in token else list(token.encode())
 
 
 def _echoed_tokens(head: Head, scored: list[TokenLogprob]) -> list[TokenLogprob]:
-    """Returns the prompt's tokens but the first, with as many alternatives as `logprobs` asks for."""
+    """Returns the prompt's tokens from the second on, each with as many alternatives as `logprobs` asks for."""
     if not (head.echo and head.logprobs):
         return []
     return [msgspec.structs.replace(entry, top=entry.top[: head.alternatives]) for entry in scored]
@@ -206,7 +206,11 @@ def _echoed_tokens(head: Head, scored: list[TokenLogprob]) -> list[TokenLogprob]
 def _completion_logprobs(
     head: Head, entries: Sequence[TokenLogprob], offset: int, echo: Echo | None = None
 ) -> openai.CompletionLogprobs | None:
-    """`echo`: the entries begin with the prompt's second token."""
+    """Returns `logprobs` for completions; None if not requested.
+
+    `offset`: characters before the first entry. `echo`: the echoed prompt, in which case the entries begin with the
+    prompt's second token.
+    """
     if not head.logprobs:
         return None
     tokens = [entry.token for entry in entries]
@@ -225,8 +229,10 @@ def _prompt_logprobs(head: Head, outcome: Outcome) -> openai.PromptLogprobs | No
 
 
 def _by_id(entry: TokenLogprob) -> dict[str, openai.RankedLogprob]:
-    """Returns ranked logprobs by token id, as vLLM does: the prompt's own token first, then the likeliest ones that it
-    is not."""
+    """Returns ranked logprobs by token id, as vLLM does.
+
+    The prompt's actual token comes first, then the other most likely ones.
+    """
     by_id = {str(entry.token_id): openai.RankedLogprob(entry.logprob, entry.rank, entry.token)}
     for rank, top in enumerate(entry.top, start=1):
         by_id.setdefault(str(top.token_id), openai.RankedLogprob(top.logprob, rank, top.token))

@@ -1,5 +1,7 @@
-"""Resolves a call's parameters: what it states, over the function's defaults, as nodes take them
-(docs/design/decisions/generation-params.md)."""
+"""Resolves a call's parameters for nodes, using the function's defaults for what it leaves out.
+
+See docs/design/decisions/generation-params.md.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +18,30 @@ from gateway.http.errors import invalid
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-4
-"""A temperature under this divides logits into infinities; it means greedy."""
+"""Temperature below which sampling is greedy, because dividing logits by it would overflow."""
 MAX_PROMPT_LOGPROBS = 1 << 16
-"""Log probabilities of prompt tokens that one call may ask for, alternatives and choices counted."""
+"""Maximum log probabilities of prompt tokens for one call, including alternatives and choices."""
 
 
 MAX_SEED = (1 << 63) - 1
-"""Nodes take 63 bits; OpenAI's seeds may be negative."""
+"""Maximum seed: nodes take 63 bits, while OpenAI's seeds may be negative."""
 PASSED_ON = sorted({*GenerationParams.__struct_fields__} & {*Sampling.__struct_fields__})
-"""Fields that a call states under the name that nodes read."""
+"""Fields that have the same name in a call and in a node's request."""
 
 DEFAULTED = sorted({*GenerationParams.__struct_fields__} & {*Defaults.__struct_fields__})
-"""Fields that a call may leave to its function."""
+"""Fields for which a function can have a default."""
 
 Params = TypeVar("Params", bound=GenerationParams)
 
 
 def merge(stated: Params, defaults: Defaults) -> Params:
-    """Returns the call with the function's defaults for what it leaves out."""
+    """Returns the call with the function's defaults filled in."""
     unset = {name: getattr(defaults, name) for name in DEFAULTED if getattr(stated, name) is None}
     return msgspec.structs.replace(stated, **unset)
 
 
 class NodeParameters(TypedDict):
-    """The fields of a GenerateRequest that a call's parameters make, but for `max_tokens`, which depends on the
-    prompt."""
+    """Fields of a GenerateRequest that depend on the call's parameters alone, so not `max_tokens`."""
 
     sampling: Sampling
     stop: list[str]
@@ -48,9 +49,9 @@ class NodeParameters(TypedDict):
 
 
 def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodeParameters:
-    """Returns the call's parameters as nodes take them, for its first choice.
+    """Returns the parameters as nodes take them, for the first choice.
 
-    Raises ServiceError for token ids that the base model has not, or too many bad words.
+    Raises ServiceError for token ids outside the vocabulary, and for too many bad words.
     """
     passed_on = {name: value for name in PASSED_ON if (value := getattr(merged, name)) is not None}
     stop_ids = list(dict.fromkeys(merged.stop_token_ids or []))
@@ -72,15 +73,20 @@ def resolve(merged: GenerationParams, text: BaseText, vocab_size: int) -> NodePa
 
 
 def prompt_logprobs(call: GenerationParams) -> int | None:
-    """Returns the number of likeliest tokens to report at each of the prompt's tokens; None: no log probabilities.
+    """Returns how many most likely tokens to report per prompt token; None: no log probabilities.
 
-    As in vLLM, `echo` asks for as many as `logprobs`."""
+    As in vLLM, `echo` asks for as many as `logprobs`.
+    """
     echoed = call.alternatives if call.echoes else None
     return max((k for k in (call.prompt_logprobs, echoed) if k is not None), default=None)
 
 
 def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, context: int, prompt_field: str) -> int:
-    """`declared`: the call's own; `prompt`: its tokens. Raises ServiceError when they don't fit the context."""
+    """Returns the maximum output tokens of a call.
+
+    `declared`: the call's own limit. `prompt`: number of its tokens. Raises ServiceError if both do not fit the
+    context.
+    """
     room = context - prompt
     if room < 1:
         why = f"the prompt has {prompt} tokens, and prompt and output together may have {context}"
@@ -96,11 +102,10 @@ def max_tokens_of(merged: GenerationParams, declared: int | None, prompt: int, c
 
 
 def kept_tokens(merged: GenerationParams, context: int) -> int | None:
-    """Returns the number of a prompt's last tokens to keep; None: all.
+    """Returns how many of a prompt's last tokens to keep; None: all.
 
-    -1 keeps what leaves room for `max_tokens`; for the service's default of it, no more than half the context.
-
-    Raises ServiceError when it is more than the context.
+    The value -1 keeps as many as leave room for `max_tokens`; with the service's default limit at least half the
+    context is kept. Raises ServiceError for a value greater than the context.
     """
     count = merged.truncate_prompt_tokens
     if count == -1:
@@ -112,7 +117,10 @@ def kept_tokens(merged: GenerationParams, context: int) -> int | None:
 
 
 def check_prompt_logprobs(call: GenerationParams, prompt_tokens: int) -> None:
-    """`prompt_tokens`: of all generations of the call. Raises ServiceError for more than a reply should hold."""
+    """Raises ServiceError if the reply would have too many log probabilities of prompt tokens.
+
+    `prompt_tokens`: number in all generations of the call.
+    """
     top = prompt_logprobs(call)
     if top is not None and prompt_tokens * (top + 1) > MAX_PROMPT_LOGPROBS:
         why = f"{prompt_tokens} prompt tokens with {top + 1} log probabilities each are more than {MAX_PROMPT_LOGPROBS}"

@@ -1,4 +1,5 @@
-"""Tokenises prompts and conversations: long ones in a thread, within the call's deadline, while its caller waits."""
+"""Tokenizes prompts and conversations. Long ones run in a thread, until the call's deadline or its caller's
+disconnect."""
 
 from __future__ import annotations
 
@@ -21,28 +22,31 @@ from gateway.http.errors import invalid
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 4096
-"""Longest text of a call that is tokenised at once. More would hold up other requests, and goes into a thread."""
+"""Maximum characters that are tokenized on the event loop. A longer text would delay other requests, so it goes into a
+thread."""
 MESSAGE_CHARACTERS = 16
-"""Characters that a template may put around each message, however empty."""
+"""Characters that a template may add to each message."""
 
 
 class Source(Protocol):
-    """The text of a call that is to be tokenised."""
+    """Text of a call that is to be tokenized."""
 
     @property
     def field(self) -> str:
-        """Name of the request's field."""
+        """Returns the name of the request's field."""
 
     @property
     def characters(self) -> int: ...
 
     def encode(self, text: BaseText, limit: int | None, keep: int | None) -> list[list[int]]:
-        """Token ids of each prompt, at most `keep` of each, the last ones. Raises TextError; TextTooLong when one
-        certainly has more than `limit`."""
+        """Returns the token ids of each prompt, at most the last `keep` ones.
+
+        Raises TextError; TextTooLong if a prompt certainly has more than `limit` tokens.
+        """
 
 
 class Prompts(msgspec.Struct, frozen=True):
-    """Each prompt is a text or its token ids, which have been checked against the vocabulary."""
+    """Prompts of a call: each is a text, or token ids that were checked against the vocabulary."""
 
     prompts: Sequence[str | list[int]]
     field: str = "prompt"
@@ -58,7 +62,8 @@ class Prompts(msgspec.Struct, frozen=True):
         ]
 
     def texts(self, text: BaseText, encoded: list[list[int]], *, truncated: bool, skip_special: bool) -> list[str]:
-        """Returns the prompts' texts to be echoed: a text as it came, token ids and what was truncated as decoded."""
+        """Returns the prompts' texts for an echo. Token ids and truncated prompts are decoded; other texts are
+        unchanged."""
         return [
             prompt
             if isinstance(prompt, str) and not truncated
@@ -68,8 +73,10 @@ class Prompts(msgspec.Struct, frozen=True):
 
 
 def prompts_of(stated: Sequence[str | int | list[int]] | str, vocab_size: int) -> Prompts:
-    """Makes prompts of one text, one list of token ids, or a list of either. Raises ServiceError for a mixture, and for
-    token ids that the base model has not."""
+    """Returns the prompts in one text, one list of token ids, or a list of either.
+
+    Raises ServiceError for a mixture, and for token ids outside the vocabulary.
+    """
     if isinstance(stated, str):
         return Prompts([stated])
     kinds = {type(prompt) for prompt in stated}
@@ -91,7 +98,7 @@ class Conversation(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     field: str = "messages"
     answer: bool = True
-    """Opens the assistant's turn at the end."""
+    """True if the assistant's turn is opened at the end."""
 
     @property
     def characters(self) -> int:
@@ -102,7 +109,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 class RenderedConversation(msgspec.Struct, frozen=True):
-    """A conversation as the text that the function's own chat template has made of it."""
+    """Conversation that the function's own chat template has rendered to text."""
 
     text: str
     field: str = "messages"
@@ -136,9 +143,10 @@ async def tokens_of(
     receive: Receive,
     keep: int | None = None,
 ) -> list[list[int]]:
-    """`deadline` in monotonic seconds; `receive` must have given the whole body; `keep`: of each prompt's tokens.
+    """Returns the token ids of each prompt.
 
-    Raises ServiceError: `validation_failed` when a prompt is too long or can't be tokenised, `timeout`; ClientGone.
+    `deadline`: monotonic seconds. `receive` must have returned the whole body. `keep`: maximum tokens of each prompt.
+    Raises ClientGone, and ServiceError: `validation_failed` if a prompt is too long or can't be tokenized, `timeout`.
     """
 
     def encode() -> list[list[int]]:
@@ -156,10 +164,10 @@ async def tokens_of(
 async def run_on_text(
     work: Callable[[], T], *, size: int, field: str, threads: LeavableThreads, deadline: float, receive: Receive
 ) -> T:
-    """Returns the result of `work`, which is run in a thread if its text is long. `size`: of the text, in characters or
-    tokens; `deadline` in monotonic seconds.
+    """Returns the result of `work`, which runs in a thread if its text is long.
 
-    Raises ServiceError: `validation_failed` for a TextError, naming `field`, `timeout`; ClientGone; what `work` raises.
+    `size`: of the text in characters or tokens. `deadline`: monotonic seconds. Raises ClientGone, the exceptions of
+    `work`, and ServiceError: `validation_failed` with `field` for a TextError, `timeout`.
     """
     try:
         if size <= INLINE_CHARACTERS:

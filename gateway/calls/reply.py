@@ -1,4 +1,4 @@
-"""Formats an invocation for its caller: the reply, its headers, the events of a stream."""
+"""Formats the native reply of an invocation: body, headers, and events of a stream."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gateway.http.event_stream import sse
 
 
 class Outcome(msgspec.Struct):
-    """A generation at its end."""
+    """Result of a completed generation."""
 
     text: str
     logprobs: list[TokenLogprob]
     done: Done
     prompt_logprobs: list[TokenLogprob] = []
-    """Entries of the prompt's tokens but the first, where they were asked for."""
+    """Log probabilities of the prompt's tokens from the second on, if requested."""
 
 
 async def collect(generations: Sequence[Generation]) -> list[Outcome]:
-    """Runs all to their ends. Raises the first ServiceError, and cancels the others."""
+    """Runs all generations and returns their outcomes. Raises the first ServiceError and cancels the others."""
     pieces: list[list[str]] = [[] for _ in generations]
     logprobs: list[list[TokenLogprob]] = [[] for _ in generations]
     ends: dict[int, Done] = {}
@@ -96,7 +96,7 @@ async def invoke_events(generations: Sequence[Generation]) -> AsyncGenerator[byt
 
 
 def _prompt_event(index: int, generation: Generation, choice: int | None) -> schema.TokenEvent | None:
-    """Returns the event about the prompt, which precedes the first token; None without an echo or log probabilities."""
+    """Returns the event about the prompt, which precedes the first token; None without echo and log probabilities."""
     echo = generation.invocation.echo_of(index)
     logprobs = _prompt_logprobs(generation.request, generation.prompt_logprobs)
     if echo is None and logprobs is None:
@@ -106,7 +106,7 @@ def _prompt_event(index: int, generation: Generation, choice: int | None) -> sch
 
 
 def token_events(event: Token | Done, choice: int | None = None) -> list[schema.TokenEvent]:
-    """Returns an event per token, of which the last carries the text of all; for Done, one with its text, if any."""
+    """Returns one event per token; the last one has the text of all. Done gives one event if it has text."""
     ids = [] if isinstance(event, Done) else event.token_ids
     if isinstance(event, Done) or not ids:
         index = event.completion_tokens if isinstance(event, Done) else event.index
@@ -191,7 +191,7 @@ def timing(generations: Sequence[Generation], done: Done) -> schema.Timing:
 
 
 def invocation_headers(generation: Generation) -> dict[str, str]:
-    """Returns the headers about the invocation, as far as they are known when the reply begins."""
+    """Returns the headers about the invocation that are known when the reply begins."""
     target = generation.invocation.target
     headers = {"x-garnish-function": target.function, "server-timing": server_timing(generation)}
     if target.version is not None:
@@ -204,7 +204,7 @@ def invocation_headers(generation: Generation) -> dict[str, str]:
 
 
 def server_timing(generation: Generation) -> str:
-    """Returns the steps in milliseconds: the node's figures once it has reported them, else the gateway's."""
+    """Returns the Server-Timing header in milliseconds: the node's values once reported, else the gateway's."""
     done, times = generation.done, generation.times
     steps = {**generation.invocation.steps, "schedule": times.schedule}
     if times.hold_wait:

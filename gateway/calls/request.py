@@ -1,4 +1,4 @@
-"""Makes an invocation of a checked call: its target resolved, its prompt as tokens, all defaults filled in."""
+"""Turns a checked call into an invocation: target resolved, prompt tokenized, defaults filled in."""
 
 from __future__ import annotations
 
@@ -52,46 +52,46 @@ from gateway.usage.counts import BASE, UsageCounts
 from gateway.usage.meter import Meter
 
 BACKGROUND_SLO = Slo(slo_class="best_effort")
-"""The SLO of calls that run in what others leave."""
+"""SLO of batches and asynchronous calls, which run in spare capacity."""
 
 
 class Echo(msgspec.Struct, frozen=True):
-    """A prompt that the text is to begin with."""
+    """Prompt that is echoed at the beginning of the text."""
 
     text: str
     first_token: str
-    """Text of the first token, which has no log probability: nothing precedes it."""
+    """Text of the first token, which has no log probability."""
 
 
 class Invocation(msgspec.Struct, frozen=True):
-    """A call that is ready for nodes. `requests` has one entry per choice, those of a prompt one after the other."""
+    """Call that is ready for nodes. `requests` has one entry per choice, grouped by prompt."""
 
     id: str
     tenant: str
     target: Target
     requests: list[GenerateRequest]
     received: float
-    """Monotonic seconds at which the request's headers were there."""
+    """Time at which the request's headers had arrived, in monotonic seconds."""
     steps: dict[str, float]
-    """Seconds of the steps before routing, for Server-Timing."""
+    """Seconds of each step before routing, for Server-Timing."""
     call: Call
-    """Amounts that it takes of the tenant's and the function's limits."""
+    """Amounts that the call takes of the tenant's and the function's limits."""
     meter: Meter
     request_id: str = ""
     """Value of `x-request-id`."""
     choices: int = 1
-    """Choices of each prompt."""
+    """Number of choices per prompt."""
     echo: list[Echo] = []
-    """Echo of each prompt; empty where nothing is to be echoed."""
+    """Echo of each prompt; empty if nothing is echoed."""
 
     def echo_of(self, index: int) -> Echo | None:
-        """Returns what the text of the request at `index` begins with; None where nothing is to be echoed."""
+        """Returns the echo of the request at `index`; None if nothing is echoed."""
         return self.echo[index // self.choices] if self.echo else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputProcessor:
-    """Turns calls into what nodes take, for one gateway worker. Times are in seconds."""
+    """Turns calls into requests for nodes, in one gateway worker. Times are in seconds."""
 
     base: BaseModel
     text: BaseText
@@ -101,10 +101,10 @@ class InputProcessor:
     callers: Callers
     cluster: ClusterState
     request_timeout: float
-    """Deadline of a call that states no `timeout`."""
+    """Timeout of a call that states no `timeout`."""
     max_timeout: float
     count_usage: Callable[[str, str, str, UsageCounts], None]
-    """Takes tenant, function and version."""
+    """Called with tenant, function, version and the usage of each completed call."""
 
     async def prepare(
         self,
@@ -116,11 +116,11 @@ class InputProcessor:
         source: Source,
         stated: GenerationParams,
     ) -> Invocation:
-        """Returns the call as nodes take it. `request` has given its whole body; `named`: a function's name and
-        qualifier.
+        """Returns the invocation of a call. `request` has returned its whole body. `function`: name and qualifier.
 
-        Raises NotFound, ClientGone, ServiceError: `validation_failed` when prompt and `max_tokens` don't fit the
-        context, when it has more choices than may run at once, or a parameter names what the base model has not.
+        Raises NotFound, ClientGone, ServiceError. `validation_failed` means that prompt and `max_tokens` do not fit the
+        context, that more choices are requested than may run at once, or that a parameter is outside the base model's
+        vocabulary.
         """
         target = await self.functions.target(tenant, *function, side(request))
         watch.lap("resolve")
@@ -166,8 +166,10 @@ class InputProcessor:
     async def render(
         self, request: Request, tenant: str, template: str | None, source: Source, deadline: float
     ) -> Source:
-        """Returns a conversation as a function's own chat template has it, and any other source as it is. Raises
-        ServiceError, ClientGone."""
+        """Returns a conversation rendered by the function's own chat template; any other source is unchanged.
+
+        Raises ServiceError, ClientGone.
+        """
         if template is None or not isinstance(source, Conversation):
             return source
         job = Job(template, source.messages, dict(self.text.special), source.answer)
@@ -175,28 +177,31 @@ class InputProcessor:
         return RenderedConversation(text)
 
     async def served_context(self) -> int:
-        """Returns how many tokens prompt and output may have together on the roomiest node that serves now.
+        """Returns the longest context, in tokens of prompt and output, of the nodes that serve now.
 
-        While none does, it is the base's own: routing then answers that the call may be tried again.
+        Without such a node it is the base model's own context, and routing then refuses the call as retryable.
         """
         longest = (await self.cluster.table()).serving(self.base.fingerprint).longest
-        # A node that is starting tells no context yet: its 0 must not refuse anything.
+        # A starting node reports no context yet; its 0 must not refuse calls.
         return min(self.base.max_context, longest or self.base.max_context)
 
     def split_model(self, model: str) -> tuple[str, str | None]:
-        """Splits the `model` of OpenAI's and vLLM's requests into a name and a qualifier.
+        """Returns the name and the qualifier in the `model` of OpenAI's and vLLM's requests.
 
-        The name is a function's or the base model's id; the qualifier an alias or a version, None where none is
-        stated."""
+        The name is a function's, or the base model's id. The qualifier is an alias or a version; None if none is
+        stated.
+        """
         if model == self.base.id:
             return model, None
         name, colon, qualifier = model.partition(":")
-        # An empty qualifier names nothing, which is not the same as none.
+        # An empty qualifier is invalid, unlike a missing one.
         return name, (qualifier or ":") if colon else None
 
     async def policy_of(self, tenant: str, model: str) -> Policy:
-        """Returns the policy of the function that `model` names; an empty one for the base. Raises NotFound unless a
-        call of the tenant could name it."""
+        """Returns the policy of the function that `model` names; an empty one for the base model.
+
+        Raises NotFound if the tenant has no such function.
+        """
         if model == self.base.id:
             return Policy()
         choices = await self.functions.choices(tenant, *self.split_model(model))
@@ -239,7 +244,7 @@ class InputProcessor:
         )
 
     async def _echo(self, source: Source, prompts: list[list[int]], merged: GenerationParams) -> list[Echo]:
-        """Returns the echo of each prompt; empty where nothing is to be echoed. Decodes long prompts in a thread."""
+        """Returns the echo of each prompt; empty if nothing is echoed. Long prompts are decoded in a thread."""
         if not merged.echoes or not isinstance(source, Prompts):
             return []
         text, prompt_source = self.text, source
@@ -258,14 +263,15 @@ def new_id() -> str:
 
 
 def is_background(request: Request) -> bool:
-    """Returns whether nobody waits for the call: it is one of a batch, or asynchronous. No header can say so."""
+    """Returns whether the call is asynchronous or part of a batch. No header can state that."""
     return bool(getattr(request.state, "spare_only", False))
 
 
 def background_request(request_id: str, path: str = "", body: bytes = b"") -> Request:
-    """Makes the request of a call that comes over no connection, and runs in spare capacity.
+    """Returns the request of a call without a connection, which runs in spare capacity.
 
-    It is as the server would make it for a client that waits for its reply however long it takes."""
+    It looks like one of a client that never disconnects.
+    """
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -286,7 +292,7 @@ def background_request(request_id: str, path: str = "", body: bytes = b"") -> Re
 
 
 def _opaque(target: Target) -> str:
-    """Returns a hash of the function's name, by which nodes see which calls are of one function; empty for the base."""
+    """Returns a hash of the function's name, by which nodes group calls of one function; empty for the base model."""
     return "" if target.adapter is None else hashlib.blake2b(target.function.encode(), digest_size=8).hexdigest()
 
 

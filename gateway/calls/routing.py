@@ -1,5 +1,4 @@
-"""Routes an invocation's generations to nodes: forecasts by what was learnt of their function, and logs why each was
-routed so."""
+"""Routes an invocation's generations to nodes and logs each decision."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from gateway.workers.metrics import Metrics
 from gateway.workers.pool_loads import PoolLoads
 
 MIN_TTFT_S = 1e-3
-"""The remainder of a TTFT target that has passed already."""
+"""Minimum remaining TTFT target in seconds, used once the target has passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """Routes the generations of one gateway worker, all of one base model."""
+    """Router of one gateway worker, for one base model."""
 
     state: ClusterState
     policy: Policy
@@ -41,7 +40,7 @@ class Router:
     explanations: Explanations = field(default_factory=Explanations)
     lengths: ResponseLengths = field(default_factory=ResponseLengths)
     queued: QueueShares = field(default_factory=QueueShares)
-    """Requests that were routed, and not started on their node yet."""
+    """Requests that are placed on a node but have not started there."""
 
     async def route(
         self,
@@ -54,11 +53,12 @@ class Router:
         displaces: bool = False,
         counts_refusal: bool = False,
     ) -> Placed:
-        """Reserves a place on a node that is not excluded, and logs the decision. Raises ServiceError.
+        """Reserves a place on a node that is not excluded, logs the decision, and returns the place. Raises
+        ServiceError.
 
-        `generated`: tokens that earlier nodes have sent, None before the first. `received`: monotonic seconds, from
+        `generated`: number of tokens from earlier nodes; None before the first one. `received`: monotonic seconds from
         which the TTFT target counts. `displaces`: the request may take another's place in a full queue.
-        `counts_refusal`: a refusal by full queues is demand that no pool has met.
+        `counts_refusal`: a refusal by full queues counts as unmet demand of the pools.
         """
         nodes = await self.state.table()
         excluded |= self.breakers.blocked(nodes)
@@ -95,14 +95,15 @@ class Router:
             )
 
     def displaces(self, request: GenerateRequest) -> bool:
-        """Returns whether the request may take another's place in a full queue, as the node itself would decide."""
+        """Returns whether the request may take another's place in a full queue, by the same rule as on the node."""
         crowded = self.queued.tenant_to_displace(request.tenant, request.weight)
         return crowded is not None or request.slo_class == "strict" or request.reserved > 0
 
     def _refused_work(self, nodes: NodeTable, request: PlacementRequest) -> float | None:
-        """Returns the seconds of a node's work that a refused request asks for.
+        """Returns the node time, in seconds, that a refused request would take.
 
-        None without a node that could serve it, or where its costs were never measured."""
+        None if no node could serve it, or if the node has no measured model.
+        """
         rows = eligible_nodes(nodes, self.base, request, frozenset())
         return work(nodes, int(rows[0]), request) if rows.size else None
 
@@ -133,6 +134,8 @@ class Router:
 
 
 def ttft_left(request: GenerateRequest, received: float) -> float | None:
-    """Returns the seconds that are left of the TTFT target, at least MIN_TTFT_S; None without a target. `received`:
-    monotonic seconds."""
+    """Returns the remaining seconds of the TTFT target, at least MIN_TTFT_S; None without a target.
+
+    `received`: monotonic seconds.
+    """
     return None if request.ttft is None else max(request.ttft - (time.monotonic() - received), MIN_TTFT_S)

@@ -1,6 +1,6 @@
-"""Scale from zero: calls that find no node wait for the first one, where an autoscaler is there to start it.
+"""Scale from zero: calls without a node wait for the first one, if an autoscaler is running that can start it.
 
-Without an autoscaler no node would come, and they are answered at once.
+Without an autoscaler no node would start, so the calls are refused at once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from cluster.redis_link import RedisAway
 from cluster.state import ClusterState
 
 AUTOSCALER = "autoscaler"
-"""Name of the lease of the autoscaler, which decides the pools' sizes."""
+"""Name of the autoscaler's lease; its holder sets the pools' sizes."""
 LED_S, UNLED_S = 1.0, 0.1
-"""Seconds for which a check of the lease is cached: with an autoscaler, and without one, which may come soon."""
+"""Seconds for which a check of the lease is cached, with and without an autoscaler."""
 POLL_S = 0.05
-"""Pause between two checks for a node while calls wait."""
+"""Seconds between two checks for a node while calls wait."""
 RETRY_PAUSE_S = 1.0
-"""Pause of a waiting call that found the first node full."""
+"""Seconds for which a waiting call pauses if the first node is full."""
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 600.0
 
 
 class FirstNodeWait:
-    """Lets calls wait for a first node. `seconds`: the longest wait; 0: none. `clock`: monotonic seconds."""
+    """Wait of calls for a first node. `seconds`: maximum wait; 0: none. `clock`: monotonic seconds."""
 
     def __init__(
         self, state: ClusterState, leases: Leases, base: str, seconds: float, clock: Callable[[], float]
@@ -40,21 +40,26 @@ class FirstNodeWait:
         self._waiting: asyncio.Task[None] | None = None
         self._waiting_calls = 0
         self._since: float | None = None
-        """Start of the wait for a first node, with pauses of MAX_RETRY_S at most."""
+        """Start of the current wait for a first node. Pauses between calls of up to MAX_RETRY_S do not end it."""
         self._last_ended_at = -math.inf
-        """End of the latest call's wait."""
+        """Time at which the latest call's wait ended."""
         self._last_wait: float | None = None
-        """Wait for the first node, the last time one started (seconds)."""
+        """Seconds for which calls last waited until a first node was ready."""
 
     async def should_wait(self, without: Collection[str] = ()) -> bool:
-        """Returns whether a call that no node can take now would wait for one. Nodes in `without` have refused it."""
+        """Returns whether a call that no node can take now should wait for a node.
+
+        `without`: nodes that have refused the call.
+        """
         if self.seconds <= 0 or not await self._has_autoscaler():
             return False
         return not serving(await self._state.table(), self._base, without)
 
     async def wait(self, until: float, cut: asyncio.Future[Exception]) -> None:
-        """Waits for a node that is ready, for `until` (by the clock), or for a result of `cut`. Raises what reading the
-        nodes raises."""
+        """Waits until a node is ready, until `until` (by the clock), or until `cut` has a result.
+
+        Raises the exceptions of reading the nodes.
+        """
         if self._waiting is None or self._waiting.done():
             if self._since is None or self._clock() - self._last_ended_at > MAX_RETRY_S:
                 self._since = self._clock()
@@ -72,8 +77,11 @@ class FirstNodeWait:
                 self._waiting.cancel()
 
     def timeout_error(self) -> ServiceError:
-        """Returns the error for a call that has waited for the longest time. Its retry time is what the last start of a
-        first node took, less what has passed; else as long again as has passed."""
+        """Returns the error for a call that waited for the maximum time.
+
+        Its Retry-After is the duration of the previous start of a first node, less what has passed. If that is over, it
+        is as much time as has passed.
+        """
         passed = 0.0 if self._since is None else self._clock() - self._since
         expected = passed if self._last_wait is None or self._last_wait <= passed else self._last_wait - passed
         why = f"no node became ready to serve this model within {self.seconds:g} s; one has been asked for"
@@ -86,7 +94,7 @@ class FirstNodeWait:
             self._last_wait, self._since = self._clock() - self._since, None
 
     async def _has_autoscaler(self) -> bool:
-        async with self._check_lock:  # who comes while it is asked waits for that answer, not for the one before
+        async with self._check_lock:  # a concurrent caller waits for this query's result
             if self._clock() - self._checked_at >= (LED_S if self._was_led else UNLED_S):
                 self._was_led = await autoscaler(self._leases) is not None
                 self._checked_at = self._clock()
@@ -94,7 +102,7 @@ class FirstNodeWait:
 
 
 async def autoscaler(leases: Leases) -> str | None:
-    """Returns the holder of the autoscaler's lease; None: nobody, or it is unknown."""
+    """Returns the holder of the autoscaler's lease; None if there is none, or if it is unknown."""
     try:
         return (await leases.get(AUTOSCALER)).holder or None
     except RedisAway:
@@ -102,5 +110,5 @@ async def autoscaler(leases: Leases) -> str | None:
 
 
 def serving(nodes: NodeTable, base: str, without: Collection[str] = ()) -> bool:
-    """Returns whether any node but those in `without` is ready to serve this base."""
+    """Returns whether a node that is not in `without` is ready to serve the base model."""
     return any(nodes.ids[row] not in without for row in nodes.serving(base).rows.tolist())

@@ -1,7 +1,7 @@
-"""The process that renders functions' own chat templates for a gateway worker, started by gateway.calls.chat_templates.
+"""Helper process that renders functions' own chat templates, started by gateway.calls.chat_templates.
 
-Templates are tenants' programs: a few characters of one can take much memory and time. Here they take those of a
-process of low priority, one conversation after the other, that is killed when it needs more.
+Templates are tenants' programs: a few characters can take much memory and time. They run here in a process of low
+priority, one conversation at a time, which is killed when it needs too much.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from adapters.helper_process import MEMORY_BYTES, NICENESS, bound_memory, holds_
 from cluster.chat_template import compile_template, render
 
 RENDER_SECONDS = 1.0
-"""Processor time for one conversation; honest templates need some thousandths."""
+"""Limit of processor time for one conversation, in seconds; normal templates need some milliseconds."""
 MAX_CHARACTERS = 4 << 20
-"""Longest rendered conversation: four times what a call's body may have."""
+"""Maximum characters of a rendered conversation: four times the limit of a call's body."""
 MAX_COMPILED = 256
-"""Compiled templates that are kept; the one that was used least recently is compiled again."""
+"""Maximum compiled templates cached; the least recently used one is dropped."""
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Arguments of cluster.chat_template.render, and a limit."""
+    """Arguments of cluster.chat_template.render, and a time limit."""
 
     template: str
     messages: list[dict[str, Any]]
     special: dict[str, str]
     answer: bool = True
     seconds: float = RENDER_SECONDS
-    """Limit of processor time."""
+    """Limit of processor time in seconds."""
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
     text: str
     last: bool
-    """True if the process has so much memory that a new one should replace it."""
+    """True if the process uses so much memory that it should be replaced."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -49,7 +49,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 def outcome_of(job: Job) -> Rendered | Refused:
-    """Ends the process by SIGPROF when the job's seconds are over."""
+    """Returns the rendered conversation, or why it was refused.
+
+    The process ends by SIGPROF once the job's seconds are over.
+    """
     try:
         with limited(signal.ITIMER_PROF, job.seconds):
             text = render(_compiled(job.template), job.messages, job.special, answer=job.answer)
@@ -58,7 +61,7 @@ def outcome_of(job: Job) -> Rendered | Refused:
         return Refused(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory", True)
     except jinja2.TemplateSyntaxError as error:
         return _refused(f"line {error.lineno}: {error.message}")
-    except Exception as error:  # whatever it is, the template's own code has raised it
+    except Exception as error:  # any exception comes from the template's own code
         return _refused(str(error) or type(error).__name__)
     if len(text) > MAX_CHARACTERS:
         return _refused(f"it makes {len(text)} characters of them; {MAX_CHARACTERS} are allowed")
@@ -75,8 +78,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def main() -> None:
-    """Runs the process: takes jobs from the socket that is its standard input, and sends back the outcome of each,
-    until the gateway hangs up."""
+    """Runs the process: answers jobs from the socket at standard input, until the gateway closes it."""
     os.nice(NICENESS)
     connection = socket.socket(fileno=0)
     bound_memory()

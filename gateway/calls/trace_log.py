@@ -1,4 +1,4 @@
-"""A log line for each call that ended well, from which `garnish logs --trace` makes a trace."""
+"""Log line for each successful call, from which `garnish logs --trace` builds a trace."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 from cluster.messages import Done, GenerateRequest
 
 CALL = "call ended"
-"""The line's message."""
+"""Message of the log line."""
 
 log = logging.getLogger("gateway.calls")
 
 
 class Call(msgspec.Struct, frozen=True):
     at: float
-    """Unix time at which it was received."""
+    """Unix time of receipt."""
     tenant: str
     digest: str
     """Digest of the adapter version; empty for the base alone."""
@@ -28,7 +28,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 def log_call(request: GenerateRequest, done: Done, received: float) -> None:
-    """`received`: monotonic seconds. Neither prompt nor answer is in the line."""
+    """Logs a completed call, without its prompt and answer. `received`: monotonic seconds."""
     adapter = request.adapter
     call = Call(
         at=round(time.time() - (time.monotonic() - received), 4),

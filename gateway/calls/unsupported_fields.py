@@ -1,4 +1,7 @@
-"""Fields that other services have and this one has not: accepted where they ask for nothing, else refused by name."""
+"""Fields of other services that this one does not support.
+
+They are accepted with a value that has no effect, and otherwise refused by name.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ DOCS = "docs/guide/invoke.md#what-other-services-have"
 
 
 class Unsupported(NamedTuple):
-    """`neutral`: the values that ask for no effect. `instead`: the nearest thing that works."""
+    """Unsupported field. `neutral`: values without an effect. `instead`: the nearest supported alternative."""
 
     neutral: tuple[Any, ...]
     instead: str
@@ -51,7 +54,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
 CHAT_UNSUPPORTED = {
     "echo": Unsupported((None, False), "use /v1/completions, or prompt_logprobs"),
 }
-"""Fields that /v1/chat/completions alone refuses."""
+"""Fields that are unsupported on /v1/chat/completions only."""
 
 
 ROLES = {"tool": _TOOLS, "function": _TOOLS}
@@ -59,11 +62,12 @@ PARTS = dict.fromkeys(
     ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file"),
     "the base reads text alone: say in words what it is to know",
 )
-"""Roles of messages, and kinds of parts of their content, that are refused."""
+"""Unsupported roles of messages, and unsupported kinds of content parts."""
 
 
 def supported_fields(body: Any, unsupported: dict[str, Unsupported], ignored: tuple[str, ...] = ()) -> Any:
-    """Returns the body without fields that ask for nothing. Raises ServiceError for one that is not supported."""
+    """Returns the body without unsupported fields that have no effect. Raises ServiceError if one would have an
+    effect."""
     if not isinstance(body, dict):
         return body
     for field in unsupported.keys() & body.keys():
@@ -80,8 +84,7 @@ def supported_fields(body: Any, unsupported: dict[str, Unsupported], ignored: tu
 
 
 def _check_messages(messages: Any) -> None:
-    """Raises ServiceError for roles and parts that are not served. What is no list of messages is refused later, by its
-    type."""
+    """Raises ServiceError for unsupported roles and content parts. Messages of a wrong type are refused later."""
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict):
             continue

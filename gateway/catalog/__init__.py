@@ -1,2 +1,4 @@
-"""Cached reads of the registry, as calls need them: who calls (`callers`) and what a name means (`functions`), kept in
-memory until `name_watch` reads that it may have changed. Nothing here knows of nodes."""
+"""Cached reads of the registry for calls: who the caller is (`callers`), and which version a name means (`functions`).
+
+Records are cached until `name_watch` finds that they may have changed. This package does not depend on nodes.
+"""

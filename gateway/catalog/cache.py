@@ -1,5 +1,8 @@
-"""A cache of answers of the registry: valid for a second since they were last confirmed, for a minute while it is
-away."""
+"""Cache of the registry's answers.
+
+An answer is valid for `fresh` seconds after it was last confirmed, and for `grace` seconds while the registry is
+unavailable.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,22 @@ V = TypeVar("V")
 
 
 KEPT_SECONDS = 600.0
-"""Seconds for which confirmations count. An answer in use is renewed after half of it: a gateway of a release that
-marks nothing (adapters.epoch) may have written to the registry."""
+"""Seconds after loading for which an answer can be confirmed. An answer in use is reloaded after half of that.
+
+This covers gateways of earlier releases, which write to the registry without marks (adapters.epoch).
+"""
 MAX_KNOWN = 50_000
-"""Answers that are kept, about a kilobyte each."""
+"""Maximum answers cached, about one kilobyte each."""
 PATIENCE = 1.0
-"""Seconds to wait for the registry while there is an older answer: a registry that hangs must not hold up calls."""
+"""Seconds to wait for the registry while an older answer is cached. A hanging registry thus does not block calls."""
 
 
 @dataclass(eq=False)
 class GraceCache(Generic[K, V]):
-    """Only answers are kept: what was missing is asked for again each time, so that a deploy is seen at once.
+    """Cache of successful answers. Errors are not cached, so a new deploy is visible at once.
 
-    An answer that is asked for in the second half of its time is renewed meanwhile, so that those which are asked for
-    all the time never make anyone wait.
+    An answer that is requested in the second half of its validity is reloaded in the background, so that frequently
+    used answers never make a caller wait. `fresh`, `grace` and `patience` are seconds.
     """
 
     load: Callable[[K], Awaitable[V]]
@@ -40,14 +45,17 @@ class GraceCache(Generic[K, V]):
     limit: int = MAX_KNOWN
     patience: float = PATIENCE
     confirmed: Callable[[K], float] = lambda _: float("-inf")
-    """Returns when, by `clock`, it was last known that a cached answer would still be the same."""
+    """Returns the time, by `clock`, at which a cached answer was last known to be current."""
     _cached: OrderedDict[K, tuple[V, float]] = field(default_factory=OrderedDict, init=False)
     _loading: dict[K, asyncio.Task[V]] = field(default_factory=dict, init=False)
     _patience_ends: dict[K, float] = field(default_factory=dict, init=False)
-    """End of patience by the event loop's time, for each load in progress."""
+    """End of the wait for each load in progress (event loop clock)."""
 
     async def get(self, key: K) -> V:
-        """Raises what `load` raises; StoreUnavailable only when nothing younger than the grace is known."""
+        """Returns the answer for a key, cached or loaded.
+
+        Raises the exceptions of `load`. It raises StoreUnavailable only if no answer younger than `grace` is cached.
+        """
         cached = self._cached.get(key)
         if cached is not None and self._age(key, cached[1]) < self.fresh:
             valid_s = KEPT_SECONDS if self.confirmed(key) > cached[1] else self.fresh
@@ -57,7 +65,7 @@ class GraceCache(Generic[K, V]):
         load = self._loading.get(key) or self._begin(key)
         if cached is None or self._age(key, cached[1]) >= self.grace:
             return await asyncio.shield(load)
-        # What has hung for as long before holds up nobody any more.
+        # If the load has already taken `patience` seconds, there is no further wait.
         patience_s = self._patience_ends.get(key, 0.0) - asyncio.get_running_loop().time()
         await asyncio.wait({load}, timeout=max(0.0, patience_s))
         if not load.done() or isinstance(load.exception(), StoreUnavailable):
@@ -65,20 +73,20 @@ class GraceCache(Generic[K, V]):
         return load.result()
 
     def forget_where(self, matches: Callable[[K], bool]) -> None:
-        """Forgets matching answers: the next `get` loads them again, and a load that began before does not count."""
+        """Forgets matching answers. The next `get` loads them again and ignores loads that started earlier."""
         for key in [key for key in self._cached if matches(key)]:
             del self._cached[key]
         for key in [key for key in self._loading if matches(key)]:
             del self._loading[key], self._patience_ends[key]
 
     def _age(self, key: K, asked_at: float) -> float:
-        """Returns the seconds since an answer that was asked for then was last known to be valid."""
+        """Returns the seconds since an answer that was requested at `asked_at` was last known to be valid."""
         now = self.clock()
         return now - (max(asked_at, self.confirmed(key)) if now - asked_at < KEPT_SECONDS else asked_at)
 
     def _begin(self, key: K) -> asyncio.Task[V]:
         task = asyncio.ensure_future(self._load_one(key))
-        # Retrieved here too: when every waiter has gone, nobody else looks at the task's exception.
+        # Retrieved here as well, because all waiting callers may have been cancelled.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._loading[key] = task
         self._patience_ends[key] = asyncio.get_running_loop().time() + self.patience

@@ -1,6 +1,6 @@
-"""Authenticates callers: keys to tenants, by what the registry has of their owner.
+"""Authenticates callers: maps keys to tenants by the cached record of the key's owner.
 
-A key that is not in it is looked up, as far as there is room for such look-ups.
+A key that is not in the record is looked up in the registry, at a limited rate.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ OPEN_TENANT = "default"
 """Tenant whose functions are served when `auth` is `none`."""
 MAX_KEY_TEXT = 512
 MAX_NAMES = 50_000
-"""Tenants whose names are kept."""
+"""Maximum tenants whose names are remembered."""
 REFUSAL_SECONDS = 0.05
-"""Refusals of keys take a multiple of this, so that their time does not show whether the tenant exists."""
+"""Refusals of keys take a multiple of this time (seconds), so that timing does not show whether the tenant exists."""
 
 
 class Callers:
@@ -54,12 +54,13 @@ class Callers:
             grace=config.grace_seconds,
             confirmed=lambda tenant: confirmed(ADMIN_KEY if tenant is None else tenant_key(tenant)),
         )
-        """Tenants by name; administrators under None."""
+        """Owners of keys, by tenant; administrators under None."""
         self._names: set[str | None] = set()
-        """Tenants that most likely exist: their records are read although no call of theirs was seen yet."""
+        """Tenants that probably exist. Their records are read even before their first call."""
 
     async def learn_tenants(self) -> None:
-        """Once, before the first request, so that no existing tenant has to be looked up as one that nobody knows."""
+        """Reads the names of existing tenants, so that their keys need no rate-limited lookup. Called once, before the
+        first request."""
         after = ""
         with suppress(StoreUnavailable):
             while len(self._names) < MAX_NAMES and (names := await self._threads.read(self._tenants.names, after)):
@@ -67,8 +68,11 @@ class Callers:
                 after = names[-1]
 
     async def caller(self, request: Request) -> Caller:
-        """Raises ServiceError: `unauthenticated` without a valid key; `forbidden` for another site's page while there
-        are no keys."""
+        """Returns the caller of a request.
+
+        Raises ServiceError: `unauthenticated` without a valid key; `forbidden` for another site's page if no keys are
+        required.
+        """
         if self._open:
             _check_local(request, self._host)
             return Caller(tenant=OPEN_TENANT, admin=True)
@@ -86,7 +90,7 @@ class Callers:
             raise
 
     async def tenant(self, request: Request) -> str:
-        """Inside whose functions the request is looked up. Raises ServiceError."""
+        """Returns the tenant for which the request is made. Raises ServiceError."""
         caller = await self.caller(request)
         stated = request.headers.get(TENANT_HEADER)
         if stated is None:
@@ -102,7 +106,7 @@ class Callers:
         return (await self._owners.get(stated)).record.id
 
     async def account(self, tenant: str) -> Tenant:
-        """The tenant's record, as old as a key may be. Raises NotFound, StoreUnavailable."""
+        """Returns the tenant's record, which may be as old as cached keys are. Raises NotFound, StoreUnavailable."""
         try:
             return (await self._owners.get(tenant)).record
         except NotFound:
@@ -111,31 +115,35 @@ class Callers:
             raise
 
     async def is_valid(self, tenant: str | None, key_id: str) -> bool:
-        """Returns whether this key, of a tenant or (None) of an administrator, is not revoked. Raises
-        StoreUnavailable."""
+        """Returns whether a key exists and is not revoked. Raises StoreUnavailable.
+
+        `tenant`: owner of the key; None: administrators.
+        """
         try:
             return (await self._owners.get(tenant)).has_id(key_id)
         except NotFound:
             return False
 
     def forget(self, tenant: str | None) -> None:
-        """Forgets callers after a change of the tenant (None: of administrators) or its keys: this process must not
-        answer from before it."""
+        """Forgets cached callers after a change of a tenant or its keys.
+
+        `tenant`: None for administrators.
+        """
         self._owners.forget_where(lambda name: name == tenant)
         if tenant is not None and len(self._names) < MAX_NAMES:
             self._names.add(tenant)
 
     def forget_all(self) -> None:
-        """Forgets all callers, after changes that nobody can name."""
+        """Forgets all callers, after changes of unknown records."""
         self._owners.forget_where(lambda _: True)
 
     async def admin(self, request: Request) -> None:
-        """Raises ServiceError `forbidden` for a tenant's key."""
+        """Checks that the request has an admin key. Raises ServiceError, `forbidden` for a tenant's key."""
         if not (await self.caller(request)).admin:
             raise ServiceError("forbidden", "this route needs an admin key")
 
     async def _is_known(self, text: str, claim: Principal) -> bool:
-        """Returns whether it is a valid key by the cached record of its owner; False where there is none."""
+        """Returns whether the key is valid by the cached record of its owner; False without a record."""
         if claim.tenant is not None and claim.tenant not in self._names:
             return False
         try:
@@ -145,7 +153,8 @@ class Callers:
             return False
 
     async def _look_up(self, text: str, claim: Principal) -> None:
-        """A key that is new, or none: refusals are alike whether its owner exists. Raises ServiceError."""
+        """Verifies a key that the cache does not contain. Raises ServiceError, the same whether or not the owner
+        exists."""
         with self._lookups.one():
             if await self._threads.read(self._tenants.verify, text) is None:
                 raise _invalid_key()
@@ -158,7 +167,7 @@ class Callers:
 
 
 class _Owner:
-    """Owner of keys. Administrators together are a tenant without a name, of which only the keys are used."""
+    """Owner of keys. All administrators together are one owner without a name, of which only the keys are used."""
 
     __slots__ = ("_keys", "record")
 
@@ -193,10 +202,9 @@ def _invalid_key() -> ServiceError:
 def _check_local(request: Request, bound_host: str) -> None:
     """Lets only local addresses and pages call: without keys, any web page in a browser on this host could.
 
-    Raises ServiceError `forbidden` for what a page of another site can make a browser send.
-
-    A browser names the page's site in `Origin` with everything but plain reads, and can't read the replies to those;
-    where a site's name was made to point to this host (DNS rebinding), `Host` still has that name.
+    Raises ServiceError `forbidden` for requests that a page of another site can make a browser send. Except for plain
+    reads, browsers name the page's site in `Origin`, and they do not let pages read the replies to those. If a site's
+    name was made to point to this host (DNS rebinding), `Host` still contains that name.
     """
     host = request.headers.get("host")
     if host is not None and not _is_local(host, bound_host):

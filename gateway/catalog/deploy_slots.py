@@ -19,9 +19,11 @@ class _Share:
 
 
 class DeploySlots:
-    """Slots for deploys. An upload takes memory and disk for as long as its sender likes, so each tenant has a few
-    slots for itself. Checking and storing takes a thread: these slots are for all, and a tenant gets only some of them
-    at once."""
+    """Slots for deploys.
+
+    An upload takes memory and disk for as long as its sender likes, so each tenant has only a few upload slots.
+    Checking and storing takes a thread. These slots are shared, and a tenant can have only some of them at once.
+    """
 
     def __init__(self, config: GatewayConfig) -> None:
         self._free_uploads = share(config.max_uploads, config)
@@ -33,8 +35,10 @@ class DeploySlots:
 
     @contextmanager
     def deploy(self, tenant: str) -> Iterator[None]:
-        """Holds a place for a deploy from the start of the upload to the reply. Raises ServiceError `overloaded` at
-        once when all places, or all of the tenant's, are taken."""
+        """Holds an upload slot from the start of the upload to the reply.
+
+        Raises ServiceError `overloaded` at once if all slots, or all of the tenant's, are taken.
+        """
         tenant_share = self._shares.get(tenant)
         if tenant_share is not None and tenant_share.uploads >= self._tenant_uploads:
             raise _busy(f"you have {tenant_share.uploads} deploys under way already")
@@ -53,7 +57,10 @@ class DeploySlots:
 
     @asynccontextmanager
     async def store(self, tenant: str) -> AsyncIterator[None]:
-        """Inside `deploy`, once the upload is here. Raises ServiceError `overloaded` when none gets free in time."""
+        """Holds a slot for checking and storing a complete upload; must be used inside `deploy`.
+
+        Raises ServiceError `overloaded` if no slot becomes free within `deploy_wait` seconds.
+        """
         async with AsyncExitStack() as places:
             try:
                 async with asyncio.timeout(self._wait_seconds):

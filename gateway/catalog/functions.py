@@ -1,4 +1,4 @@
-"""Names to versions: each request asks once, and a cache answers until the function may have changed."""
+"""Resolves names to versions, with a cache that is valid until the function may have changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gateway.http.errors import STORE_RETRY_AFTER
 T = TypeVar("T")
 
 Key = tuple[str, str, str]
-"""Tenant, function, qualifier (empty: none stated)."""
+"""Tenant, function and qualifier (empty: none stated)."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class Functions:
         clock: Callable[[], float],
         confirmed: Callable[[str], float],
     ) -> None:
-        """`confirmed`: when it was last known that a record is as it was read, by its key."""
+        """`confirmed` returns the time at which a record, given by its key, was last known to be unchanged."""
         self.on_change: Callable[[str, str], None] = lambda *_: None
         """Called with each function (tenant, name) that this process has changed."""
         self._registry = registry
@@ -66,10 +66,10 @@ class Functions:
         )
 
     async def target(self, tenant: str, name: str, qualifier: str | None, side: str) -> Target:
-        """Returns what a call runs. The base model's id without a qualifier names the base.
+        """Returns the target of a call. The base model's id without a qualifier means the base model.
 
-        `side`: calls with equal ones are on the same side of an alias that splits its calls, as far as its shares stay
-        as they are. Raises NotFound, StoreUnavailable, InvalidAdapter, CorruptArtifact, ArtifactPending.
+        `side`: calls with the same value stay on the same side of an alias that splits calls, while its shares do not
+        change. Raises NotFound, StoreUnavailable, InvalidAdapter, CorruptArtifact, ArtifactPending.
         """
         if name == self._registry.base.id and not qualifier:
             return Target(function=name)
@@ -78,16 +78,16 @@ class Functions:
         return Target(resolved.function, resolved.version, adapter_of(resolved), resolved.policy)
 
     async def choices(self, tenant: str, name: str, qualifier: str | None) -> Sequence[Choice]:
-        """Returns what `Registry.choices` does, from the cache while that is valid."""
+        """Returns the versions that a qualifier stands for, with their shares, from the cache or `Registry.choices`."""
         if not is_name(name) or (qualifier is not None and not is_name(qualifier)):
             raise NoSuchFunction(tenant, name)
         return await self._cache.get((tenant, name, qualifier or ""))
 
     async def change(self, change: Callable[..., T], tenant: str, name: str, *args: Any) -> T:
-        """Returns what `change(tenant, name, *args)` does, which changes the function in the registry.
+        """Changes a function in the registry, and returns the result of `change(tenant, name, *args)`.
 
-        Afterwards this process does not answer from before the change; also when it fails, or its caller goes: the
-        thread may have made it all the same.
+        Afterwards this process does not use records from before the change. That also holds if the change fails or its
+        caller is cancelled, because the thread may still have made it.
         """
         try:
             return await self._threads.write(change, tenant, name, *args)
@@ -96,11 +96,11 @@ class Functions:
             self.on_change(tenant, name)
 
     def forget(self, tenant: str, name: str) -> None:
-        """Forgets the function, after a change by anyone."""
+        """Forgets a function, after a change by anyone."""
         self._cache.forget_where(lambda key: key[:2] == (tenant, name))
 
     def forget_all(self) -> None:
-        """Forgets all functions, after changes that nobody can name."""
+        """Forgets all functions, after changes of unknown records."""
         self._cache.forget_where(lambda _: True)
 
     def forget_tenant(self, tenant: str) -> None:
@@ -108,9 +108,8 @@ class Functions:
         self._cache.forget_where(lambda key: key[0] == tenant)
 
     def remake(self, tenant: str, target: Target) -> ServiceError:
-        """Starts to make the artifact again, which a node has found damaged. Returns the error for that node's
-        caller."""
-        assert target.version is not None and target.digest is not None  # nodes find no fault with the base alone
+        """Starts to rebuild an artifact that a node has found damaged. Returns the error for the call."""
+        assert target.version is not None and target.digest is not None  # nodes report damage of adapters only
         self._rebuilds.request(tenant, target.function, target.version, target.digest)
         damage = f"the artifact of version {target.version} of function {target.function} was damaged"
         return ServiceError("unavailable", f"{damage}: it is being made again", retry_after=STORE_RETRY_AFTER)
@@ -125,7 +124,7 @@ class Functions:
 
 
 def adapter_of(resolved: Resolved) -> Adapter:
-    """Returns the version as nodes get it."""
+    """Returns the adapter of a version as nodes get it."""
     return Adapter(
         digest=resolved.digest,
         artifact=resolved.artifact_key,

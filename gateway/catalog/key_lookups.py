@@ -1,4 +1,4 @@
-"""Look-ups of keys that nobody knows: few at once and per second, so that random keys cost other callers nothing."""
+"""Limits lookups of unknown keys, concurrently and per second, so that random keys do not slow down other callers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cluster.errors import ServiceError
 from cluster.limits import Bucket
 
 LOOKUPS_PER_SECOND = 50
-"""Look-ups per second of the whole gateway."""
+"""Lookups per second of the whole gateway."""
 AT_ONCE = 4
-"""Concurrent look-ups of one worker: fewer than there are threads for reads, which known callers need, too."""
+"""Concurrent lookups of one worker: fewer than the threads for reads, which known callers also need."""
 RETRY_AFTER = 1.0
 
 
@@ -23,7 +23,7 @@ class KeyLookups:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Takes a place around a look-up. Raises ServiceError `overloaded` when there is no room for one now."""
+        """Holds a place for a lookup. Raises ServiceError `overloaded` if there is none now."""
         if self._running >= AT_ONCE or not self._bucket.take(1, self._clock()):
             message = "too many keys that are not known are being looked up; try again later"
             raise ServiceError("overloaded", message, retry_after=RETRY_AFTER)

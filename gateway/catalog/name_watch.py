@@ -1,8 +1,8 @@
-"""Validity of cached records: they are valid until the registry's epoch shows that they may have changed. See
-adapters.epoch.
+"""Validity of cached records: they are valid until the registry's epoch shows that they may have changed.
 
-An answer is from after every change that was committed `cache_seconds` ago: an epoch that was read within that time has
-marks of all of those. Without one, while the store is slow, answers are valid for `cache_seconds`.
+See adapters.epoch. An answer includes every change that was committed `cache_seconds` ago, because an epoch read since
+then contains the marks of all of them. If the epoch can't be read because the store is slow, answers are valid for
+`cache_seconds`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from gateway.background import background
 from gateway.catalog.threads import StoreThreads
 
 POLL_SHARE = 0.8
-"""The share of `cache_seconds` that passes between two readings of the epoch."""
+"""Fraction of `cache_seconds` between two reads of the epoch."""
 
 log = logging.getLogger("gateway")
 
 
 class NameWatch:
-    """Reads the epoch for one worker. `on_mark` is called with each mark once, and never with those before the first
-    reading."""
+    """Reads the epoch for one worker. `seconds`: the setting `cache_seconds`.
+
+    `on_mark` is called once with each mark, except for those from before the first read.
+    """
 
     def __init__(self, store: ObjectStore, threads: StoreThreads, clock: Callable[[], float], seconds: float) -> None:
         self._store = store
@@ -35,28 +37,29 @@ class NameWatch:
         self._seconds = seconds
         self._epoch: Epoch | None = None
         self.read_at = float("-inf")
-        """Start of the newest reading."""
+        """Start of the latest read, by `clock`."""
         self._dirty: dict[str, float] = {}
-        """Time until which each marked record may still be committed."""
+        """Time, by `clock`, until which each marked record may still be committed."""
         self._all_dirty_until: float | None = None
         self.on_mark: Callable[[Mark], None] = lambda _: None
         self.forget_all: Callable[[], None] = lambda: None
 
     def read(self) -> tuple[Epoch, float | None]:
-        """The epoch; where `apply` needs it, the store's time, too. Blocks. Raises StoreUnavailable."""
+        """Returns the epoch, and the store's time if `apply` needs it. Blocks. Raises StoreUnavailable."""
         epoch = read_epoch(self._store)
         return epoch, self._store.now() if self._begins_anew(epoch) else None
 
     def confirmed(self, key: str) -> float:
-        """Returns the time, by `clock`, until which nothing was committed of the record.
+        """Returns the time, by `clock`, until which no change of the record was committed since it was read or
+        forgotten.
 
-        It counts from when the record was last read or forgotten; -inf while a marked change of it may still be
-        committed.
+        The time is -inf while a marked change may still be committed.
         """
         return float("-inf") if key in self._dirty or self._all_dirty_until is not None else self.read_at
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Reads the epoch as long as the context lasts; never with `cache_seconds` 0, when nothing is kept."""
+        """Reads the epoch as long as the context lasts; never if `cache_seconds` is 0, because nothing is cached
+        then."""
         return background(*([self._poll] if self._seconds > 0 else []))
 
     async def _poll(self) -> None:
@@ -73,8 +76,11 @@ class NameWatch:
             await asyncio.sleep(max(0.0, POLL_SHARE * self._seconds - (self._clock() - began)))
 
     def apply(self, epoch: Epoch, now: float | None, began: float) -> None:
-        """Takes in what `read` has returned. Calls `on_mark` with the new marks, and `forget_all` when marks may have
-        been missed. `began`: start of the reading, by `clock`."""
+        """Applies the result of `read`.
+
+        Calls `on_mark` with the new marks, and `forget_all` if marks may have been missed. `began`: start of the read,
+        by `clock`.
+        """
         before, self._epoch = self._epoch, epoch
         marks = epoch.marks
         if now is None:
@@ -93,21 +99,25 @@ class NameWatch:
         self.read_at = began
 
     def _begins_anew(self, epoch: Epoch) -> bool:
-        """Returns whether there may be marks that this worker has not seen and that the epoch no longer names."""
+        """Returns whether the epoch may have dropped marks that this worker has not seen."""
         before = self._epoch
         if before is None or before.id != epoch.id or epoch.number < before.number:
             return True
         return bool(epoch.marks) and epoch.marks[0].number > before.number + 1
 
     def _dirty_until(self, marked: float, now: float | None) -> float:
-        """Returns until when, by `clock`, a change that was marked at `marked` may still be committed. `now`: the
-        store's time, a moment ago; None: the mark counts as made now."""
+        """Returns the time, by `clock`, until which a change marked at `marked` may still be committed.
+
+        `marked` and `now` are the store's time, `now` from a moment ago. Without `now` the mark counts as made now.
+        """
         ago = 0.0 if now is None else max(0.0, now - marked)
         return self._clock() - ago + DIRTY_SECONDS
 
     def _end_dirty(self, now: float) -> None:
-        """Ends the marks whose changes can't be committed any more, and has their records forgotten: what was read of
-        them until now may be from before the commit."""
+        """Ends marks whose changes can't be committed any more, and forgets their records.
+
+        Copies read until now may be from before the commit.
+        """
         if self._all_dirty_until is not None and self._all_dirty_until <= now:
             self._all_dirty_until = None
             self.forget_all()

@@ -1,4 +1,4 @@
-"""Artifacts made again, for another base model or because one was damaged, apart from the threads of look-ups."""
+"""Rebuilds artifacts, for another base model or because they are damaged, in threads separate from lookups."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from adapters.registry import Registry
 from gateway.catalog.threads import LeavableThreads
 
 THREADS = 2
-"""Each reads, checks and writes a whole adapter."""
+"""Number of threads; each reads, checks and writes a complete adapter."""
 MAX_WAITING = 64
-"""Artifacts that are being made or wait for it; of more, the callers come again."""
+"""Maximum artifacts that are being rebuilt or wait for it. Further requests are ignored, and callers retry."""
 
 log = logging.getLogger("gateway")
 
 
 class Rebuilds:
-    """Makes each digest's artifact once, however many ask. Failures are cached by the registry's contents."""
+    """Rebuilds the artifact of each digest once, however many calls request it. The registry caches failures."""
 
     def __init__(self, registry: Registry, on_rebuilt: Callable[[str, str], None]) -> None:
-        """`made` is called with the function (tenant, name) whose artifact was made, or can't be."""
+        """`on_rebuilt` is called with tenant and name of the function when its rebuild has ended, even if it failed."""
         self._registry = registry
         self._on_rebuilt = on_rebuilt
         self._threads = LeavableThreads(THREADS)
         self._waiting: dict[str, asyncio.Task[None]] = {}
 
     def request(self, tenant: str, name: str, version: int, digest: str) -> None:
-        """Begin to make the artifact. No effect while it is being made, or while the queue is full."""
+        """Starts to rebuild an artifact. Does nothing if that is in progress, or if the queue is full."""
         if digest not in self._waiting and len(self._waiting) < MAX_WAITING:
             self._waiting[digest] = asyncio.ensure_future(self._make(tenant, name, version, digest))
 
@@ -41,7 +41,7 @@ class Rebuilds:
                 log.warning("version %d of %s/%s: its artifact is made again: it %s", version, tenant, name, problem)
         except AdapterError as error:
             log.warning("version %d of %s/%s: its artifact is not made: %s", version, tenant, name, error)
-        except Exception:  # the border of a task: nobody waits for it
+        except Exception:  # nobody awaits this task
             log.exception("version %d of %s/%s: its artifact is not made", version, tenant, name)
         finally:
             del self._waiting[digest]

@@ -1,4 +1,4 @@
-"""A deploy's files from where they lie: copied in a thread, into a folder that goes away when the copy is not used."""
+"""Copies a deploy's files from their source, in a thread, into a temporary folder."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def allowed_place(sources: Sources, source: str) -> S3Place:
 async def copied_source(
     config: GatewayConfig, sources: Sources, threads: LeavableThreads, place: S3Place
 ) -> AsyncIterator[SourceFiles]:
-    """The files, as long as the context lasts. A copy is as large as an upload may be, and takes as long at most.
+    """Yields a copy of the source's files, which is removed at the end of the context.
 
-    Raises ServiceError `unavailable`, InvalidRequest, TooLarge.
+    The limits of size and time are those of an upload. Raises ServiceError `unavailable`, InvalidRequest, TooLarge.
     """
     with disk_needed():
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=upload_prefix(), dir=config.tmp_dir))
@@ -51,7 +51,7 @@ async def copied_source(
         yield files
     except (TimeoutError, StoreUnavailable) as error:
         if copying.done() and not copying.exception():
-            raise  # not the copy's: what was done with the files failed
+            raise  # not an error of the copy, but of the context's body
         message = "the source can't be copied now, or not in time"
         raise ServiceError("unavailable", message, retry_after=RETRY_AFTER) from error
     finally:
@@ -64,5 +64,5 @@ async def copied_source(
 
 def _remove(folder: Path, copying: asyncio.Future[SourceFiles]) -> None:
     if not copying.cancelled():
-        copying.exception()  # retrieved: nobody may be waiting for it any more
+        copying.exception()  # retrieved, because the caller may have left
     shutil.rmtree(folder)

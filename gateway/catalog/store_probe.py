@@ -1,4 +1,4 @@
-"""Probes whether the registry answers and can be written to: rarely, for anyone may ask that without a key."""
+"""Probes whether the registry answers and is writable. Results are cached, because probes need no key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READ_KEY = "admin.json"
 WRITE_KEY = "probes/ready"
 WRITE_BYTES = 4096
 WRITE_EVERY = 10.0
-"""Seconds between two writes at least."""
+"""Minimum seconds between two writes."""
 
 log = logging.getLogger("gateway")
 
@@ -32,10 +32,10 @@ class StoreProbe:
         clock: Callable[[], float],
         answered: Callable[[], float],
     ) -> None:
-        """`answered`: when the store was last asked for something else that it answered, by `clock`."""
+        """`answered` returns the time, by `clock`, of the latest other request that the store answered."""
         self._store = store
         self._reads = threads
-        self._writes = LeavableThreads(1)  # its own: a store that hangs in writes is still read
+        self._writes = LeavableThreads(1)  # separate: reads still work if writes hang
         self._seconds = config.store_seconds
         self._answers = GraceCache(
             self._read, clock=clock, fresh=config.cache_seconds, grace=0.0, confirmed=lambda _: answered()
@@ -43,18 +43,18 @@ class StoreProbe:
         self._writable = GraceCache(self._write, clock=clock, fresh=WRITE_EVERY, grace=0.0)
 
     async def check_answers(self) -> None:
-        """Raises StoreUnavailable."""
+        """Checks that the store answers. Raises StoreUnavailable."""
         await self._answers.get(None)
 
     async def is_writable(self) -> bool:
-        """Returns whether the store could be written to, as it was found WRITE_EVERY seconds ago at most."""
+        """Returns whether the store is writable, as of at most WRITE_EVERY seconds ago."""
         return await self._writable.get(None)
 
     async def _read(self, _: None) -> object:
         return await self._reads.read(self._store.head, READ_KEY)
 
     async def _write(self, _: None) -> bool:
-        """An answer either way, so that a store that can't be written to is not tried with each request."""
+        """Returns whether a write succeeded. A failure is also cached, so that it is not repeated with each request."""
         try:
             if self._writes.abandoned:
                 raise StoreUnavailable("an earlier write still hangs")

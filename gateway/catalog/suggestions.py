@@ -1,7 +1,7 @@
 """Suggests a function to a caller who named one that does not exist.
 
-Best effort, and cheap for the service. A tenant's names are cached for many times as long as it took to list them, and
-suggestions per second are limited: calls of drawn names cost little more than the lookup that fails.
+Suggestions are best effort and cheap. A tenant's names are cached for KEPT_FACTOR times the time that listing them
+took, and suggestions per second are limited. So calls with random names cost little more than the lookup that fails.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from adapters.store import MAX_LIST
 from gateway.catalog.threads import StoreThreads
 
 MAX_NAMES = 50_000
-"""Names of one tenant that are listed; those after them in their order are not suggested."""
+"""Maximum names of one tenant that are listed; later ones in the list's order are not suggested."""
 MAX_KEPT = 200_000
 MAX_TENANTS = 1000
-"""Names of all tenants together, and tenants; the one that asked least recently is forgotten."""
+"""Maximum cached names of all tenants (MAX_KEPT), and maximum tenants. The least recently used tenant is forgotten."""
 KEPT_FACTOR = 20.0
-"""Multiple of the time a list took for which it is cached: at most a twentieth of one thread's time goes into lists."""
+"""Multiple of its listing time for which a list is cached. So lists take at most a twentieth of one thread's time."""
 PATIENCE = 0.5
-"""Seconds that a reply waits for the list."""
+"""Seconds for which a reply waits for the list."""
 PER_SECOND = 5
-"""Suggestions for one tenant."""
+"""Maximum suggestions per second for one tenant."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Tenant:
     expires: float = 0.0
     listing: asyncio.Task[None] | None = None
     second: int = 0
-    """Second in which `given` were given."""
+    """Second in which `suggestions` were made."""
     suggestions: int = 0
 
 
@@ -48,9 +48,9 @@ class Suggestions:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
 
     async def add_to(self, error: NoSuchFunction, with_base: bool) -> NotFound:
-        """The error, naming the function that may have been meant; with `with_base` that may also be the base model.
+        """Returns the error, extended by the name that was probably meant.
 
-        Never raises, and takes PATIENCE and one read at most.
+        `with_base`: the base model may be suggested, too. Never raises. Takes at most 2 * PATIENCE seconds.
         """
         try:
             async with asyncio.timeout(2 * PATIENCE):
@@ -83,7 +83,8 @@ class Suggestions:
         return state.suggestions <= PER_SECOND
 
     async def _list(self, tenant: str, state: _Tenant) -> None:
-        """Reads the tenant's names into `state`. A store that fails leaves those of before, and is asked later."""
+        """Reads the tenant's names into `state`. If the store fails, the earlier names are kept and it is tried again
+        later."""
         started, names, after = self._clock(), list[str](), ""
         try:
             while len(names) < MAX_NAMES:
@@ -107,7 +108,7 @@ class Suggestions:
             names -= len(self._tenants.popitem(last=False)[1].index)
 
     async def _exists(self, tenant: str, name: str) -> bool:
-        """Returns whether a listed name is a function: what remains of a deleted one is listed, too."""
+        """Returns whether a listed name is a function, because leftovers of deleted functions are listed as well."""
         try:
             await self._threads.read(self._registry.function, tenant, name)
         except NotFound:

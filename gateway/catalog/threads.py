@@ -1,4 +1,4 @@
-"""Blocking calls, kept off the event loop in bounded threads for a bounded time."""
+"""Runs blocking calls off the event loop, in a limited number of threads and for a limited time."""
 
 from __future__ import annotations
 
@@ -22,31 +22,36 @@ WRITE_THREADS = 4
 
 
 class LeavableThreads:
-    """Runs at most `count` calls at once, each in its own thread. A caller may leave (be cancelled), but its place is
-    free only when the thread has ended: calls that hang can't pile up."""
+    """Pool that runs at most `count` calls at once, each in its own thread.
+
+    A caller may be cancelled, but its place becomes free only when the thread has ended. So calls that hang can't pile
+    up.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.abandoned = 0
-        """Calls that still run although nobody waits for them any more."""
+        """Number of running calls whose callers were cancelled."""
         self._places = asyncio.Semaphore(count)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Runs the work in one of the threads and returns its result. Raises what `work` raises. Waits for a place
-        without bound: callers set their own."""
+        """Runs the work in a thread and returns its result. Raises the exceptions of `work`.
+
+        The wait for a free place is unlimited; callers set their own timeouts.
+        """
         await self._places.acquire()
         outcome: Future[T] = Future()
-        outcome.set_running_or_notify_cancel()  # so that leaving does not cancel it: the thread will still set it
+        outcome.set_running_or_notify_cancel()  # a cancelled caller must not cancel it, because the thread will set it
         try:
-            # A daemon, so that a call that hangs does not hold up the end of the process.
+            # A daemon thread, so that a call that hangs does not delay the end of the process.
             Thread(target=_run, args=(work, outcome), daemon=True, name="leavable").start()
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # the system can start no more threads
             self._places.release()
             raise
         ended = asyncio.wrap_future(outcome)
         ended.add_done_callback(self._end)
         try:
-            await asyncio.wait({ended})  # unlike a plain await, it leaves `ended` alone when it is cancelled
+            await asyncio.wait({ended})  # unlike a plain await, cancellation does not cancel `ended`
         finally:
             if not ended.done():
                 self.abandoned += 1
@@ -56,7 +61,7 @@ class LeavableThreads:
     def _end(self, ended: asyncio.Future[T]) -> None:
         self._places.release()
         if not ended.cancelled():
-            ended.exception()  # retrieved: whoever waited may have left
+            ended.exception()  # retrieved, because the caller may have been cancelled
 
     def _end_left(self, _: asyncio.Future[T]) -> None:
         self.abandoned -= 1
@@ -65,14 +70,15 @@ class LeavableThreads:
 def _run(work: Callable[[], T], outcome: Future[T]) -> None:
     try:
         result = work()
-    except BaseException as error:  # belongs to whoever waits
+    except BaseException as error:  # for the caller
         outcome.set_exception(error)
     else:
         outcome.set_result(result)
 
 
 class StoreThreads:
-    """Reads are given up after `seconds`; writes run to their end, because half of one can't be taken back."""
+    """Threads for the store. Reads are abandoned after `seconds`; writes run to their end, because they can't be
+    undone."""
 
     def __init__(self, seconds: float, writes: int = WRITE_THREADS) -> None:
         self._seconds = seconds
@@ -81,10 +87,9 @@ class StoreThreads:
         self._write_limiter = anyio.CapacityLimiter(writes)
 
     async def read(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns the result of a read. Raises StoreUnavailable when the store (or a free thread) does not answer in
-        time.
+        """Returns the result of a read. Raises StoreUnavailable if the store or a free thread does not answer in time.
 
-        Raises it at once while earlier reads that were given up hang in all threads.
+        Raises it at once while abandoned reads occupy all threads.
         """
         if self._reads.abandoned >= self._reads.count:
             raise StoreUnavailable(f"{self._reads.abandoned} earlier reads of the registry still hang")
@@ -95,9 +100,11 @@ class StoreThreads:
             raise self._late() from None
 
     async def write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Not abandoned when the caller goes: what the thread uses (temporary files) must outlive it.
+        """Returns the result of a write. The write continues if the caller is cancelled, so its temporary files must
+        outlive it.
 
-        Raises StoreUnavailable when other writes leave no free thread in time."""
+        Raises StoreUnavailable if no thread becomes free in time.
+        """
         try:
             async with asyncio.timeout(self._seconds):
                 await self._writes.acquire()

@@ -1,4 +1,4 @@
-"""Asynchronous calls: accepted with the checks of any call, and later run like one, as best effort."""
+"""Asynchronous calls: each is checked and accepted like any call, and later run as best effort."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IDEMPOTENCY_HEADER = "idempotency-key"
 MAX_KEY = 255
 """Maximum characters of an Idempotency-Key."""
 OWN_FIELDS = ("background", "stream", "on_success", "on_failure")
-"""Fields of the request that say how it is called and not what is generated."""
+"""Fields of the request that say how the call is run, not what is generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class EventCalls:
     inputs: InputProcessor
     dispatcher: Dispatcher
     webhook_hosts: Sequence[str]
-    """Allowed hosts of webhooks of all tenants."""
+    """Hosts to which webhooks of all tenants may be sent."""
     store: ObjectStore
     threads: StoreThreads
 
@@ -61,8 +61,11 @@ class EventCalls:
         function: tuple[str, str | None],
         call: InvokeRequest,
     ) -> EventRecord:
-        """Stores the call as an event. Raises what a call that can't be run raises, and ServiceError `overloaded` for a
-        full queue, `conflict` for an Idempotency-Key that another call has used."""
+        """Stores the call as an event and returns the event.
+
+        Raises the errors of a call that can't be run, and ServiceError: `overloaded` for a full queue, `conflict` for
+        an Idempotency-Key that another call has used.
+        """
         source = source_of(call, self.inputs.base.vocab_size)
         invocation = await self.inputs.prepare(request, tenant, watch, function=function, source=source, stated=call)
         policy = invocation.target.policy
@@ -86,7 +89,7 @@ class EventCalls:
         return await self.events.add(event)
 
     async def execute(self, event: EventRecord) -> InvokeReply:
-        """Runs the event's call once. Raises what calls raise, and NotKnownHere."""
+        """Runs the event's call once and returns its reply. Raises the errors of calls, and NotKnownHere."""
         try:
             call = msgspec.convert(event.request, InvokeRequest)
         except msgspec.ValidationError:
@@ -105,14 +108,14 @@ class EventCalls:
         """Runs events of all tenants in this process for as long as the context lasts."""
 
         async def can_run() -> bool:
-            """Returns whether a node serves, or is started for calls that wait."""
+            """Returns whether a node serves, or will be started for waiting calls."""
             nodes = (await self.inputs.cluster.table()).serving(self.inputs.base.fingerprint)
             return bool(nodes.rows.size) or await self.dispatcher.hold.should_wait()
 
         async def policy_of(tenant: str, name: str, qualifier: str | None) -> Policy:
             try:
                 choices = await self.inputs.functions.choices(tenant, name, qualifier)
-            except NotFound:  # the call itself will say so
+            except NotFound:  # the call itself will raise it
                 return Policy()
             return choices[0].version.policy
 
@@ -121,14 +124,16 @@ class EventCalls:
             yield
 
     async def _webhook_hosts(self, tenant: str) -> WebhookHosts:
-        """Returns the hosts of the tenant's webhooks: those of all tenants, and its own. Raises StoreUnavailable."""
+        """Returns the allowed hosts of the tenant's webhooks: those for all tenants, and its own. Raises
+        StoreUnavailable."""
         tenant_hosts: tuple[str, ...] = ()
-        with suppress(NotFound):  # it is being removed, and its calls with it
+        with suppress(NotFound):  # the tenant is being removed, together with its calls
             tenant_hosts = (await self.inputs.callers.account(tenant)).webhook_hosts
         return parse_webhook_hosts((*self.webhook_hosts, *tenant_hosts))
 
     async def _check(self, tenant: str, destination: Destination | None, field: str) -> None:
-        """Raises InvalidRequest, ServiceError `validation_failed` for a webhook that would never be sent."""
+        """Checks a destination. Raises InvalidRequest, and ServiceError `validation_failed` for a webhook that could
+        not be sent."""
         check_destination(destination, field)
         if destination is None or destination.webhook is None:
             return
@@ -142,7 +147,8 @@ class EventCalls:
 
 
 def _event_id(request: Request, tenant: str) -> str:
-    """Returns the event's id: a tenant's calls with the same Idempotency-Key have the same. Raises ServiceError."""
+    """Returns the event's id, which is the same for a tenant's calls with the same Idempotency-Key. Raises
+    ServiceError."""
     key = request.headers.get(IDEMPOTENCY_HEADER)
     if key is None:
         return f"inv_{secrets.token_hex(12)}"

@@ -1,4 +1,4 @@
-"""Deliveries to destinations of ended events: at least once each, retried for a day."""
+"""Deliveries of ended events to their destinations: at least once each, retried for a day."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from gateway.events.webhooks import SEND_S, NotDelivered, Webhooks
 from gateway.jobs.job_store import Stored
 
 PolicyOf = Callable[[str, str, str | None], Awaitable[Policy]]
-"""Returns the policy of a tenant's function, by its name and qualifier. Raises StoreUnavailable."""
+"""Function that returns the policy of a function, by tenant, name and qualifier. Raises StoreUnavailable."""
 PAUSES_S = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0)
-"""Pauses after the tries of a delivery; the last one repeats."""
+"""Seconds between the tries of a delivery; the last value repeats."""
 GIVEN_UP_S = 86400.0
 TRY_S = 2 * SEND_S
-"""Seconds for which no other worker tries: a slow receiver gets one message, also of several gateways."""
+"""Seconds for which no other worker tries, so that a slow receiver gets one message even from several gateways."""
 MAX_BODY = 256 << 10
-"""Maximum bytes of a webhook; a result that makes it larger is left out, and can be fetched by the event's id."""
+"""Maximum bytes of a webhook. A result that exceeds it is omitted and can be fetched by the event's id."""
 MAX_DEPTH = 8
-"""Maximum events of which each called the next: two functions that call each other must end."""
+"""Maximum length of a chain of events, so that functions that call each other stop."""
 
 
 class WebhookBody(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class Deliveries:
         self._policy_of = policy_of
 
     async def deliver(self, stored: Stored[EventRecord]) -> None:
-        """Tries once. The try is stored first: if this worker dies, another one tries again."""
+        """Tries a delivery once. The try is stored first, so that another worker tries again if this one dies."""
         events, delivery = self._events, stored.record.delivery
         assert delivery is not None
         started = _replaced(stored.record, attempts=delivery.attempts + 1, due=await events.clock.now() + TRY_S)
@@ -83,7 +83,7 @@ class Deliveries:
         called = accepted(
             policy,
             await self._events.clock.now(),
-            # The same in each try: the function is called once.
+            # The same id in each try, so that the function is called once.
             id=f"inv_{hashlib.sha256(f'{message_id(event)} to {destination}'.encode()).hexdigest()[:24]}",
             tenant=event.tenant,
             function=function,
@@ -100,7 +100,7 @@ class Deliveries:
 
 
 def message_id(event: EventRecord) -> str:
-    """Returns the message's id: the same for each try, another one after a redrive."""
+    """Returns the message's id, which is the same for each try and changes with a redrive."""
     return f"{event.id}-{event.redriven}" if event.redriven else event.id
 
 

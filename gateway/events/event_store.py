@@ -22,21 +22,20 @@ from gateway.jobs.windows import Function
 
 WORKERS = "events/workers/"
 TENANTS_A_POLL = 200
-"""Tenants whose queues one poll goes through; the next poll continues after them."""
+"""Maximum tenants whose queues one poll reads; the next poll continues after them."""
 LONGEST_POLL_S = 3.0
-"""Seconds after which the next poll continues after the tenant that was reached: reads of a store are given up
-later."""
+"""Maximum seconds of one poll. The next poll continues after the last tenant that was read."""
 LISTED = 128
-"""Events of a tenant among which a poll chooses."""
+"""Number of a tenant's markers from which a poll chooses events."""
 EVENTS_A_TENANT = 32
-"""Due events of a tenant that one poll returns."""
+"""Maximum due events of a tenant that one poll returns."""
 
 
 class EventStore(JobStore[EventRecord]):
     """Events of all tenants of a registry."""
 
     def __init__(self, store: ObjectStore, metrics: EventMetrics | None = None) -> None:
-        """`metrics` count all that is stored; None: unused ones."""
+        """`metrics` count all changes; None: they are not exported."""
         self.metrics = metrics or EventMetrics(CollectorRegistry())
         super().__init__(store, EventRecord, event_key, markers_of, self.metrics.record_change)
 
@@ -85,7 +84,7 @@ class EventStore(JobStore[EventRecord]):
                 return
 
     def poll(self, index: str, after: str, now: float, closed: Collection[Function] = frozenset()) -> PollResult:
-        """Lists due events of an index, from the tenant after `after` on, without those of `closed` functions."""
+        """Returns due events of an index, starting after the tenant `after`, without those of `closed` functions."""
         by_tenant: dict[str, list[Marker]] = {}
         next_in, until = inf, monotonic() + LONGEST_POLL_S
         tenants = self.objects.folders(f"events/{index}/", after, TENANTS_A_POLL)
@@ -94,7 +93,7 @@ class EventStore(JobStore[EventRecord]):
             listed = list(islice(self.list_markers(folder(index, tenant), page=LISTED), LISTED))
             ready = [each for each in listed if each.time <= now and function_of(each) not in closed]
             next_in = min(next_in, next((each.time - now for each in listed if each.time > now), inf))
-            # Begins anywhere among the due ones, so that several workers seldom take the same.
+            # Starts at a random due event, so that workers rarely take the same ones.
             skipped = random.randrange(len(ready) - EVENTS_A_TENANT + 1) if len(ready) > EVENTS_A_TENANT else 0
             by_tenant[tenant] = [*ready[skipped : skipped + EVENTS_A_TENANT]]
             if monotonic() >= until:
@@ -103,7 +102,7 @@ class EventStore(JobStore[EventRecord]):
         return PollResult(by_tenant, next_in, next_after)
 
     def beat(self, worker: str, count: int) -> None:
-        """Keeps the worker's lease on the events that it runs."""
+        """Renews the worker's lease on the events that it runs."""
         self.objects.put(f"{WORKERS}{worker}", str(count).encode())
 
     def retire(self, worker: str) -> None:
@@ -116,6 +115,6 @@ class EventStore(JobStore[EventRecord]):
     def _remove_leftover(self, marker: Marker) -> None:
         key = event_key(marker.tenant, marker.id)
         event = find_record(self.objects, key, EventRecord)
-        if event is not None and event.removed:  # the process that removed it has died half-way
+        if event is not None and event.removed:  # the process that removed it died half-way
             self.objects.delete(key)
         super()._remove_leftover(marker)

@@ -23,25 +23,25 @@ from gateway.jobs.job_store import Marker, Stored
 from gateway.workers.channel import Channel
 
 MAX_QUEUED = 10_000
-"""Queued events of one tenant; more are answered 429."""
+"""Maximum queued events of one tenant; further calls get status 429."""
 COUNTED_FOR_S = 5.0
 """Seconds for which a count of a tenant's queue is cached; this worker's new events are added to it."""
 MAX_COUNTS = 10_000
-"""Tenants with cached counts."""
+"""Maximum tenants with cached counts."""
 FULL_RETRY_AFTER_S = 10.0
 SCANNED = 5000
-"""Maximum markers that one page of a list reads in search of a function's."""
+"""Maximum markers that one page of a list reads to find those of a function."""
 MAX_REDRIVEN = 500
 """Maximum dead letters that one call redrives."""
 SEARCH_S = 10.0
-"""Limit of the search for a function's dead letters among those of others."""
+"""Time limit, in seconds, of the search for one function's dead letters."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}", re.ASCII)
 ATTEMPTS = 10
-"""Tries of a change that loses to other processes."""
+"""Maximum attempts at a change that loses to other processes."""
 
 
 class EventQueued(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
-    """Message that an event was queued: idle workers poll now."""
+    """Message that an event was queued, so that idle workers poll."""
 
 
 def make_channel(link: RedisLink | None) -> Channel[EventQueued]:
@@ -73,7 +73,7 @@ class Events:
         self.threads = threads
         self.clock = StoreClock(store.objects, threads, monotonic)
         self.wakes: list[asyncio.Event] = []
-        """Set when there may be an event to run, or a delivery to try."""
+        """Events that are set when there may be an event to run or a delivery to try."""
         self.on_cancel: Callable[[str], None] = lambda _: None
         """Called with the id of each event that is cancelled here."""
         self._channel = channel
@@ -105,9 +105,9 @@ class Events:
         return (await self._stored(tenant, event_id)).record
 
     async def list(self, tenant: str, states: tuple[State, ...], function: str | None, after: str, limit: int) -> Page:
-        """Lists at most `limit` events in these states, the last ended first. Raises StoreUnavailable.
+        """Returns at most `limit` events in these states, the last ended first. Raises StoreUnavailable.
 
-        `after`: that of the page before, or empty.
+        `after`: the previous page's `after`, or empty.
         """
         return await self.threads.read(self._list, tenant, states, function, after, limit)
 
@@ -134,20 +134,20 @@ class Events:
         Raises ServiceError `overloaded`, StoreUnavailable.
         """
         page, until = await self.list(tenant, DEAD, function, "", MAX_REDRIVEN), monotonic() + SEARCH_S
-        while not page.events and page.after is not None and monotonic() < until:  # those of other functions alone
+        while not page.events and page.after is not None and monotonic() < until:  # page of other functions
             page = await self.list(tenant, DEAD, function, page.after, MAX_REDRIVEN)
         await self._check_room(tenant, len(page.events))
         count = 0
         for event in page.events:
             try:
                 await self._redrive(tenant, event.id)
-            except (NotFound, Conflict):  # someone else was faster
+            except (NotFound, Conflict):  # another process was faster
                 continue
             count += 1
         return count, page.after is not None
 
     def announce(self) -> None:
-        """Wakes all pollers, in other processes too."""
+        """Wakes the pollers of all processes."""
         self.wake()
         self._channel.publish(EventQueued())
 
@@ -212,7 +212,7 @@ class Events:
 
 
 def _position(first: str, name: str, states: tuple[State, ...]) -> int:
-    """Returns the index in `states` at which a page begins. Raises ServiceError if it is no page of these states."""
+    """Returns the index in `states` at which a page begins. Raises ServiceError for an invalid `after`."""
     if not first and not name:
         return 0
     if first not in states or not _NAME.fullmatch(name):

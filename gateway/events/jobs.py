@@ -16,9 +16,9 @@ from gateway.leader.tick import Job, Tick
 
 KEPT_S = 24 * 3600.0
 DEAD_KEPT_S = 7 * 24 * 3600.0
-"""Retention of dead letters: longer, for someone may have to fix the cause of their failure."""
+"""Retention of dead letters in seconds. It is longer, because an operator may have to fix the cause first."""
 WORKER_S = 60.0
-"""Lease of a worker on its events; its heartbeats are far more frequent."""
+"""Duration, in seconds, of a worker's lease on its events; heartbeats are far more frequent."""
 FORGOTTEN_S = 3600.0
 """Seconds after which the heartbeat of a dead worker is removed."""
 LOST_PAUSE_S = 10.0
@@ -27,19 +27,19 @@ COUNT_PAUSE_S = 30.0
 COUNTED = ("queued", "running", *DEAD, DELIVERING)
 """Indexes that are counted for /metrics."""
 MAX_COUNTED = 50_000
-"""Maximum count of one index: a store lists 1,000 at a time."""
+"""Maximum count of one index, because a store lists only 1,000 markers per request."""
 
 
 def event_jobs(store: EventStore, announce: Callable[[], None]) -> list[Job]:
     """Returns the leader's jobs. `announce` is called after events were queued again."""
-    # Of their own: what was lost does not wait until what is old is removed.
+    # Separate threads, so that releasing lost events does not wait for removing old ones.
     releasing, removing, counting = (LeavableThreads(1) for _ in range(3))
 
     async def release(tick: Tick) -> None:
         try:
             await releasing.run(partial(release_lost, store, tick))
         finally:
-            if tick.work:  # be it that the tick has ended amid them
+            if tick.work:  # even if the tick has ended meanwhile
                 announce()
 
     async def retain(tick: Tick) -> None:
@@ -86,7 +86,7 @@ def release(store: EventStore, is_lost: Callable[[str, str], bool], tick: Tick |
     now = store.objects.now()
     for tenant in store.tenants("running"):
         for marker in store.list_markers(f"events/running/{tenant}/"):
-            # A marker without its event may belong to a claim under way.
+            # A marker without its event may belong to a claim in progress.
             if not is_lost(marker.holder, marker.id) or marker.modified > now - LEFTOVER_S:
                 continue
             if tick is not None:

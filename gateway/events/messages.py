@@ -37,20 +37,20 @@ class EventItem(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     created: float
     due: float | None
-    """Time from which a queued one may begin."""
+    """Earliest start of a queued call."""
     ended: float | None
     deadline: float
     """Time after which no attempt begins."""
     attempts: list[AttemptItem]
-    """Attempts, `retries` + 1 at most."""
+    """Attempts, at most `retries` + 1."""
     retries: int
     error: EventError | None
-    """Error of the call; of a queued one, that of the last attempt."""
+    """Error of the call; while it is queued, that of the last attempt."""
 
 
 class EventReply(EventItem, frozen=True, kw_only=True):
     result: InvokeReply | None
-    """Answer of the call itself; only of a succeeded one."""
+    """Reply of the call; only if it succeeded."""
     delivery: DeliveryItem | None
     """Delivery; null without a destination."""
 

@@ -1,4 +1,4 @@
-"""Metrics of asynchronous calls. No label comes from a user."""
+"""Prometheus metrics of asynchronous calls. No label value comes from a user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gateway.events.records import ENDED, EventRecord
 
 
 class EventMetrics:
-    """Metrics of one process, one per `registry`; safe to use from any thread."""
+    """Event metrics of one process, one per `registry`; safe to use from any thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._accepted = Counter("garnish_events_accepted", "Asynchronous calls accepted", registry=registry)
@@ -29,7 +29,7 @@ class EventMetrics:
         )
 
     def record_change(self, before: EventRecord | None, now: EventRecord) -> None:
-        """Counts a change that the store has taken. `before` is None for a new event."""
+        """Counts a change that was stored. `before` is None for a new event."""
         if before is None:
             self._accepted.inc()
             return

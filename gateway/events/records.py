@@ -22,17 +22,17 @@ from gateway.jobs.job_store import JobRecord, Marker
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "expired"]
 LISTED_STATES: tuple[State, ...] = ("running", "queued", "failed", "expired", "succeeded", "cancelled")
-"""States in the order of lists."""
+"""States in the order in which lists show them."""
 ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled", "expired")
 DEAD: tuple[State, ...] = ("failed", "expired")
 """States of dead letters."""
 DELIVERING = "delivering"
 RETRIES = 2
-"""Default of retries after the first attempt."""
+"""Default number of retries after the first attempt."""
 MAX_AGE_S = 6 * 3600.0
 NOBODY = "0"
 _END_OF_TIME_MS = 10**14
-"""Markers of ended events count down to it, so that the newest are listed first."""
+"""Time, in milliseconds, from which markers of ended events count down, so that the newest are listed first."""
 
 
 class EventError(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class EventError(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Execution of an event. It is stored before it begins."""
+    """Execution of an event. It is stored before it starts."""
 
     started: float
     ended: float | None = None
@@ -58,10 +58,10 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
     attempts: int = 0
     began: float = 0.0
     due: float = 0.0
-    """Time of the next try."""
+    """Time of the next try (Unix time)."""
     nonce: str = NOBODY
     problem: str | None = None
-    """Problem of the last failed try."""
+    """Reason why the last try failed."""
 
 
 class EventRecord(JobRecord, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     request: dict[str, Any]
     """Fields of an InvokeRequest."""
     fingerprint: str = ""
-    """Hash of the request: calls with the same Idempotency-Key must have the same."""
+    """Hash of the request; calls with the same Idempotency-Key must have the same hash."""
     created: float
     retries: int = RETRIES
     max_age: float = MAX_AGE_S
@@ -80,14 +80,14 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
     """Time after which no attempt begins."""
     state: State = "queued"
     due: float = 0.0
-    """Time from which a queued event may begin."""
+    """Earliest start of a queued event."""
     changed: float
     """Time of the change to this state."""
     nonce: str
     holder: str = NOBODY
-    """Worker that runs it."""
+    """Name of the worker that runs it; NOBODY: none."""
     attempts: tuple[Attempt, ...] = ()
-    """Attempts since it was accepted, or redriven last."""
+    """Attempts since the event was accepted or last redriven."""
     result: InvokeReply | None = None
     error: EventError | None = None
     on_success: Destination | None = None
@@ -101,7 +101,7 @@ class EventRecord(JobRecord, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> float | None:
-        """Time of its end; None while it is queued or runs."""
+        """Returns the time of the event's end; None before that."""
         return self.changed if self.state in ENDED else None
 
 
@@ -110,12 +110,12 @@ def folder(index: str, tenant: str) -> str:
 
 
 def ended_before(index: str, tenant: str, time: float) -> str:
-    """Returns the key after which the markers of events are listed that ended before that time."""
+    """Returns a key such that all markers listed after it are of events that ended before `time`."""
     return f"{folder(index, tenant)}{_END_OF_TIME_MS - round(time * 1000):014d}-"
 
 
 def parse_marker(key: str, modified: float = 0.0) -> Marker | None:
-    """Returns the marker of a key; None if it is no marker's."""
+    """Returns the marker that a key encodes; None if the key is no marker's."""
     parts = key.split("/")
     fields = parts[-1].split("-", 4)
     if len(parts) != 4 or len(fields) != 5 or not fields[0].isdigit():

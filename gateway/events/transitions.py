@@ -1,4 +1,4 @@
-"""Transitions between an event's states. Nothing here reads a clock or the store."""
+"""Transitions between an event's states. The functions are pure: they use neither a clock nor the store."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from gateway.events.records import (
 RETRIED = frozenset({"node_failed", "overloaded", "unavailable", "timeout"})
 """Errors after which the same call may succeed: a node was lost, there was no room, or no token came in time."""
 POSTPONED = frozenset({"rate_limited"})
-"""Errors by the tenant's own limits: nothing ran, so they count as no attempt."""
+"""Errors of the tenant's own limits. Nothing ran, so they do not count as attempts."""
 REFUSED = frozenset({"rate_limited", "overloaded", "unavailable"})
-"""Errors with which other calls of the function would fail, too."""
+"""Errors with which other calls of the function would fail as well."""
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 300.0
 LOST = EventError("node_failed", "the gateway worker that ran it was lost")
@@ -71,9 +71,9 @@ def failed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
 
 
 def postponed(event: EventRecord, error: ServiceError, now: float) -> EventRecord:
-    """Returns the running event queued again after a pause, without the attempt, for nothing ran.
+    """Returns the running event queued again after a pause, without its last attempt, because nothing ran.
 
-    The event's deadline bounds how often that happens.
+    The event's deadline limits how often that happens.
     """
     event_error = EventError(error.type, error.message)
     taken_back = msgspec.structs.replace(event, attempts=event.attempts[:-1], error=event_error)
@@ -95,7 +95,7 @@ def expired(event: EventRecord, now: float) -> EventRecord:
 
 
 def cancelled(event: EventRecord, now: float) -> EventRecord:
-    """Returns the event as cancelled by its owner: without a delivery."""
+    """Returns the event as cancelled by its owner, without a delivery."""
     ended = _attempt_ended(event, now, None) if event.state == "running" else event
     return _changed(ended, "cancelled", now, error=EventError("cancelled", "it was cancelled"))
 

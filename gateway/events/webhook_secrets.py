@@ -19,7 +19,7 @@ SECRET_BYTES = 32
 class WebhookSecret(msgspec.Struct, frozen=True):
     secret_id: str
     secret: str
-    """Secret text, `whsec_` and base64, as in Standard Webhooks. Signing needs the text, so no hash would do."""
+    """Secret: `whsec_` and base64, as in Standard Webhooks. It is stored in plain text, because signing needs it."""
     created: float
 
 

@@ -1,4 +1,4 @@
-"""Sends webhooks by Standard Webhooks: signed, bounded in size and time, and never redirected."""
+"""Sends webhooks as defined by Standard Webhooks: signed, limited in size and time, without redirects."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gateway.events.webhook_secrets import WebhookSecret
 from gateway.webhook_hosts import NotAllowed, WebhookHosts
 
 SEND_S = 15.0
-"""Limit of one try, from the resolution of the host to the status of the reply."""
+"""Timeout of one try in seconds, from the resolution of the host to the status of the reply."""
 CONNECTIONS = 16
 RESOLVE_S = 5.0
 MAX_ADDRESSES = 8
-"""Addresses of a host that are checked and tried."""
+"""Maximum addresses of a host that are checked and tried."""
 
 
 class NotDelivered(Exception):
-    """Error of a failed try; its owner may read the text. `for_good`: no later try can succeed."""
+    """A try has failed; its owner may read the text. `for_good`: no later try can succeed."""
 
     def __init__(self, why: str, *, for_good: bool = False) -> None:
         super().__init__(why)
@@ -32,11 +32,11 @@ class NotDelivered(Exception):
 
 
 HostsOf = Callable[[str], Awaitable[WebhookHosts]]
-"""Returns the allowed hosts of a tenant's webhooks. Raises StoreUnavailable."""
+"""Function that returns the allowed hosts of a tenant's webhooks. Raises StoreUnavailable."""
 
 
 class Webhooks:
-    """Webhooks of one worker."""
+    """Sender of webhooks of one worker."""
 
     def __init__(self, hosts_of: HostsOf) -> None:
         self._hosts_of = hosts_of
@@ -89,7 +89,7 @@ def _session(allowed: WebhookHosts) -> aiohttp.ClientSession:
 
 
 class CheckedResolver(AbstractResolver):
-    """Resolver that returns checked addresses: the connection goes to one of these."""
+    """Resolver that returns only allowed addresses, to which the connection is made."""
 
     def __init__(self, allowed: WebhookHosts) -> None:
         self._allowed = allowed

@@ -24,15 +24,15 @@ from gateway.jobs.poller import NoCapacity, Poller, PollResult
 from gateway.jobs.windows import Function
 
 AT_ONCE = 32
-"""Events that one worker runs."""
+"""Maximum events that one worker runs at once."""
 DELIVERIES_AT_ONCE = 16
 IDLE_S = 5.0
-"""Seconds between two polls while nothing wakes the worker; without Redis other hosts' events wait for them."""
+"""Seconds between two polls while the worker is idle. Without Redis, this delays events from other hosts."""
 BEAT_S = 10.0
 STOP_S = 10.0
 """Seconds for which events may continue when the worker stops; then they are queued again."""
 SAVED_WITHIN_S = 300.0
-"""Limit of tries to store an outcome; then the event is run again, as that of a lost worker."""
+"""Seconds for which storing an outcome is tried. After that the event is run again, like that of a lost worker."""
 AGAIN_S = 1.0
 
 Execute = Callable[[EventRecord], Awaitable[InvokeReply]]
@@ -41,7 +41,7 @@ log = logging.getLogger("gateway")
 
 
 class NotKnownHere(ServiceError):
-    """Error for a call with fields of a newer release: another worker must run it."""
+    """The call has fields of a newer release, so another worker must run it."""
 
     def __init__(self) -> None:
         super().__init__("unavailable", "this worker's release does not know all fields of the call")
@@ -123,15 +123,15 @@ class Worker:
     async def _run(self, stored: Stored[EventRecord]) -> float | None:
         """Claims and runs an event. Raises NoCapacity.
 
-        Returns seconds after which it may be accepted if it was refused, else None.
+        Returns the seconds after which a refused event may be accepted; None if it was not refused.
         """
         events, now = self._events, await self._events.clock.now()
         if now > stored.record.deadline:
             await events.threads.write(events.store.change, stored, expired(stored.record, now))
             return None
-        if monotonic() - self._beat_at > WORKER_S / 2:  # the others could take this worker for lost
+        if monotonic() - self._beat_at > WORKER_S / 2:  # the leader may regard this worker as dead
             raise StoreUnavailable("it has not taken this worker's word for too long")
-        if not await self._can_run():  # each would use up its attempts in a few seconds
+        if not await self._can_run():  # otherwise each event would use up its attempts in a few seconds
             raise NoCapacity
         claim = await events.threads.write(events.store.change, stored, claimed(stored.record, self.name, now))
         if claim is None:
@@ -139,7 +139,7 @@ class Worker:
         ended, refused_for = await self._outcome(claim)
         await self._save(claim, ended)
         if ended.delivery is not None:
-            events.wake()  # for the destination that is to be told
+            events.wake()  # for the event's delivery
         return refused_for
 
     async def _outcome(self, claim: Stored[EventRecord]) -> tuple[EventRecord, float | None]:
@@ -168,7 +168,7 @@ class Worker:
         return failed(claim.record, service_error, now), refused_for
 
     async def _now(self, claim: Stored[EventRecord]) -> float:
-        """Returns the store's time, or that of the claim if the store fails: the outcome must not be lost."""
+        """Returns the store's time; the claim's if the store fails, so that the outcome is not lost."""
         try:
             return await self._events.clock.now()
         except StoreUnavailable:
@@ -190,7 +190,7 @@ class Worker:
 def event_poller(
     events: Events, index: str, handle: Callable[[Stored[EventRecord]], Awaitable[float | None]], *, at_once: int
 ) -> Poller[EventRecord]:
-    """Returns a poller of an index, which `events` wakes."""
+    """Returns a poller of an index. `events` wakes it."""
 
     async def poll(after: str, closed: Collection[Function]) -> PollResult:
         return await events.threads.read(events.store.poll, index, after, await events.clock.now(), closed)

@@ -1,2 +1,5 @@
-"""HTTP as the gateway speaks it. A request enters through `boundary` (ids, errors, the bound on concurrent requests),
-its body is read by `bodies` or `multipart`; replies leave through `responses` or `event_stream`."""
+"""HTTP layer of the gateway.
+
+A request enters through `boundary` (ids, errors, limit of concurrent requests). `bodies` or `multipart` reads its body.
+Replies leave through `responses` or `event_stream`.
+"""

@@ -1,4 +1,4 @@
-"""Request bodies: bounded in size and time while they come in, then one strict reading of their JSON."""
+"""Reads request bodies, limited in size and time, and parses their JSON strictly."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ _UNKNOWN = re.compile(r"unknown field `([^`]*)`|missing required field `([^`]*)`
 
 
 async def stream_body(request: Request, limit: int, seconds: float, idle_seconds: float) -> AsyncGenerator[bytes, None]:
-    """Chunks of the body. Raises ServiceError: `too_large` over `limit` bytes, `invalid_request` when it comes too
-    slowly (whole body `seconds`, one pause `idle_seconds`); ClientGone when its sender has gone."""
+    """Yields the chunks of a body.
+
+    Raises ServiceError: `too_large` over `limit` bytes, `invalid_request` if the body takes longer than `seconds`, or
+    one pause longer than `idle_seconds`. Raises ClientGone if its sender disconnects.
+    """
     stated = request.headers.get("content-length", "0")
     if stated.isdigit() and int(stated) > limit:
         raise _too_large(limit)
@@ -59,8 +62,10 @@ async def read_body(request: Request, limit: int, seconds: float, idle_seconds: 
 
 
 async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
-    """A call's JSON body, within the limits for calls. Raises ServiceError, also for another content type; a body
-    without a stated type is taken for JSON."""
+    """Returns the JSON body of a call, within the limits for calls. A body without a content type is taken for JSON.
+
+    Raises ServiceError, also for another content type.
+    """
     type_of_body = media_type(request)
     if type_of_body not in ("", "application/json"):
         raise ServiceError("unsupported_media_type", f"send content-type: application/json, not {type_of_body[:100]}")
@@ -68,8 +73,11 @@ async def read_call_body(request: Request, config: GatewayConfig) -> bytes:
 
 
 async def read_message(request: Request, config: GatewayConfig, kind: type[T], *, absent: bytes = b"") -> T:
-    """A call's JSON body as `kind`; an empty body is read as `absent`. Raises ServiceError: `invalid_request` when it
-    is not JSON, `validation_failed` naming the field in `param` when it is JSON of another form."""
+    """Returns the JSON body of a call decoded as `kind`; an empty body is decoded as `absent`.
+
+    Raises ServiceError: `invalid_request` if it is not JSON, `validation_failed` with the field in `param` if it does
+    not match.
+    """
     return convert(parse_json(await read_call_body(request, config) or absent), kind)
 
 
@@ -78,7 +86,7 @@ def _too_large(limit: int) -> ServiceError:
 
 
 def parse_json(data: bytes) -> Any:
-    """Raises ServiceError `invalid_request`."""
+    """Returns the parsed JSON. Raises ServiceError `invalid_request`."""
     try:
         return strict_json.loads(data)
     except strict_json.InvalidJson as error:
@@ -86,7 +94,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def convert(value: Any, kind: type[T]) -> T:
-    """`value` checked against the message type `kind`."""
+    """Returns `value` converted to the message type `kind`. Raises ServiceError if it does not match."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -97,7 +105,7 @@ def convert(value: Any, kind: type[T]) -> T:
 
 
 def field_of(message: str) -> str | None:
-    """The field that a msgspec error is about: `messages[0].role`, `max_tokens`."""
+    """Returns the path of the field in a msgspec error, such as `messages[0].role`; None if it names none."""
     path = _PATH.search(message)
     unknown = _UNKNOWN.search(message)
     parts = [path.group(1) if path else "", next(filter(None, unknown.groups()), "") if unknown else ""]
@@ -105,7 +113,7 @@ def field_of(message: str) -> str | None:
 
 
 def _meant_field(message: str, kind: Any) -> str:
-    """The end of a msgspec error's message: the known field that an unknown one comes close to, if one does."""
+    """Returns a suggestion for an unknown field in a msgspec error: the similar known field. Empty if there is none."""
     unknown = _UNKNOWN.search(message)
     if unknown is None or unknown.group(1) is None:
         return ""
@@ -116,7 +124,7 @@ def _meant_field(message: str, kind: Any) -> str:
 
 @lru_cache(maxsize=256)
 def fields_at(kind: Any, path: tuple[str, ...]) -> tuple[str, ...]:
-    """The fields of the message type `kind`, or of the messages inside it under `path`."""
+    """Returns the field names of the message type `kind`, or of the messages inside it at `path`."""
     inside: list[Any] = [msgspec.inspect.type_info(kind)]
     for step in path:
         inside = [
@@ -126,7 +134,7 @@ def fields_at(kind: Any, path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _structs(types: Iterable[Any]) -> list[msgspec.inspect.StructType]:
-    """The message types among these, also as members of a union or of a list."""
+    """Returns the message types among `types`, including members of unions and lists."""
     structs: list[msgspec.inspect.StructType] = []
     for kind in types:
         match kind:

@@ -1,4 +1,4 @@
-"""The outermost layer of the application: request ids, errors as replies, and the bound on concurrent requests."""
+"""Outermost layer of the application: request ids, errors as replies, and the limit of concurrent requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gateway.workers.metrics import Metrics
 
 SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 UNCOUNTED = ("/healthz", "/health", "/readyz", "/cluster/record")
-"""Served even when the gateway is full: without them it would look dead, or would see no nodes."""
+"""Paths that are served even if the gateway is full. Otherwise it would look dead, or would lose its nodes' records."""
 SCALING = ("/pools", "/pools/autoscaler")
 SCALING_ROOM = 16
-"""Requests to these beyond the limit: a gateway that is full of waiting calls is what an autoscaler has to see."""
+"""Requests to SCALING paths allowed beyond the limit, so that an autoscaler can see a gateway full of waiting calls."""
 
 log = logging.getLogger("gateway")
 
@@ -41,7 +41,7 @@ class OpenRequests:
             self._none.set()
 
     async def wait_for_none(self, seconds: float) -> None:
-        """Returns after `seconds` at the latest."""
+        """Waits until no request is open, at most `seconds` seconds."""
         try:
             async with asyncio.timeout(seconds):
                 await self._none.wait()
@@ -50,7 +50,7 @@ class OpenRequests:
 
 
 class Boundary:
-    """Pure ASGI: event streams pass through it unbuffered."""
+    """ASGI middleware around the application. Event streams pass through it unbuffered."""
 
     def __init__(self, app: ASGIApp, max_concurrent: int, metrics: Metrics, requests: OpenRequests) -> None:
         self._app = app
@@ -74,7 +74,7 @@ class Boundary:
         except ClientGone:
             reply.status = 499
         except asyncio.CancelledError:
-            # The server stops and its grace is over; an open stream has said so itself.
+            # The server's grace period is over. An open stream has already sent this error.
             await reply.fail(ServiceError("unavailable", "the gateway is stopping", retry_after=1.0))
             raise
         except Exception as error:
@@ -87,7 +87,7 @@ class Boundary:
 
 
 class _Reply:
-    """The way out of one request: adds its id, and remembers whether an answer has begun."""
+    """Reply to one request: adds the request id, and records whether the response has started."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -102,13 +102,13 @@ class _Reply:
 
     async def fail(self, error: ServiceError, extra: dict[str, str] | None = None) -> None:
         if self.status:
-            return  # the answer has begun: a second one would be garbage inside the first
+            return  # the response has started, so a second one would corrupt it
         status, body, headers = error_reply(error, self._scope["path"], self.request_id)
         await json_response(body, status, headers | (extra or {}))(self._scope, self._receive, self.send)
 
 
 async def _with_suggestion(error: Exception, scope: Scope) -> Exception:
-    """The error; of an unknown function one that names what the caller may have meant."""
+    """Returns the error. For an unknown function, it is extended by a suggestion of the function that was meant."""
     if not isinstance(error, NoSuchFunction):
         return error
     of_functions = scope["path"].startswith(("/functions/", "/deploy/"))
@@ -117,7 +117,7 @@ async def _with_suggestion(error: Exception, scope: Scope) -> Exception:
 
 
 def _request_id(scope: Scope) -> str:
-    """Returns the caller's x-request-id where it can do no harm in headers and logs (SANE_ID), else a new one."""
+    """Returns the caller's x-request-id if it is safe in headers and logs (SANE_ID), else a new id."""
     header = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     text: str = header.decode("latin-1")
     return text if SANE_ID.fullmatch(text) else f"req_{secrets.token_hex(12)}"

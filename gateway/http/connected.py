@@ -1,7 +1,7 @@
-"""Work that ends when nobody waits for its outcome any more, or for another reason that comes from outside.
+"""Runs work that ends early if its caller disconnects, or because of another external event.
 
-It runs in its caller's task: another one would begin, and be noticed to end, a turn of the event loop later,
-and each turn makes a caller wait for the tokens of all other streams.
+The work runs in its caller's task. A separate task would start, and be seen to end, one iteration of the event loop
+later. In each iteration the caller would wait for the tokens of all other streams.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Returns the result of `work`; when the caller closes the connection, `work` is cancelled and ClientGone raised.
+    """Returns the result of `work`. If the caller disconnects, `work` is cancelled and ClientGone is raised.
 
     The request's body must have been read to its end.
     """
@@ -34,7 +34,7 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
 
 @contextmanager
 def cut_short(by: asyncio.Future[Exception]) -> Iterator[None]:
-    """Cancels what the block waits for when `by` has a result, and raises that instead. The block stays in one task."""
+    """Cancels the block when `by` has a result, and raises that result. The block stays in its task."""
     task = asyncio.current_task()
     assert task is not None
     other_cancels, cut, is_over = task.cancelling(), False, False
@@ -53,7 +53,7 @@ def cut_short(by: asyncio.Future[Exception]) -> Iterator[None]:
             raise (by.exception() or by.result()) from None
         raise
     finally:
-        is_over = True  # once `by` is done its callbacks are on their way, and can't be removed any more
+        is_over = True  # once `by` is done, its callbacks are scheduled and can't be removed any more
         by.remove_done_callback(cancel)
         if cut:
             task.uncancel()

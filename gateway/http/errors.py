@@ -1,4 +1,4 @@
-"""The one place where errors become replies: our own types, the registry's, Starlette's, and the unexpected."""
+"""Turns errors into replies: the gateway's own types, the registry's, Starlette's, and unexpected ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ STORE_RETRY_AFTER = 2.0
 INSPECTION_RETRY_AFTER = 5.0
 MAX_MESSAGE = 1000
 MAX_PARAM = 200
-"""Characters of an error that a reply has: both may repeat what the caller sent, and that may be a megabyte."""
+"""Maximum characters of an error's `param` and message in a reply. Both may repeat the request, which may have a
+megabyte."""
 
 AS_THEY_SAY: dict[type[Exception], tuple[str, float | None]] = {
     adapter_errors.NotFound: ("not_found", None),
@@ -27,20 +28,20 @@ AS_THEY_SAY: dict[type[Exception], tuple[str, float | None]] = {
     adapter_errors.CorruptFunction: ("internal", None),
     adapter_errors.CorruptArtifact: ("internal", None),
 }
-"""The registry's errors whose message is the caller's: type, and seconds to Retry-After."""
+"""Errors of the registry whose message is shown to the caller: error type, and seconds of Retry-After."""
 
 
 class ClientGone(Exception):
-    """The caller closed the connection: whatever was being done for it ends, and nobody reads a reply."""
+    """The caller closed the connection, so its work ends and no reply is sent."""
 
 
 def invalid(param: str | None, message: str) -> ServiceError:
-    """Returns the error that refuses a request for what its field `param` says."""
+    """Returns a `validation_failed` error about the request's field `param`."""
     return ServiceError("validation_failed", message, param=param)
 
 
 def to_service_error(error: BaseException) -> ServiceError:
-    """Returns what the caller may know of `error`. Unexpected errors become `internal` without any detail."""
+    """Returns the error to show to the caller. Unexpected errors become `internal` without details."""
     match error:
         case ServiceError():
             return error
@@ -60,7 +61,7 @@ def to_service_error(error: BaseException) -> ServiceError:
 
 
 def is_unexpected(error: BaseException) -> bool:
-    """Returns whether the log must have the stack trace."""
+    """Returns whether the error is unexpected, so that its stack trace must be logged."""
     return to_service_error(error).type == "internal"
 
 
@@ -73,7 +74,7 @@ def _from_starlette(error: HTTPException) -> ServiceError:
 
 
 def cut(text: str, max_characters: int) -> str:
-    """The text, or its beginning with `…` when it has more than `most` characters."""
+    """Returns the text, cut to `max_characters` with `…` at the end if it is longer."""
     return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
@@ -90,7 +91,7 @@ def native_body(error: ServiceError, request_id: str) -> dict[str, Any]:
 
 
 def openai_body(error: ServiceError, request_id: str) -> dict[str, Any]:
-    """OpenAI's shape: its own word in `type`, ours in `code`."""
+    """Returns the error body in OpenAI's format: OpenAI's error class in `type`, ours in `code`."""
     kind = {400: "invalid_request_error", 404: "invalid_request_error", 401: "authentication_error"}
     kind |= {403: "permission_error", 429: "rate_limit_error"}
     status = openai_status(error)
@@ -106,12 +107,12 @@ def openai_body(error: ServiceError, request_id: str) -> dict[str, Any]:
 
 
 def openai_status(error: ServiceError) -> int:
-    """OpenAI's clients know 400 for every fault of the request's content."""
+    """Returns the status for OpenAI's clients, which expect 400 for any invalid content."""
     return 400 if error.type == "validation_failed" else error.status
 
 
 def error_reply(error: ServiceError, path: str, request_id: str) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, JSON body and extra headers."""
+    """Returns the status, JSON body and extra headers of an error reply."""
     headers: dict[str, str] = {}
     if error.type in ("rate_limited", "overloaded", "unavailable"):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1.0)))

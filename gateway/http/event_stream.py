@@ -1,4 +1,5 @@
-"""Server-sent events: headers with the first token, keep-alives while nothing comes, errors inside an open stream."""
+"""Server-sent events: headers are sent with the first token, keep-alives during pauses, errors inside an open
+stream."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ HEADERS = {
 }
 COMMENT = b": keep-alive\n\n"
 BLANK_LINE = b"\n"
-"""Says as much as a comment to a client that strips what it reads: `vllm bench serve` joins a comment to the event that
-follows, and loses both."""
+"""Keep-alive without a comment. `vllm bench serve` strips its input, so it joins a comment to the next event and loses
+both."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -41,17 +42,17 @@ def sse(data: object, event: str | None = None) -> bytes:
 
 @cache
 def _head(event: str | None) -> bytes:
-    """Returns what precedes the data of all events of this name."""
+    """Returns the bytes before the data of an event with this name."""
     return b"event: " + event.encode() + b"\ndata: " if event else b"data: "
 
 
 @dataclass
 class EventStream:
-    """An ASGI response over `chunks`, each a whole event.
+    """ASGI response over `chunks`, each a complete event.
 
-    Until the first chunk, or for `header_seconds`, nothing is sent: an error that `chunks` raises by then leaves this
-    response as an exception, and becomes a proper status. Later ones are sent as `failure(error, request id)`, the last
-    event.
+    Nothing is sent until the first chunk, or for `header_seconds`. An error that `chunks` raises by then is raised by
+    this response and becomes a normal error status. A later error is sent as the last event, `failure(error, request
+    id)`.
     """
 
     chunks: AsyncGenerator[bytes, None]
@@ -88,7 +89,7 @@ class EventStream:
             await wire.put(last, more=False)
 
     async def _beat(self, wire: _Wire) -> None:
-        """Sends the headers if the first chunk is late, and keep-alives while none comes."""
+        """Sends the headers if the first chunk is late, then keep-alives during pauses. Runs until cancelled."""
         deadline = time.monotonic() + self.config.header_seconds
         while True:
             if wire.is_started:
@@ -102,7 +103,8 @@ class EventStream:
 
 
 class _Wire:
-    """Sends the parts of one response: chunks and comments come from different tasks, the headers once before both."""
+    """Sends the parts of one response. Chunks and keep-alives come from different tasks; headers are sent once, before
+    both."""
 
     def __init__(self, send: Send, headers: Callable[[], dict[str, str]]) -> None:
         self._send = send
@@ -111,7 +113,7 @@ class _Wire:
         self.is_started = False
         """True once the headers were sent."""
         self.last = 0.0
-        """Time at which something was last sent (monotonic)."""
+        """Time at which something was last sent, in monotonic seconds."""
 
     async def begin(self) -> None:
         async with self._lock:

@@ -1,5 +1,7 @@
-"""Multipart uploads: small fields in memory, one large part as it comes. An adapter's weights go to a temporary file
-that always goes away."""
+"""Multipart uploads: small fields are kept in memory, and one large part is streamed.
+
+An adapter's weights are written to a temporary file, which is always removed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from gateway.http.errors import invalid
 from gateway.http.upload_folders import upload_prefix
 
 FLUSH_BYTES = 1 << 20
-"""Weights are written to disk, off the event loop, in pieces of this size."""
+"""Bytes of weights that are collected before they are written to disk, off the event loop."""
 MAX_HEADER_BYTES = 8 << 10
 RETRY_AFTER = 5.0
 
@@ -33,7 +35,7 @@ log = logging.getLogger("gateway")
 
 
 class Form(msgspec.Struct, frozen=True):
-    """`large`: the part that is passed on as it comes; `limits`: bytes of the others, which are kept in memory."""
+    """Form of an upload. `large`: name of the part that is streamed. `limits`: maximum bytes of each other part."""
 
     large: str
     limits: dict[str, int]
@@ -43,7 +45,7 @@ ADAPTER = Form(WEIGHTS_FILE, {CONFIG_FILE: MAX_CONFIG_BYTES, "policy": 64 << 10,
 
 
 class Upload(msgspec.Struct, frozen=True):
-    """`weights` is a file that exists only inside `receive_upload`."""
+    """Upload of an adapter. `weights` is a file that exists only inside `receive_upload`."""
 
     config: bytes
     weights: Path
@@ -53,11 +55,11 @@ class Upload(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterator[Upload]:
-    """Receives an adapter's files into a folder, which is gone at the end. Raises ServiceError for a body that is too
-    large, too slow, broken, or not made of the parts of ADAPTER.
+    """Receives an adapter's files into a temporary folder, and yields them. Raises ServiceError for a body that is too
+    large, too slow, broken, or has other parts than ADAPTER.
 
-    A part is known by its field name, or else by its file name: both `-F adapter_config.json=@FILE` and
-    `-F files=@adapter_config.json` do.
+    A part is identified by its field name, or else by its file name: `-F adapter_config.json=@FILE` and `-F
+    files=@adapter_config.json` are equivalent.
     """
     parts = FormParts(request, ADAPTER)
     with disk_needed():
@@ -80,7 +82,7 @@ async def receive_upload(request: Request, config: GatewayConfig) -> AsyncIterat
 
 @contextmanager
 def disk_needed() -> Iterator[None]:
-    """Logs a full or broken disk with its reason. Raises ServiceError `unavailable` for it."""
+    """Logs a full or broken disk, and raises ServiceError `unavailable` for it."""
     try:
         yield
     except OSError as error:
@@ -102,15 +104,14 @@ def _boundary(request: Request) -> bytes:
 
 
 class FormParts:
-    """Sorts a body's bytes by the names of its parts. Methods raise ServiceError for a body that is not as the form has
-    it."""
+    """Parser of a multipart body, which sorts the content by part. Methods raise ServiceError for an invalid body."""
 
     def __init__(self, request: Request, form: Form) -> None:
         self.filenames: dict[str, str] = {}
-        """File names of the parts that have come, empty where none is stated."""
+        """File names of the received parts; empty where none is stated."""
         self.small: dict[str, bytearray] = {}
         self.large = bytearray()
-        """Bytes of the large part that have come; the caller clears them when it uses them."""
+        """Received bytes of the large part; the caller removes them as it uses them."""
         self._form = form
         self._into = self.large
         self._limit: int | None = None
@@ -147,7 +148,7 @@ class FormParts:
             raise ServiceError("invalid_request", "the multipart body is broken: it ends before its last boundary")
 
     def require(self, *names: str) -> None:
-        """Raises ServiceError unless these parts have come."""
+        """Raises ServiceError unless these parts were received."""
         missing = [name for name in names if name not in self.filenames]
         if missing:
             raise invalid(missing[0], f"the upload lacks {' and '.join(missing)}")

@@ -1,4 +1,4 @@
-"""Files of the pages that the gateway ships: a fixed table, read once. No path of a request reaches the disk."""
+"""Static files of the gateway's pages: a fixed table, read once. No request's path reaches the disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from gateway.http.routing import Endpoint
 
 REVALIDATE, FOREVER = "no-cache", "public, max-age=31536000, immutable"
-"""A file whose name has its version never changes; of others a browser asks each time whether its ETag still holds."""
+"""Values of Cache-Control. A file with its version in its name never changes; other files are revalidated by ETag."""
 POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -23,12 +23,12 @@ POLICY = {
     "form-action": "'none'",
     "frame-ancestors": "'none'",
 }
-"""Content-Security-Policy of all pages, by directives."""
+"""Content-Security-Policy of all pages, by directive."""
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
 def page_headers(policy: Mapping[str, str]) -> dict[str, str]:
-    """Returns the headers of a page's files; `policy`: its directives in addition to, or instead of, POLICY's."""
+    """Returns the headers of a page's files. `policy`: directives that add to or replace those of POLICY."""
     return {
         "content-security-policy": "; ".join(f"{name} {value}" for name, value in {**POLICY, **policy}.items()),
         "x-content-type-options": "nosniff",
@@ -37,7 +37,7 @@ def page_headers(policy: Mapping[str, str]) -> dict[str, str]:
 
 
 def page_file(file: Path, name: str, headers: Mapping[str, str], cache: str = REVALIDATE) -> Endpoint:
-    """Returns the endpoint that answers with one file; `name` is the route's in metrics and logs."""
+    """Returns the endpoint that serves one file. `name`: the route in metrics and logs."""
     content, media_type = file.read_bytes(), MEDIA_TYPES[file.suffix]
     etag = f'"{sha256(content).hexdigest()[:32]}"'
     sent = {**headers, "cache-control": cache, "etag": etag}

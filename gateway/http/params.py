@@ -1,4 +1,4 @@
-"""Query parameters, as strict as bodies."""
+"""Query parameters and headers of requests, checked as strictly as bodies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ZERO = re.compile(r"0(\.0{0,3})?", re.ASCII)
 
 
 def known_only(request: Request, *names: str) -> None:
-    """Raises ServiceError `validation_failed` for a parameter that the route has not, or that is there twice."""
+    """Raises ServiceError `validation_failed` for a query parameter that is unknown or occurs twice."""
     if not request.scope["query_string"]:
         return
     present: set[str] = set()
@@ -31,7 +31,7 @@ def known_only(request: Request, *names: str) -> None:
 
 
 def flag(request: Request, name: str) -> bool:
-    """Returns the parameter as true or false; false when it is absent."""
+    """Returns a boolean query parameter; False if absent. Raises ServiceError for another value."""
     value = request.query_params.get(name, "false").lower()
     if value not in ("true", "false"):
         raise invalid(name, f"{name} must be true or false")
@@ -58,7 +58,7 @@ def asks_for_events(accept: str) -> bool:
 
 
 def side(request: Request) -> str:
-    """Returns what decides on which side of a split alias the call falls: its session, or else the request's id.
+    """Returns the key that selects the side of a split alias: the session, else the request id.
 
     Raises ServiceError `validation_failed` for a session that is too long.
     """
@@ -69,8 +69,10 @@ def side(request: Request) -> str:
 
 
 def if_match(request: Request) -> frozenset[int] | None:
-    """The generations that If-Match names; None: any. Raises ServiceError `validation_failed`, also for If-None-Match:
-    who sends it with a change expects it to hold, and it would not."""
+    """Returns the generations in If-Match; None: any.
+
+    Raises ServiceError `validation_failed`, also for If-None-Match, which is not supported and must not be ignored.
+    """
     if "if-none-match" in request.headers:
         message = "If-None-Match is not served with a change; send If-Match with the function's ETag"
         raise invalid("if-none-match", message)
@@ -84,7 +86,7 @@ def if_match(request: Request) -> frozenset[int] | None:
             message = 'If-Match is an ETag of this function such as "7", several with commas in between, or * alone'
             raise invalid("if-match", message)
         generation = tag[2] or tag[3] or ""
-        # A weak tag, or one that was never ours, matches nothing.
+        # Weak tags, and tags that this service never issued, match nothing.
         if not tag[1] and generation.isascii() and generation.isdigit() and len(generation) < 19:
             generations.add(int(generation))
     return frozenset(generations)

@@ -1,4 +1,4 @@
-"""HTTP as the gateway speaks it: the bounds of every port of ours, and manners for callers that are not nodes."""
+"""HTTP protocol of the gateway's server: the limits of all our ports, plus handling of clients that are not nodes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from cluster.http_protocol import READ_BYTES, BoundedHttp, Timer
 from gateway.http.errors import native_body
 
 WRITE_SECONDS = 60.0
-"""Seconds for which a full write buffer may stay as it is: then the peer has stopped reading, and its request ends."""
+"""Seconds without progress of a full write buffer after which the request ends, because the peer has stopped
+reading."""
 LAST_SECONDS = 2.0
-"""Seconds for which a stopping server keeps a connection without a request, for one that may be on its way."""
+"""Seconds for which a stopping server keeps an unused connection, because a request may be in transit."""
 PROBE_SECONDS = (1.0, 1.0, 2.0)
-"""Pauses between probes of a peer that sends no more. The first that reaches a closed socket is answered with a reset,
-which the next one finds."""
+"""Seconds before each probe of a peer that has stopped sending.
+
+The first probe that reaches a closed socket gets a reset, which the next one detects.
+"""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE = "probe"
-"""Key in a request's state of bytes that may be sent at any time once its answer has begun: they mean nothing there."""
+"""Key in a request's state of bytes without meaning. They may be sent at any time once the response has started."""
 UNPARSABLE = "unparsable"
-"""Stands for the route, in metrics, of what is no HTTP request."""
+"""Route in metrics of input that is no HTTP request."""
 
 
 class GatewayHttp(BoundedHttp):
@@ -30,8 +33,10 @@ class GatewayHttp(BoundedHttp):
         self._last = False
 
     def refusal(self, error: ServiceError) -> tuple[dict[str, str], Any]:
-        """Returns headers and body in the contract's shape; there is no route yet that could have another one. Counts
-        the broken request."""
+        """Returns the headers and body for a broken request, and counts it.
+
+        The body has the native format, because the route is still unknown.
+        """
         if "metrics" in self.app_state:
             self.app_state["metrics"].count_request(UNPARSABLE, error.status)
         request_id = f"req_{secrets.token_hex(12)}"
@@ -48,8 +53,11 @@ class GatewayHttp(BoundedHttp):
             self._keep_alive = False
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The peer sends no more: it may have closed, or (after shutdown(SHUT_WR)) still read its answer. Only what is
-        sent to it shows which, so it is probed; a peer that has closed is found gone within some seconds."""
+        """Handles the end of the peer's input by probing the peer. Returns True if the connection stays open.
+
+        The peer may have closed, or may still read its response after shutdown(SHUT_WR). Only sending shows which; a
+        closed peer is detected within seconds.
+        """
         if self._receiving or self._lingering or self.cycle is None or self.cycle.response_complete:
             return False
         self.cycle.keep_alive = False
@@ -57,7 +65,7 @@ class GatewayHttp(BoundedHttp):
         return True
 
     def shutdown(self) -> None:
-        """The server stops. A request may be on its way on a connection that was just made: it is answered."""
+        """Stops the connection. A new connection still gets LAST_SECONDS for a request that may be in transit."""
         if self.cycle is None and not self.transport.is_closing():
             self._last = True
             self.loop.call_later(LAST_SECONDS, self._end_unused)
@@ -73,7 +81,7 @@ class GatewayHttp(BoundedHttp):
         super().resume_writing()
 
     def _end_unwritten(self, before: int) -> None:
-        """`before`: bytes that were left at the last look."""
+        """Ends the connection if its write buffer makes no progress. `before`: unwritten bytes at the last check."""
         unwritten = self.transport.get_write_buffer_size()
         if unwritten > before - READ_BYTES:
             self.transport.abort()
@@ -86,7 +94,7 @@ class GatewayHttp(BoundedHttp):
             return
         piece = cycle.scope["state"].get(PROBE)
         if cycle.scope["http_version"] != "1.1":
-            pass  # the peer knows neither interim answers nor chunks
+            pass  # HTTP/1.0 has neither interim responses nor chunks
         elif not cycle.response_started:
             self.transport.write(CONTINUE)
         elif piece and cycle.chunked_encoding:

@@ -1,13 +1,14 @@
-"""The table of routes: each is declared once, at its handler; what Starlette serves and openapi.json come from it.
+"""The table of routes. Each route is declared once, at its handler; Starlette's routes and openapi.json are derived
+from it.
 
     routes = Routes(Catalog)
 
     @routes.tenant("GET /functions/{name}", "One function", {200: FunctionReply})
     async def get_function(request: Request, catalog: Catalog, tenant: str) -> Response: ...
 
-A module's routes get one group of the gateway's parts (gateway.groups), whose type is the argument of Routes. The
-decorator says who may call the handler, and so what else it is given. Query parameters that are not declared are
-refused before it. Its name is the operation's id in the document and the route's in the metrics.
+A module's handlers get one group of the gateway's parts (gateway.groups), whose type is the argument of Routes. The
+decorator determines who may call the route, and the handler's further arguments. Undeclared query parameters are
+refused before the handler runs. The handler's name is the operation's id in the document, and the route in metrics.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from gateway.http.stopwatch import Stopwatch
 G = TypeVar("G")
 H = TypeVar("H")
 Declare = Callable[[H], H]
-"""A decorator of handlers, which returns them as they are."""
+"""Decorator of handlers, which returns them unchanged."""
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Parameter = Mapping[str, Any]
-"""A parameter as the document has it."""
+"""Parameter in the form of the OpenAPI document."""
 Replies = Mapping[int, type[Any] | None]
-"""Message types by status; str: plain text; bytes: of any type."""
+"""Message types of replies by status. `str`: plain text; `bytes`: any media type; None: no body."""
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
 TEXT = {"type": "string"}
@@ -47,7 +48,7 @@ BODY_ERRORS = (400, 413, 415)
 
 
 def parameter(place: str, name: str, about: str, kind: Mapping[str, Any] = TEXT) -> Parameter:
-    """Returns a parameter of the document; `place`: path, query or header; `kind`: its JSON schema."""
+    """Returns a parameter of the OpenAPI document. `place`: path, query or header. `kind`: its JSON schema."""
     return {"name": name, "in": place, "required": place == "path", "description": about, "schema": dict(kind)}
 
 
@@ -60,7 +61,7 @@ PATH_PARAMETERS = {
     "secret_id": parameter("path", "secret_id", "Its id"),
     "id": parameter("path", "id", "The invocation's id"),
 }
-"""Parameters of paths by their names, where a route has no others."""
+"""Default parameters of paths, by name."""
 TENANT = parameter("header", TENANT_HEADER, "With an admin key: whose functions are meant", NAME_TEXT)
 IF_MATCH = parameter("header", "if-match", "An ETag of the function: answered 412 when it has changed since")
 SESSION = parameter(
@@ -72,7 +73,8 @@ SESSION = parameter(
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """`tenant` is the one that the key belongs to; None for an admin key. `key_id` is None while there are no keys."""
+    """Caller of a request. `tenant`: owner of the key; None for an admin key. `key_id`: None if no keys are
+    required."""
 
     tenant: str | None
     admin: bool
@@ -80,26 +82,26 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class Authenticator(Protocol):
-    """Says who calls, by the request's key. Its methods raise ServiceError."""
+    """Authenticates requests by their key. Methods raise ServiceError."""
 
     async def caller(self, request: Request) -> Caller: ...
 
     async def tenant(self, request: Request) -> str:
-        """Returns the tenant inside whose functions the request is looked up."""
+        """Returns the tenant for which the request is made."""
 
     async def admin(self, request: Request) -> None:
-        """Raises ServiceError `forbidden` for a tenant's key."""
+        """Checks that the request has an admin key. Raises ServiceError, `forbidden` for a tenant's key."""
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """A method of a path."""
+    """Operation: one HTTP method of one path."""
 
     method: str
     path: str
-    """Path as Starlette reads it."""
+    """Path in Starlette's syntax."""
     endpoint: Endpoint
     summary: str
-    """Empty: not in the document."""
+    """Summary; empty: the operation is not in the OpenAPI document."""
     replies: Replies
     parameters: Sequence[Parameter]
     errors: frozenset[int]
@@ -111,38 +113,38 @@ class Details(TypedDict, total=False):
     """Optional details of a route."""
 
     body: type[Any]
-    """The message type of its JSON."""
+    """Message type of the JSON body."""
     parameters: Sequence[Parameter]
-    """Parameters of the query, headers, and those of the path that PATH_PARAMETERS has not."""
+    """Parameters of the query and headers, and those of the path that differ from PATH_PARAMETERS."""
     errors: Sequence[int]
-    """Statuses beyond those that follow from who may call it, its path and its body."""
+    """Error statuses in addition to those that follow from the caller, the path and the body."""
     media: str
-    """Media type of a reply that is text; default: text/plain."""
+    """Media type of a text reply; default: text/plain."""
     stream: str
-    """Events of the reply as text/event-stream, if it can be one."""
+    """Description of the events, if the reply can be text/event-stream."""
     multipart: Mapping[str, Any]
-    """The JSON schema of the form that is taken as the body, too."""
+    """JSON schema of the form that is accepted as an alternative body."""
     etag: bool
     """True if a successful reply has an ETag."""
     if_match: bool
-    """True if it heeds If-Match."""
+    """True if the route supports If-Match."""
 
 
 class Routes(list[Operation], Generic[G]):
-    """The routes of one module. `group`: the type of the parts that its handlers get; None: they get none."""
+    """Routes of one module. `group`: type of the group of parts that handlers get; None: they get none."""
 
     def __init__(self, group: type[G] | None = None) -> None:
         super().__init__()
         self._group = group
 
     def group(self, request: Request) -> G:
-        """Returns the module's group, for handlers of public routes."""
+        """Returns the group of parts for this module's handlers. Only handlers of public routes need to call it."""
         return cast(G, request.state.groups[self._group])
 
     def public(
         self, target: str, summary: str = "", replies: Replies | None = None, **details: Unpack[Details]
     ) -> Declare[Endpoint]:
-        """A route that needs no key; without a summary it is not in the document."""
+        """Declares a route without a key. Without a summary it is not in the OpenAPI document."""
 
         async def enter(_: Request) -> tuple[()]:
             return ()
@@ -152,7 +154,7 @@ class Routes(list[Operation], Generic[G]):
     def tenant(
         self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
     ) -> Declare[TenantHandler[G]]:
-        """A route for a tenant's key, or an admin key that names a tenant."""
+        """Declares a route for a tenant's key, or for an admin key that names a tenant."""
 
         async def enter(request: Request) -> tuple[G, str]:
             return self.group(request), await _authenticator(request).tenant(request)
@@ -160,8 +162,7 @@ class Routes(list[Operation], Generic[G]):
         return self._declare(enter, target, summary, replies, details, TENANT_ERRORS, (TENANT,))
 
     def call(self, target: str, summary: str, replies: Replies, **details: Unpack[Details]) -> Declare[CallHandler[G]]:
-        """Declares a route as `tenant` does, for calls of functions: the handler also gets a Stopwatch for their
-        steps."""
+        """Declares a route for calls of functions, like `tenant`. The handler also gets a Stopwatch."""
 
         async def enter(request: Request) -> tuple[G, str, Stopwatch]:
             watch = Stopwatch()
@@ -174,7 +175,7 @@ class Routes(list[Operation], Generic[G]):
     def admin(
         self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
     ) -> Declare[AdminHandler[G]]:
-        """A route for admin keys alone."""
+        """Declares a route for admin keys only."""
 
         async def enter(request: Request) -> tuple[G]:
             await _authenticator(request).admin(request)
@@ -185,7 +186,7 @@ class Routes(list[Operation], Generic[G]):
     def caller(
         self, target: str, summary: str, replies: Replies, **details: Unpack[Details]
     ) -> Declare[CallerHandler[G]]:
-        """A route for any key, which says more to admin keys."""
+        """Declares a route for any key. The handler gets the caller, so it can show more to admin keys."""
 
         async def enter(request: Request) -> tuple[G, Caller]:
             return self.group(request), await _authenticator(request).caller(request)
@@ -204,7 +205,7 @@ class Routes(list[Operation], Generic[G]):
         *,
         key: bool = True,
     ) -> Callable[[Any], Any]:
-        """Declares a route. `enter` checks the caller, and returns the handler's arguments after the request."""
+        """Declares a route. `enter` checks the caller and returns the handler's arguments after the request."""
         method, path = target.split(" ")
         parameters = _parameters(path, details, headers)
         queries = [each["name"] for each in parameters if each["in"] == "query"]
@@ -245,7 +246,7 @@ def _authenticator(request: Request) -> Authenticator:
 
 
 def _parameters(path: str, details: Details, headers: Sequence[Parameter]) -> list[Parameter]:
-    """Returns all parameters: of the path, of the query, headers."""
+    """Returns all parameters of a route: path, query and headers."""
     stated = details.get("parameters", ())
     in_path = PATH_PARAMETERS | {each["name"]: each for each in stated if each["in"] == "path"}
     return [
@@ -258,7 +259,7 @@ def _parameters(path: str, details: Details, headers: Sequence[Parameter]) -> li
 
 
 def _errors(path: str, details: Details, errors: Sequence[int]) -> frozenset[int]:
-    """Returns the statuses of errors that the route may answer. OpenAI's clients know no 422: on /v1 it is 400."""
+    """Returns the error statuses of a route. OpenAI's clients don't know 422, so /v1 uses 400 instead."""
     statuses = {*errors, *details.get("errors", ())}
     if "{" in path:
         statuses.add(404)
@@ -270,8 +271,11 @@ def _errors(path: str, details: Details, errors: Sequence[int]) -> frozenset[int
 
 
 class ExactRoute(Route):
-    """Starlette's own lets a path end in one newline more, and drops it from a parameter of type `path`: a malformed
-    name would count as the one without it."""
+    """Route that matches paths exactly.
+
+    Starlette's own allows a newline at the end of the path and drops it from parameters of type `path`, so a malformed
+    name would match.
+    """
 
     def __init__(self, path: str, endpoint: Endpoint, *, methods: list[str]) -> None:
         super().__init__(path, endpoint, methods=methods)
@@ -292,7 +296,7 @@ def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
     @wraps(next(iter(endpoints.values())))
     async def chosen(request: Request) -> ASGIApp:
         endpoint = endpoints["GET" if request.method == "HEAD" else request.method]
-        request.scope["endpoint"] = endpoint  # its name is the route's in metrics and logs
+        request.scope["endpoint"] = endpoint  # its name is used for the route in metrics and logs
         return await endpoint(request)
 
     return chosen

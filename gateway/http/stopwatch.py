@@ -1,4 +1,4 @@
-"""Seconds that the steps of one request took, for Server-Timing."""
+"""Durations of one request's steps, for Server-Timing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Stopwatch:
         self._last = self.received
 
     def lap(self, step: str) -> None:
-        """Notes for `step` the seconds since the lap before."""
+        """Records the seconds since the last lap as the duration of `step`."""
         now = monotonic()
         self.steps[step] = now - self._last
         self._last = now

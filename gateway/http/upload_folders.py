@@ -1,5 +1,5 @@
-"""The folders of a gateway worker's uploads: named after their process, so that the next one clears what a killed one
-left."""
+"""Upload folders of a gateway worker. Their names contain the process id, so that leftovers of killed workers can be
+removed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from pathlib import Path
 
 
 def upload_prefix() -> str:
-    """Returns what the names of this process's upload folders in `tmp_dir` begin with."""
+    """Returns the prefix of the names of this process's upload folders in `tmp_dir`."""
     return f"upload-{os.getpid()}-"
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Makes `folder`, and removes the upload folders of processes that no longer run, and those under this process's
-    own id, which an earlier process left. To be called before the first upload; those of live workers stay."""
+    """Creates `folder`, and removes the upload folders of processes that have exited. Must be called before the first
+    upload.
+
+    Folders with this process's id are removed as well, because an earlier process left them.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for upload in folder.glob("upload-*"):
         pid = upload.name.split("-")[1]
@@ -24,7 +27,8 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _lives(pid: str) -> bool:
-    """A zombie does not: in a container without an init process nobody collects those of a killed service."""
+    """Returns whether a process runs. A zombie does not: in a container without an init process, nobody reaps killed
+    workers."""
     try:
         state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Clocks that do not compare hosts: the store's time, and the age of a change as this process saw it."""
+"""Clocks that need no comparison of hosts: the store's time, and the age of a change as seen by this process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ VALID_S = 600.0
 
 
 class StoreClock:
-    """The store's clock, read without a request each time: all gateways of a registry agree on it.
+    """The store's clock, usually read without a request. All gateways of a registry agree on it.
 
-    `clock` is monotonic seconds.
+    `clock`: monotonic seconds.
     """
 
     def __init__(self, store: ObjectStore, threads: StoreThreads, clock: Callable[[], float]) -> None:
@@ -27,7 +27,7 @@ class StoreClock:
         self._measured_at = 0.0
 
     async def now(self) -> float:
-        """Returns Unix time by the store's clock. Raises StoreUnavailable while it was never measured."""
+        """Returns Unix time by the store's clock. Raises StoreUnavailable if it could never be measured."""
         if self._offset is None or self._clock() - self._measured_at > VALID_S:
             await self._measure()
         assert self._offset is not None
@@ -43,29 +43,29 @@ class StoreClock:
 
 
 class ChangeWatch:
-    """Records that are leases: a holder keeps one by writing it again and again, which changes its etag.
+    """Watch of records that serve as leases: a holder renews one by rewriting it, which changes its ETag.
 
-    No host's clock is compared with another's. A holder counts its lease from before it writes. A challenger counts it
-    from after it first reads that write, by its own monotonic clock: it is always the later one.
+    No clocks of different hosts are compared. A holder counts its lease from before it writes. A challenger counts it
+    from after it first reads that write, by its own monotonic clock, so the challenger's lease always ends later.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._observed: dict[str, tuple[str, float]] = {}
-        """Etag of each record, and the time of the first read that returned it."""
+        """ETag of each record, and the time of the first read that returned it."""
 
     def observe(self, name: str, etag: str) -> None:
-        """Records the etag that was just read."""
+        """Records the ETag that was just read."""
         if name not in self._observed or self._observed[name][0] != etag:
             self._observed[name] = etag, self._clock()
 
     def unchanged_s(self, name: str) -> float:
-        """Returns the seconds since the record was first read as it is; infinite if it was never read."""
+        """Returns the seconds since the record's current version was first read; infinite if it was never read."""
         return self._clock() - self._observed[name][1] if name in self._observed else math.inf
 
     def forget(self, name: str) -> None:
         self._observed.pop(name, None)
 
     def retain(self, names: Collection[str]) -> None:
-        """Forgets all other records."""
+        """Forgets all records that are not in `names`."""
         self._observed = {name: self._observed[name] for name in names if name in self._observed}

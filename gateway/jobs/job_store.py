@@ -1,7 +1,7 @@
-"""Jobs in the object store: a record each, and empty marker objects by which they are found.
+"""Jobs in the object store: a record for each, and empty marker objects that list them.
 
-Markers are written before the record needs them, and removed once it no longer does. So each record has at least its
-own markers; a marker that no record needs is a leftover of a change that failed or is under way.
+Markers are written before the record needs them, and removed once it no longer does. So each record always has its own
+markers. A marker that no record needs is a leftover of a failed change, or belongs to a change in progress.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from adapters.records import read_record
 from adapters.store import ObjectStore
 
 LEFTOVER_S = 60.0
-"""Age of a leftover (store clock) from which it is removed: its writer is not about to change the record any more."""
+"""Age, in seconds by the store's clock, after which a leftover is removed. Its writer can't be active any more."""
 SLOW_S = 20.0
-"""Duration of a change after which its markers are written again: they may have been removed as leftovers."""
+"""Seconds after which a change must write its markers again, because they may have been removed as leftovers."""
 
 log = logging.getLogger("gateway")
 
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=JobRecord)
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """An empty object that lists a job, and what its key says. Times are Unix time (store clock)."""
+    """Marker: an empty object that lists a job, and the content of its key. Times are Unix time (store clock)."""
 
     key: str
     modified: float
@@ -45,7 +45,7 @@ class Marker(msgspec.Struct, frozen=True):
     holder: str = ""
     function: str = ""
     time: float = 0.0
-    """Time of a queued job's next attempt; of others, of the change to their state."""
+    """Time of a queued job's next attempt; of any other job, the time at which it got its state."""
 
 
 class Stored(NamedTuple, Generic[R]):
@@ -84,14 +84,14 @@ class JobStore(Generic[R]):
         return self._stored(None, record, etag, started)
 
     def find(self, tenant: str, job_id: str) -> Stored[R] | None:
-        """Returns None if there is no such job. Raises CorruptRecord."""
+        """Returns the stored job; None if it does not exist. Raises CorruptRecord."""
         pair = read_record(self.objects, self._key(tenant, job_id), self._kind)
         return None if pair is None else Stored(*pair)
 
     def change(self, stored: Stored[R], record: R) -> Stored[R] | None:
-        """Replaces the record. Returns None, changing nothing, if another process has changed it since it was read.
+        """Replaces the record. Returns None, without a change, if another process has changed it since it was read.
 
-        When the store fails half-way the change may have been made all the same; then the same call completes it.
+        If the store fails half-way, the change may still have been made. The same call then completes it.
         """
         started, new = monotonic(), self._markers(record) - self._markers(stored.record)
         self._mark(new)
@@ -109,7 +109,7 @@ class JobStore(Generic[R]):
     def owner(self, marker: Marker) -> Stored[R] | None:
         """Returns the job that needs the marker; None for a leftover, which is removed once it is old enough.
 
-        Returns None, too, for a damaged record, which is logged: it must not hold up other jobs.
+        Returns None for a damaged record as well, and logs it, so that it does not block other jobs.
         """
         try:
             stored = self.find(marker.tenant, marker.id)
@@ -123,7 +123,7 @@ class JobStore(Generic[R]):
         return None
 
     def _stored(self, before: R | None, record: R, etag: str, started: float) -> Stored[R]:
-        """Completes a change that began at `started`."""
+        """Updates the markers after a change that began at `started` (monotonic seconds)."""
         old, new = frozenset() if before is None else self._markers(before), self._markers(record)
         if monotonic() - started > SLOW_S:
             self._mark(new - old)

@@ -1,4 +1,4 @@
-"""Finds jobs that are due, and begins them in fair shares of tenants."""
+"""Finds due jobs and starts them in fair shares of tenants."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from gateway.jobs.job_store import Marker, R, Stored
 from gateway.jobs.windows import Function, Windows
 
 MIN_GAP_S = 0.1
-"""Seconds between two polls at least: a store charges for each."""
+"""Minimum seconds between two polls, because a store charges for each."""
 BACKOFF_S = 2.0
-"""Seconds without a poll after a job could not be changed, for the store did not answer, or could not begin: each poll
-would find it again."""
+"""Seconds without a poll after a job failed for lack of the store or of capacity. Each poll would find it again."""
 VALID_S = 1.0
-"""Seconds for which a poll's result is used: other tenants may have come."""
+"""Seconds for which a poll's result is used; after that, other tenants may have jobs."""
 
 log = logging.getLogger("gateway")
 
 
 class NoCapacity(Exception):
-    """No job of the kind can be handled for a while. The job is left as it was."""
+    """No job of this kind can be handled for a while. The job was not changed."""
 
 
 class PollResult(NamedTuple):
-    """Due jobs of a part of the tenants."""
+    """Due jobs of some of the tenants."""
 
     queues: dict[str, list[Marker]]
-    """Markers by tenant, in the order in which they are due."""
+    """Markers by tenant, in the order of their due times."""
     next_in_s: float = inf
-    """Seconds until the first of the others is due."""
+    """Seconds until the next of the other jobs is due."""
     after: str = ""
     """Tenant after which the next poll begins; empty: at the first tenant."""
 
 
 Poll = Callable[[str, Collection[Function]], Awaitable[PollResult]]
-"""Lists due jobs from `PollResult.after` on, without those of the given functions. Raises StoreUnavailable."""
+"""Function that lists due jobs, starting after `PollResult.after`, without those of the given functions. Raises
+StoreUnavailable."""
 
 
 class Poller(Generic[R]):
-    """Calls `handle` with each due job, at most `at_once` at a time, those of the tenant that has the fewest first.
+    """Calls `handle` with each due job, at most `at_once` at a time. Tenants with the fewest active jobs come first.
 
-    `owner` reads a job by its marker (`JobStore.owner`). `handle` gets the job as it is stored now, and changes it. It
-    returns seconds after which a refused job may be accepted, or None if it was not refused. Raises NoCapacity.
+    `owner` reads a job by its marker (`JobStore.owner`). `handle` gets the stored job and changes it. It returns
+    seconds after which a refused job may be accepted, or None if the job was not refused; it may raise NoCapacity.
     `idle_s`: seconds between two polls while nothing wakes the poller. `kind` names the jobs in the log.
     """
 
@@ -64,7 +64,7 @@ class Poller(Generic[R]):
         idle_s: float,
     ) -> None:
         self.active: dict[str, asyncio.Task[None]] = {}
-        """Tasks by the jobs' ids."""
+        """Tasks by job id."""
         self.wake = asyncio.Event()
         """Set when there may be a new job."""
         self._kind = kind
@@ -76,13 +76,13 @@ class Poller(Generic[R]):
         self._windows = Windows(at_once, monotonic)
         self._after = ""
         self._waiting: dict[str, list[Marker]] = {}
-        """Jobs of the last poll that have not begun."""
+        """Markers of the last poll's jobs that have not started."""
         self._polled_at = self._backoff_until = -inf
         self._next_due_at = inf
         self._job_ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Runs until it is cancelled; then nothing new begins, but active jobs continue."""
+        """Runs until cancelled. Then no new job starts, but active jobs continue."""
         while True:
             try:
                 pause = await self._round()
@@ -92,7 +92,7 @@ class Poller(Generic[R]):
             await self._rest(pause)
 
     async def _round(self) -> float:
-        """Begins what is due and has room. Returns for how many seconds to rest, unless something happens before."""
+        """Starts due jobs while there is room. Returns the seconds to rest unless an event wakes the poller."""
         if len(self.active) >= self._at_once:
             return self._idle_s
         if (backoff := self._backoff_until - monotonic()) > 0:
@@ -106,7 +106,7 @@ class Poller(Generic[R]):
             if marker.id not in self.active:  # a leftover may name a job that has another marker, too
                 self._begin(marker)
         if len(self.active) >= self._at_once and any(self._waiting.values()):
-            return self._idle_s  # until one has ended: there is no room
+            return self._idle_s  # no room until a job has ended
         if self._after:
             return MIN_GAP_S
         opening_at = self._windows.next_opening()
@@ -128,7 +128,8 @@ class Poller(Generic[R]):
         return any(self._first(queue, active) is not None for queue in self._waiting.values())
 
     def _next(self) -> Marker | None:
-        """Takes the first due job of the tenant that has the fewest active. Returns None if none may begin."""
+        """Removes and returns the first startable job of the tenant with the fewest active ones. Returns None if no job
+        may start."""
         active = Counter(map(function_of, self._markers.values()))
         first = {
             tenant: at for tenant, queue in self._waiting.items() if (at := self._first(queue, active)) is not None
@@ -138,7 +139,7 @@ class Poller(Generic[R]):
         return None if tenant is None else self._waiting[tenant].pop(first[tenant])
 
     def _first(self, queue: list[Marker], active: Counter[Function]) -> int | None:
-        """Returns the index of the first whose function may have one more."""
+        """Returns the index of the first job whose function may have another active one; None if there is none."""
         functions = enumerate(map(function_of, queue))
         return next((at for at, each in functions if self._windows.may_begin(each, active[each])), None)
 
@@ -157,7 +158,7 @@ class Poller(Generic[R]):
             stored = await self._owner(marker)
             if stored is not None:
                 self._record_outcome(marker, await self._handle(stored))
-        except StoreUnavailable as error:  # its marker stays: it is found again
+        except StoreUnavailable as error:  # its marker remains, so the job is found again
             log.warning("a job waits for the store", extra={"job": marker.id, "why": str(error)})
             self._back_off()
         except NoCapacity:
@@ -176,7 +177,7 @@ class Poller(Generic[R]):
             self._windows.refuse(function_of(marker), refused_for_s)
 
     async def _rest(self, seconds: float) -> None:
-        """Returns after `seconds`, or sooner when a job has ended or, while there is room, a new one may be there."""
+        """Waits `seconds` seconds, until a job has ended, or, while there is room, until there may be a new job."""
         self._job_ended.clear()
         wakes = [self._job_ended] if len(self.active) >= self._at_once else [self.wake, self._job_ended]
         waits = [asyncio.ensure_future(event.wait()) for event in wakes]

@@ -1,4 +1,4 @@
-"""Heartbeats that keep the leader's lease, and the jobs that run while it is held."""
+"""Heartbeats that renew the leader's lease, and the jobs that run while the lease is held."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ from gateway.leader.tick import Job, Tick, TickEnded
 LEASE = "leader"
 LEASE_SECONDS = 2.5
 BEATS_A_LEASE = 3
-"""Heartbeats per lease. A killed leader is replaced within a lease and two heartbeats: its last write may be seen one
-late, and its end another one. With Redis, whose clock ends the lease, it is one less: 3.3 s, and a job's pause."""
+"""Heartbeats per lease. A killed leader is replaced within one lease and two heartbeats.
+
+Its last write may be seen one heartbeat late, and its end another one late. With Redis, whose clock ends the lease, it
+is one heartbeat less: 3.3 s, plus a job's pause.
+"""
 ANSWER_SECONDS = 2.0
-"""Seconds for the lease to be read and written."""
+"""Timeout, in seconds, of reading and writing the lease."""
 TICK_SECONDS = 10.0
-"""Limit of a tick."""
+"""Time limit of a tick in seconds."""
 OVERTIME_SECONDS = 30.0
-"""Seconds after the deadline when a tick that has not ended is given up: longer than one call of the store may take."""
+"""Seconds after its deadline when a tick is cancelled: longer than one call of the store may take."""
 
 log = logging.getLogger("gateway")
 
 
 def worker_name() -> str:
-    """Returns a name of this process, unique among all gateways' workers, for /metrics and the lease."""
+    """Returns a name of this process for /metrics and the lease, unique among all gateways' workers."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Leader:
-    """Leader election of one worker. `clock` is monotonic seconds; `name` is unique among workers."""
+    """Leader election of one worker. `clock`: monotonic seconds. `name`: unique among all workers."""
 
     def __init__(
         self,
@@ -53,8 +56,7 @@ class Leader:
         *,
         alone: bool = False,
     ) -> None:
-        """`alone`: no other worker knows the same nodes, so that this one does their jobs whether it has the lease or
-        not."""
+        """`alone`: no other worker knows the same nodes, so this one runs their jobs even without the lease."""
         self.name = name
         self._leases = leases
         self._jobs = jobs
@@ -63,19 +65,19 @@ class Leader:
         self._lease_seconds = lease_seconds
         self._alone = alone
         self._until = -math.inf
-        """End of the lease (clock)."""
+        """End of the lease, by the clock."""
         self._since = -math.inf
-        """Time when it was taken last and not prolonged, by the clock."""
+        """Time, by the clock, at which the lease was last acquired, not renewed."""
         self._led = self._failing = False
 
     def leads(self) -> bool:
-        """Returns whether this process leads: false from the lease's end on, also when the process was stopped over
-        it."""
+        """Returns whether this process leads. It is False once the lease has ended, even if the process was suspended
+        meanwhile."""
         return self._clock() < self._until
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keeps the lease and runs the jobs as long as the context lasts, then frees the lease."""
+        """Renews the lease and runs the jobs as long as the context lasts, then frees the lease."""
         try:
             async with background(self._beats, *(partial(self._turns, job) for job in self._jobs)):
                 yield
@@ -83,7 +85,7 @@ class Leader:
             await self._resign()
 
     async def beat(self) -> None:
-        """Takes or prolongs the lease."""
+        """Acquires or renews the lease."""
         asked_at = self._clock()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -117,7 +119,7 @@ class Leader:
                 await job.run(tick)
         except TickEnded:
             pass
-        except Exception as error:  # whatever it is, the job gets its next tick
+        except Exception as error:  # any error: the job still gets its next tick
             failed = True
             log.error("a job of the leader failed; it is tried again", extra={"job": job.name}, exc_info=error)
         finally:

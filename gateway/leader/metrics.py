@@ -1,4 +1,4 @@
-"""Metrics of the leader."""
+"""Prometheus metrics of leader election and of the leader's jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Beat = Literal["led", "followed", "failed"]
 
 
 class LeaderMetrics:
-    """Metrics of one process, one per `registry`."""
+    """Leader metrics of one process, one per `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._leads = Gauge(

@@ -1,6 +1,6 @@
 """Leases in the object store, for gateways without Redis: objects changed by compare-and-swap.
 
-Their ends are by `gateway.jobs.clocks.ChangeWatch`.
+`gateway.jobs.clocks.ChangeWatch` determines when a lease ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from gateway.catalog.threads import LeavableThreads
 from gateway.jobs.clocks import ChangeWatch
 
 STORE_LEASE_SECONDS = 60.0
-"""Far longer than in Redis: a store charges for each write, and the leader's jobs have time."""
+"""Duration of a lease in seconds. It is much longer than in Redis, because a store charges for each write and jobs can
+wait."""
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
@@ -26,9 +27,9 @@ class LeaseRecord(msgspec.Struct, frozen=True):
     holder: str
     """Name of the holder; empty: none."""
     seconds: float
-    """Seconds for which it is held from its last write on."""
+    """Seconds for which the lease is held after its last write."""
     writes: int
-    """Number of writes, so that each has another etag."""
+    """Number of writes, which makes each ETag unique."""
 
 
 class StoreLeases:
@@ -54,7 +55,7 @@ class StoreLeases:
             await self._write(name, LeaseRecord("", 0.0, record.writes + 1), etag)
 
     async def get(self, name: str) -> Lease:
-        """An object that this process sees for the first time may say whose the lease was long ago."""
+        """Returns the lease. When an object is read for the first time, its holder may have lost the lease long ago."""
         record, _ = await self._read(name)
         remaining_s = self._remaining_s(name, record)
         return Lease(record.holder, remaining_s) if record.holder and remaining_s > 0 else NOBODY
@@ -63,7 +64,7 @@ class StoreLeases:
         return record.seconds - self._watch.unchanged_s(name)
 
     async def _read(self, name: str) -> tuple[LeaseRecord, str | None]:
-        """Returns the lease and its etag, which is None if there is no object yet."""
+        """Returns the lease and its ETag, which is None if there is no object yet."""
         try:
             stored = await self._threads.run(partial(self._store.get, _key(name)))
         except NotFound:
@@ -76,7 +77,7 @@ class StoreLeases:
             raise StoreUnavailable(f"{_key(name)} can't be read as a lease ({error}): remove it") from None
 
     async def _write(self, name: str, record: LeaseRecord, etag: str | None) -> bool:
-        """Returns False if another process has written it since it was read."""
+        """Writes the lease. Returns False if another process has written it since it was read."""
         data = msgspec.json.encode(record)
         try:
             if etag is None:

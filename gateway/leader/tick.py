@@ -12,12 +12,11 @@ Scope = Literal["registry", "nodes"]
 
 
 class TickEnded(Exception):
-    """Raised in a tick whose deadline has passed, or when this worker no longer leads."""
+    """The tick's deadline has passed, or this worker no longer leads."""
 
 
 class Tick:
-    """A call of a job. `deadline` and `since` are by `clock`, monotonic seconds; safe to use from a thread of the
-    job's."""
+    """Call of a job. `deadline` and `since` are monotonic seconds by `clock`. Safe to use from a job's thread."""
 
     def __init__(
         self, deadline: float, clock: Callable[[], float], leads: Callable[[], bool], since: float = -math.inf
@@ -26,7 +25,7 @@ class Tick:
         self.since = since
         """Time since which no other worker has led."""
         self.work = 0
-        """Amount of work that the job has done, in its own unit; shown on /metrics."""
+        """Amount of work that the job has done, in the job's own unit; shown on /metrics."""
         self._clock = clock
         self._leads = leads
 
@@ -38,14 +37,16 @@ class Tick:
 
 @dataclass(frozen=True)
 class Job:
-    """A job of the leader: `run` is called again and again while this worker leads. It does a bounded part of its
-    work, returns or raises TickEnded at the tick's deadline, and continues in the next tick. Two leaders may run it
-    at once."""
+    """Job of the leader. `run` is called repeatedly while this worker leads.
+
+    Each call does a bounded part of the work, and returns or raises TickEnded at the tick's deadline. The next tick
+    continues the work. Two leaders may run the job at once.
+    """
 
     name: str
     run: Callable[[Tick], Awaitable[None]]
     pause_seconds: float = PAUSE_SECONDS
-    """Pause between two ticks."""
+    """Seconds between two ticks."""
     scope: Scope = "registry"
     """Scope of one leader: all gateways of a registry, or those that know the same nodes. Without Redis each gateway
-    has its own."""
+    has its own nodes."""

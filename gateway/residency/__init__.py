@@ -1,1 +1,1 @@
-"""Prewarming: adapters that nodes are to have ready before they are called, by hand, by schedule, and by forecast."""
+"""Prewarming: adapters that nodes load before they are called, by manual order, policy, schedule or forecast."""

@@ -1,4 +1,4 @@
-"""Calls of functions, counted by each gateway worker and reported to the one that leads each second."""
+"""Counts of calls per function: each gateway worker counts, and reports to the leader every second."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import msgspec
 from cluster.messages import Adapter
 
 MAX_COUNTED = 2000
-"""Functions' versions in one report, some 150 bytes each; calls of more are not counted."""
+"""Maximum versions in one report, some 150 bytes each. Calls of further versions are not counted."""
 TOGETHER = 200
-"""Counts in one message."""
+"""Maximum counts in one message."""
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -41,18 +41,18 @@ class ArrivalCounter:
         """Calls by tenant, function and version."""
 
     def record(self, tenant: str, function: str, adapter: Adapter) -> None:
-        """A call has come."""
+        """Counts a call."""
         key = (tenant, function, adapter)
         if key in self._calls or len(self._calls) < MAX_COUNTED:
             self._calls[key] += 1
 
     def take(self) -> list[Arrival]:
-        """Returns what was counted since the last time."""
+        """Returns the counts since the last `take`, and resets them."""
         arrivals = [Arrival(*key, calls) for key, calls in self._calls.items()]
         self._calls.clear()
         return arrivals
 
 
 def function_key(tenant: str, function: str) -> str:
-    """Returns `tenant/function`; neither name has a slash."""
+    """Returns the key `tenant/function`. Neither name contains a slash."""
     return f"{tenant}/{function}"

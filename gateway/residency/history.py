@@ -1,7 +1,7 @@
 """The leader's history of calls, and its forecasts.
 
-The forecaster runs in its own thread, one call at a time: with 40,000 functions it takes longer than the event loop may
-be held up. A new leader begins without any, and forecasts nothing until it has watched for a while.
+The forecaster runs in its own thread, one call at a time, because with 40,000 functions it takes longer than the event
+loop may be blocked. A new leader starts with an empty history and forecasts nothing for WATCH_SECONDS.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from gateway.residency.arrivals import Arrival, function_key
 from gateway.residency.messages import WATCH_SECONDS
 
 GAP_SECONDS = 10.0
-"""Pause after which a worker that has not observed was not the leader, and begins again."""
+"""Seconds without `observe` after which a worker is taken for a new leader and starts with an empty history."""
 MAX_FUNCTIONS = 40_000
-"""Functions whose versions are known; those of the one that was called least recently are forgotten."""
+"""Maximum functions whose called versions are remembered; the least recently called one is forgotten."""
 MAX_VERSIONS = 8
-"""Versions of one function; the one that was called least is forgotten."""
+"""Maximum versions of one function; the least called one is forgotten."""
 MANY_CALLS = 64
-"""Calls of a function's versions after which all counts are halved: shares follow what is called lately."""
+"""Number of calls of a function after which its versions' counts are halved, so that shares follow recent calls."""
 MIN_CHANCE = 0.1
-"""Least chance of a call within 30 s for which an adapter is brought anywhere."""
+"""Minimum probability of a call within 30 s for which an adapter is loaded on a node."""
 MAX_CHOSEN = 4096
-"""Functions whose adapters are considered, likeliest first."""
+"""Maximum functions whose adapters are considered, most likely first."""
 
 
 class Forecast(NamedTuple):
-    """All that is forecast at one time."""
+    """Forecast of all functions at one time."""
 
     chances: Mapping[str, Chances]
-    """Chances by function."""
+    """Probabilities of a call, by function."""
     likely: list[Likely]
-    """The likeliest first."""
+    """The most likely functions, most likely first."""
     error: Mapping[str, float]
 
 
@@ -46,7 +46,7 @@ NOTHING = Forecast({}, [], {})
 
 
 class CallHistory:
-    """`clock`: monotonic seconds; `unix`: the time of day, by which days and hours are learnt."""
+    """The leader's history of calls. `clock`: monotonic seconds. `unix`: Unix time, for daily and hourly patterns."""
 
     def __init__(
         self, make_forecaster: Callable[[], Forecaster], clock: Callable[[], float], unix: Callable[[], float]
@@ -59,22 +59,22 @@ class CallHistory:
         self._forecaster = self._make_forecaster()
         self._counts: Counter[str] = Counter()
         self._versions: OrderedDict[str, dict[str, tuple[Adapter, float]]] = OrderedDict()
-        """Versions by function and digest: the adapter, and how often it was called of late."""
+        """Called versions by function and digest: the adapter, and its number of recent calls."""
         self._since = self._observed = now
         self.latest = NOTHING
 
     @property
     def observes(self) -> bool:
-        """Returns whether this worker leads, as far as is known here."""
+        """Returns whether this worker is the leader: it has observed within the last GAP_SECONDS."""
         return self._clock() - self._observed < GAP_SECONDS
 
     @property
     def watched(self) -> float:
-        """Returns the seconds since it began to observe; 0 where it does not."""
+        """Returns the seconds since this worker began to observe; 0 if it does not observe."""
         return self._clock() - self._since if self.observes else 0.0
 
     def count(self, arrivals: Iterable[Arrival]) -> None:
-        """Does nothing on a worker that does not observe."""
+        """Adds counted calls. Does nothing on a worker that does not observe."""
         if not self.observes:
             return
         for arrival in arrivals:
@@ -83,17 +83,17 @@ class CallHistory:
                 self._record_version(arrival)
 
     def forget(self, tenant: str, function: str) -> None:
-        """The function was changed: which versions its calls get is not known any more."""
+        """Forgets which versions a changed function's calls use."""
         self._versions.pop(function_key(tenant, function), None)
 
     def learn(self, key: str, versions: Iterable[tuple[Adapter, float]]) -> None:
-        """Takes in what the function's calls get by its aliases, with the shares, until calls show it."""
+        """Sets the versions that the function's calls use, with their shares, by its aliases. Counted calls then refine
+        them."""
         self._versions[key] = {adapter.digest: (adapter, share) for adapter, share in versions}
         self._limit_functions()
 
     def versions(self, key: str) -> list[tuple[Adapter, float]] | None:
-        """Returns the adapters that the function's calls got lately, with their shares of them; None where that is not
-        known."""
+        """Returns the adapters of the function's recent calls, each with its share of them; None if unknown."""
         by_digest = self._versions.get(key)
         if by_digest is None:
             return None
@@ -101,7 +101,7 @@ class CallHistory:
         return [(adapter, count / calls) for adapter, count in by_digest.values()]
 
     async def observe(self) -> None:
-        """Has the forecaster learn what was counted since the last time. To be called each second."""
+        """Passes the counts since the last `observe` to the forecaster. Must be called every second."""
         now = self._clock()
         if now - self._observed >= GAP_SECONDS:
             self._begin(now)
@@ -110,7 +110,7 @@ class CallHistory:
         await self._thread.run(lambda: forecaster.observe(unix, counts))
 
     async def forecast(self) -> Forecast:
-        """Returns what will probably be called; NOTHING before it was watched for WATCH_SECONDS."""
+        """Returns the current forecast; NOTHING in the first WATCH_SECONDS."""
         if self.watched < WATCH_SECONDS:
             return NOTHING
         forecaster, unix = self._forecaster, self._unix()

@@ -1,4 +1,4 @@
-"""Reads of the registry that the leader's jobs keep while it is away."""
+"""Repeated reads of the registry by the leader's jobs, which keep the last result while the registry is unavailable."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ log = logging.getLogger("gateway")
 
 
 class KeptReads:
-    """`what` is named in the log, once for each time that it can't be read."""
+    """Reads of one record, named `what` in the log. Each series of failures is logged once."""
 
     def __init__(self, what: str) -> None:
         self._what, self._failing = what, False
 
     async def renew(self, work: Awaitable[None]) -> None:
-        """Lets `work` read it again; where the registry is away or the record damaged, what is known stays."""
+        """Awaits `work`, which reads the record. If that fails, the last result stays valid."""
         try:
             await work
             self._failing = False

@@ -1,7 +1,7 @@
-"""Looks up what calls of many functions get.
+"""Looks up the versions that calls of many functions use.
 
-A few are looked up at a time: a new leader may know none of them yet, and nodes keep what the leader before wanted for
-some seconds only.
+Several functions are looked up at once, because a new leader may know none of them, and nodes keep the previous
+leader's orders for only some seconds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from gateway.catalog.functions import Functions
 from gateway.leader.tick import Tick
 
 AT_ONCE = 8
-"""Half of the threads that read: calls have the others."""
+"""Lookups at once: half of the threads that read, so that the other half is free for calls."""
 
 
 async def look_up(
     functions: Functions, keys: Sequence[str], tick: Tick
 ) -> AsyncIterator[tuple[str, Sequence[Choice] | None]]:
-    """Yields each function with its `choices_of`. Raises TickEnded, StoreUnavailable."""
+    """Yields each function's key with the result of `choices_of`. Raises TickEnded, StoreUnavailable."""
     for first in range(0, len(keys), AT_ONCE):
         tick.check()
         together = keys[first : first + AT_ONCE]
@@ -31,8 +31,10 @@ async def look_up(
 
 
 async def choices_of(functions: Functions, key: str) -> Sequence[Choice] | None:
-    """Returns what a function's `latest` stands for, by `tenant/name`: nothing where it has none now or is damaged, for
-    it may get one again or be mended; None where the function is gone. Raises StoreUnavailable."""
+    """Returns the versions behind a function's `latest`; None if the function is gone. Raises StoreUnavailable.
+
+    `key`: `tenant/name`. The result is empty if the function has no `latest` or is damaged, both of which may change.
+    """
     tenant, _, name = key.partition("/")
     try:
         return await functions.choices(tenant, name, None)

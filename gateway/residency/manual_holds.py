@@ -1,5 +1,7 @@
-"""Adapters that were warmed by hand, which stay wanted for some minutes. Every gateway worker keeps them: any may lead
-next."""
+"""Manual holds: adapters that were warmed by hand stay wanted for some minutes.
+
+Every gateway worker stores them, because any may become the leader.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from cluster.messages import Adapter
 from gateway.residency.messages import Tier
 
 HOLD_S = 300.0
-"""Seconds from the last order on."""
+"""Seconds from the last order until a hold ends."""
 MAX_HELD = 1000
 MAX_TENANT_HELD = 64
-"""The one that was ordered least recently is forgotten, here and above."""
+"""Maximum holds of one tenant. Beyond this and MAX_HELD, the least recently ordered hold is forgotten."""
 
 
 class ManualHold(msgspec.Struct, frozen=True, array_like=True, tag="held"):
-    """An adapter that somebody ordered to a node."""
+    """Adapter that was ordered to a node by hand."""
 
     tenant: str
     function: str
@@ -27,16 +29,16 @@ class ManualHold(msgspec.Struct, frozen=True, array_like=True, tag="held"):
     node: str
     tier: Tier
     seconds: float = HOLD_S
-    """Seconds for which it is still wanted."""
+    """Remaining seconds of the hold."""
 
 
 class ManualHolds:
-    """`clock`: monotonic seconds."""
+    """Manual holds as one worker knows them. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._until: OrderedDict[tuple[str, str, str, str], tuple[ManualHold, float]] = OrderedDict()
-        """Adapters and the end of their time, by tenant, function, digest and node."""
+        """Holds with their end (monotonic seconds), by tenant, function, digest and node."""
 
     def hold(self, want: ManualHold) -> None:
         key = (want.tenant, want.function, want.adapter.digest, want.node)
@@ -56,7 +58,7 @@ class ManualHolds:
             del self._until[key]
 
     def now(self) -> list[ManualHold]:
-        """Returns what is still wanted, the latest last."""
+        """Returns the holds that have not ended, the latest last."""
         now = self._clock()
         for key in [key for key, (_, until) in self._until.items() if until <= now]:
             del self._until[key]

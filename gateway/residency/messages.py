@@ -1,4 +1,4 @@
-"""Messages about adapters that are to be warm: light, for the command line imports them."""
+"""Messages about warm adapters. Imports few modules, because the command line imports it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Tier = Literal["device", "host"]
 Cause = Literal["provisioned", "order", "schedule", "forecast"]
 
 MAX_COPIES = 16
-"""Nodes on which a version may be asked for."""
+"""Maximum copies of a version that an order may ask for."""
 WARM_SECONDS = 60.0
-"""Longest wait for a version to be warm before it takes calls."""
+"""Maximum seconds for which a deploy waits for a version to be warm before the version gets calls."""
 WATCH_SECONDS = 30.0
-"""Seconds for which a new leader watches calls before it believes its forecasts: as long as the horizon that counts."""
+"""Seconds for which a new leader observes calls before it forecasts: the horizon of the forecasts that are used."""
 
 
 class Version(NamedTuple):
@@ -44,9 +44,9 @@ class WarmPlace(msgspec.Struct, frozen=True):
     version: int
     node: str
     tier: HeldTier
-    """Tier where it is now; `absent`: it is on its way, unless there is an `error`."""
+    """Tier that holds it now; `absent`: it is still loading, unless there is an `error`."""
     error: str | None = None
-    """Reason for which the node does not take it."""
+    """Reason why the node does not take it."""
 
 
 class WantedPlace(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class LeftOut(msgspec.Struct, frozen=True):
     """An adapter that was ordered, scheduled or provisioned, and that no node, or not this one, is asked to have."""
 
     node: str
-    """Empty: any."""
+    """Node; empty: any node."""
     digest: str
     tier: Tier
     cause: Cause
@@ -76,12 +76,14 @@ class ForecastReply(msgspec.Struct, frozen=True):
 
     function: str
     watched: float | None = None
-    """Seconds for which it has watched calls: it foresees nothing in the first 30. Null: no worker leads now."""
+    """Seconds for which the leader has observed calls: it forecasts nothing in the first 30. Null: there is no leader
+    now."""
     chances: dict[str, float] | None = None
-    """Chances of at least one call, by seconds. Null: not called in the last 30 minutes, or not watched yet."""
+    """Probability of at least one call, by seconds from now. Null: not called in the last 30 minutes, or not observed
+    yet."""
     error: dict[str, float] = {}
-    """Log loss and Brier score of the latest forecasts of all functions; less is better, and 0.25 is the Brier score of
-    a constant 0.5."""
+    """Log loss and Brier score of the latest forecasts of all functions. Lower is better; a constant 0.5 has a Brier
+    score of 0.25."""
     wanted: list[WantedPlace] = []
     left_out: list[LeftOut] = []
 

@@ -1,4 +1,4 @@
-"""Metrics of forecasts, and of orders to nodes."""
+"""Prometheus metrics of forecasts and of orders to nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Outcome = Literal["taken", "failed", "not_understood"]
 
 
 class ResidencyMetrics:
-    """Made once per process and `registry`."""
+    """Residency metrics of one process, one per `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._error = Gauge(

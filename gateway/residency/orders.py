@@ -1,4 +1,4 @@
-"""Orders nodes to have adapters ready, when these have changed, and before the last order ends."""
+"""Sends nodes the adapters that they must have ready, when these change and before the last order expires."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.leader.tick import Tick, TickEnded
 from gateway.residency.metrics import ResidencyMetrics
 
 ORDER_SECONDS = 20.0
-"""Seconds for which an order holds: longer than a killed leader's replacement takes."""
+"""Seconds for which an order is valid: longer than a killed leader's replacement takes."""
 ANSWER_SECONDS = 2.0
 AT_ONCE = 16
 
@@ -24,12 +24,12 @@ log = logging.getLogger("gateway")
 
 
 class NodeOrder(NamedTuple):
-    """Order to one node: what it is to have ready, and how long it keeps what nobody calls."""
+    """Order to one node: the adapters to have ready, and the time for which idle ones are kept."""
 
     adapters: tuple[WantedAdapter, ...] = ()
-    """The most wanted first."""
+    """Adapters, most important first."""
     idle_ttls: Mapping[str, float] = {}
-    """Idle limits by digest, as in WantedResidency."""
+    """Idle limits in seconds, by digest, as in WantedResidency."""
 
 
 NOTHING = NodeOrder()
@@ -39,7 +39,7 @@ class _Sent(NamedTuple):
     epoch: str
     order: NodeOrder
     at: float
-    """Monotonic seconds; infinite: the node does not understand such orders."""
+    """Monotonic seconds at which it was sent; infinite: the node does not support such orders."""
 
 
 class ResidencyOrders:
@@ -48,11 +48,11 @@ class ResidencyOrders:
     def __init__(self, node_calls: NodeCalls, metrics: ResidencyMetrics, clock: Callable[[], float]) -> None:
         self._node_calls, self._metrics, self._clock = node_calls, metrics, clock
         self._sent: dict[str, _Sent] = {}
-        """The latest orders by node."""
+        """Latest order of each node."""
         self._failing: set[str] = set()
 
     async def send(self, tick: Tick, nodes: Sequence[NodeRecord], orders: Mapping[str, NodeOrder]) -> None:
-        """`orders`: by node. Raises TickEnded; what was not sent then is sent in the next tick."""
+        """Sends each node its order if that is due. Raises TickEnded; the next tick then sends the rest."""
         ids = {node.id for node in nodes}
         self._sent = {id: sent for id, sent in self._sent.items() if id in ids}
         self._failing &= ids
@@ -97,7 +97,7 @@ class ResidencyOrders:
         self._sent[node.id] = _Sent(node.epoch, order, at)
 
     def _record_failure(self, node: NodeRecord, error: Exception) -> None:
-        """Forgets what the node knows: the next tick orders it again."""
+        """Forgets the order that the node has, so that the next tick sends it again."""
         self._metrics.count_order("failed")
         self._sent.pop(node.id, None)
         if node.id not in self._failing:

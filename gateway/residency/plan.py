@@ -1,5 +1,7 @@
-"""Plans which adapters each node is to have ready: provisioned copies first, then what operators and tenants asked for,
-then what is forecast."""
+"""Plans which adapters each node must have ready.
+
+Provisioned copies come first, then what operators and tenants ordered or scheduled, then what is forecast.
+"""
 
 from __future__ import annotations
 
@@ -15,47 +17,48 @@ from gateway.residency.messages import Cause, LeftOut, Tier
 from gateway.scheduling.home_nodes import HomeNodes
 
 DEVICE_CHANCE = 0.5
-"""Least chance of a call within 30 s for which an adapter is brought to the device at once."""
+"""Minimum probability of a call within 30 s for which an adapter is loaded straight onto the device."""
 WANTED_SHARE = 0.75
-"""Share of each tier of a node's adapter memory that wanted adapters may take: calls that nobody foresaw have the rest.
-Tuned, as DEVICE_CHANCE, on one half of the traces of
-benchmarks/adapter_memory/prefetch.py."""
+"""Share of each tier of a node's adapter memory for planned adapters. The rest is for calls that were not foreseen.
+
+Tuned, like DEVICE_CHANCE, on one half of the traces of benchmarks/adapter_memory/prefetch.py.
+"""
 PROVISIONED_SHARE = 0.5
-"""The same of copies that are provisioned there, which calls' adapters can't push out."""
+"""Share of each tier of a node's adapter memory for provisioned copies, which adapters of calls can't evict."""
 TENANT_PROVISIONED_SHARE = 0.5
-"""Share of what all provisioned copies may take, for those of one tenant."""
+"""Share of the memory for provisioned copies that one tenant may use."""
 TENANT_SHARE = 0.125
-"""Share of each tier of a node's adapter memory that one tenant's own orders and schedules may take."""
+"""Share of each tier of a node's adapter memory for one tenant's orders and schedules."""
 TENANT_WANTED = 16
-"""Adapters on one node that one tenant's own orders and schedules may name."""
+"""Maximum adapters on one node for one tenant's orders and schedules."""
 MAX_LEFT_OUT = 1000
-"""Wishes whose reasons for being left out are kept."""
+"""Maximum targets that are left out for which the reason is recorded."""
 MAX_NODES = 4
-"""Nodes with an adapter in memory on which a forecast keeps it."""
+"""Maximum nodes on which a forecast keeps an adapter that they have in memory."""
 WHERE: Mapping[Tier, str] = {"device": "the device", "host": "host memory"}
-"""Names of the tiers in reasons."""
+"""Names of the tiers in the reasons of targets that are left out."""
 STEPS = 20
-"""Steps of chances in orders: a list that hardly changed is not sent again."""
+"""Number of steps to which probabilities in orders are rounded, so that small changes cause no new order."""
 
 
 @dataclass(frozen=True)
 class PrewarmTarget:
-    """An adapter that is to be on some nodes."""
+    """Adapter to have ready on some nodes."""
 
     key: str
-    """The function."""
+    """Key of the function (`tenant/name`)."""
     adapter: Adapter
     cause: Cause
     chance: float
     tier: Tier = "device"
     copies: int = 1
     node: str | None = None
-    """Node on which it is to be; None: its homes."""
+    """Node on which it must be; None: its home nodes."""
 
 
 @dataclass
 class PlannedAdapter:
-    """An adapter that a node is asked for."""
+    """Adapter that a node is ordered to have."""
 
     adapter: Adapter
     tier: Tier
@@ -63,7 +66,7 @@ class PlannedAdapter:
     causes: dict[str, Cause] = field(default_factory=dict)
     """Causes by function."""
     provisioned: Tier | None = None
-    """The best tier in which a function's policy keeps it."""
+    """Fastest tier in which a function's policy provisions it; None: not provisioned."""
 
     @property
     def pinned(self) -> bool:
@@ -71,7 +74,7 @@ class PlannedAdapter:
 
     @property
     def steps(self) -> int:
-        """Returns the chance as orders have it, of STEPS."""
+        """Returns the probability in steps of 1 / STEPS, as orders contain it."""
         return round(self.chance * STEPS)
 
     def message(self) -> WantedAdapter:
@@ -80,21 +83,21 @@ class PlannedAdapter:
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """Memory of a node, as a plan knows it."""
+    """Adapter memory of a node, for planning."""
 
     bytes: Mapping[Tier, float]
-    """Bytes by tier; infinite where the node reports none."""
+    """Bytes by tier; infinite if the node does not report them."""
     itemsize: int = 0
-    """Bytes of an element of an adapter there; 0: not reported."""
+    """Bytes per adapter element on the node; 0: not reported."""
     takes_wants: bool = True
-    """Capability of the node, as in Facts."""
+    """True if the node accepts orders to have adapters ready, as in Facts."""
 
     def taken_by(self, adapter: Adapter) -> float:
-        """Returns bytes."""
+        """Returns the adapter's size on the node in bytes."""
         return float(adapter.bytes_in(self.itemsize))
 
     def why_never(self, adapter: Adapter, tier: Tier) -> str | None:
-        """Returns why no tenant's order or schedule gets the adapter there, whatever else is wanted."""
+        """Returns why a tenant's order or schedule can never load the adapter on this node; None if it can."""
         if not self.takes_wants:
             return "prefetch is off on this node"
         size, limit = self.taken_by(adapter), TENANT_SHARE * self.bytes[tier]
@@ -107,30 +110,30 @@ class NodeMemory:
 
 def node_memory(node: NodeRecord) -> NodeMemory:
     device = node.adapter_bytes or inf
-    host = node.host_bytes or device  # an older node does not tell
+    host = node.host_bytes or device  # an earlier release does not report it
     return NodeMemory({"device": device, "host": host}, node.adapter_itemsize, node.takes_wants)
 
 
 @dataclass
 class NodeWants:
-    """Wants of a node, and the room that they leave."""
+    """Planned adapters of a node, and the memory that is left."""
 
     memory: NodeMemory
     wants: dict[str, PlannedAdapter] = field(default_factory=dict)
-    """Wants by digest."""
+    """Planned adapters by digest."""
     tenants: dict[str, dict[str, tuple[Tier, float]]] = field(default_factory=dict)
-    """Bytes, and their tier, that each tenant's own orders and schedules have taken, by digest."""
+    """Tier and bytes that each tenant's orders and schedules take, by tenant and digest."""
     room: dict[Tier, float] = field(init=False)
-    """Bytes left in each tier."""
+    """Bytes left for planned adapters, by tier."""
     kept_room: dict[Tier, float] = field(init=False)
-    """Room, of provisioned copies alone."""
+    """Bytes left for provisioned copies, by tier."""
 
     def __post_init__(self) -> None:
         self.room = {tier: WANTED_SHARE * size for tier, size in self.memory.bytes.items()}
         self.kept_room = {tier: PROVISIONED_SHARE * size for tier, size in self.memory.bytes.items()}
 
     def keep(self, wish: PrewarmTarget) -> bool:
-        """Returns False where a provisioned copy does not fit. Copies for devices must come first."""
+        """Plans a provisioned copy. Returns False if it does not fit. Copies for devices must come first."""
         size, digest, tier = self.memory.taken_by(wish.adapter), wish.adapter.digest, wish.tier
         want = self.wants.get(digest)
         if want is None:
@@ -138,14 +141,16 @@ class NodeWants:
                 return False
             self.kept_room[tier] -= size
             self.room[tier] -= size
-            # of a copy in host memory, the chance says whether it is wanted on the device besides
+            # for a copy in host memory, the probability says whether it is wanted on the device as well
             want = self.wants[digest] = PlannedAdapter(wish.adapter, tier, float(tier == "device"), provisioned=tier)
         want.causes.setdefault(wish.key, wish.cause)
         return True
 
     def take(self, wish: PrewarmTarget, tier: Tier) -> str | None:
-        """Returns why the wish is left out, where it is beyond a bound. A forecast for which the device has no room is
-        for host memory."""
+        """Plans a target in this tier. Returns why it is left out; None if it is planned.
+
+        A forecast for which the device has no room goes to host memory.
+        """
         size, digest = self.memory.taken_by(wish.adapter), wish.adapter.digest
         want = self.wants.get(digest)
         if want is None and wish.cause == "forecast" and size > self.room[tier]:
@@ -160,7 +165,7 @@ class NodeWants:
             self.room[tier] -= size
             want = self.wants[digest] = PlannedAdapter(wish.adapter, tier, 0.0)
         elif (want.tier, tier) == ("host", "device") and size <= self.room[tier]:
-            self.room["host"] += 0.0 if want.provisioned else size  # a provisioned copy stays there, too
+            self.room["host"] += 0.0 if want.provisioned else size  # a provisioned copy also stays in host memory
             self.room[tier] -= size
             want.tier = tier
         want.chance = 1.0 - (1.0 - want.chance) * (1.0 - wish.chance)
@@ -168,7 +173,8 @@ class NodeWants:
         return None
 
     def _beyond(self, wish: PrewarmTarget, tier: Tier, size: float) -> str | None:
-        """Notes what one tenant pins. Returns which bound the wish is beyond."""
+        """Records the bytes that a tenant pins. Returns which of the tenant's limits the target exceeds; None if
+        none."""
         tenant_bytes, digest = self.tenants.setdefault(wish.key.partition("/")[0], {}), wish.adapter.digest
         if digest in tenant_bytes:
             return None
@@ -182,17 +188,17 @@ class NodeWants:
 
 
 class Plan:
-    """Wishes must be added the most important first."""
+    """Plan for all nodes that serve a base model. Targets must be added in order of importance."""
 
     def __init__(self, nodes: NodeTable, base: str) -> None:
         self._table, self._homes = nodes, HomeNodes(nodes, base)
         self._records = {row: nodes.record(row) for row in self._homes.rows}
         self._planned: dict[int, NodeWants] = {}
-        """Wants by row."""
+        """Planned adapters by row of the node."""
         self._copies: dict[tuple[str, str], set[int]] = {}
         """Rows with a provisioned copy, by function and digest."""
         self.left_out: dict[str, list[LeftOut]] = {}
-        """Wishes that were asked for and are not wanted, by function."""
+        """Targets that were requested but can't be planned, by function."""
 
     def add(self, wish: PrewarmTarget) -> None:
         if wish.cause == "provisioned":
@@ -207,14 +213,14 @@ class Plan:
 
     @property
     def nodes(self) -> list[NodeRecord]:
-        """Returns the records of the nodes that serve."""
+        """Returns the records of the nodes that serve the base model."""
         return list(self._records.values())
 
     def wants(self) -> dict[str, Sequence[PlannedAdapter]]:
-        """Returns what each node that serves is to have.
+        """Returns the planned adapters of each serving node, by node id.
 
-        Provisioned copies come as they were added, those on devices first; then other pinned ones, and the rest by
-        chance as orders have it: the list stays equal as long as its content does.
+        Provisioned copies come in the order in which they were added, those on devices first. Other pinned adapters
+        follow, then the rest, both by their rounded probability. So the list stays equal as long as its content does.
         """
         by_node: dict[str, Sequence[PlannedAdapter]] = {}
         for row, record in self._records.items():
@@ -223,7 +229,7 @@ class Plan:
         return by_node
 
     def _provision(self, wish: PrewarmTarget) -> None:
-        """Each copy on another node: the first of its homes that have room."""
+        """Plans each copy on a different node: the first home nodes that have room."""
         copies, digest = self._copies.setdefault((wish.key, wish.adapter.digest), set()), wish.adapter.digest
         target = len(copies) + wish.copies
         for row in self._homes.of(digest, len(self._homes)):
@@ -264,7 +270,7 @@ class Plan:
 
 
 def _urgency(want: PlannedAdapter) -> tuple[int, int, str]:
-    """Returns what wants are sorted by."""
+    """Returns the sort key of a planned adapter, the most important first."""
     if want.provisioned is not None:
         return (0 if want.provisioned == "device" else 1), 0, ""
     return (2 if want.pinned else 3), -want.steps, want.adapter.digest

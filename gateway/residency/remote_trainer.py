@@ -1,4 +1,4 @@
-"""Trains the network of forecasts in a helper process, where a predictor with the network is chosen."""
+"""Trains the neural network of forecasts in a helper process, if the chosen predictor uses it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from gateway.residency.trainer_process import Job, Weights, embeddings_of, obser
 
 MIX, WITH_LSTM = "mix", "mix_with_lstm"
 CHOICES = (MIX, *PARTS, "lstm", WITH_LSTM)
-"""Choices of `gateway.predictor`."""
+"""Values of the setting `gateway.predictor`."""
 MAX_LOTS = 320
-"""Lots that wait for an update, as many as a Trainer keeps; the oldest are dropped."""
+"""Maximum lots of observations that wait for an update, as many as a Trainer keeps. The oldest are dropped."""
 MAX_JOBS = 4
-"""Updates that wait; there is one a second at most, and beyond these it is left out."""
+"""Maximum updates that wait. There is at most one per second; further ones are skipped."""
 ANSWER_SECONDS = 60.0
-"""Seconds for one job, the start of the process included; one that takes longer is killed."""
+"""Timeout of one job, including the start of the process. A process that takes longer is killed."""
 END_SECONDS = 2.0
 
 log = logging.getLogger("gateway")
 
 
 def make_forecaster(predictor: str, trainer: RemoteTrainer) -> Forecaster:
-    """`predictor`: one of CHOICES."""
+    """Returns the forecaster of a predictor, one of CHOICES."""
     if predictor == MIX:
         return Forecaster()
     makers: dict[str, Maker] = PARTS | {"lstm": partial(Lstm, trainer=trainer)}
@@ -43,8 +43,10 @@ def make_forecaster(predictor: str, trainer: RemoteTrainer) -> Forecaster:
 
 
 class RemoteTrainer:
-    """Does what a Trainer does for a Lstm, but nobody waits for it: its weights are those that came last. What the
-    process learns of is lost when it ends, what it has learned is not. The process starts with the first job."""
+    """Replacement for an Lstm's Trainer that never blocks: its weights are the latest that the process returned.
+
+    When the process ends, its observations are lost, but not its weights. The process starts with the first job.
+    """
 
     def __init__(self) -> None:
         self.parameters = draw_parameters(np.random.default_rng(0))
@@ -54,18 +56,18 @@ class RemoteTrainer:
         )
         self._lots: deque[Observations] = deque(maxlen=MAX_LOTS)
         self._jobs: Queue[Job | None] = Queue(MAX_JOBS)
-        """Jobs; None wakes a thread that is to end."""
+        """Queue of jobs; None wakes the thread so that it can end."""
         self._closed = False
         self._thread: Thread | None = None
 
     def add(self, lot: Observations) -> None:
-        """Keeps them for the next update."""
+        """Stores observations for the next update."""
         self._lots.append(lot)
 
     def update(self) -> None:
-        """Trains on one batch, later."""
+        """Schedules training on one batch."""
         if self._thread is None:
-            # A daemon: a job under way does not hold up the end of the gateway.
+            # A daemon thread, so that a job in progress does not delay the end of the gateway.
             self._thread = Thread(target=self._run, name="remote-trainer", daemon=True)
             self._thread.start()
         with suppress(Full):
@@ -73,7 +75,7 @@ class RemoteTrainer:
             self._lots.clear()
 
     def close(self) -> None:
-        """Ends the process, and with it what it is doing."""
+        """Kills the process and abandons its work."""
         self._closed = True
         with suppress(Full):
             self._jobs.put_nowait(None)

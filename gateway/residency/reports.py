@@ -1,4 +1,4 @@
-"""Messages between gateway workers and the one that leads."""
+"""Messages between gateway workers and the leader."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from gateway.residency.manual_holds import ManualHold
 from gateway.workers.channel import Channel
 
 MAX_WAITING = 1000
-"""Messages; old counts are worth nothing."""
+"""Maximum messages that wait to be sent, because old counts are useless."""
 
 
 class HeldAsked(msgspec.Struct, frozen=True, array_like=True, tag="held_asked"):
-    """Query for what was warmed by hand. A worker sends it that begins to lead: it may have started after that was
-    published."""
+    """Query for all manual holds, sent by a new leader: it may have started after they were published."""
 
 
 class ForecastAsked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """Query for the forecast of the function, and what was done on it, to the worker that leads."""
+    """Query to the leader for a function's forecast, and for what was done about it."""
 
     number: str
     tenant: str
@@ -36,6 +35,8 @@ Message = CallsCounted | ManualHold | HeldAsked | ForecastAsked | ForecastAnswer
 
 
 def make_channel(link: RedisLink | None) -> Channel[Message]:
-    """Has to be made before the link connects. It is apart from the peers' channel: workers of an earlier release don't
-    listen to it, and would understand nothing of a letter with a message that they do not know."""
+    """Returns the channel; the link must not be connected yet.
+
+    It is separate from the peers' channel, because workers of an earlier release can't decode its messages.
+    """
     return Channel(link, "residency", Message, MAX_WAITING)

@@ -1,9 +1,9 @@
-"""Predicted prefetch: counts calls, forecasts them where this worker leads, and orders nodes to have adapters ready.
+"""Predictive prefetch: counts calls, lets the leader forecast them, and orders nodes to have adapters ready.
 
 every worker                  the leader
 ------------                  ----------
 a call -> ArrivalCounter -+-> CallHistory -> Forecaster      each second
-a warm order -> HeldWants-+      |
+warm order -> ManualHolds-+      |
                                Plan <- WarmSchedules, StandingPolicies
                                  |                           each 2 s, and when nodes come or go
                                  |
@@ -47,19 +47,19 @@ from gateway.workers.channel import Channel
 SECOND = 1.0
 PLAN_SECONDS = 2.0
 NODES_SECONDS = 0.5
-"""Pause between two checks whether nodes came or went: then it is planned at once, so that lost copies are soon
+"""Seconds between two checks for new or lost nodes. A change leads to a new plan at once, so that lost copies are soon
 restored."""
 TOGETHER_PLANNED = 64
-"""Wishes that are planned without a pause for the event loop."""
+"""Targets planned between two pauses for the event loop."""
 MAX_RESOLVED = 32
-"""Functions that are looked up in one tick, because it is not known what their calls get."""
+"""Maximum functions without known versions that are looked up in one tick."""
 RESOLVE_SECONDS = 1.0
-"""Seconds for all of them together."""
+"""Time limit of all these lookups together, in seconds."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of the leader's half."""
+    """Components that the leader uses."""
 
     history: CallHistory
     schedules: WarmSchedules
@@ -70,7 +70,7 @@ class Parts:
 
 
 class Residency:
-    """Prewarms for one gateway worker. `clock`: monotonic seconds; `unix`: the time of day."""
+    """Prewarming in one gateway worker. `clock`: monotonic seconds. `unix`: Unix time."""
 
     def __init__(
         self,
@@ -87,60 +87,60 @@ class Residency:
         self._parts, self._history = parts, parts.history
         self._clock, self._unix = clock, unix
         self._planned: frozenset[tuple[str, str]] = frozenset()
-        """Id and epoch of the nodes that the last plan was made for."""
+        """Id and epoch of the nodes in the last plan."""
         self._plan_at = -math.inf
-        """Time when the next one is made, whatever the nodes are."""
+        """Time of the next plan, even if the nodes do not change."""
         self.owners = parts.owners
         self._holds = ManualHolds(clock)
         self._changed: set[str] = set()
-        """Functions with what is held for them, which may be gone."""
+        """Changed functions with manual holds; they may have been deleted."""
         self._counter = ArrivalCounter()
         self._wants: Mapping[str, Sequence[PlannedAdapter]] = {}
-        """Wants by node, as last ordered."""
+        """Planned adapters by node, as last ordered."""
         self._left_out: Mapping[str, list[LeftOut]] = {}
-        """Wishes that the last plan left out, by function."""
+        """Targets that the last plan left out, by function."""
         self._since: dict[tuple[str, str], float] = {}
-        """Unix time, by node and digest."""
+        """Unix time since which each adapter is planned, by node and digest."""
         self.on_provisioned: Callable[[str, str], None] = lambda *_: None
-        """Called with each tenant and digest of which it keeps copies."""
+        """Called with the tenant and digest of each provisioned adapter."""
         channel.on_message = self._receive
 
     def record_call(self, tenant: str, function: str, adapter: Adapter) -> None:
-        """A call of the function has come, for this version."""
+        """Counts a call of a function's version."""
         self._counter.record(tenant, function, adapter)
 
     def hold(self, want: ManualHold) -> None:
-        """Keeps it wanted for a while, whichever worker leads."""
+        """Keeps an adapter wanted for a while, whichever worker leads."""
         self._holds.hold(want)
         self._channel.publish(want)
 
     def forget(self, tenant: str, function: str) -> None:
-        """The function was changed, by anyone."""
+        """Forgets what was derived from a changed function's versions."""
         self._history.forget(tenant, function)
         self.owners.forget(tenant, function)
         if self._holds.has(tenant, function):
             self._changed.add(function_key(tenant, function))
 
     def provisioned(self) -> dict[str, dict[str, str]]:
-        """Returns the tier in which each digest is provisioned, by node, as last ordered."""
+        """Returns the tier of each provisioned digest, by node, as last ordered."""
         return {
             node: {want.adapter.digest: want.provisioned for want in wants if want.provisioned is not None}
             for node, wants in self._wants.items()
         }
 
     async def provisionable(self) -> Memory:
-        """Returns what of the nodes' memory provisioned copies may take."""
+        """Returns the part of the nodes' memory that provisioned copies may use."""
         return memory_of((node.record for node in await self._cluster.nodes()), self._base)
 
     async def forecast_of(self, tenant: str, function: str) -> ForecastReply:
-        """Returns what the leader knows; nothing where none answers."""
+        """Returns the leader's forecast of a function; an empty reply if no leader answers."""
         if self._history.observes:
             return self._reply(tenant, function)
         answer = await self._channel.ask(lambda number: ForecastAsked(number, tenant, function))
         return msgspec.json.decode(answer, type=ForecastReply) if answer is not None else ForecastReply(function)
 
     def jobs(self) -> list[Job]:
-        """Returns what the leader is to do."""
+        """Returns the leader's jobs."""
         return [
             Job("forecast", self._observe, SECOND, "nodes"),
             self._parts.schedules.job(),
@@ -150,8 +150,7 @@ class Residency:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Reports calls to the worker that leads, and forgets orders of deleted functions, as long as the context
-        lasts."""
+        """Reports calls to the leader, and forgets orders of deleted functions, as long as the context lasts."""
         async with self._channel.running(), background(self._each_second):
             yield
 
@@ -167,7 +166,7 @@ class Residency:
                     self._channel.publish(CallsCounted(arrivals[first : first + TOGETHER]))
 
     async def _forget_deleted(self) -> None:
-        """Forgets what is wanted of functions that are gone. While the registry is away, they are looked up again."""
+        """Forgets manual holds of deleted functions. While the registry is unavailable, the lookup is repeated."""
         with suppress(StoreUnavailable):
             for key in list(self._changed):
                 if await choices_of(self._functions, key) is None:
@@ -175,7 +174,7 @@ class Residency:
                 self._changed.discard(key)
 
     def _count(self, arrivals: Sequence[Arrival]) -> None:
-        """Does nothing on a worker that does not lead."""
+        """Adds counted calls. Does nothing on a worker that is not the leader."""
         self._history.count(arrivals)
         for arrival in arrivals if self._history.observes else ():
             self.owners.record(arrival.tenant, arrival.function, arrival.adapter.digest)
@@ -232,7 +231,7 @@ class Residency:
         await self._parts.orders.send(tick, plan.nodes, orders)
 
     def _idle_ttls(self, nodes: NodeTable) -> dict[str, dict[str, float]]:
-        """Returns the limits of the adapters that nodes hold in memory, by node."""
+        """Returns the idle limits (seconds) of the adapters in nodes' memory, by node and digest."""
         by_node: dict[str, dict[str, float]] = {}
         for digest, seconds in self._parts.standing.idle_ttls.items():
             for row, tier in nodes.tiers(digest).items():
@@ -242,7 +241,7 @@ class Residency:
         return by_node
 
     async def _resolve(self, keys: Sequence[str]) -> None:
-        """Looks up what calls of functions get of which that is not known; those that take long, in another tick."""
+        """Looks up versions of functions where they are unknown. Lookups that take long are left to another tick."""
         unknown = [key for key in keys if self._history.versions(key) is None][:MAX_RESOLVED]
 
         async def resolve(key: str) -> None:
@@ -254,11 +253,11 @@ class Residency:
                 await asyncio.gather(*map(resolve, unknown))
 
     def _wishes(self, forecast: Forecast) -> Iterator[PrewarmTarget]:
-        """Yields what is provisioned, then what was ordered, the latest first, and scheduled, then what is forecast,
-        the likeliest first.
+        """Yields the targets of a plan in order of importance.
 
-        Forecasts are left out of functions whose policy says so, and of adapters with an idle limit, which are to
-        leave.
+        Provisioned copies come first, then manual orders, the latest first, then schedules, then forecasts, the most
+        likely first. Functions whose policy turns prefetch off have no forecasts, nor have adapters with an idle limit,
+        which must be evicted.
         """
         yield from self._parts.standing.wishes
         for hold in reversed(self._holds.now()):

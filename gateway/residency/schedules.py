@@ -1,4 +1,4 @@
-"""Carries warm windows out: which adapters are wanted now, because a function's policy says so."""
+"""Executes warm windows: the adapters that functions' policies want at the current time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gateway.residency.lookups import look_up
 from gateway.residency.plan import PrewarmTarget
 
 LOOK_SECONDS = 10.0
-"""Pause between two checks of the schedules: the longest delay of a window's opening and closing."""
+"""Seconds between two checks of the schedules: the maximum delay when a window opens or closes."""
 
 log = logging.getLogger("gateway")
 
 
 class WarmSchedules:
-    """Warm schedules, for the leader. `unix`: the time of day."""
+    """Warm schedules, for the leader. `unix`: Unix time."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class WarmSchedules:
         self._store, self._threads, self._functions, self._unix = store, threads, functions, unix
         self._reads = KeptReads("warm windows")
         self.wishes: list[PrewarmTarget] = []
-        """Wishes that hold now, as of LOOK_SECONDS ago; while the registry is away, as they were."""
+        """Current targets as of the last check; unchanged while the registry is unavailable."""
         self._states: dict[WarmWindow, tuple[bool, float]] = {}
-        """States of windows: whether they are open, and until when that stays so."""
+        """States of windows: whether each is open, and the Unix time until which that stays so."""
 
     def job(self) -> Job:
         return Job("schedules", self.check, LOOK_SECONDS, "nodes")
@@ -51,7 +51,7 @@ class WarmSchedules:
         schedules = await self._threads.read(read_schedules, self._store)
         now, wishes, empty, windows = self._unix(), list[PrewarmTarget](), list[str](), set[WarmWindow]()
         async for key, choices in look_up(self._functions, list(schedules.functions), tick):
-            await asyncio.sleep(0)  # the next time of a cron expression may take 5 ms to find
+            await asyncio.sleep(0)  # finding the next time of a cron expression may take 5 ms
             tick.check()
             now_wanted = self._wishes_now(key, choices, now, windows)
             if now_wanted is None:
@@ -66,8 +66,10 @@ class WarmSchedules:
     def _wishes_now(
         self, key: str, choices: Sequence[Choice] | None, now: float, open_windows: set[WarmWindow]
     ) -> list[PrewarmTarget] | None:
-        """Returns what of the function is wanted now; None when it has no windows any more. Adds its windows to
-        `seen`."""
+        """Returns the function's current targets; None if it has no windows any more.
+
+        Adds its windows to `open_windows`.
+        """
         if not choices:
             return None if choices is None else []
         windows = choices[0].version.policy.warm
@@ -83,7 +85,7 @@ class WarmSchedules:
         if until <= now:
             try:
                 is_open, until = window_state(window, now)
-            except CronProblem as problem:  # stored by a release that understands more
+            except CronProblem as problem:  # stored by a newer release
                 log.warning("a warm window is not understood", extra={"function": key, "why": str(problem)})
                 is_open, until = False, now + 3600.0
             self._states[window] = (is_open, until)

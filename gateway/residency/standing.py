@@ -1,5 +1,4 @@
-"""Carries out what functions' policies want of nodes while nobody calls: provisioned copies, idle limits, no
-prefetch."""
+"""Executes standing policies of functions, which apply without calls: provisioned copies, idle limits, no prefetch."""
 
 from __future__ import annotations
 
@@ -23,38 +22,38 @@ from gateway.residency.messages import Tier
 from gateway.residency.plan import PROVISIONED_SHARE, TENANT_PROVISIONED_SHARE, PrewarmTarget
 
 LOOK_SECONDS = 3.0
-"""Pause between two checks of the policies: the longest delay of a change."""
+"""Seconds between two checks of the policies: the maximum delay of a change."""
 SETTLED_SECONDS = 60.0
-"""Seconds after which an entry that no policy asks for is taken out: before, its policy may be about to be
-committed."""
+"""Seconds after which an entry that no policy asks for is removed. Before that, its policy may still be committed."""
 
 log = logging.getLogger("gateway")
 
 
 class _PolicyWishes(NamedTuple):
-    """Wishes of a function's policy."""
+    """Targets of a function's policy."""
 
     since: float
     policy: Policy
     wishes: list[PrewarmTarget]
     is_settled: bool = True
-    """standing.json says what the policy does."""
+    """True if the entry in standing.json matches the policy."""
 
 
 class StandingPolicies:
-    """Provisioned policies, for the leader."""
+    """Standing policies, for the leader."""
 
     def __init__(self, store: ObjectStore, threads: StoreThreads, functions: Functions) -> None:
         self._store, self._threads, self._functions = store, threads, functions
         self._reads = KeptReads("standing policies")
         self.has_read = False
-        """True once the policies were read: before, it is not known what nodes are to keep."""
+        """True once the policies were read. Before that, it is unknown what nodes must keep."""
         self.wishes: list[PrewarmTarget] = []
-        """Provisioned copies, the most important first, as of the last look; while the registry is away, as before."""
+        """Provisioned copies as of the last check, most important first; unchanged while the registry is
+        unavailable."""
         self.idle_ttls: Mapping[str, float] = {}
-        """Seconds, by digest; of an adapter that several functions have, the longest."""
+        """Idle limits in seconds, by digest: the longest of the functions that share an adapter."""
         self.not_prefetched: frozenset[str] = frozenset()
-        """Functions (`tenant/name`) whose forecasts bring nothing to a node."""
+        """Functions (`tenant/name`) whose adapters are not loaded because of forecasts."""
 
     def job(self) -> Job:
         return Job("standing", self.check, LOOK_SECONDS, "nodes")
@@ -65,7 +64,7 @@ class StandingPolicies:
 
     async def _check(self, tick: Tick) -> None:
         standing = await self._threads.read(read_standing, self._store)
-        # A gateway that does not know `prefetch` takes out what stands for it alone: here it is put in again.
+        # A gateway of an earlier release removes entries that exist only for `prefetch`; they are restored here.
         dropped = dict.fromkeys(self.not_prefetched - standing.functions.keys(), Entry(since=0.0))
         entries = {**standing.functions, **dropped}
         policies, idle, stale, not_prefetched = list[_PolicyWishes](), dict[str, float](), list[str](), set[str]()
@@ -89,7 +88,7 @@ class StandingPolicies:
 
 
 def _wishes_of(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _PolicyWishes | None:
-    """Returns None where the function is gone, or nothing stands of its policy."""
+    """Returns the targets of a function's policy; None if the function is gone or has no standing policy."""
     if choices is None:
         return None
     if not choices:
@@ -112,8 +111,10 @@ def _wishes_of(key: str, entry: Entry, choices: Sequence[Choice] | None) -> _Pol
 
 
 def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
-    """Returns what may be provisioned of the nodes that serve the base, or are starting: these don't say yet what they
-    serve and have. Nothing is known while there are none."""
+    """Returns the memory for provisioned copies on nodes that serve the base or are starting.
+
+    Starting nodes do not report yet what they serve and have. The memory is unknown while there are no such nodes.
+    """
     nodes = [record for record in records if record.state != "draining" and record.base in (base, "")]
     if not nodes:
         return Memory()
@@ -121,7 +122,7 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
     return Memory(
         nodes=len(nodes),
         device=PROVISIONED_SHARE * sum(device) if all(device) else None,
-        host=PROVISIONED_SHARE * sum(host) if all(host) else None,  # nor does a node of an earlier release
+        host=PROVISIONED_SHARE * sum(host) if all(host) else None,  # nor do nodes of earlier releases
         tenant_share=TENANT_PROVISIONED_SHARE,
         copies=MAX_WANTED * len(nodes),
         itemsize=max(node.adapter_itemsize for node in nodes),
@@ -129,14 +130,17 @@ def memory_of(records: Iterable[NodeRecord], base: str) -> Memory:
 
 
 def _in_order(policies: list[_PolicyWishes]) -> list[PrewarmTarget]:
-    """Returns the wishes by class, the highest first, then by age; copies on devices before those in host memory."""
+    """Returns the targets, those on devices before those in host memory.
+
+    Within a tier the highest SLO class comes first, then the oldest policy.
+    """
     ordered = sorted(policies, key=lambda each: (-CLASSES.index(each.policy.slo_class or "standard"), each.since))
     wishes = [wish for each in ordered for wish in each.wishes]
     return sorted(wishes, key=lambda wish: wish.tier != "device")
 
 
 def _settle_old(store: ObjectStore, key: str, entry: Entry) -> None:
-    """Blocks."""
+    """Removes an entry that no policy asks for, once it is SETTLED_SECONDS old. Blocks."""
     if store.now() - entry.since >= SETTLED_SECONDS:
         tenant, _, name = key.partition("/")
         settle(store, tenant, name)

@@ -1,4 +1,5 @@
-"""The process that trains the network of forecasts for the leader, started by gateway.residency.remote_trainer."""
+"""Helper process that trains the neural network of forecasts for the leader. Started by
+gateway.residency.remote_trainer."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from cluster.forecast.lstm_training import Observations, Trainer
 from cluster.forecast.table import Array
 
 IDLE_SECONDS = 3600.0
-"""Seconds without a job after which the process ends, as that of a worker that leads no more; the next job finds a new
-one."""
+"""Seconds without a job after which the process ends, for example because its worker is no longer the leader. The next
+job starts a new one."""
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Bytes of f32 arrays."""
+    """Weights of the network, as bytes of f32 arrays."""
 
     parameters: dict[str, bytes]
     embeddings: dict[str, bytes]
@@ -30,7 +31,7 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 class ObservationBatch(msgspec.Struct, frozen=True):
-    """Observations, as bytes of f32 arrays."""
+    """Batch of observations; `bytes` fields are f32 arrays."""
 
     keys: list[str]
     windows: bytes
@@ -39,7 +40,10 @@ class ObservationBatch(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """An update, behind which `lots` are known. The answer: Weights, of embeddings those that have changed."""
+    """Update of the network with the new observations `lots`.
+
+    The answer is Weights with all parameters and the embeddings that changed.
+    """
 
     lots: list[ObservationBatch]
 
@@ -85,7 +89,7 @@ def _array(data: bytes, *shape: int) -> Array:
 
 
 def main() -> None:
-    """Weights, and then jobs, come over the socket that is the standard input; answers go there."""
+    """Runs the process. Weights, then jobs come over the socket at standard input; answers are sent back over it."""
     os.nice(NICENESS)
     connection = socket.socket(fileno=0)
     bound_memory()

@@ -1,4 +1,4 @@
-"""Has versions warm before a deploy or an alias gives them calls. What can't be is said, and holds up nothing more."""
+"""Warms versions before a deploy or an alias sends them calls. Failures become warnings and do not stop the deploy."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ WARM = parameter(
 
 
 async def warm_targets(warming: Warming, tenant: str, name: str, versions: Iterable[str]) -> list[str]:
-    """Waits until these versions are warm on a node each. Returns what went wrong. Raises NotFound for a version that
-    there is not, and what Functions.target does."""
+    """Waits until each of these versions is warm on one node. Returns warnings about what failed.
+
+    Raises NotFound for a version that does not exist, and the exceptions of Functions.target.
+    """
     targets = [each for version in versions for each in await warming.versions(tenant, name, version)]
     return await _warmed(warming, WarmOrder(tenant, name, targets))
 
 
 async def warm_staged(warming: Warming, base: str, tenant: str, staged: Deployment) -> list[str]:
-    """Waits until a version that is stored, and not listed yet, is warm on a node. `base`: fingerprint of the base
-    model. Returns what went wrong."""
-    from adapters.artifact import artifact_key  # with numpy, which clients that know of warm deploys need not load
+    """Waits until a stored, but not yet listed version is warm on a node. Returns warnings about what failed.
+
+    `base`: fingerprint of the base model.
+    """
+    from adapters.artifact import artifact_key  # it imports numpy, which clients of this module don't need
 
     key, itemsize = artifact_key(base, staged.digest), ITEM_BYTES[staged.dtype]
     adapter = Adapter(staged.digest, key, staged.bytes, staged.ranks, itemsize)

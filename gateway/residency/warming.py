@@ -1,4 +1,4 @@
-"""Brings versions of functions to nodes now, because somebody asked for it."""
+"""Loads versions of functions on nodes immediately, on request."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from gateway.scheduling.home_nodes import HomeNodes
 from gateway.scheduling.placement import RETRY_AFTER
 
 MAX_UNDERWAY = 256
-"""Loads in progress that this gateway worker has ordered."""
+"""Maximum loads in progress that this gateway worker has ordered."""
 MAX_TENANT_UNDERWAY = 32
 ANSWER_SECONDS = 2.0
-"""Seconds for which a caller waits for the nodes; loads continue after it."""
+"""Seconds for which a caller waits for the nodes; loads then continue."""
 AGAIN_SECONDS = 60.0
-"""Seconds for which a load in progress is not ordered again."""
+"""Seconds during which a load in progress is not ordered again."""
 LOOK_SECONDS = 0.2
-"""Pause between the first two checks meanwhile; then twice as long each time, up to MAX_LOOK_SECONDS."""
+"""Seconds between the first two checks while a caller waits. The pause then doubles, up to MAX_LOOK_SECONDS."""
 MAX_LOOK_SECONDS = 2.0
 NAMES: Mapping[int, HeldTier] = {DEVICE: "device", HOST: "host", DISK: "disk", ABSENT: "absent"}
 
 Key = tuple[str, str, str]
-"""Node, epoch and digest."""
+"""Node id, epoch and adapter digest."""
 Place = tuple[Version, NodeRecord]
 
 
 class _Load(NamedTuple):
-    """A load that was ordered of a node."""
+    """Load that was ordered from a node."""
 
     tenant: str
     answer: asyncio.Task[Moved]
     until: float
-    """Monotonic seconds."""
+    """Time until which it is not ordered again, in monotonic seconds."""
 
 
 class Warming:
-    """Warms for one gateway worker. `hold` is called with what is to stay wanted."""
+    """Warming by one gateway worker. `hold` is called with each adapter that must stay wanted."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Warming:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the warming. At its end nobody waits for nodes any more; they finish what was ordered."""
+        """Stops waiting for nodes at the end of the context. Nodes still complete what was ordered."""
         try:
             yield
         finally:
@@ -75,14 +75,16 @@ class Warming:
                 load.answer.cancel()
 
     async def versions(self, tenant: str, name: str, qualifier: str | None) -> list[Version]:
-        """Returns the versions that calls of the name get. Raises what Functions.target does."""
+        """Returns the versions that calls of the name use. Raises what Functions.target raises."""
         resolved = [pick([choice], 0.0) for choice in await self._functions.choices(tenant, name, qualifier)]
         return [Version(each.version, adapter_of(each)) for each in resolved]
 
     async def warm(self, order: WarmOrder) -> WarmReply:
-        """Has nodes load what is not there yet, and waits ANSWER_SECONDS at most. Raises ServiceError: `unavailable`
-        without nodes, `rate_limited`, `conflict` where host memory of none of them is for it, and what the nodes say
-        when none of them takes anything."""
+        """Makes nodes load what is missing, and waits at most ANSWER_SECONDS. Returns the state of all places.
+
+        Raises ServiceError: `unavailable` without nodes, `rate_limited` for too many loads, `conflict` if no node's
+        host memory can be used, and the nodes' own error if all of them refuse.
+        """
         places = await self._places(order)
         reply = await self._bring(order, places)
         for version, node in places:
@@ -112,14 +114,14 @@ class Warming:
         return _reply(order, warmed)
 
     async def until_warm(self, order: WarmOrder, seconds: float) -> str | None:
-        """Returns when all is warm, or what is not so after `seconds`; None: nothing."""
+        """Waits until all places are warm, at most `seconds` seconds. Returns what is still not warm; None: all is."""
         end, problem, pause = monotonic() + seconds, None, LOOK_SECONDS
         while True:
             try:
                 reply = await self._bring(order, await self._places(order))
                 problem = next((place.error for place in reply.places if place.error), None)
             except ServiceError as error:
-                if error.type == "too_large" or isinstance(error, PathUnknown):  # it stays so
+                if error.type == "too_large" or isinstance(error, PathUnknown):  # permanent
                     return error.message
                 problem = error.message
             else:
@@ -131,9 +133,12 @@ class Warming:
             pause = min(2 * pause, MAX_LOOK_SECONDS)
 
     def _load(self, order: WarmOrder, nodes: NodeTable, places: Sequence[Place]) -> dict[Key, asyncio.Task[Moved]]:
-        """Returns the answers to come, of each adapter that is to be on a device and is not. Raises ServiceError."""
+        """Orders missing adapters from nodes. Returns the pending answer of each one that is not on its device yet.
+
+        Raises ServiceError `rate_limited` for too many loads.
+        """
         if order.tier != "device":
-            return {}  # no node takes an order for host memory; what is held it brings in by itself
+            return {}  # nodes accept no load orders for host memory; they load held adapters by themselves
         now = monotonic()
         self._loads = {key: load for key, load in self._loads.items() if not load.answer.done() or now < load.until}
         missing = [(v, node) for v, node in places if _tier(nodes, v, node) != "device"]
@@ -148,11 +153,11 @@ class Warming:
         return {_key(v, node): self._loads[_key(v, node)].answer for v, node in missing}
 
     async def _ask(self, node: NodeRecord, order: PrefetchOrder) -> Moved:
-        """Asks a node to load the adapter, and returns what it says. Raises ServiceError."""
+        """Asks a node to load the adapter. Returns the node's answer. Raises ServiceError."""
         return (await self._node_calls.ask(node, "/adapters/prefetch", Moved, order))[1]
 
     def _end(self, key: Key, answer: asyncio.Task[Moved]) -> None:
-        """Forgets a load that has ended; one in progress is remembered, and not ordered again."""
+        """Forgets a load that has ended. A load in progress is remembered, so that it is not ordered again."""
         if answer.cancelled() or answer.exception() is not None or answer.result().tier is not None:
             self._loads.pop(key, None)
 
@@ -167,7 +172,7 @@ def _tier(nodes: NodeTable, version: Version, node: NodeRecord) -> HeldTier:
 
 
 def _raise_refusal(answers: Iterable[asyncio.Task[Moved]], places: int) -> None:
-    """Raises what the first node said, if there is none that has the adapter or takes it."""
+    """Raises the first node's error if all nodes failed."""
     ended = (answer for answer in answers if answer.done() and not answer.cancelled())
     failures = [failure for answer in ended if (failure := answer.exception()) is not None]
     if len(failures) == places:

@@ -1,1 +1,1 @@
-"""Modules of public routes, one per group: handlers, their messages, and how `openapi.json` describes them."""
+"""Modules of public routes, one per group: handlers, their messages, and their descriptions in `openapi.json`."""

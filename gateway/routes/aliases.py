@@ -1,4 +1,4 @@
-"""GET and PUT /functions/{name}/aliases/{alias}, POST /functions/{name}/rollback: which version a name means."""
+"""GET and PUT /functions/{name}/aliases/{alias}, POST /functions/{name}/rollback: the version that a name means."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class AliasReply(msgspec.Struct, frozen=True):
     since: float
     """Unix time."""
     changes: int
-    """Number of its moves, its first target included."""
+    """Number of times the alias was set, including the first."""
     generation: int
     """Generation of the function, as in the ETag."""
     history: list[AliasPast]
     """Earlier targets, the latest first."""
     warnings: list[str] = []
-    """Versions that were not warm when the alias was moved."""
+    """Warnings about versions that were not warm when the alias was moved."""
 
 
 @routes.tenant(
@@ -134,7 +134,10 @@ async def roll_back(request: Request, catalog: Catalog, tenant: str) -> Response
 async def _warm_earlier(
     catalog: Catalog, tenant: str, name: str, alias: str, matches: frozenset[int] | None
 ) -> list[str]:
-    """Warms what a rollback would point to, as warm_targets; the rollback itself reports that there is nothing."""
+    """Warms the versions to which a rollback would point. Returns warnings as warm_targets does.
+
+    If there is no earlier target, the rollback itself reports that.
+    """
     record = await catalog.threads.read(catalog.registry.function, tenant, name)
     check_generation(record, matches)
     current = record.aliases.get(alias)
@@ -164,5 +167,5 @@ def _reply(record: FunctionRecord, name: str, warnings: Sequence[str] = ()) -> R
 
 
 def only_version(weights: dict[str, float]) -> int | None:
-    """Returns the version that has all calls; None where several share them."""
+    """Returns the version that gets all calls; None if several versions share them."""
     return int(next(iter(weights))) if len(weights) == 1 else None

@@ -1,4 +1,4 @@
-"""The list of what the gateway serves: a module of routes that is not here answers 404."""
+"""List of all routes. A module that is not listed here answers 404."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ from gateway.routes import (
 CALLED = (invoke, invocations, openai, files, batches, tokens, deploy, functions, aliases, warm)
 OPERATED = (health, metrics, cluster, nodes, pools, tenants, webhook_secrets, usage, explain, docs, console)
 ALL = [operation for module in (*CALLED, *OPERATED) for operation in module.routes]
-"""All operations, in the order in which openapi.json has them."""
+"""All operations, in the order of openapi.json."""

@@ -1,4 +1,4 @@
-"""/v1/batches: many calls in one file, run in spare capacity."""
+"""Routes /v1/batches: many calls in one file, run in spare capacity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes for nodes, which report to the gateway (cluster secret)."""
+"""Routes for nodes' reports to the gateway, authenticated by the cluster secret."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gateway.http.routing import Routes
 routes = Routes(Nodes)
 
 RECORD_LIMIT = 4 << 20
-"""Bytes of a record: some 20,000 resident adapters."""
+"""Maximum bytes of a record: some 20,000 resident adapters."""
 RECORD_SECONDS = 5.0
 _decode = msgspec.msgpack.Decoder(NodeReport).decode
 
@@ -49,6 +49,9 @@ async def record(request: Request) -> Response:
 
 
 async def take_news(nodes: Nodes, report: NodeReport, peer: str) -> PublishResult:
-    """Takes a node's report in. `peer`: the address it came from. Raises BadRecord, VersionMismatch, TooManyNodes."""
+    """Checks and publishes a node's report, and returns the outcome. `peer`: the sender's address.
+
+    Raises BadRecord, VersionMismatch, TooManyNodes.
+    """
     check_news(report, peer, nodes.config.node_hosts)
     return await nodes.cluster.publish(report)

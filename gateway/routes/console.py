@@ -1,5 +1,7 @@
-"""GET /console: the service as a page for people. It needs no key to be shown; what it shows, it asks with the key that
-is typed into it, through the routes that everybody has."""
+"""GET /console: a web page that shows the service. The page itself needs no key.
+
+It reads its data with the key that the user types into it, through the public routes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from gateway.http.routing import Routes
 routes: Routes[None] = Routes()
 
 FOLDER = Path(__file__).parents[1] / "console"
-# Text can't be made markup, not even by mistake.
+# Trusted Types keep scripts from turning text into markup.
 HEADERS = page_headers({"require-trusted-types-for": "'script'", "trusted-types": "'none'"})
 INDEX = "index.html"
 FILES = sorted(file.name for file in FOLDER.iterdir() if file.suffix in (".css", ".js"))
@@ -29,7 +31,7 @@ for _name in FILES:
 
 @routes.public("GET /")
 async def front(request: Request) -> Response:
-    """Sends browsers to the console. Raises NotFound for all others."""
+    """Redirects browsers to the console. Raises NotFound for other clients."""
     if "text/html" not in request.headers.get("accept", ""):
         raise NotFound("no such route")
     return RedirectResponse("console", status_code=303)

@@ -1,4 +1,4 @@
-"""POST /deploy/{name}: an adapter's files become a version of a function."""
+"""POST /deploy/{name}: creates a version of a function from an adapter's files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DeployReply(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
-# `:path`, so that a name with slashes is a malformed name and not an unknown route.
+# `:path`, so that a name with slashes is reported as a malformed name, not as an unknown route.
 @routes.tenant(
     "POST /deploy/{name:path}",
     "Make an adapter's files, sent or in an allowed place, a version of a function; point an alias to it",
@@ -126,7 +126,7 @@ async def _store(
     if how.warm:
         async with catalog.deploys.store(tenant):
             staged = await catalog.threads.write(registry.stage, tenant, name, upload)
-        # Meanwhile others store theirs.
+        # No slot is held during the wait.
         problems += await warm_staged(catalog.warming, catalog.base.fingerprint, tenant, staged.deployment)
     async with catalog.deploys.store(tenant):
         memory = await catalog.residency.provisionable()
@@ -162,17 +162,17 @@ async def _reply(catalog: Catalog, deployment: Deployment, problems: Sequence[st
 
 
 async def _room_warnings(catalog: Catalog, deployment: Deployment) -> list[str]:
-    """Returns a warning if every node that is known now would answer calls of the adapter 413.
+    """Returns a warning if every known node would refuse calls of the adapter with status 413.
 
-    Nodes keep adapters in a dtype of their own, and padded a little: one that barely fits may be refused without having
-    been warned of, but none is warned of that will be served.
+    Nodes store adapters in their own dtype with some padding. So an adapter that barely fits may be refused without a
+    warning, but there is no warning about an adapter that will be served.
     """
     elements = deployment.bytes // ITEM_BYTES[deployment.dtype]
     fits: list[tuple[int, int]] = []
     for node in await catalog.cluster.nodes():
         record = node.record
-        room = record.largest_adapter or record.adapter_bytes  # an older node reports its whole memory alone
-        # A node that is starting reports no room yet.
+        room = record.largest_adapter or record.adapter_bytes  # an earlier release reports its total memory only
+        # A starting node reports no memory yet.
         if record.base == catalog.base.fingerprint and room:
             fits.append((room, elements * (record.adapter_itemsize or min(ITEM_BYTES.values()))))
     if not fits or any(needed <= room for room, needed in fits):

@@ -1,6 +1,6 @@
-"""GET /docs: the API as a page, drawn in the browser from /openapi.json; no key needed, nothing from elsewhere.
+"""GET /docs: the API as a web page, rendered in the browser from /openapi.json. It needs no key and no other site.
 
-`python -m gateway.routes.openapi` makes openapi.json again; a test compares it with the routes.
+`python -m gateway.routes.openapi` regenerates openapi.json; a test compares it with the routes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ routes: Routes[None] = Routes()
 GATEWAY = Path(__file__).parents[1]
 FOLDER, OPENAPI = GATEWAY / "docs_page", GATEWAY / "openapi.json"
 VIEWER = "openapi-explorer-2.4.820.min.js"
-"""A vendored file; its version is part of its name, so that browsers may keep it for ever."""
-HEADERS = page_headers({"style-src": "'self' 'unsafe-inline'"})  # the viewer sets style attributes
+"""Vendored file; its version is part of its name, so browsers may cache it forever."""
+HEADERS = page_headers({"style-src": "'self' 'unsafe-inline'"})  # the viewer uses inline styles
 
 routes.public("GET /docs")(page_file(FOLDER / "index.html", "docs", HEADERS))
 routes.public("GET /docs/page.css")(page_file(FOLDER / "page.css", "docs", HEADERS))

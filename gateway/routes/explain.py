@@ -1,4 +1,4 @@
-"""GET /explain/{id}: how a call was placed. For its tenant, and for admin keys."""
+"""GET /explain/{id}: how a call was placed. For the call's tenant and for admin keys."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ async def explain(request: Request, calls: Calls, caller: Caller) -> Response:
         return json_response(explained.reply())
     reply = await calls.peers.explain(id, tenant)
     if reply is None:
-        # Another tenant's call answers the same.
+        # The reply is the same for another tenant's call.
         raise NotFound(f"no call {id[:100]!r} is remembered; the latest few thousand are")
     return json_response(msgspec.json.decode(reply, type=ExplainReply))

@@ -1,4 +1,4 @@
-"""/v1/files: the inputs and outputs of batches."""
+"""Routes /v1/files: inputs and outputs of batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILE_FORM = {
     },
 }
 MAX_PAGE = 10_000
-"""Largest page, as OpenAI has it; a tenant has far fewer files."""
+"""Maximum entries of a page, as in OpenAI's API; a tenant has far fewer files."""
 PURPOSES = ("batch", "batch_output")
 FILE_ID = parameter("path", "file_id", "The file")
 
@@ -92,8 +92,10 @@ async def delete_file(request: Request, calls: Calls, tenant: str) -> Response:
 
 
 async def _check_tenant(calls: Calls, tenant: str, record: FileRecord) -> None:
-    """Removes the file if its tenant was deleted during the upload: a tenant that gets the name next must not see it.
-    Raises NotFound then."""
+    """Removes the file if its tenant was deleted during the upload, and then raises NotFound.
+
+    Otherwise a new tenant of the same name would see it.
+    """
     try:
         await calls.callers.account(tenant)
     except NotFound:

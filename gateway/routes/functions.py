@@ -1,4 +1,4 @@
-"""GET /functions; GET, PATCH, DELETE /functions/{name}; GET /functions/{name}/versions, and DELETE of one."""
+"""Routes /functions: list functions; show, change and delete one; list, show and delete its versions."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class FunctionItem(msgspec.Struct, frozen=True):
     versions: list[int]
     aliases: dict[str, int | dict[str, float]]
     ranks: list[int]
-    """Ranks of the version that `latest` points to, like `bytes`; of that with the largest share, if there are
-    several."""
+    """Ranks of the version to which `latest` points, like `bytes`. If there are several, the one with the largest
+    share."""
     bytes: int
     residency: list[Residency]
     error: str | None = None
-    """Reason for which nothing else is known of it; null in good order."""
+    """Reason why the function's record can't be read; null if it can."""
 
 
 class FunctionList(msgspec.Struct, frozen=True):
     functions: list[FunctionItem]
     next: str | None
-    """Send it as `after` for the next page."""
+    """Value of `after` for the next page; null: this is the last one."""
 
 
 class VersionItem(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class VersionReply(msgspec.Struct, frozen=True):
     created: float
     """Unix time."""
     source: str | None = None
-    """Place of the files, if they did not come with the request."""
+    """Place from which the files were copied; null if they were uploaded."""
 
 
 class VersionList(msgspec.Struct, frozen=True):
@@ -104,7 +104,7 @@ class FunctionReply(msgspec.Struct, frozen=True):
     name: str
     created: float
     generation: int
-    """Rises with each change of the function; the ETag."""
+    """Number that increases with each change of the function, as in the ETag."""
     policy: dict[str, Any]
     aliases: dict[str, int | dict[str, float]]
     versions: list[VersionItem]
@@ -248,12 +248,15 @@ def _item(record: FunctionRecord, called: Sequence[VersionEntry], nodes: Sequenc
 
 
 def _aliases(record: FunctionRecord) -> dict[str, int | dict[str, float]]:
-    """The version of each, or the weights when there are several."""
+    """Returns the version of each alias, or its weights if it has several versions."""
     return {name: only_version(alias.weights) or alias.weights for name, alias in record.aliases.items()}
 
 
 def _called(catalog: Catalog, tenant: str, record: FunctionRecord) -> list[VersionEntry]:
-    """The versions whose residency the tenant may see: an adapter that it never ran is there for someone else."""
+    """Returns the versions whose residency the tenant may see: those that it has run or provisioned.
+
+    The residency of other adapters would reveal another tenant's use of them.
+    """
     return [entry for entry in record.versions if catalog.called.has(tenant, entry.digest)]
 
 

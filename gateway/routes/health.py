@@ -1,4 +1,4 @@
-"""Health checks: whether the process lives, and whether it can serve now."""
+"""Health checks: whether the process is alive, and whether it can serve calls now."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def healthz(_: Request) -> Response:
 
 @routes.public("GET /health", "The same, where vLLM's clients ask", {200: HealthReply})
 async def health(request: Request) -> ASGIApp:
-    """Answers as /healthz does; vLLM's clients ask here."""
+    """Answers like /healthz, at the path that vLLM's clients use."""
     return await healthz(request)
 
 
@@ -60,8 +60,10 @@ async def readyz(request: Request) -> Response:
 
 
 async def _store(nodes: Nodes) -> Check:
-    """Checks the registry. A store that can only be read is reported, but calls are served from it: to take the gateway
-    out would end them."""
+    """Checks the registry. A read-only store is reported, but counts as ready.
+
+    Calls are still served from it, and taking the gateway out of service would end them.
+    """
     try:
         await nodes.probe.check_answers()
     except StoreUnavailable:
@@ -72,8 +74,10 @@ async def _store(nodes: Nodes) -> Check:
 
 
 def _cluster(nodes: Nodes) -> Check:
-    """Checks the cluster state. A stale one is reported, but served from: to take the gateway out would make an outage
-    of it."""
+    """Checks the cluster state. A stale state is reported, but counts as ready.
+
+    Calls are still served from it, and taking the gateway out of service would cause an outage.
+    """
     stale = nodes.cluster.stale
     if stale is None:
         return Check(ok=True)
@@ -83,7 +87,7 @@ def _cluster(nodes: Nodes) -> Check:
 async def _nodes(nodes: Nodes) -> Check:
     base = nodes.base
     records = [node.record for node in await nodes.cluster.nodes()]
-    # A node that is starting names its base only once its engine is there.
+    # A starting node reports its base only once its engine is running.
     states = [record.state for record in records if record.base in (base.fingerprint, "")]
     if "ready" in states:
         return Check(ok=True)

@@ -1,4 +1,4 @@
-"""/invocations: a tenant's asynchronous calls, and /dead-letters: those of them that failed for good."""
+"""Routes /invocations: a tenant's asynchronous calls; /dead-letters: those that failed permanently."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""POST /invoke/{name}, /invoke/{name}:{alias-or-version}, ?qualifier=: one generation, as JSON, as a stream, or as an
-event that is run later."""
+"""POST /invoke/{name}: generates text, as JSON, as a stream, or as an asynchronous call.
+
+An alias or a version is stated as /invoke/{name}:{alias-or-version} or `?qualifier=`.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ async def invoke(request: Request, calls: Calls, tenant: str, watch: Stopwatch) 
 
 
 def _is_event(request: Request, call: schema.InvokeRequest) -> bool:
-    """Returns whether the call is asynchronous. Raises ServiceError for what fits only one of both kinds of calls."""
+    """Returns whether the call is asynchronous. Raises ServiceError for options that contradict that."""
     stated = request.headers.get(TYPE_HEADER, "")
     if stated.lower() not in ("", "event", "requestresponse"):
         raise invalid(TYPE_HEADER, "it must be Event or RequestResponse")
@@ -81,5 +83,5 @@ def _name_and_qualifier(request: Request) -> tuple[str, str | None]:
     if colon and stated is not None and stated != qualifier:
         raise invalid("qualifier", "the path names another qualifier")
     if colon:
-        return name, qualifier or ":"  # an empty qualifier names nothing, which is not the same as none
+        return name, qualifier or ":"  # an empty qualifier is invalid, unlike a missing one
     return name, stated

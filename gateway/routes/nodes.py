@@ -1,4 +1,4 @@
-"""GET /nodes and what lies below it: nodes as the scheduler sees them, their adapters, draining. Admin keys only."""
+"""Routes /nodes: nodes as the scheduler sees them, their adapters, and draining. Admin keys only."""
 
 from __future__ import annotations
 
@@ -69,24 +69,24 @@ class NodeAdapter(msgspec.Struct, frozen=True):
 
     digest: str
     tier: HeldTier
-    """Tier that has all of it; `absent`: it is arriving from the registry."""
+    """Fastest tier that contains the complete adapter; `absent`: it is being fetched from the registry."""
     bytes: int
-    """Bytes in memory, or of its file on the disk; 0 until that is known."""
+    """Size in bytes in memory, or of its file on disk; 0: not known yet."""
     ranks: list[int]
-    """Ranks of its projections, without repeats. Empty for one that is on the disk alone."""
+    """Ranks of its projections, without duplicates. Empty if it is on disk only."""
     in_use: int
-    """Requests that are computed with it."""
+    """Number of running requests that use it."""
     waiting: int
-    """Requests and prefetches that wait for it."""
+    """Number of requests and prefetches that wait for it."""
     layers: list[LayerName] | None
-    """Progress of each layer while it loads; null when it does not."""
+    """Progress of each layer during a load; null if it is not loading."""
 
 
 class NodeAdapters(msgspec.Struct, frozen=True):
     node: str
     adapters: list[NodeAdapter]
     unnamed: int
-    """Number of further adapters, which are on the disk alone."""
+    """Number of further adapters, which are on disk only."""
 
 
 class MovedReply(msgspec.Struct, frozen=True):
@@ -166,8 +166,11 @@ async def undrain_node(request: Request, nodes: Nodes) -> Response:
 
 
 async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
-    """Starts or ends the draining of a node, which refuses calls by itself from now on. Its new record is taken in
-    here, so that no call is sent there to be refused."""
+    """Starts or ends the draining of a node. Returns the node's new state.
+
+    The node itself refuses calls from then on. Its new record is published here, so that no call is sent to it and
+    refused.
+    """
     node = await _node(nodes, request)
     await nodes.node_calls.order(node, path)
     _, report = await nodes.node_calls.ask(node, "/record", NodeReport)
@@ -182,7 +185,7 @@ async def _set_draining(request: Request, nodes: Nodes, path: str) -> Response:
 
 
 async def _node(nodes: Nodes, request: Request) -> NodeRecord:
-    """Raises NotFound. The id is compared, and used for nothing else."""
+    """Returns the record of the node in the path. Raises NotFound. The id is only compared."""
     node_id = request.path_params["id"]
     for view in await nodes.cluster.nodes():
         if view.record.id == node_id:
@@ -198,7 +201,8 @@ async def _ref(nodes: Nodes, request: Request) -> AdapterRef:
 
 
 async def _adapter_named(nodes: Nodes, request: Request, ref: AdapterRef) -> Adapter:
-    """Raises NotFound when the registry has no such version, or no artifact of it for this base."""
+    """Returns the adapter that a request names. Raises NotFound without such a version, or without its artifact for
+    this base."""
     registry, read = nodes.registry, nodes.threads.read
     if ref.digest is not None:
         key = artifact_key(registry.base.fingerprint, ref.digest)  # the message type has checked that it is hexadecimal

@@ -1,4 +1,4 @@
-"""/v1: models, completions and chat completions, for OpenAI's clients."""
+"""Routes /v1: models, completions and chat completions, for OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ routes = Routes(Calls)
 
 PAGE = 1000
 MAX_PAGES = 10
-"""OpenAI's list of models has no pages, so it ends somewhere."""
+"""Maximum pages of functions in the list of models, which has no pages in OpenAI's API."""
 
 T = TypeVar("T", bound=openai.Shared)
 
@@ -41,7 +41,7 @@ async def list_models(_: Request, calls: Calls, tenant: str) -> Response:
     after: str | None = ""
     for _page in range(MAX_PAGES):
         page, after = await calls.threads.read(calls.registry.functions, tenant, after or "", PAGE)
-        records += [record for record in page if isinstance(record, FunctionRecord)]  # a broken one can't be called
+        records += [record for record in page if isinstance(record, FunctionRecord)]  # damaged ones can't be called
         if after is None:
             break
     context = await calls.inputs.served_context()
@@ -99,7 +99,7 @@ async def create_chat_completion(request: Request, calls: Calls, tenant: str, wa
 
 
 async def _read(request: Request, calls: Calls, watch: Stopwatch, kind: type[T], unserved: dict[str, Unsupported]) -> T:
-    """The checked body."""
+    """Returns the validated body of a completion. Raises ServiceError."""
     data = await read_call_body(request, calls.config)
     call = convert(supported_fields(parse_json(data), unserved, openai.HARMLESS), kind)
     if call.prompt_logprobs is not None and call.stream:

@@ -1,4 +1,4 @@
-"""Makes gateway/openapi.json of all routes and the message types that check their requests.
+"""Generates gateway/openapi.json from all routes and the message types that validate their requests.
 
 Run `python -m gateway.routes.openapi` after changing a message or a route; a test compares the committed file.
 """
@@ -27,7 +27,7 @@ TAGS = {
     "OpenAI-compatible": ("v1", "tokenize", "detokenize"),
     "Operations": (),
 }
-"""Groups of routes, each by the first parts of its paths, in the order in which viewers list them."""
+"""Groups of routes by the first parts of their paths, in the order in which viewers list them."""
 
 STATUS_TEXT = {
     400: "Broken JSON, a broken or slow body, an admin key without tenant; on /v1 also wrong fields",
@@ -49,7 +49,7 @@ STATUS_TEXT = {
 
 
 def document() -> dict[str, Any]:
-    """The whole OpenAPI 3.1 document."""
+    """Returns the complete OpenAPI 3.1 document."""
     schemas, components = _components()
     paths: dict[str, dict[str, Any]] = {}
     for operation in DOCUMENTED:
@@ -77,7 +77,7 @@ def document() -> dict[str, Any]:
 
 
 def _components() -> tuple[dict[type[Any], Any], dict[str, Any]]:
-    """A reference per message type, and what the references point to."""
+    """Returns a reference per message type, and the schemas to which the references point."""
     types: set[type[Any]] = {schema.ErrorReply, openai.OpenAIError, schema.TokenEvent, schema.DoneEvent}
     types.add(openai.ChatChunk)
     for operation in DOCUMENTED:
@@ -109,12 +109,12 @@ def _operation(operation: Operation, schemas: Mapping[type[Any], Any]) -> dict[s
 
 
 def _id(name: str) -> str:
-    """Returns a handler's name as clients that are generated spell it: `get_alias` is `getAlias`."""
+    """Returns the operation id for a handler's name, in the style of generated clients: `get_alias` is `getAlias`."""
     return re.sub(r"_(\w)", lambda letter: letter[1].upper(), name)
 
 
 def _tag(path: str) -> str:
-    """Returns the group of routes under which viewers list this path."""
+    """Returns the tag under which viewers list this path."""
     first = path.split("/")[1]
     return next((tag for tag, firsts in TAGS.items() if first in firsts), "Operations")
 
@@ -149,7 +149,7 @@ _ETAG = {"etag": {"description": "The function's generation, for If-Match", "sch
 
 
 def render() -> bytes:
-    """The document as it is committed and served."""
+    """Returns the document as it is committed and served."""
     return json.dumps(document(), indent=1).encode() + b"\n"
 
 

@@ -1,4 +1,7 @@
-"""GET /pools: what calls ask of the node pools; PUT /pools/autoscaler: who may decide their sizes. Admin keys only."""
+"""GET /pools: the demand of calls on the node pools. PUT /pools/autoscaler: the lease for setting their sizes.
+
+Admin keys only.
+"""
 
 from __future__ import annotations
 
@@ -31,46 +34,46 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     open_requests: int
     queue_wait: float
-    """Seconds, of the request that has waited longest; 0 when none waits."""
+    """Seconds for which the oldest waiting request has waited; 0 if none waits."""
     demand: float
-    """Work that arrives per second, in nodes."""
+    """Work that arrives per second, as a number of nodes."""
     backlog: float
-    """Work that waits, in seconds of one node."""
+    """Work of waiting requests, in seconds of one node."""
     attainment: float | None
-    """Share of the calls that got what they were promised; null where nothing was promised."""
+    """Fraction of calls with an SLO that attained it; null if there were none."""
 
 
 class Pool(Load, frozen=True, kw_only=True):
     pool: str | None
-    """Null: nodes of no pool."""
+    """Name of the pool; null: nodes without a pool."""
     nodes: int
-    """Nodes that report."""
+    """Number of nodes that report."""
     ready: int
 
 
 class PoolList(msgspec.Struct, frozen=True):
     pools: list[Pool]
     unplaced: Load
-    """Requests that no node could take: held for a first node, or refused because all were full."""
+    """Load of requests that no node could take: they wait for a first node, or were refused because all were full."""
     workers: int
-    """Gateway workers whose counts these are."""
+    """Number of gateway workers whose counts are included."""
     stale: float | None
-    """Seconds since the gateway's workers were last in step; null while they are."""
+    """Seconds since the gateway's workers were last synchronized; null while they are."""
     autoscaler: str | None
-    """Holder of the autoscaler's lease; null: nobody, or it is unknown."""
+    """Holder of the autoscaler's lease; null: none, or unknown."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     holder: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,200}$", max_length=200)]
     seconds: Annotated[float, Meta(ge=0, le=300)]
-    """Duration of the lease from now; 0 gives it back."""
+    """Duration of the lease in seconds; 0 releases it."""
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
     holder: str | None
-    """Holder of the lease now."""
+    """Current holder of the lease."""
     seconds: float
-    """Time until it ends by itself."""
+    """Seconds until the lease expires."""
 
 
 @routes.admin("GET /pools", "What calls ask of the node pools now", {200: PoolList})
@@ -131,7 +134,7 @@ def _fields(load: PoolLoad) -> dict[str, Any]:
 
 
 def _occupied(nodes: NodeTable, pool: str) -> float:
-    """Nodes: rows in use, or asked for, on the pool's nodes whose costs were never measured."""
+    """Returns the load of the pool's nodes without a measured model, as a number of nodes: requests divided by rows."""
     rows = [row for row in nodes.rows() if nodes.live[row] and nodes.record(row).pool == pool]
     shares = [nodes.requests[row] / nodes.capacity[row] for row in rows if not nodes.modelled[row]]
     return float(np.sum(shares)) if shares else 0.0

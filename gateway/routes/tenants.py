@@ -1,4 +1,4 @@
-"""/tenants/{id} and its keys, for administrators."""
+"""Routes /tenants/{id}: a tenant and its keys, for administrators."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class TenantRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slo: Slo | None = None
     limits: Limits | None = None
     weight: Weight = 1.0
-    """Weight of its share of the nodes, relative to the other tenants' weights."""
+    """Weight of the tenant's share of the nodes, relative to other tenants' weights."""
     webhook_hosts: Annotated[list[WebhookHost], Meta(max_length=MAX_WEBHOOK_HOSTS)] = []
-    """Allowed destinations of its webhooks in addition to `gateway.webhook_hosts`: hosts, `*.domain`, addresses and
-    networks, which may be private."""
+    """Allowed destinations of the tenant's webhooks in addition to `gateway.webhook_hosts`: hosts, `*.domain`,
+    addresses and networks, which may be private."""
     file_bytes: FileBytes = FILE_BYTES
-    """Limit of all its files (/v1/files) together."""
+    """Maximum bytes of all the tenant's files (/v1/files)."""
 
 
 class KeyItem(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Attainment(msgspec.Struct, frozen=True):
     ttft: float | None
     tpot: float | None
     all: float | None
-    """Everything that was promised held."""
+    """Fraction of the calls that attained all of their targets."""
 
 
 class TenantReply(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class TenantReply(msgspec.Struct, frozen=True):
     webhook_hosts: list[str]
     file_bytes: int
     declared: bool
-    """True if serverless.yml declares it: then only its keys can be changed here."""
+    """True if serverless.yml declares the tenant; then only its keys can be changed here."""
     keys: list[KeyItem]
     attainment: list[Attainment]
     """SLO attainment over the last minute, ten minutes and hour; empty without an SLO."""
@@ -153,7 +153,10 @@ async def revoke_key(request: Request, admin: Admin) -> Response:
 
 
 async def _change(admin: Admin, tenant: str, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Returns what `change` does. Also when it fails, or its caller goes, the thread may have made the change."""
+    """Returns the result of `change`, and then invalidates the tenant's caches.
+
+    That also happens if the change fails or its caller is cancelled, because the thread may still have made it.
+    """
     try:
         return await admin.threads.write(change, *args, **kwargs)
     finally:
@@ -161,7 +164,7 @@ async def _change(admin: Admin, tenant: str, change: Callable[P, T], *args: P.ar
 
 
 def _name(request: Request) -> str:
-    """Raises NotFound for what can't be a tenant's name."""
+    """Returns the tenant's name in the path. Raises NotFound if it is no valid name."""
     name: str = request.path_params["tenant"]
     if not is_name(name):
         raise NotFound(f"there is no tenant {name[:100]!r}: a tenant's name has {NAME_RULE}")

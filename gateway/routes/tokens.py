@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text to token ids and back, exactly as calls see it."""
+"""POST /tokenize and /detokenize: convert text to token ids and back, exactly as calls do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gateway.http.routing import Routes
 routes = Routes(Calls)
 
 MAX_TOKENS = 1 << 19
-"""Ids of one list; a body of 1 MiB holds no more."""
+"""Maximum token ids of one list; a body of 1 MiB holds no more."""
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 
@@ -37,17 +37,17 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     prompt: schema.Text | None = None
     messages: Annotated[list[openai.ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
     add_special_tokens: bool | None = None
-    """The tokenizer's, around the text. Default, as in calls: true for a prompt, false for messages, whose template
-    writes its own."""
+    """True if the tokenizer adds its special tokens around the text. Default, as in calls: true for a prompt, false for
+    messages, whose template writes its own."""
     add_generation_prompt: bool | None = None
-    """Opens the assistant's turn after the messages. Default: true."""
+    """True if the assistant's turn is opened after the messages. Default: true."""
     return_token_strs: bool | None = None
 
 
 class TokenizeReply(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int
-    """Tokens that prompt and output may have together on the nodes that serve now."""
+    """Maximum tokens of prompt and output together on the nodes that serve now."""
     tokens: list[int]
     token_strs: list[str] | None = None
 
@@ -64,7 +64,7 @@ class DetokenizeReply(msgspec.Struct, frozen=True):
 T = TypeVar("T")
 
 Tokenized = tuple[list[int], list[str] | None]
-"""Ids, and the tokens as the vocabulary writes them."""
+"""Token ids, and the tokens as the vocabulary writes them (None: not requested)."""
 
 
 @routes.tenant(
@@ -110,7 +110,8 @@ Call = TypeVar("Call", TokenizeRequest, DetokenizeRequest)
 
 
 async def _read(request: Request, calls: Calls, tenant: str, kind: type[Call]) -> tuple[Call, str | None]:
-    """The checked body of a caller who may name its model, and that model's own chat template."""
+    """Returns the validated body and the model's own chat template (None: none). Raises NotFound for an unknown
+    model."""
     call = await read_message(request, calls.config, kind)
     if call.model is None:
         return call, None
@@ -125,7 +126,7 @@ def _source(call: TokenizeRequest) -> Source:
 
 
 def _encode(text: BaseText, call: TokenizeRequest, source: Source) -> list[int]:
-    """Raises TextError."""
+    """Returns the token ids of a prompt or a conversation. Raises TextError."""
     special = call.add_special_tokens
     match source:
         case RenderedConversation():

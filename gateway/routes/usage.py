@@ -1,4 +1,4 @@
-"""GET /usage: what was used, by whom, when."""
+"""GET /usage: usage by tenant, function, version and hour."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ routes = Routes(Admin)
 DEFAULT_HOURS = 24
 MAX_HOURS = 366 * 24
 LAST_TIME = 4102444800
-"""Unix time of the year 2100."""
+"""Unix time at which the year 2100 begins."""
 TENANTS_AT_ONCE = 4
 _ABOUT_TIME = "Unix time, or ISO 8601 (UTC where it names no zone); widened to whole hours"
 
@@ -43,9 +43,9 @@ class UsageSums(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cold_starts: int
     device_seconds: float = 0.0
-    """Share of the passes that computed the calls."""
+    """Device time of the calls in seconds: their shares of the passes that computed them."""
     device_gb_seconds: float = 0.0
-    """10^9 bytes of an adapter for a second on a device; the same in host memory; and both of provisioned copies."""
+    """GB-seconds (10^9 bytes for a second) of adapters on devices, without provisioned copies."""
     host_gb_seconds: float = 0.0
     device_pinned_gb_seconds: float = 0.0
     host_pinned_gb_seconds: float = 0.0
@@ -93,7 +93,7 @@ async def get_usage(request: Request, admin: Admin, caller: Caller) -> Response:
     else:
         await _add(admin, sheet, tenant, start, end)
         if not sheet.rows:
-            await admin.callers.account(tenant)  # a tenant that is gone may have used something, nobody has not
+            await admin.callers.account(tenant)  # a deleted tenant may have usage; an unknown tenant raises NotFound
     prices = admin.config.prices
     empty: dict[str, Any] = dict.fromkeys(GROUPS)
     rows = [msgspec.convert({**empty, **groups, **_sums(sums, prices)}, UsageRow) for groups, sums in sheet.ordered()]
@@ -102,13 +102,13 @@ async def get_usage(request: Request, admin: Admin, caller: Caller) -> Response:
 
 
 def _sums(counts: UsageCounts, prices: Prices | None) -> dict[str, Any]:
-    """Returns the fields of UsageSums; fractions to millionths."""
+    """Returns the fields of UsageSums, rounded to millionths."""
     fields: dict[str, Any] = {name: round(value, 6) for name, value in msgspec.structs.asdict(counts).items()}
     return fields if prices is None else fields | {"cost": cost_of(counts, prices)}
 
 
 def _tenant(request: Request, caller: Caller) -> str | None:
-    """The tenant meant; None: all of them."""
+    """Returns the tenant of the query; None: all tenants. Raises ServiceError, NotFound."""
     parameter, header = request.query_params.get("tenant"), request.headers.get(TENANT_HEADER)
     if None not in (parameter, header) and parameter != header:
         raise invalid("tenant", f"{TENANT_HEADER} names another tenant")
@@ -148,7 +148,7 @@ def _groups(request: Request) -> list[Group]:
 
 
 def _span(request: Request, now: float) -> tuple[int, int]:
-    """Whole hours that hold the time asked for, as Unix time."""
+    """Returns start and end of the requested period as Unix time, widened to whole hours."""
     end = -(-_time(request, "to", now) // HOUR) * HOUR
     start = _time(request, "from", max(0, end - DEFAULT_HOURS * HOUR)) // HOUR * HOUR
     if not 0 < end - start <= MAX_HOURS * HOUR:
@@ -157,7 +157,7 @@ def _span(request: Request, now: float) -> tuple[int, int]:
 
 
 def _time(request: Request, name: str, default: float) -> float:
-    """Unix time, or a date or time of ISO 8601 (UTC where it names no zone)."""
+    """Returns a query parameter as Unix time. It may be stated as Unix time or in ISO 8601 (UTC without a zone)."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -1,4 +1,4 @@
-"""POST /functions/{name}/warm, GET /functions/{name}/forecast: adapters that are on nodes before they are called."""
+"""POST /functions/{name}/warm, GET /functions/{name}/forecast: loading of adapters on nodes before they are called."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tier: Tier = "device"
     copies: Annotated[int, Meta(ge=1, le=MAX_COPIES)] = 1
-    """Nodes, for each version; all of them where there are fewer."""
+    """Number of nodes for each version; all nodes if there are fewer."""
     version: Annotated[str, Meta(pattern=NAME_PATTERN, max_length=64)] | None = None
 
 

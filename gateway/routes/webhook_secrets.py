@@ -1,4 +1,4 @@
-"""/tenants/{id}/webhook-secrets: what a tenant's webhooks are signed with, for administrators."""
+"""Routes /tenants/{id}/webhook-secrets: secrets that sign a tenant's webhooks, for administrators."""
 
 from __future__ import annotations
 

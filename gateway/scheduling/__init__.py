@@ -1,1 +1,2 @@
-"""Placement: `policy` names the protocol and the registry of policies; each policy has its own module."""
+"""Placement of requests on nodes. `policy` defines the protocol and the registry of policies; each policy has its own
+module."""

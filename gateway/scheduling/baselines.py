@@ -1,4 +1,4 @@
-"""Policies without a model of the nodes' work, to compare with and to fall back on."""
+"""Baseline policies that use no performance model of the nodes, for comparison and as a fallback."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from cluster.node_table import ABSENT, STANDARD, NodeTable
 from gateway.scheduling.request import PlacementRequest
 
 ASSUMED_ROWS = 32
-"""Punica's largest batch, of a node that does not report its own."""
+"""Batch size assumed for a node that reports no maximum: Punica's largest batch, in rows."""
 
 
 class MostIdle:
-    """The node with the fewest requests; of equals the one nearest to having the adapter, then the one with more KV
-    memory."""
+    """Policy that chooses the node with the fewest requests.
+
+    Ties go to the node with the adapter in the fastest tier, then to the one with the most free KV memory.
+    """
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
         tiers = nodes.tiers(request.digest) if request.digest else {}
@@ -25,8 +27,11 @@ class MostIdle:
 
 
 class FirstFit:
-    """Punica's bin packing: the fullest node that has a row and KV memory free, so that others stay empty; of equals
-    the first by id. When none has, the one with the fewest requests."""
+    """Punica's bin packing: the policy chooses the fullest node that has a free row and enough KV memory.
+
+    The other nodes stay empty. Ties go to the first node by id. If no node has room, the one with the fewest requests
+    is chosen.
+    """
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
         requests, rows = nodes.requests[candidates], nodes.capacity[candidates]

@@ -1,13 +1,13 @@
-"""Cost model: what a request would add to each node, and its forecast times there, by which policies decide.
+"""Cost model: what a request would add to each node, and its forecast times there. Policies decide by these.
 
 Toppings' Algorithm 1 weighs what a request adds to prefill and decode:
 
     d_prefill = prefill(waiting + request) - prefill(waiting)
     d_decode = decode(there + request) - decode(there)
 
-by the node's own performance model. Added here: what the request would wait for its adapter, for the prompts before it,
-for a row and for KV memory, so that its first token and its steps can be forecast. Every term is a column over the
-candidates; the only loop is over the nodes that hold the adapter.
+by the node's own performance model. This model adds the waits for the adapter, for the prompts ahead, for a row and for
+KV memory, so that the first token and the decode steps can be forecast. Each term is an array over the candidates; the
+only loop is over the nodes that hold the adapter.
 """
 
 from __future__ import annotations
@@ -25,70 +25,79 @@ from cluster.performance_model import RankTerm
 from gateway.scheduling.request import PlacementRequest
 
 MAX_RANK, ADAPTER_RANKS = (get_args(RankTerm).index(name) for name in ("max_rank", "adapter_ranks"))
-"""Codes of rank terms in the column `rank_term`."""
+"""Values of the column `rank_term`: indices of the two rank terms."""
 
 
 class Terms(msgspec.Struct, dict=True):
-    """f64[C], seconds, by candidate, where nothing else is said."""
+    """Cost terms of the C candidates. Arrays are f64[C] in seconds unless a note says otherwise."""
 
     candidates: np.ndarray
-    """i64[C]: rows of the table"""
+    """i64[C]: rows of the node table."""
     requests: np.ndarray
-    """running, waiting and reserved, and this one"""
+    """Number of requests on the node: running, waiting, reserved, and this one."""
     tier: np.ndarray
-    """i64[C]: DEVICE, HOST, DISK or ABSENT; DEVICE for the base alone"""
+    """i64[C]: fastest tier that holds the adapter (DEVICE, HOST, DISK or ABSENT). DEVICE for the base model alone."""
     prefill: np.ndarray
-    """d_prefill: what the prompt adds to the prompts that wait"""
+    """d_prefill: prefill time of the request's prompt."""
     spreading: np.ndarray
-    """what one more copy displaces, and must be loaded again: as long as the adapter's own transfer from host memory,
-    behind what is on the link; 0 where it is on the device"""
+    """Time to reload what one more copy of the adapter displaces; 0 where the adapter is on the device.
+
+    It is estimated as the adapter's own transfer from host memory, including the wait for transfers already queued.
+    """
     exposed: np.ndarray
-    """what the first token waits for the adapter's bytes"""
+    """Time for which the first token waits for the adapter to load."""
     decode: np.ndarray
-    """d_decode: what the request adds to every step"""
+    """d_decode: time that the request adds to each decode step."""
     step: np.ndarray
-    """a decode step with the request in the batch"""
+    """Duration of a decode step with the request in the batch."""
     wait: np.ndarray
-    """before its prompt is begun: for prompts, a row, memory"""
+    """Time before the request's prefill starts: the wait for other prompts, then for a row or for KV memory."""
     ttft: np.ndarray
-    """from its arrival to its first token"""
+    """Time from the request's placement to its first token."""
     tpot_limit: np.ndarray
-    """tightest TPOT target of the requests there and this one; infinite without any"""
+    """Tightest TPOT target of this request and the requests on the node; infinite if none has a target."""
     ttft_limit: float
     answer: float
-    """tokens that its answer will have, as expected"""
+    """Expected number of tokens in the answer."""
     inverse: float
-    """the mean of 1 / tokens"""
+    """Expected value of 1 / (tokens in the answer)."""
 
     @cached_property
     def strain(self) -> np.ndarray:
-        """The larger of forecast / limit for step and TTFT: above 1 an SLO is broken, as with NaN."""
+        """Returns f64[C]: the larger of the ratios forecast / limit for the step and for TTFT.
+
+        A value above 1, or NaN, means that an SLO would be violated.
+        """
         strain: np.ndarray = np.maximum(self.step / self.tpot_limit, self.ttft / self.ttft_limit)
         return strain
 
 
 class Scores(msgspec.Struct, gc=False):
-    """A policy's scores of the candidates; columns as in Terms."""
+    """Scores that a policy gives the C candidates. Arrays are indexed as in Terms."""
 
     terms: Terms
     totals: np.ndarray
-    """Total cost, of which the least wins; infinite where an SLO would be broken."""
+    """f64[C]: total cost; the lowest wins. Infinite where an SLO would be violated."""
     widened: np.ndarray
-    """bool[C]: what is forecast of the node refuses nobody"""
+    """bool[C]: True for a node whose forecasts are unreliable and therefore refuse no request."""
     retry_after: float = 0.0
-    """Seconds until a refused request may find a place, as forecast."""
+    """Forecast seconds until a refused request may be accepted."""
 
 
 class ScoringPolicy:
-    """A policy that keeps the scores by which it chose."""
+    """Base class of policies that keep the scores of their latest choice."""
 
     last: Scores | None = None
-    """Scores of the latest choice, to be read before anything else can run."""
+    """Scores of the latest choice. The next choice overwrites them, so read them before the next `await`."""
 
 
 def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> Terms:
-    """`candidates` i64[C], ascending, C >= 1. Odd numbers in `nodes` make odd terms, and numpy's warnings."""
-    everybody = candidates[-1] == candidates.size - 1  # a slice costs nothing, and picking rows does
+    """Returns the cost terms of a request on each candidate.
+
+    `candidates`: i64[C], ascending rows, C >= 1. Invalid numbers in `nodes` lead to invalid terms and to warnings from
+    numpy.
+    """
+    everybody = candidates[-1] == candidates.size - 1  # a slice is a view, while indexing by rows copies
     at = nodes.table[: candidates.size] if everybody else nodes.table[candidates]
     demand, after = request.demand, at["requests"] + 1.0
     tokens, rank = float(demand.prompt_tokens), float(demand.rank)
@@ -118,8 +127,7 @@ def terms(nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -
 
 
 def attainable(nodes: NodeTable, costs: Terms, request: PlacementRequest) -> np.ndarray:
-    """Returns bool[C]: whether the node would attain the request's SLO if it were idle. Where none would, waiting does
-    not help."""
+    """Returns bool[C]: whether an idle node would meet the request's SLO. If no node would, waiting does not help."""
     tokens, rank, tpot = request.demand.prompt_tokens, request.demand.rank, request.demand.tpot
     attained = np.zeros(costs.candidates.size, np.bool_)
     sizes = _on_device(request, nodes.adapter_itemsize[costs.candidates])
@@ -135,15 +143,17 @@ def attainable(nodes: NodeTable, costs: Terms, request: PlacementRequest) -> np.
 
 
 def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: PlacementRequest) -> np.ndarray:
-    """Returns f64[C]: the seconds that one more row, its context (on average over its answer) and its rank add to a
-    step."""
+    """Returns f64[C]: the seconds that the request adds to a decode step.
+
+    These are the costs of one more row, of its rank, and of its context, averaged over its answer.
+    """
     # R(there + request) - R(there) by the node's own rank term (cluster.performance_model).
     ranks = np.full(candidates.size, float(request.demand.rank))
     padded = at["rank_term"] == MAX_RANK
-    if padded.any():  # everybody is computed as the largest one
+    if padded.any():  # all requests are padded to the largest rank
         largest = np.maximum(at["max_rank"], ranks)
         ranks = np.where(padded, largest + at["requests"] * (largest - at["max_rank"]), ranks)
-    if request.digest and (users := nodes.users(request.digest)):  # their batches have the adapter's rank already
+    if request.digest and (users := nodes.users(request.digest)):  # their batches already have the adapter's rank
         index = _indices(candidates, users)
         ranks[index[at["rank_term"][index] == ADAPTER_RANKS]] = 0.0
     context = request.demand.prompt_tokens + request.answer_tokens / 2
@@ -154,8 +164,7 @@ def _decode(nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: P
 def _load(
     nodes: NodeTable, candidates: np.ndarray, at: np.ndarray, request: PlacementRequest
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tiers i64[C]; what a copy displaces; what the first token waits for the adapter, and for what must come before it
-    on its way."""
+    """Returns three arrays about the adapter on each candidate: its tier, `spreading` and `exposed`, as in Terms."""
     n = candidates.size
     if request.digest is None:
         return np.full(n, DEVICE), np.zeros(n), np.zeros(n)
@@ -171,8 +180,10 @@ def _load(
 
 
 def _on_device(request: PlacementRequest, itemsize: np.ndarray) -> np.ndarray:
-    """Returns f64[C]: the bytes of the adapter where an element has `itemsize` (f64[C]) of them; as it is in its file
-    where either size of an element is not known (0)."""
+    """Returns f64[C]: the adapter's size in bytes with elements of `itemsize` (f64[C]) bytes.
+
+    Where an element size is unknown (0), the size of the adapter's file is returned.
+    """
     size, itemsize_in_file = float(request.adapter_bytes), request.adapter_itemsize
     if not itemsize_in_file:
         return np.full(itemsize.shape, size)
@@ -180,7 +191,7 @@ def _on_device(request: PlacementRequest, itemsize: np.ndarray) -> np.ndarray:
 
 
 def _indices(candidates: np.ndarray, rows: Collection[int]) -> np.ndarray:
-    """i64: where in `candidates` those of `rows` are that are among them."""
+    """Returns i64[N]: the indices in `candidates` of those `rows` that are candidates."""
     wanted_rows = np.fromiter(rows, np.int64, len(rows))
     index = np.minimum(candidates.searchsorted(wanted_rows), candidates.size - 1)
     inside: np.ndarray = index[candidates[index] == wanted_rows]
@@ -190,19 +201,21 @@ def _indices(candidates: np.ndarray, rows: Collection[int]) -> np.ndarray:
 def _step_and_wait(
     at: np.ndarray, request: PlacementRequest, after: np.ndarray, decode: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A step with the request, and the time until its prompt is begun: the prompts before it, and then whichever takes
-    longer, a row or KV memory."""
+    """Returns `step` and `wait` as in Terms, both f64[C] in seconds.
+
+    The wait is for the prompts ahead, then for a row or for KV memory, whichever takes longer.
+    """
     demand, strict = request.demand, request.demand.slo_class == "strict"
     kind = STRICT if strict else STANDARD
     base, capacity = at["decode_base"], at["capacity"]
-    # Rows beyond what the node computes at once wait: a step has no more than that.
+    # Requests beyond the node's maximum rows wait, so a step computes no more rows than that.
     computed = np.minimum(1.0, capacity / after)
     step = base + computed * (at["decode_there"] + decode - base)
-    if strict and demand.tpot is not None:  # best effort pauses, but no more than the tightest strict promise asks for
+    if strict and demand.tpot is not None:  # best effort pauses, but only as far as the tightest strict TPOT requires
         shortest = np.maximum(step - computed * at["strict_saved"], base)
         planned = MARGIN * np.minimum(at["tightest_tpot"][:, STRICT], demand.tpot)
         step = np.minimum(np.maximum(planned, shortest), step)
-    # A row, and its memory, come free whenever one of those that have them has its answer: a reserved place, too.
+    # A row and its memory become free whenever one of the requests that hold them ends; the same holds for a place.
     answer = (request.typical_tokens or request.answer_tokens) * step
     room = at["kv_room"][:, kind]
     over, short = 1.0 - at["rows_free"][:, kind], demand.prompt_tokens + demand.max_tokens - room
@@ -210,6 +223,6 @@ def _step_and_wait(
     tokens_in_use = np.maximum(at["kv_tokens"] - np.maximum(room, 0.0), 1.0)
     memory = np.where(short > 0, answer * short / tokens_in_use, 0.0)
     prompts = at["prompt_wait"][:, kind]
-    if strict:  # counts on no luck: they may have a pass of their own
+    if strict:  # conservative: the prompts may need a separate pass
         prompts = prompts + np.where(prompts > 0, at["prefill_base"], 0.0)
     return step, prompts + np.maximum(row, memory)

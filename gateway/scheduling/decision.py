@@ -1,6 +1,6 @@
-"""Snapshots of routing decisions: what the policy saw and chose, for `/explain`.
+"""Snapshots of routing decisions, for `/explain`: what the policy saw and what it chose.
 
-Taking one costs a few gathers of numbers; they become a reply only when somebody asks.
+A snapshot costs a few array reads; the reply is built only when a client asks for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.scheduling.cost import Scores
 from gateway.scheduling.request import PlacementRequest
 
 MAX_CANDIDATES = 16
-"""Candidates that a decision lists: the chosen one and the best of the rest."""
+"""Maximum candidates that a decision lists: the chosen one and the best of the others."""
 
 Outcome = Literal["placed", "overloaded", "unavailable"]
 TIER_NAMES = {number: name for name, number in TIERS.items()} | {ABSENT: "absent"}
@@ -29,37 +29,39 @@ class Candidate(msgspec.Struct, frozen=True):
     node: str
     chosen: bool
     age: float | None
-    """Age of the record by which it was judged."""
+    """Age of the node's record at the time of the decision."""
     tier: Literal["device", "host", "disk", "absent"]
-    """Tier of the adapter, as far as was known; `device` for the base alone."""
+    """Tier of the adapter, as far as known; `device` for the base model alone."""
     running: int
     queued: int
     reserved: int
-    """Places reserved there that no record had acknowledged yet."""
+    """Places reserved on the node that its record does not include yet."""
     model: Literal["measured", "assumed"]
-    """`measured`: judged by its own performance model; `assumed`: by that of a mid-size GPU, without times here."""
+    """`measured`: the node's own performance model is used; `assumed`: that of a mid-size GPU, and no times are
+    shown."""
     model_problem: str | None
-    """Reason for which the published model is not used."""
+    """Reason why the published model is not used."""
     widened: bool = False
-    """True if its passes have not taken what its model forecasts for a minute: then its forecasts refuse no request."""
+    """True if the node's performance model has been inaccurate for a minute, so that its forecasts refuse no
+    request."""
     prefill: float | None = None
-    """Time that the prompt adds to the prompts that wait."""
+    """Prefill time of the request's prompt."""
     exposed_load: float | None = None
-    """Wait of the first token for the adapter's bytes."""
+    """Time for which the first token waits for the adapter to load."""
     decode: float | None = None
     """Time that the request adds to every step."""
     step: float | None = None
-    """A decode step with the request in the batch."""
+    """Duration of a decode step with the request in the batch."""
     wait: float | None = None
-    """Wait before its prompt starts."""
+    """Wait before the request's prefill starts."""
     ttft: float | None = None
-    """Time from its routing to its first token."""
+    """Time from the request's placement to its first token."""
     spreading: float | None = None
-    """Charged for one more copy of the adapter, for the request and for each one there."""
+    """Cost of one more copy of the adapter, charged for this request and for each one on the node."""
     total: float | None = None
-    """Total cost, of which the least wins; null where it is infinite, see `broken`."""
+    """Total cost; the lowest wins. Null where it is infinite, see `broken`."""
     broken: list[str] = []
-    """SLO targets that would be broken."""
+    """SLO targets that this choice would violate."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -69,22 +71,22 @@ class Decision(msgspec.Struct, frozen=True):
     node: str | None
     policy: str
     at: float
-    """Unix time."""
+    """Unix time of the decision."""
     took: float
     tries: int
-    """Choices made: another request may take the place that was chosen."""
+    """Number of choices made. A choice is repeated when another request takes the chosen place first."""
     excluded: list[str]
-    """Nodes that had failed this request."""
+    """Nodes on which this request has already failed."""
     prompt_tokens: int
     max_tokens: int
     expected_tokens: float
     expected_inverse: float
-    """The mean of 1 / tokens of such answers."""
+    """Expected value of 1 / (tokens in the answer)."""
     rank: int
     adapter_bytes: int
     slo_class: str
     ttft: float | None
-    """Remainder of the TTFT target when the request was routed."""
+    """TTFT target, less the time that had passed when the request was routed."""
     tpot: float | None
     candidates: list[Candidate]
     more: int
@@ -95,19 +97,19 @@ ONLY = np.zeros(1, np.int64)
 SCORED = ("prefill", "exposed_load", "decode", "step", "wait", "ttft", "spreading", "total")
 FIELDS = ("age", "running", "queued", "reserved", "modelled", "tier", *SCORED, "tpot_limit")
 TERMS = ("tier", "prefill", "exposed", "decode", "step", "wait", "ttft", "spreading")
-"""Columns of gateway.scheduling.cost.Terms, in the order of FIELDS."""
+"""Attributes of gateway.scheduling.cost.Terms, in the order of FIELDS."""
 
 
 class Snapshot(msgspec.Struct):
-    """Candidates of one choice, as they were then."""
+    """Candidates of one choice, as they were when it was made."""
 
     nodes: list[str]
     problems: list[str | None]
     widened: list[bool]
     values: np.ndarray
-    """f64[FIELDS, candidates]; NaN: not known"""
+    """f64[FIELDS, candidates]; NaN: unknown."""
     chosen: int | None
-    """index"""
+    """Index of the chosen candidate in `nodes`."""
     more: int
 
     def candidates(self, request: PlacementRequest) -> list[Candidate]:
@@ -136,7 +138,7 @@ class Snapshot(msgspec.Struct):
 def take_snapshot(
     nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest, row: int | None, scores: Scores | None
 ) -> Snapshot:
-    """`row`: the chosen one."""
+    """Returns a snapshot of a policy's choice. `row`: the chosen node's row; None if all were refused."""
     shown = _best(nodes, candidates, row, scores)
     rows = candidates[shown]
     values = np.full((len(FIELDS), rows.size), np.nan)
@@ -164,7 +166,7 @@ def take_snapshot(
 
 
 def _best(nodes: NodeTable, candidates: np.ndarray, row: int | None, scores: Scores | None) -> np.ndarray:
-    """Returns the indices of the candidates to list, the best first."""
+    """Returns the indices of the candidates to list, best first."""
     if candidates.size == 1:
         return ONLY
     order = scores.totals if scores is not None else nodes.requests[candidates]

@@ -1,7 +1,8 @@
-"""dLoRA's policy, for comparison: requests go to the least loaded node, and now and then some move to one with less.
+"""dLoRA's policy, for comparison: requests go to the least loaded node, and some migrate later.
 
-Waiting requests move first. A running one moves only where the difference is large; its KV memory is not sent, so that
-its prompt and its tokens are computed again where it arrives. Each request moves once at most.
+Waiting requests migrate first, from the most loaded node to the least loaded one. A running request migrates only where
+the difference in load is large. Its KV cache is not sent, so the target node recomputes its prompt and its tokens. Each
+request migrates at most once.
 """
 
 from __future__ import annotations
@@ -12,39 +13,41 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from gateway.scheduling.baselines import MostIdle
 
 PERIOD = 1.0
-"""Seconds."""
+"""Interval between two rounds of migrations, in seconds."""
 MIN_GAP, RUNNING_GAP = 2, 6
-"""Requests that one node must have more than another for a waiting one, or a running one, to move."""
+"""Minimum difference in requests between two nodes for a waiting request, or a running one, to migrate."""
 
 
 class Movable(NamedTuple):
-    """A request that has not been moved yet."""
+    """Request that has not been migrated yet."""
 
     id: str
     row: int
-    """of the node that has it"""
+    """Row of the node that has the request."""
     runs: bool
-    """it has left the node's queue"""
+    """True if the request has left the node's queue."""
     tokens: int
-    """of its prompt, and generated: what a move would have computed again"""
+    """Number of prompt and generated tokens, which a migration would recompute."""
 
 
 class Move(NamedTuple):
     id: str
     row: int
-    """of the node that is to have the request"""
+    """Row of the target node."""
 
 
 @runtime_checkable
 class Migrates(Protocol):
-    """A policy that moves requests. The gateway and the simulator call it the same way."""
+    """Policy that migrates requests. The gateway and the simulator call it the same way."""
 
     period: float
-    """Seconds from one time to the next."""
+    """Interval between two calls of `moves`, in seconds."""
 
     def moves(self, loads: Mapping[int, float], requests: Sequence[Movable]) -> list[Move]:
-        """Return which requests to move, each once at most. `loads`: requests on each node that serves, by its row;
-        `requests` in the order in which they came."""
+        """Returns the migrations to make, at most one per request.
+
+        `loads`: number of requests on each serving node, by its row. `requests`: in order of arrival.
+        """
         ...
 
 
@@ -56,7 +59,7 @@ class Dlora(MostIdle):
         movable: dict[int, list[Movable]] = {row: [] for row in loads}
         for request in requests:
             movable.get(request.row, []).append(request)
-        for _ in range(len(loads)):  # as many moves at most
+        for _ in range(len(loads)):  # at most this many moves
             busiest, idlest = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
             chosen = _movable(movable[busiest], loads[busiest] - loads[idlest])
             if chosen is None:
@@ -69,9 +72,7 @@ class Dlora(MostIdle):
 
 
 def _movable(requests: Sequence[Movable], gap: float) -> Movable | None:
-    """Returns the waiting request that came last, else the running one that has computed least.
-
-    None when the gap is too small for any."""
+    """Returns the latest waiting request, else the running one with the fewest tokens; None if `gap` is too small."""
     if gap < MIN_GAP:
         return None
     waiting = next((request for request in reversed(requests) if not request.runs), None)

@@ -1,8 +1,9 @@
-"""Home nodes of adapters, where they are brought before a call: those that have it, then those its digest draws.
+"""Home nodes of adapters: the nodes to which an adapter is loaded before it is called.
 
-Routing charges a node for what a call would wait for its adapter (rank_aware: `exposed`, `copy`), so that calls go
-where an adapter was brought. Rendezvous hashing draws the same nodes in every gateway worker, spreads adapters evenly,
-and moves only the adapters of a node that comes or goes.
+They are the nodes that already have the adapter, then those drawn by rendezvous hashing of its digest. Routing charges
+a node for the time that a call would wait for its adapter (rank_aware: `exposed`, `copy`), so calls go where the
+adapter was loaded. Rendezvous hashing draws the same nodes in every gateway worker and spreads adapters evenly. When a
+node joins or leaves, only its own adapters change nodes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import numpy as np
 from cluster.node_table import ABSENT, NodeTable
 
 _STEP, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""Constants of splitmix64."""
+"""Constants of the splitmix64 hash."""
 
 
 class HomeNodes:
-    """Home nodes among those that serve a base now; to be made again when they may have changed."""
+    """Home nodes among the nodes that serve a base model now. Create it again after these nodes may have changed."""
 
     def __init__(self, nodes: NodeTable, base: str) -> None:
         self._nodes = nodes
@@ -31,8 +32,10 @@ class HomeNodes:
         return int(self._rows.size)
 
     def of(self, digest: str, copies: int) -> list[int]:
-        """Returns rows of `copies` nodes, or of all if there are fewer: by tier (device, host, disk, absent), then as
-        drawn."""
+        """Returns the rows of the adapter's first `copies` home nodes, or of all if there are fewer.
+
+        Nodes are ordered by tier (device, host, disk, absent), then by their hash.
+        """
         tier_by_row = self._nodes.tiers(digest)
         rows = self._rows.tolist()
         tiers = np.array([tier_by_row.get(row, ABSENT) for row in rows]) if tier_by_row else np.full(len(rows), ABSENT)
@@ -42,7 +45,7 @@ class HomeNodes:
 
 
 def _mixed(salts: np.ndarray, seed: int) -> np.ndarray:
-    """u64: splitmix64 of each salt and the seed."""
+    """Returns u64[N]: splitmix64 of each salt XOR the seed."""
     mixed = (salts ^ np.uint64(seed)) + _STEP
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2

@@ -1,4 +1,4 @@
-"""Expected lengths of answers, learnt per function from those that ended."""
+"""Expected lengths of answers, learned per function from completed answers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections import OrderedDict
 from typing import Generic, TypeVar
 
 MEMORY = 20
-"""Answers that a mean looks back on: the first ones count equally, later ones with 1/MEMORY each."""
+"""Number of answers in a mean. The first MEMORY answers weigh equally; each later one has the weight 1/MEMORY."""
 SPREAD_MEMORY = 1000
-"""The same for how unlike answers are: very short ones are rare, and weigh much."""
+"""Number of answers in the means that measure the spread of lengths. It is larger because very short answers are rare
+and weigh much."""
 MAX_FUNCTIONS = 65_536
 MAX_TENANTS = 8_192
 
@@ -27,7 +28,7 @@ class _Mean:
 
 
 class _Means(Generic[K]):
-    """Means of the keys that were added to last."""
+    """Running means by key. Beyond `limit` keys, the least recently updated one is dropped."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -55,7 +56,7 @@ class ResponseLengths:
         self._tokens, self._inverses = _Mean(SPREAD_MEMORY), _Mean(SPREAD_MEMORY)
 
     def record(self, tenant: str, function: str, tokens: int) -> None:
-        """Records an answer that ended by itself, or at its `max_tokens`."""
+        """Records the length of an answer that reached its end or its `max_tokens`."""
         self._functions.add((tenant, function), tokens)
         self._tenants.add(tenant, tokens)
         self._all.add(tokens)
@@ -63,8 +64,11 @@ class ResponseLengths:
         self._inverses.add(1 / max(1, tokens))
 
     def expected(self, tenant: str, function: str, max_tokens: int) -> float:
-        """Tokens: as the function's answers, else its tenant's, else everybody's; while there are none, half of
-        `max_tokens`. From 1 to `max_tokens`."""
+        """Returns the expected tokens of an answer, from 1 to `max_tokens`.
+
+        This is the mean of the function's answers, else of its tenant's, else of all answers. Without any answer it is
+        half of `max_tokens`.
+        """
         mean = self._functions.get((tenant, function))
         if mean is None:
             mean = self._tenants.get(tenant)
@@ -73,13 +77,14 @@ class ResponseLengths:
         return max(1.0, min(mean, float(max_tokens)))
 
     def inverse(self, expected: float) -> float:
-        """Returns the mean of 1 / tokens, at most 1, where `expected` tokens are expected.
+        """Returns the expected value of 1 / tokens, at most 1, for an answer of `expected` tokens.
 
-        It is more than 1 / expected, for short answers weigh more in it than long ones. Answers of a function are taken
-        to be as unlike as everybody's."""
+        It exceeds 1 / expected, because short answers weigh more in it than long ones. The relative spread of a
+        function's lengths is assumed to be that of all answers.
+        """
         spread = self._tokens.value * self._inverses.value
         return min(1.0, max(1.0, spread) / expected)
 
     def typical(self) -> float:
-        """Returns the mean number of tokens in everybody's latest answers; 0 while there are none."""
+        """Returns the mean number of tokens in the latest answers of all functions; 0 before the first one."""
         return self._all.value

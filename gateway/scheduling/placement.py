@@ -1,4 +1,4 @@
-"""Finds a node for a request: who can serve it, whom the policy prefers, and whether a place is still free there."""
+"""Places a request on a node: filters the eligible nodes, asks the policy, and reserves a place."""
 
 from __future__ import annotations
 
@@ -17,34 +17,33 @@ from gateway.scheduling.request import PlacementRequest
 from gateway.scheduling.work import work
 
 RETRY_AFTER = 1.0
-"""Seconds after which a caller may find a free place or a started node."""
+"""Default Retry-After in seconds: by then a place may be free, or a node may have started."""
 ATTEMPTS = 4
-"""Placements of one request: others may take the place that was chosen, or change what it was chosen by."""
+"""Maximum attempts to place one request. An attempt fails if other requests take the place or change the node first."""
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A place reserved under the request's id on one process of a node."""
+    """Place that is reserved under the request's id on one process of a node."""
 
     node_id: str
     epoch: str
     url: str
     forecast: float | None = None
-    """Seconds from now to the first token; None where the policy makes no forecast, or the node has no performance
-    model."""
+    """Forecast seconds from now to the first token; None if the policy or the node has no forecast."""
     pool: str = ""
-    """The node's."""
+    """Pool of the node."""
     work: float | None = None
-    """Seconds of the node's time (gateway.scheduling.work)."""
+    """Node time that the request takes, in seconds (gateway.scheduling.work); None: not measured."""
     number: int = 0
-    """Number of the reservation, which the node repeats in its record once the request has arrived."""
+    """Number of the reservation. The node repeats it in its record once the request has arrived."""
 
 
 class Trace(msgspec.Struct):
-    """Trace of one routing, for `/explain`."""
+    """Record of how one request was routed, for `/explain`."""
 
     tries: int = 0
     snapshot: Snapshot | None = None
-    """Snapshot of the last choice; None when there was nothing to choose from."""
+    """Snapshot of the last choice; None if no node was eligible."""
 
 
 async def place(
@@ -55,8 +54,11 @@ async def place(
     excluded: frozenset[str] = frozenset(),
     trace: Trace | None = None,
 ) -> Placed:
-    """Reserves a place, and fills `trace`. Raises ServiceError: `unavailable` when no node could serve, `overloaded`
-    when all are full or the policy refuses them all."""
+    """Reserves a place for the request on a node and returns it. Fills `trace`.
+
+    Raises ServiceError: `unavailable` if no node can serve the request, `overloaded` if all are full or the policy
+    refuses them.
+    """
     demand = request.demand
     for attempt in range(ATTEMPTS):
         nodes = await state.table()
@@ -75,8 +77,8 @@ async def place(
         if row is None:
             raise _refusal(scores)
         record = nodes.record(row)
-        # Whatever has changed meanwhile, another look could lead nowhere else when this is the only one, unless to a
-        # refusal; and the last attempt takes the place if there is one.
+        # The node's generation is checked only if another attempt could end differently: on another node or, for strict
+        # requests, in a refusal. The last attempt takes the place if it is still free.
         looks_again = attempt < ATTEMPTS - 1 and (free.size > 1 or demand.slo_class == "strict")
         generation = int(nodes.generation[row]) if looks_again else None
         number = await state.reserve(record.id, request.id, demand, generation)
@@ -87,7 +89,10 @@ async def place(
 
 
 def eligible_nodes(nodes: NodeTable, base: str, request: PlacementRequest, excluded: frozenset[str]) -> np.ndarray:
-    """i64[C]: rows of the nodes that could serve the request if they had a free place, ascending; not to be changed."""
+    """Returns i64[C]: the ascending rows of the nodes that could serve the request if they had a free place.
+
+    The array must not be modified.
+    """
     serving = nodes.serving(base)
     rows, needed = serving.rows, request.demand.prompt_tokens + request.demand.max_tokens
     if needed > serving.shortest:

@@ -1,4 +1,4 @@
-"""The seam between placement and its policies."""
+"""The interface between placement and its policies, and the registry of policies."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ Clock = Callable[[], float]
 
 
 class Policy(Protocol):
-    """Chooses one of the candidates. The gateway and the simulator call the same policies."""
+    """Placement policy: chooses one of the candidate nodes. The gateway and the simulator call the same policies."""
 
     def choose(self, nodes: NodeTable, candidates: np.ndarray, request: PlacementRequest) -> int | None:
-        """`candidates` i64[C], C >= 1: rows of `nodes` that are able to serve the request, by ascending row. Returns
-        one of them; None refuses them all. Must not change `nodes`, nor do anything whose cost grows with the number
-        of adapters; may remember what it chose."""
+        """Returns the row of the chosen candidate, or None to refuse the request.
+
+        `candidates`: i64[C], C >= 1, the ascending rows of `nodes` that can serve the request. An implementation must
+        not change `nodes`, and its cost must not grow with the number of adapters. It may keep state about its choice.
+        """
         ...
 
 
 class UnknownPolicy(ValueError):
-    """No policy of that name."""
+    """No policy has this name."""
 
 
 POLICIES: Mapping[str, Callable[[Clock, int], Policy]] = MappingProxyType(
@@ -43,11 +45,11 @@ POLICIES: Mapping[str, Callable[[Clock, int], Policy]] = MappingProxyType(
         "dlora": lambda *_: Dlora(),
     }
 )
-"""Makers, which are given a clock (seconds) and a seed."""
+"""Factories of policies, by name. Each takes a clock (seconds) and a seed."""
 
 
 def make_policy(name: str, clock: Clock = time.monotonic, seed: int = 0) -> Policy:
-    """Returns the policy of that name. Raises UnknownPolicy with the names that exist."""
+    """Returns the policy with this name. Raises UnknownPolicy, which lists the known names."""
     if name not in POLICIES:
         raise UnknownPolicy(f"placement policy {name!r} does not exist; known: {', '.join(sorted(POLICIES))}")
     return POLICIES[name](clock, seed)

@@ -1,14 +1,14 @@
-"""The default policy: the node on which the request costs least, among those on which it breaks no promise.
+"""The default policy: the request goes to the node with the lowest total cost that violates no SLO.
 
     total  = own + others + copy
     own    = ttft * mean of 1 / tokens + step, the request's own time per token as forecast
     others = (running + waiting + reserved) * (d_prefill / expected tokens + d_decode)
     copy   = (running + waiting + reserved + 1) * transfer / expected tokens, where the adapter is not on the device
 
-the sum of what time per token becomes for the request and of what it adds to that of all who are there. Algorithm 1 of
-Toppings has `others` alone, so that every idle node is free, whether it has the adapter or not, and an idle node that
-breaks a promise costs infinity * 0, which is NaN (gateway.scheduling.toppings). `copy`: an adapter that is called often
-would else soon lie on every node, and push out those that are called less, which must be loaded again.
+The total is the request's own time per token plus what it adds to the time per token of the node's other requests.
+Algorithm 1 of Toppings has `others` alone (gateway.scheduling.toppings). So every idle node costs 0, with or without
+the adapter, and an idle node that violates an SLO costs infinity * 0, which is NaN. Without `copy`, an adapter that is
+called often would soon be on every node and evict less used ones, which would have to be loaded again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from gateway.scheduling.cost import Scores, ScoringPolicy, Terms, attainable, te
 from gateway.scheduling.request import PlacementRequest
 
 RETRY_BOUNDS = (1.0, 30.0)
-"""Seconds; a forecast beyond a batch's answers is worth little."""
+"""Minimum and maximum of Retry-After, in seconds. A forecast further ahead than a batch's answers is unreliable."""
 PATIENCE = 60.0
-"""Seconds that it is off before it is widened."""
+"""Seconds for which a node's model must be inaccurate before the node is widened."""
 EVERY = 1.0
-"""Seconds between two looks at the nodes."""
+"""Seconds between two checks of the nodes' models."""
 
 log = logging.getLogger("gateway")
 
 
 class RankAware(ScoringPolicy):
-    """`clock`: monotonic seconds."""
+    """The default placement policy. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._widening = Widening(clock)
@@ -66,23 +66,28 @@ class RankAware(ScoringPolicy):
         return terms(nodes, candidates, request)
 
     def _total_cost(self, costs: Terms) -> np.ndarray:
-        """Returns f64[C], the total cost of each candidate, whatever was promised."""
+        """Returns f64[C]: the total cost of each candidate in seconds per token, regardless of SLOs."""
         imposed = (costs.requests - 1.0) * (costs.prefill / costs.answer + costs.decode)
         copy = costs.requests * costs.spreading / costs.answer
         plain: np.ndarray = costs.ttft * costs.inverse + costs.step + imposed + copy
         return plain
 
     def _smallest_breach(self, scores: Scores) -> int:
-        """Returns the index of the node where SLOs are broken by the smallest part, as far as its forecasts are
-        believed."""
+        """Returns the index of the candidate whose SLO violation is the smallest.
+
+        Widened nodes come first, because their forecasts are not trusted.
+        """
         costs = scores.terms
         finite = [np.where(values >= 0.0, values, np.inf) for values in (self._total_cost(costs), costs.strain)]
         return int(np.lexsort((*finite, ~scores.widened))[0])
 
 
 def _best(nodes: NodeTable, scores: Scores) -> int | None:
-    """The least total's index. Of equals the one nearest to having the adapter, then the emptier one, then the one
-    with more KV memory. None: all are infinite."""
+    """Returns the index of the candidate with the lowest total; None if all totals are infinite.
+
+    Ties go to the node with the adapter in the fastest tier, then to the one with the fewest requests, then to the one
+    with the most free KV memory.
+    """
     minimum = scores.totals.min()
     if not minimum < np.inf:
         return None
@@ -92,8 +97,11 @@ def _best(nodes: NodeTable, scores: Scores) -> int | None:
 
 
 def _retry_after(costs: Terms, later: np.ndarray) -> float:
-    """Returns the seconds until one of the nodes `later` could keep the promises: its wait is shorter then, or one of
-    its requests has ended."""
+    """Returns the seconds until a node could meet the SLOs, clipped to RETRY_BOUNDS.
+
+    `later`: bool[C], the nodes that would meet them when idle. Such a node can accept the request after a shorter wait,
+    or when one of its requests has ended.
+    """
     late = np.maximum(costs.ttft - costs.ttft_limit, 0.0)
     crowded = np.where(
         costs.step > costs.tpot_limit, costs.answer * costs.step / np.maximum(costs.requests - 1.0, 1.0), 0.0
@@ -105,10 +113,12 @@ def _retry_after(costs: Terms, later: np.ndarray) -> float:
 
 
 class Widening:
-    """Nodes whose performance model has been off for a while: its forecasts refuse no request until it is right again.
+    """Nodes whose performance model has been inaccurate for a while: their forecasts refuse no request until it is
+    accurate again.
 
-    Each node reports how long its last passes took over what its model forecasts (`forecast_ratio`). A request that no
-    node could serve in time is refused at once, by forecasts alone; where these are wrong, it would be for nothing.
+    Each node reports the ratio of its latest passes to what its model forecasts (`forecast_ratio`). A request that no
+    node could serve in time is refused at once on the strength of forecasts alone. With wrong forecasts it would be
+    refused for nothing.
 
     `clock`: monotonic seconds.
     """
@@ -117,12 +127,14 @@ class Widening:
         self._clock = clock
         self._looked = -math.inf
         self._since: dict[str, float] = {}
-        """Start of the time for which a node's model is off, by node."""
+        """Time at which each node's model became inaccurate, by node id."""
         self._widened: frozenset[str] = frozenset()
 
     def update(self, nodes: NodeTable) -> None:
-        """Records which nodes' models have been off for PATIENCE seconds. To be called before every choice; most calls
-        do nothing."""
+        """Records which nodes' models have been inaccurate for PATIENCE seconds.
+
+        Must be called before each choice; it checks at most once per EVERY seconds.
+        """
         now = self._clock()
         if now - self._looked < EVERY:
             return
@@ -137,7 +149,7 @@ class Widening:
         self._widened = widened
 
     def widened(self, nodes: NodeTable, candidates: np.ndarray) -> np.ndarray:
-        """bool[C]"""
+        """Returns bool[C]: whether each candidate is widened."""
         if not self._widened:
             return np.zeros(candidates.size, np.bool_)
         return np.array([nodes.ids[row] in self._widened for row in candidates.tolist()])

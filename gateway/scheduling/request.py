@@ -8,33 +8,33 @@ from cluster.node_table import Demand
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
-    """Times are in seconds."""
+    """Request to be placed, as policies see it. Times are in seconds."""
 
     id: str
     demand: Demand
-    """Demand of its place on a node."""
+    """Resources that the request needs on a node."""
     digest: str | None
-    """Adapter version; None for the base alone."""
+    """Digest of the adapter version; None for the base model alone."""
     adapter_bytes: int
-    """in its file, where an element has `adapter_itemsize` of them"""
+    """Size of the adapter's file in bytes, with elements of `adapter_itemsize` bytes."""
     expected_tokens: float = 0.0
-    """that the answer will have, as learnt of its function; 0: not known, then half of `max_tokens` counts"""
+    """Expected tokens of the answer, learned from the function's answers. 0: unknown, half of `max_tokens` is used."""
     expected_inverse: float = 0.0
-    """the mean of 1 / tokens of such answers: what a second before the first token adds to the time per token; 0: not
-    known, then 1 / `answer_tokens`"""
+    """Expected value of 1 / tokens of the answer: the weight of TTFT in the time per token. 0: unknown, 1 /
+    `answer_tokens` is used."""
     typical_tokens: float = 0.0
-    """of the answers that others get here; 0: not known, then as this one's"""
+    """Mean tokens of all answers on this gateway. 0: unknown, `answer_tokens` is used."""
     ttft: float | None = None
-    """that the caller was promised; None: nothing"""
+    """TTFT target; None: no target."""
     adapter_itemsize: int = 0
-    """0: not known, then nodes hold an adapter as its file does"""
+    """Bytes per element in the adapter's file. 0: unknown, then nodes are assumed to keep the file's size."""
 
     @property
     def answer_tokens(self) -> float:
-        """Returns the answer's tokens to reckon with: those expected, else half of `max_tokens`; at least 1."""
+        """Returns the number of answer tokens to assume: the expected ones, else half of `max_tokens`; at least 1."""
         return max(1.0, self.expected_tokens or self.demand.max_tokens / 2)
 
     @property
     def inverse_tokens(self) -> float:
-        """The same of `expected_inverse`."""
+        """Returns the value of 1 / tokens to assume: the expected one, else 1 / `answer_tokens`."""
         return self.expected_inverse or 1.0 / self.answer_tokens

@@ -1,10 +1,11 @@
-"""Algorithm 1 of Toppings to the letter, for comparison.
+"""Exact implementation of Algorithm 1 of Toppings, for comparison.
 
     total = (d_prefill / average response length + d_decode [+ penalty where decode(there + request) > SLO])
             * (running + waiting)
 
-Where the adapter is does not count, every idle node costs 0, and of equals the first one wins. The penalty is finite:
-with infinity an idle node that breaks the SLO would cost infinity * 0. Reserved places count as waiting requests.
+The adapter's location is ignored, every idle node costs 0, and the first of several equal nodes wins. The penalty is
+finite, because with infinity an idle node that violates the SLO would cost infinity * 0. Reserved places count as
+waiting requests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gateway.scheduling.cost import Scores, ScoringPolicy, terms
 from gateway.scheduling.request import PlacementRequest
 
 PENALTY = 1e6
-"""Seconds per token."""
+"""Penalty for a violated SLO, in seconds per token."""
 
 
 class Toppings(ScoringPolicy):
@@ -25,7 +26,7 @@ class Toppings(ScoringPolicy):
             costs = terms(nodes, candidates, request)
             cost = costs.prefill / (request.typical_tokens or costs.answer) + costs.decode
             tpot = request.demand.tpot
-            if tpot is not None:  # by decode(there + request), all of whom the algorithm takes for running
+            if tpot is not None:  # decode(there + request): the algorithm assumes that all of them run
                 broken = nodes.decode_there[candidates] + costs.decode > tpot
                 cost = cost + np.where(broken, PENALTY, 0.0)
             totals = cost * (costs.requests - 1.0)

@@ -1,4 +1,4 @@
-"""Work of a request: its share of a node that is full, by the node's own cost model."""
+"""Work of a request: the share of a full node's time that it takes, by the node's own cost model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cluster.node_table import NodeTable
 from gateway.scheduling.request import PlacementRequest
 
 RATIO = (0.1, 10.0)
-"""Bounds of what a node's observed / forecast is believed to be."""
+"""Bounds to which a node's ratio of observed to forecast time is clipped."""
 
 
 def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:
-    """Seconds of the node's time; None where its costs were never measured.
+    """Returns the node time that a request takes, in seconds; None if the node has no measured model.
 
-    The prompt's prefill, and of each decode step the share that one row has when as many run as rows and KV memory
-    allow: what n such requests take up is n times that, however few happen to run now.
+    It is the prompt's prefill, plus one row's share of each decode step in a full batch. The batch is as large as rows
+    and KV memory allow. So n equal requests take n times this, however many run now.
     """
     if not nodes.modelled[row]:
         return None
@@ -33,7 +33,7 @@ def work(nodes: NodeTable, row: int, request: PlacementRequest) -> float | None:
 
 
 def rows_together(load: NodeLoad, tokens: float) -> float:
-    """Returns how many requests of `tokens` a node computes at once: at least 1."""
+    """Returns how many requests of `tokens` tokens each the node can compute at once, at least 1."""
     limits = [float(load.max_rows)] if load.max_rows else []
     if load.kv_tokens:
         limits.append(load.kv_tokens / tokens)

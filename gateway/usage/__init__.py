@@ -1,5 +1,5 @@
-"""Metering: what each finished call used, counted once.
+"""Metering: what each completed call used, counted exactly once.
 
-A call's meter adds to the ledger before the end of its reply goes out; the ledger writes a line to its journal on this
-host's disk and, every few seconds, its sums by tenant and hour to the registry, where reports read them.
+A call's meter adds to the ledger before the end of the reply is sent. The ledger appends a line to its journal on the
+local disk. Every few seconds it writes its sums by tenant and hour to the registry, which reports read.
 """

@@ -1,7 +1,7 @@
-"""Usage as cells: what one gateway's journal has counted of one version in one hour.
+"""Usage cells: counts of one version in one hour, from one gateway's journal.
 
-A journal's count of a cell only grows, and each object that holds the cell holds it as it was at some time. So the
-largest is the newest, and joining two copies of the same usage by the maximum counts it once.
+A journal's counts of a cell only grow, and each object that contains the cell has a copy from some point in time. So
+the largest copy is the newest, and merging copies by the maximum counts the usage once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gateway.usage.counts import UsageCounts
 class Cell(NamedTuple):
     hour: str
     source: str
-    """The journal's part that counted it: `<gateway>-<part>`."""
+    """Part of the journal that counted the cell: `<gateway>-<part>`."""
     function: str
     version: str
 
@@ -24,7 +24,7 @@ Cells = dict[Cell, UsageCounts]
 
 
 def join_into(cells: Cells, added: Iterable[tuple[Cell, UsageCounts]]) -> bool:
-    """Raises `cells` to the maximum of both, counter by counter. Returns whether that changed anything."""
+    """Merges `added` into `cells` by the maximum of each counter. Returns whether anything changed."""
     changed = False
     for cell, counts in added:
         counted = cells.get(cell)

@@ -1,15 +1,13 @@
-"""Compaction: hours that are over are merged into their day, days into their month.
+"""Compaction of usage: closed hours are merged into their day, and days into their month.
 
-What is merged is written before what it came from is removed, and readers count each cell once however many objects
-hold it (`cells.py`): a crash at any point, or a second compactor at work, changes no sum. Nothing is removed that may
-hold more than was merged:
-
-- An object of an hour may be written again by its gateway. It is taken only when nobody wrote it for QUIET_SECONDS by
-  the store's clock, and removed only if it was not written since. A late gateway uses new names (`ledger.py`).
-- A day is sealed by compare-and-swap before it is merged. Then nobody adds to it, and its name is never used again.
+The merged object is written before its sources are removed, and readers count each cell once (`cells.py`). So neither a
+crash nor a second compactor changes a sum. An object is never removed if it may contain more than was merged:
+- Its gateway may write an hour's object again. It is merged only after QUIET_SECONDS without a write by the store's
+  clock, and removed only if it was not written since. A late gateway uses new names (`ledger.py`).
+- A day is sealed by compare-and-swap before it is merged. Then nothing is added to it, and its name is never reused.
 - A month is never removed.
 
-An object that can't be read stays where it is, for reports name it; the others are merged all the same.
+An object that can't be read is left in place, because reports name it; the others are still merged.
 """
 
 from __future__ import annotations
@@ -45,35 +43,36 @@ from gateway.usage.objects import (
 T = TypeVar("T")
 
 CLOSED_SECONDS = 600.0
-"""Seconds after its end when an hour is closed: by then a gateway that reaches the store has written it for the last
-time."""
+"""Seconds from the end of an hour until it is closed. By then a gateway with access to the store has written it for the
+last time."""
 QUIET_SECONDS = 60.0
 PAGE = 128
-"""Objects that are merged at once, so that one step is short also on a slow store."""
+"""Maximum objects merged in one step, so that a step is short even with a slow store."""
 MAX_BYTES = 4 << 20
-"""A merged object of this size gets no more cells; the next ones go into another one of the same day or month."""
+"""Maximum bytes of a merged object that still gets cells. Further cells go into another object of the same day or
+month."""
 ATTEMPTS = 10
-"""Attempts at a write that another compactor was faster with."""
+"""Maximum attempts at a write that loses to another compactor."""
 TENANTS = 100
 
 log = logging.getLogger("gateway")
 
 
 class UsageCompaction:
-    """A job of the leader: goes through all tenants once per hour. `clock` is monotonic seconds."""
+    """Leader's job that compacts the usage of all tenants once per hour. `clock`: monotonic seconds."""
 
     def __init__(self, store: ObjectStore, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
         self._threads = LeavableThreads(1)
         self._pending: list[str] = []
-        """Tenants of this round that were listed and not begun yet."""
+        """Listed tenants of this round that are still to be compacted."""
         self._after = ""
-        """The last tenant of this round that was listed."""
+        """Last listed tenant of this round."""
         self._next_round = 0.0
 
     async def run(self, tick: Tick) -> None:
-        """Raises TickEnded, StoreUnavailable."""
+        """Runs the round until its end or that of the tick. Raises TickEnded, StoreUnavailable."""
         await self._threads.run(partial(self._work, tick))
 
     def _work(self, tick: Tick) -> None:
@@ -91,8 +90,10 @@ class UsageCompaction:
         self._next_round = self._clock() + HOUR - (now - CLOSED_SECONDS) % HOUR
 
     def _begin_tenant(self, tick: Tick) -> str | None:
-        """Returns the round's next tenant, or None at its end. A tenant that fails waits for the next round, so that
-        the others continue."""
+        """Returns the round's next tenant; None at its end.
+
+        A tenant whose compaction fails waits for the next round, so the others are not blocked.
+        """
         if not self._pending:
             tick.check()
             self._pending = list(self._store.folders("tenants/", self._after, TENANTS))
@@ -103,9 +104,9 @@ class UsageCompaction:
 
 
 def compact_tenant(store: ObjectStore, tenant: str, now: float, tick: Tick) -> None:
-    """Merges what is closed at `now`, Unix time by the store's clock. `tick.work` counts objects that were removed.
+    """Merges a tenant's hours and days that are closed at `now` (Unix time by the store's clock).
 
-    Blocks; raises TickEnded, StoreUnavailable.
+    `tick.work` counts removed objects. Blocks; raises TickEnded, StoreUnavailable.
     """
     _Compactor(store, tenant, now, tick).run()
 
@@ -116,7 +117,7 @@ class _Compactor:
         self._tick = tick
         self._hours, self._days, self._months = usage_folder(tenant), days_folder(tenant), months_folder(tenant)
         self._open = hour_name(now - CLOSED_SECONDS)
-        """The first hour that is not closed."""
+        """First hour that is still open."""
         self._quiet = now - QUIET_SECONDS
 
     def run(self) -> None:
@@ -140,7 +141,7 @@ class _Compactor:
             self._tick.work += sum(pool.map(self._remove_hour, merged))
 
     def _read_hour(self, key: str) -> Cells | None:
-        """Returns None if the object is gone, or can't be read."""
+        """Returns the cells of an hour's object; None if it is gone or can't be read."""
         self._tick.check()
         try:
             data = self._store.get(key).data
@@ -164,21 +165,22 @@ class _Compactor:
                 self._tick.check()
                 self._store.put_if_match(key, encode_merged(cells, sealed=True), day.etag)
         except (NotFound, PreconditionFailed):
-            return  # another compactor was faster; what it did not finish is for the next round
+            return  # another compactor was faster; the next round completes what it leaves
         self._add(self._months, key.removeprefix(self._days)[:MONTH], cells)
         self._tick.check()
         self._store.delete(key)
         self._tick.work += 1
 
     def _add(self, folder: str, name: str, cells: Cells) -> None:
-        """Joins the cells into one object of this day or month."""
+        """Merges the cells into one object of this day or month. Raises StoreUnavailable after ATTEMPTS conflicts."""
         for _ in range(ATTEMPTS):
             with suppress(Conflict, PreconditionFailed, NotFound):
                 return self._add_once(folder, name, cells)
         raise StoreUnavailable(f"{folder}{name} was changed by others {ATTEMPTS} times in a row; it is tried again")
 
     def _add_once(self, folder: str, name: str, cells: Cells) -> None:
-        """Raises Conflict, PreconditionFailed or NotFound if another compactor was faster."""
+        """Makes one attempt of `_add`. Raises Conflict, PreconditionFailed or NotFound if another compactor was
+        faster."""
         listed = self._list(f"{folder}{name}-", "", MAX_LIST)
         for info in listed:
             if info.size >= MAX_BYTES:
@@ -203,7 +205,7 @@ class _Compactor:
 
 
 def _readable(decode: Callable[[], T]) -> T | None:
-    """Returns what `decode` does; None, and a line in the log, for what is damaged or a newer release's."""
+    """Returns the result of `decode`; None if the object is damaged or of a newer release, which is logged."""
     try:
         return decode()
     except StoreUnavailable as error:

@@ -1,4 +1,4 @@
-"""The counters of usage, and what they cost."""
+"""Usage counters and their cost."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ HOUR_S = 3600.0
 
 
 class UsageCounts(msgspec.Struct, omit_defaults=True):
-    """Sums over calls, and over the time that adapters lie in nodes' memory."""
+    """Sums over calls, and over the time for which nodes keep adapters in memory."""
 
     requests: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens as in the replies' `usage`: the prompt of a call with several choices counts once."""
+    """Prompt tokens, as in the replies' `usage`: a prompt with several choices counts once."""
     completion_tokens: int = 0
     cold_starts: int = 0
-    """Calls whose adapter was not on the device when they reached the node."""
+    """Calls whose adapter was not on the device when they arrived at the node."""
     device_seconds: float = 0.0
-    """Share of the passes that computed the calls."""
+    """Device time of the calls: their shares of the passes that computed them."""
     device_gb_seconds: float = 0.0
-    """GB (10^9 bytes) of the adapter x seconds on devices, but for pinned copies; so is the next, in host memory."""
+    """GB (10^9 bytes) of adapter times seconds on devices, without provisioned copies."""
     host_gb_seconds: float = 0.0
     device_pinned_gb_seconds: float = 0.0
-    """The same of provisioned copies."""
+    """GB-seconds of provisioned copies on devices."""
     host_pinned_gb_seconds: float = 0.0
 
     def add(self, counts: UsageCounts) -> None:
@@ -53,7 +53,7 @@ def add_to(functions: Functions, function: str, version: str, counts: UsageCount
 
 
 def cost_of(counts: UsageCounts, prices: Prices) -> float:
-    """Returns the cost, rounded to millionths."""
+    """Returns the cost by these prices, rounded to millionths."""
     gb_seconds = (
         counts.device_gb_seconds
         + counts.host_gb_seconds

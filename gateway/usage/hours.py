@@ -1,4 +1,4 @@
-"""Hours as they are named in the registry: UTC, `2026-11-21T17`."""
+"""Names of hours in the registry, in UTC: `2026-11-21T17`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ FORMAT = "%Y-%m-%dT%H"
 
 
 def hour_name(seconds: float) -> str:
-    """The hour that the Unix time lies in."""
+    """Returns the name of the hour that contains a Unix time."""
     return datetime.fromtimestamp(seconds // HOUR * HOUR, UTC).strftime(FORMAT)
 
 
 def hour_start(name: str) -> int:
-    """Unix time of an hour's first second. Raises ValueError for other texts."""
+    """Returns the Unix time at which the hour begins. Raises ValueError if `name` is no hour's name."""
     start = datetime.strptime(name, FORMAT).replace(tzinfo=UTC)
     if start.strftime(FORMAT) != name:
         raise ValueError(f"{name!r} is no hour")

@@ -1,8 +1,8 @@
-"""Usage that may not be in the registry yet, on this host's disk, so that a killed gateway forgets none of it.
+"""Journal of usage on the local disk, so that a killed gateway loses nothing that the registry lacks.
 
-A folder per gateway process at a time, held by a file lock: `id`, `lock`, and pairs of `snapshot-N` (the sums when
-segment N began) and `log-N` (a line per call since then). What is true after a crash is the newest snapshot and all
-logs from its number on.
+Each running gateway process has a folder, protected by a file lock. It contains `id`, `lock`, and pairs of `snapshot-N`
+(the sums at the start of segment N) and `log-N` (a line per call since then). After a crash, the sums are the newest
+snapshot plus all logs from its number on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from gateway.usage.counts import Functions, UsageCounts, add_to
 
 MAX_SLOTS = 64
-"""Processes that may share a folder: several only while one takes over from another."""
+"""Maximum processes that share a state directory. Several do so only while one replaces another."""
 
 LEFT = "usage that another gateway process left can't be read"
 
@@ -27,11 +27,11 @@ log = logging.getLogger("gateway")
 
 
 class JournalError(Exception):
-    """The journal can't be used; says what to do."""
+    """The journal can't be used; the message says how to fix that."""
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """A call in a log."""
+    """Line of a log: one call."""
 
     tenant: str
     hour: str
@@ -42,12 +42,15 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sums(msgspec.Struct):
-    """A tenant's hour: what one object in the registry is to say. `changes` of them were counted, `flushed` written."""
+    """Sums of a tenant's hour, stored as one object in the registry.
+
+    The sums include `changes` calls, of which `flushed` were written to the registry.
+    """
 
     tenant: str
     hour: str
     part: int
-    """Number that distinguishes the objects of one hour: sums that were forgotten are never written over."""
+    """Number that distinguishes the objects of one hour, so that new sums never overwrite forgotten ones."""
     functions: Functions
     changes: int = 0
     flushed: int = 0
@@ -63,20 +66,21 @@ class Sums(msgspec.Struct):
 
 
 class Journal:
-    """A slot, with its lock. Only `append` is for the event loop; the rest blocks."""
+    """A slot of the state directory, with its file lock. Only `append` may run on the event loop; the other methods
+    block."""
 
     def __init__(self, folder: Path, lock: int) -> None:
-        """Raises OSError."""
+        """Opens the slot in `folder`. `lock`: descriptor of its locked file. Raises OSError."""
         self._folder = folder
         self._lock = lock
         self._log: int | None = None
         self.size = 0
-        """Bytes in the open log."""
+        """Size of the open log in bytes."""
         self.segment = 0
         self.gateway = _identity(folder)
 
     def read(self) -> Sequence[Sums]:
-        """Returns the sums that an earlier process left in the files; sets `segment`. Raises JournalError, OSError."""
+        """Returns the sums in the files of an earlier process, and sets `segment`. Raises JournalError, OSError."""
         snapshots, logs = _numbered(self._folder, "snapshot"), _numbered(self._folder, "log")
         first = max(snapshots, default=0)
         self.segment = max([*snapshots, *logs], default=0)
@@ -95,7 +99,10 @@ class Journal:
         return list(sums.values())
 
     def begin_segment(self) -> None:
-        """Open the next log; lines go there from now on, and a snapshot of this moment is to follow. Raises OSError."""
+        """Opens the next log, to which lines are appended from now on. Raises OSError.
+
+        The caller must then write a snapshot of the sums at this moment.
+        """
         number = self.segment + 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         opened = os.open(self._file("log", number), flags, 0o600)
@@ -104,8 +111,11 @@ class Journal:
         self._log, self.segment, self.size = opened, number, 0
 
     def append(self, line: Line) -> None:
-        """Appends to the kernel's page cache, which outlives this process: that takes microseconds, so the event loop
-        may do it. Raises OSError, for example when the disk is full; then nothing was appended."""
+        """Appends a line to the kernel's page cache, which outlives this process.
+
+        That takes microseconds, so the event loop may do it. Raises OSError, for example if the disk is full; then
+        nothing was appended.
+        """
         assert self._log is not None
         data = msgspec.json.encode(line) + b"\n"
         try:
@@ -113,12 +123,15 @@ class Journal:
             if written != len(data):
                 raise OSError("the disk took a part of a line only")
         except OSError:
-            os.ftruncate(self._log, self.size)  # half a line would hide those after it
+            os.ftruncate(self._log, self.size)  # an incomplete line would make later ones unreadable
             raise
         self.size += len(data)
 
     def write_snapshot(self, segment: int, data: bytes) -> None:
-        """`data`: the Sums, as JSON, when the segment began. Older files are removed. Raises OSError."""
+        """Writes the snapshot of a segment and removes older files. Raises OSError.
+
+        `data`: JSON list of the Sums at the start of the segment.
+        """
         temporary = self._file("new", segment)
         with temporary.open("wb") as out:
             out.write(data)
@@ -141,7 +154,7 @@ class Journal:
 
 
 def claim(folder: Path) -> Journal:
-    """The first slot that no living process has. Raises JournalError, OSError."""
+    """Returns the journal of the first slot that no running process has. Raises JournalError, OSError."""
     for slot in range(MAX_SLOTS):
         journal = _take(folder / str(slot))
         if journal is not None:
@@ -150,8 +163,10 @@ def claim(folder: Path) -> Journal:
 
 
 def abandoned(folder: Path) -> Iterator[Journal]:
-    """The other slots that are there and that nobody has, to be written out and closed. Those that can't be read are
-    logged, and stay."""
+    """Yields the journals of slots whose processes have exited. The caller must flush and close them.
+
+    Journals that can't be read are logged and left in place.
+    """
     for path in sorted(folder.iterdir()):
         try:
             journal = _take(path) if path.name.isdecimal() and path.is_dir() else None
@@ -177,7 +192,7 @@ def _take(path: Path) -> Journal | None:
 
 
 def _identity(folder: Path) -> str:
-    """Names this journal's objects in the registry; made once, in one step."""
+    """Returns the id in the names of this journal's objects in the registry; creates it atomically if missing."""
     file = folder / "id"
     if not file.exists():
         temporary = folder / "id.new"
@@ -190,7 +205,10 @@ def _identity(folder: Path) -> str:
 
 
 def _lines(file: Path) -> Iterator[Line]:
-    """Lines up to where they can't be read; only the last one may be such (the host stopped while it was written)."""
+    """Yields the lines of a log. Raises JournalError if a line other than the last can't be read.
+
+    The last line may be incomplete if the host stopped while writing it; it is dropped.
+    """
     pieces = file.read_bytes().split(b"\n")
     for number, piece in enumerate(pieces):
         try:

@@ -1,4 +1,4 @@
-"""The sums of this gateway: raised by meters, kept in the journal, written to the registry every few seconds."""
+"""The usage sums of this gateway: meters add to them, and they are written to the journal and the registry."""
 
 from __future__ import annotations
 
@@ -23,21 +23,26 @@ from gateway.usage.objects import UsageRecord, usage_key
 
 FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0
-"""Seconds for the last writing when the gateway stops; what it does not reach is in the journal, for the next start."""
+"""Seconds for the last flush when the gateway stops. What it misses stays in the journal for the next start."""
 MAX_WRITES = 200
-"""Objects written in one round; the others wait for the next."""
+"""Maximum objects written in one flush; the others wait for the next."""
 LATE_SECONDS = 300.0
-"""Seconds after its hour's end from which an object is written under a new name each time: the old one may be removed
-any moment, once it is merged. Less than the compaction's CLOSED_SECONDS, by as much as this host's clock may be behind
-the store's."""
+"""Seconds from the end of an hour after which its object gets a new name with each write.
+
+The old object may then be merged and removed at any moment. This is less than the compaction's CLOSED_SECONDS, by the
+amount that this host's clock may lag behind the store's.
+"""
 LOG_BYTES = 1 << 20
-"""Size from which the journal starts again with its sums."""
+"""Size of the log, in bytes, from which the journal starts a new segment."""
 
 log = logging.getLogger("gateway")
 
 
 class UsageLedger:
-    """`clock` is Unix time. Made by `open_ledger`; used on one event loop."""
+    """Usage sums of one gateway process, for use on one event loop. Created by `open_ledger`.
+
+    `clock`: Unix time.
+    """
 
     def __init__(self, journal: Journal, store: ObjectStore, clock: Callable[[], float]) -> None:
         self._journal = journal
@@ -46,14 +51,14 @@ class UsageLedger:
         self._threads = LeavableThreads(1)
         self._sums: dict[tuple[str, str, int], Sums] = {}
         self._open: dict[tuple[str, str], Sums] = {}
-        """Sums that calls are added to, by tenant and hour."""
+        """Sums to which calls are added, by tenant and hour."""
         self._unwritten = False
-        """True if lines are missing in the journal."""
+        """True if the journal lacks lines."""
         self.away = False
-        """True if the registry did not take what was last written."""
+        """True if the latest write to the registry failed."""
 
     def add(self, tenant: str, function: str, version: str, counts: UsageCounts) -> None:
-        """Counts a call. When this returns, a kill of the process does not lose it."""
+        """Counts a call. Once this returns, killing the process does not lose the call."""
         hour = hour_name(self._clock())
         sums = self._open.get((tenant, hour))
         if sums is None:
@@ -69,12 +74,13 @@ class UsageLedger:
         sums.count(function, version, counts)
 
     def unwritten(self, tenant: str) -> dict[str, bytes]:
-        """The tenant's objects as they are to be, by key: what the registry has of them may be older."""
+        """Returns the tenant's current objects by key. The registry's copies may be older."""
         mine = [sums for sums in self._sums.values() if sums.tenant == tenant]
         return {self._key(sums): _encoded(sums) for sums in mine}
 
     async def flush(self) -> bool:
-        """Write to the registry what has changed, as far as one round goes; whether all of it is there now."""
+        """Writes changed sums to the registry, up to MAX_WRITES objects. Returns whether the registry has all sums
+        now."""
         if self._unwritten:
             await self._begin_anew()
         changed = [sums for sums in self._sums.values() if sums.changes != sums.flushed]
@@ -93,13 +99,13 @@ class UsageLedger:
         return len(changed) <= MAX_WRITES
 
     async def run(self, seconds: float) -> None:
-        """Flush again and again, until cancelled."""
+        """Flushes every `seconds` seconds until cancelled."""
         while True:
             await self.flush()
             await asyncio.sleep(seconds)
 
     async def begin(self) -> None:
-        """Take over what earlier processes left. Raises JournalError, OSError."""
+        """Loads the sums that earlier processes left in the journal. Raises JournalError, OSError."""
         for sums in await asyncio.to_thread(self._journal.read):
             self._keep(sums)
         self._journal.begin_segment()
@@ -112,18 +118,18 @@ class UsageLedger:
             self._open[sums.tenant, sums.hour] = sums
 
     def _past(self) -> list[Sums]:
-        """Sums that are in the registry and that no call will be added to."""
+        """Returns the sums of past hours that the registry has. No call will be added to them."""
         hour = hour_name(self._clock())
         return [sums for sums in self._sums.values() if sums.hour != hour and sums.changes == sums.flushed]
 
     async def _begin_anew(self) -> None:
-        """A new segment of the journal, with the sums that still matter."""
+        """Starts a new segment of the journal, with the sums that are still needed."""
         for sums in self._past():
             del self._sums[sums.key]
             if self._open.get((sums.tenant, sums.hour)) is sums:
                 del self._open[sums.tenant, sums.hour]
         try:
-            # Together, without a pause: what comes from now on is in the new log, and what was before in the snapshot.
+            # No await in between: later calls go to the new log, and earlier ones are in the snapshot.
             self._journal.begin_segment()
             data, segment = self._snapshot(), self._journal.segment
             self._unwritten = False
@@ -152,7 +158,10 @@ async def open_ledger(
     clock: Callable[[], float] = time.time,
     seconds: float = FLUSH_SECONDS,
 ) -> AsyncIterator[UsageLedger]:
-    """Writes what is left once more at the end. Raises JournalError, OSError."""
+    """Yields this process's ledger, which flushes every `seconds` seconds. At the end it flushes once more.
+
+    Raises JournalError, OSError.
+    """
     journal = await asyncio.to_thread(claim, folder)
     try:
         ledger = UsageLedger(journal, store, clock)
@@ -167,14 +176,13 @@ async def open_ledger(
 
 
 async def _take_over(folder: Path, store: ObjectStore) -> None:
-    """Writes to the registry what processes that are gone have left in their journals; what can't be written stays
-    there."""
+    """Writes to the registry what exited processes left in their journals. What can't be written stays there."""
     for journal in await asyncio.to_thread(lambda: list(abandoned(folder))):
         try:
             ledger = UsageLedger(journal, store, time.time)
             await ledger.begin()
             await _last_flush(ledger)
-        except Exception as error:  # whatever is wrong with one, the others are written
+        except Exception as error:  # any error: the other journals are still written
             log.error(LEFT, exc_info=error)
         finally:
             journal.close()

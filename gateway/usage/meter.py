@@ -1,4 +1,4 @@
-"""Usage of one call, over all its choices."""
+"""Meters the usage of one call, over all its choices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Count = Callable[[UsageCounts], None]
 
 
 class Meter:
-    """Counts a call once all its `choices` are done, which is before the end of its reply goes out.
+    """Meter of one call. It reports once all `choices` have ended, before the end of the reply is sent.
 
-    A call that fails counts nothing. One that is cut short, by its caller or by the gateway's stop, counts what had
-    been computed for it until then.
+    A failed call counts nothing. A call that its caller or the gateway's stop cut short counts what was computed until
+    then.
     """
 
     def __init__(self, choices: int, count: Count) -> None:
@@ -25,7 +25,7 @@ class Meter:
         self._cold = False
 
     def done(self, prompt_tokens: int, completion_tokens: int, cold_start: bool, device_seconds: float = 0.0) -> None:
-        """A choice is complete. `prompt_tokens` is 0 for all but the first choice of a prompt."""
+        """Records a completed choice. `prompt_tokens` is 0 except for the first choice of a prompt."""
         self._add(prompt_tokens, completion_tokens, cold_start)
         self._sums.device_seconds += device_seconds
         self._open_choices -= 1
@@ -33,7 +33,7 @@ class Meter:
             self._report()
 
     def cut(self, prompt_tokens: int, completion_tokens: int, cold_start: bool) -> None:
-        """A choice ends early; the tokens are those that the node has computed."""
+        """Records a choice that ended early. The tokens are those that the node has computed."""
         self._cut = True
         self._add(prompt_tokens, completion_tokens, cold_start)
         if self._sums.prompt_tokens or self._sums.completion_tokens:
@@ -45,7 +45,7 @@ class Meter:
     def _add(self, prompt_tokens: int, completion_tokens: int, cold_start: bool) -> None:
         self._sums.prompt_tokens += prompt_tokens
         self._sums.completion_tokens += completion_tokens
-        # Choices of one call share its adapter: it is one cold start, whichever of them met it.
+        # Choices of a call share its adapter, so they count as one cold start.
         self._sums.cold_starts += cold_start and not self._cold
         self._cold = self._cold or cold_start
 

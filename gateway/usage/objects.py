@@ -1,9 +1,9 @@
-"""The objects of the registry that hold usage, and their names.
+"""Objects in the registry that contain usage, and their names.
 
-tenants/<tenant>/usage/<hour>/<gateway>-<part>.json             what one journal counted, written by its gateway alone
-tenants/<tenant>/usage/<hour>/<gateway>-<part>-<changes>.json   the same, newer, from a gateway that was late
-tenants/<tenant>/usage/days/<day>-<id>.json                     hours that are over, merged
-tenants/<tenant>/usage/months/<month>-<number>.json             days that are over, merged
+tenants/<tenant>/usage/<hour>/<gateway>-<part>.json             counts of one journal, written by its gateway only
+tenants/<tenant>/usage/<hour>/<gateway>-<part>-<changes>.json   newer version of it, from a late gateway
+tenants/<tenant>/usage/days/<day>-<id>.json                     merged closed hours
+tenants/<tenant>/usage/months/<month>-<number>.json             merged closed days
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from gateway.usage.counts import Functions, UsageCounts
 from gateway.usage.hours import hour_start
 
 FORMAT = 1
-"""Format of merged objects; a later one is refused."""
+"""Format version of merged objects; newer ones are refused."""
 DAY = len("2026-11-21")
 MONTH = len("2026-11")
-"""An hour's name begins with its day's, and that with its month's."""
+"""Lengths of the names of days and months. An hour's name begins with its day's, which begins with its month's."""
 
 
 class UsageRecord(msgspec.Struct, frozen=True):
-    """An hour of one journal."""
+    """Content of an hour's object from one journal."""
 
     functions: Functions
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """A cell: indices into the object's `hours` and `sources`, then the counters."""
+    """Cell of a merged object: indices into its `hours` and `sources`, then the counters."""
 
     hour: int
     source: int
@@ -49,11 +49,11 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MergedRecord(msgspec.Struct, frozen=True):
-    """Many hours of many journals."""
+    """Content of a day's or month's object: many hours of many journals."""
 
     format: int
     sealed: bool
-    """Nobody adds to it any more: it is about to be merged into the next level and removed."""
+    """True if nothing is added any more, because the object is about to be merged and removed."""
     hours: list[str]
     sources: list[str]
     functions: dict[str, dict[str, list[Row]]]
@@ -72,24 +72,30 @@ def months_folder(tenant: str) -> str:
 
 
 def day_key(folder: str, day: str) -> str:
-    """A key that was never used: a removal that is late can't meet a newer object of the same name."""
+    """Returns a new, unique key for a day's object, so that a late removal can't hit a newer object."""
     return f"{folder}{day}-{secrets.token_hex(8)}.json"
 
 
 def month_key(folder: str, month: str, number: int) -> str:
-    """Returns the key of the month's next object. Two compactors that both begin one compute the same key, so that one
-    of them is refused. None is ever removed, so no number comes twice."""
+    """Returns the key of the month's next object, number `number`.
+
+    Two compactors that begin the same object compute the same key, so the second one is refused. Months are never
+    removed, so no number is reused.
+    """
     return f"{folder}{month}-{number:04d}.json"
 
 
 def usage_key(tenant: str, hour: str, gateway: str, part: int, late: int | None = None) -> str:
-    """`late`: the number of changes in what is written, so that a late object is written once under its name."""
+    """Returns the key of an hour's object from one journal.
+
+    `late`: number of changes in the content, for a late object; each of its versions has its own name.
+    """
     suffix = "" if late is None else f"-{late}"
     return f"{usage_folder(tenant)}{hour}/{gateway}-{part}{suffix}.json"
 
 
 def source_of(key: str) -> tuple[str, str] | None:
-    """(hour, source) that a key names; None if it is no object of an hour."""
+    """Returns the hour and the source in the key of an hour's object; None for any other key."""
     *_, hour, name = key.split("/")
     try:
         hour_start(hour)
@@ -101,8 +107,10 @@ def source_of(key: str) -> tuple[str, str] | None:
 def pages(
     list_objects: Callable[[str, str, int], Sequence[ObjectInfo]], folder: str, low: str, high: str, size: int
 ) -> Iterator[list[ObjectInfo]]:
-    """Yields the folder's objects whose names are greater than `low` and less than `high`, up to `size` at a time, as
-    `list_objects` (ObjectStore.list) lists them."""
+    """Yields lists of up to `size` objects whose names are between `low` and `high`, both exclusive.
+
+    `list_objects`: a function like ObjectStore.list.
+    """
     after, more = folder + low, True
     while more:
         listed = list_objects(folder, after, size)
@@ -113,7 +121,7 @@ def pages(
 
 
 def decode_hour(key: str, data: bytes) -> Cells:
-    """Cells of an object of an hour; none if the key names no such object. Raises StoreUnavailable."""
+    """Returns the cells of an hour's object; none if `key` is no hour's. Raises StoreUnavailable."""
     source = source_of(key)
     if source is None:
         return {}
@@ -129,7 +137,10 @@ def decode_hour(key: str, data: bytes) -> Cells:
 
 
 def decode_merged(key: str, data: bytes, low: str = "", high: str = "~") -> tuple[Cells, bool]:
-    """(cells of the hours from `low` until before `high`, whether the object is sealed). Raises StoreUnavailable."""
+    """Returns the cells of a merged object, and whether it is sealed. Raises StoreUnavailable.
+
+    Only hours from `low` (inclusive) to `high` (exclusive) are returned.
+    """
     try:
         record = msgspec.json.decode(data, type=MergedRecord)
         if record.format != FORMAT:

@@ -1,4 +1,4 @@
-"""Usage summed up: the objects of the registry between two hours, grouped as asked."""
+"""Usage reports: sums over the registry's objects between two hours, by the requested groups."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from gateway.usage.objects import (
 READERS = 8
 MAX_ROWS = 20_000
 LAST = "~"
-"""Greater than every character of a key."""
+"""Character that is greater than each character of a key."""
 
 Group = Literal["tenant", "function", "version", "hour"]
 GROUPS: tuple[Group, ...] = ("tenant", "function", "version", "hour")
 Row = tuple[str | int | None, ...]
-"""Values of the groups that were asked for, in the order of GROUPS."""
+"""Values of the requested groups, in the order of GROUPS."""
 
 
 class Sheet:
-    """Sums by group. Raises InvalidRequest for more than MAX_ROWS rows."""
+    """Sums by group. Adding raises InvalidRequest beyond MAX_ROWS rows."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(group for group in GROUPS if group in groups)
@@ -54,7 +54,8 @@ class Sheet:
             self._add_row(row, counts)
 
     def ordered(self) -> Iterator[tuple[dict[str, str | int | None], UsageCounts]]:
-        """(group -> value, sums), ascending; the base model's version, None, comes first."""
+        """Yields each row as (value by group, sums), in ascending order. The base model's version, None, comes
+        first."""
         for row in sorted(self.rows, key=lambda row: [(value is not None, value) for value in row]):
             yield dict(zip(self.groups, row, strict=True)), self.rows[row]
 
@@ -70,8 +71,10 @@ class Sheet:
 def sum_usage(
     store: ObjectStore, tenant: str, first: int, end: int, newer: Mapping[str, bytes], groups: Sequence[Group]
 ) -> Sheet:
-    """Sums up by group what `read_usage` yields. Raises what `read_usage` raises, and InvalidRequest for too many
-    rows."""
+    """Returns the sums of the cells of `read_usage`, by group.
+
+    Raises what `read_usage` raises, and InvalidRequest for too many rows.
+    """
     sheet = Sheet(groups)
     for cell, counts in read_usage(store, tenant, first, end, newer):
         sheet.add(tenant, cell, counts)
@@ -81,11 +84,11 @@ def sum_usage(
 def read_usage(
     store: ObjectStore, tenant: str, first: int, end: int, newer: Mapping[str, bytes]
 ) -> Iterator[tuple[Cell, UsageCounts]]:
-    """Yields each cell from the hour of Unix time `first` until before `end` once.
+    """Yields each cell once, from the hour of Unix time `first` (inclusive) to `end` (exclusive).
 
-    Hours are read to their end before days are listed, and days before months: usage that compaction moves meanwhile is
-    met again where it went to, and joined. `newer`: objects of hours that may be ahead of the registry's. Blocks;
-    raises StoreUnavailable.
+    All hours are read before days are listed, and days before months. So usage that compaction moves meanwhile is read
+    again at its new place and merged. `newer`: objects of hours that may be newer than the registry's. Blocks; raises
+    StoreUnavailable.
     """
     low, high = hour_name(first), hour_name(end)
     last = hour_name(end - HOUR)
@@ -109,12 +112,12 @@ def read_usage(
 
 
 def _keys(store: ObjectStore, folder: str, low: str, high: str) -> Sequence[str]:
-    """Keys of the folder from `low` until before `high`."""
+    """Returns the folder's keys whose names are between `low` and `high`."""
     return [info.key for page in pages(store.list, folder, low, high, MAX_LIST) for info in page]
 
 
 def _contents(store: ObjectStore, keys: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-    """(key, content) of those that are still there."""
+    """Yields the key and content of each object that still exists."""
     with ThreadPoolExecutor(READERS, "usage") as pool:
         for key, data in zip(keys, pool.map(partial(_read, store), keys), strict=True):
             if data is not None:
@@ -122,7 +125,7 @@ def _contents(store: ObjectStore, keys: Sequence[str]) -> Iterator[tuple[str, by
 
 
 def _read(store: ObjectStore, key: str) -> bytes | None:
-    """Returns None if the object is gone: it has been merged into one that is read later."""
+    """Returns an object's content; None if it is gone, because it was merged into one that is read later."""
     try:
         return store.get(key).data
     except NotFound:

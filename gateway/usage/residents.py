@@ -1,8 +1,9 @@
-"""Meters adapters in nodes' memory: GB-seconds by tier, of provisioned copies apart, for the owners of the adapter.
+"""Meters the GB-seconds of adapters in nodes' memory, by tier, for the functions that own them.
 
-The leader reads every few seconds what nodes hold, and counts each adapter for the time since its last reading. It
-learns the owners from calls and from policies: nodes know digests alone. An adapter of several functions counts for
-each of them in equal parts. What no call and no policy has named since this worker leads is not counted.
+Provisioned copies are counted separately. Every METER_SECONDS the leader reads what nodes hold and counts each adapter
+for the time since its last reading. Nodes know digests only, so the leader learns the owners from calls and policies.
+An adapter of several functions is counted in equal parts. An adapter that no call or policy has named since this worker
+became leader is not counted.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from gateway.usage.counts import UsageCounts
 
 METER_SECONDS = 10.0
 LONGEST_GAP = 60.0
-"""Seconds: nothing is counted for a longer one, nor for one in which another worker may have led and counted."""
+"""Longest time between two readings that is counted, in seconds. In a longer one another worker may have led and
+counted."""
 MAX_DIGESTS = 40_000
-"""Digests whose owners are known; those of the one that was named least recently are forgotten."""
+"""Maximum digests whose owners are remembered; the least recently named digest is forgotten."""
 MAX_OWNERS = 16
-"""Owners of one adapter."""
+"""Maximum owners of one adapter."""
 MAX_LOOKUPS = 32
-"""Functions whose versions are read in one tick."""
+"""Maximum functions whose versions are read in one tick."""
 GB = 1e9
 TIERS = ("device", "host")
 TOGETHER = 256
-"""Counts that are made without a pause for the event loop."""
+"""Counts made between two pauses for the event loop."""
 
 Owner = tuple[str, str]
 """Tenant and function."""
@@ -40,17 +42,17 @@ Count = Callable[[str, str, str, UsageCounts], None]
 
 
 class Owners:
-    """Functions that have each adapter."""
+    """Owners of each adapter: the functions with a version that uses it."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, dict[Owner, str | None]] = OrderedDict()
-        """Owners by digest, each with its version; None: not known yet."""
+        """Owners by digest, each with its version; None: version not known yet."""
         self._digests: dict[Owner, set[str]] = {}
         self.unknown: dict[Owner, None] = {}
-        """Owners of whose digests the versions are to be looked up, the first first."""
+        """Owners whose versions are to be looked up, oldest first."""
 
     def record(self, tenant: str, function: str, digest: str) -> None:
-        """A call or a policy of the function names the adapter."""
+        """Records that a call or a policy of the function named the adapter."""
         owners, owner = self._owners.setdefault(digest, {}), (tenant, function)
         self._owners.move_to_end(digest)
         if owner not in owners and len(owners) < MAX_OWNERS:
@@ -63,12 +65,12 @@ class Owners:
                 self._remove(each, oldest)
 
     def forget(self, tenant: str, function: str) -> None:
-        """The function was changed: it may have lost versions."""
+        """Schedules a new lookup of a changed function, which may have lost versions."""
         if (tenant, function) in self._digests:
             self.unknown[tenant, function] = None
 
     def learn(self, owner: Owner, versions: Mapping[str, str]) -> None:
-        """`versions`: all that the function has, by digest; other adapters are no longer its own."""
+        """Sets the function's versions by digest. It stops owning other adapters."""
         self.unknown.pop(owner, None)
         for digest in list(self._digests.get(owner, ())):
             if digest in versions:
@@ -78,7 +80,7 @@ class Owners:
                 self._remove(owner, digest)
 
     def of(self, digest: str) -> list[tuple[Owner, str]]:
-        """Returns the adapter's owners whose version is known, with that."""
+        """Returns the adapter's owners with their versions, where these are known."""
         owners = self._owners.get(digest, {})
         return [(owner, version) for owner, version in owners.items() if version is not None]
 
@@ -91,8 +93,11 @@ class Owners:
 
 
 class ResidentMeter:
-    """Meters for the leader. `pinned`: by node, the tier in which each digest is provisioned there; `count`: the
-    ledger's `add`; `clock`: monotonic seconds."""
+    """Leader's meter of adapters in memory.
+
+    `pinned` returns, by node, the tier in which each digest is provisioned. `count`: the ledger's `add`. `clock`:
+    monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -108,13 +113,13 @@ class ResidentMeter:
         self._cluster, self._registry, self._threads, self._owners = cluster, registry, threads, owners
         self._pinned, self._count, self._clock = pinned, count, clock
         self._at = -math.inf
-        """Time of the last reading."""
+        """Time of the last reading, in monotonic seconds."""
 
     def job(self) -> Job:
         return Job("residents", self.measure, METER_SECONDS, "nodes")
 
     async def measure(self, tick: Tick) -> None:
-        """Counts what lies in memory for the time since the last look."""
+        """Counts the adapters in memory for the time since the last reading."""
         for owner in list(self._owners.unknown)[:MAX_LOOKUPS]:
             tick.check()
             await self._learn(owner)
@@ -131,7 +136,7 @@ class ResidentMeter:
             tick.work += 1
 
     async def _learn(self, owner: Owner) -> None:
-        """Reads the versions of the owner's function. While the registry is away, nothing changes."""
+        """Looks up the versions of the owner's function. Nothing changes while the registry is unavailable."""
         try:
             record = await self._threads.read(self._registry.function, *owner)
         except (StoreUnavailable, CorruptRecord):
@@ -142,7 +147,7 @@ class ResidentMeter:
             self._owners.learn(owner, {entry.digest: str(entry.version) for entry in record.versions})
 
     async def _sums(self, seconds: float) -> dict[tuple[Owner, str], UsageCounts]:
-        """Returns what `seconds` of what nodes hold now come to, by owner and version."""
+        """Returns the usage of `seconds` seconds of what nodes hold now, by owner and version."""
         table, pinned = await self._cluster.table(), self._pinned()
         sums: dict[tuple[Owner, str], UsageCounts] = {}
         for row in list(table.rows()):

@@ -1,2 +1,4 @@
-"""State that the workers of one gateway share, in Redis or, with one worker, in memory: messages (`peers`), sums over
-sliding windows (`windows`), and the metrics that each of them counts."""
+"""State shared by the workers of one gateway, in Redis or, with one worker, in memory.
+
+It consists of messages (`peers`), sums over sliding windows (`windows`), and metrics that each worker counts.
+"""

@@ -1,4 +1,4 @@
-"""SLO attainment of each tenant's calls, over sliding windows, on this gateway worker."""
+"""SLO attainment of each tenant's calls over sliding windows, counted by this gateway worker."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Literal
 from gateway.workers.sliding_sums import SlidingSums, Sums
 
 WINDOWS = (60, 600, 3600)
-"""Seconds."""
+"""Lengths of the windows in seconds."""
 SLICE = 10
-"""Seconds that are counted together: windows move in such steps."""
+"""Length of a slice in seconds; windows move in steps of one slice."""
 MAX_TENANTS = 1000
-"""Counted at once; the one that called least recently is forgotten."""
+"""Maximum tenants counted; the one that called least recently is forgotten."""
 
 Promise = Literal["ttft", "tpot", "all"]
 PROMISES: tuple[Promise, ...] = ("ttft", "tpot", "all")
 
 
 class Kept(Sums):
-    """Calls that ended in some time: those that had an SLO, and those of them that attained it."""
+    """Counts of completed calls with an SLO, by target, and of those that attained it (`held_...`)."""
 
     calls: int = 0
     ttft: int = 0
@@ -30,7 +30,7 @@ class Kept(Sums):
     held_all: int = 0
 
     def share(self, promise: Promise) -> float | None:
-        """Returns the share of calls that got what they were promised; None where nothing was promised."""
+        """Returns the fraction of calls that attained the target; None if no call had it."""
         promised: int = getattr(self, promise)
         return float(getattr(self, f"held_{promise}") / promised) if promised else None
 
@@ -38,9 +38,10 @@ class Kept(Sums):
 def judge(
     promised: tuple[float | None, float | None], measured: tuple[float | None, float | None], answered: bool
 ) -> dict[Promise, bool]:
-    """Returns which promises (TTFT, TPOT; seconds) a call kept, and as `all` whether each; empty without promises.
+    """Returns whether a call attained each of its targets (TTFT and TPOT in seconds), and all of them as `all`.
 
-    A call without an answer kept nothing. One that was answered by a single token has no TPOT to break.
+    The result is empty without targets. A call without an answer attained nothing. An answer of one token has no TPOT,
+    so it attains that target.
     """
     outcome: dict[Promise, bool] = {}
     for name, limit, value in zip(PROMISES, promised, measured, strict=False):
@@ -53,14 +54,14 @@ def judge(
 
 
 class Attainment(SlidingSums[Kept]):
-    """Attainment by tenant, for each of WINDOWS. `clock`: monotonic seconds."""
+    """SLO attainment by tenant, for each of WINDOWS. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         windows = tuple(seconds // SLICE for seconds in WINDOWS)
         super().__init__(clock, "attainment", Kept, seconds=SLICE, windows=windows, max_names=MAX_TENANTS)
 
     def record(self, tenant: str, outcome: dict[Promise, bool]) -> None:
-        """Counts a call of the tenant that has ended. Nothing is kept of a tenant without an SLO."""
+        """Counts a completed call of the tenant. Does nothing for calls without an SLO."""
         if outcome:
             attained = {f"held_{promise}": int(is_attained) for promise, is_attained in outcome.items()}
             self.add(tenant, Kept(calls=1, **dict.fromkeys(outcome, 1), **attained))

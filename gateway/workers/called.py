@@ -1,4 +1,4 @@
-"""Adapters that each tenant has had run, or provisioned, so that it is shown the residency of no others."""
+"""Adapters that each tenant has run or provisioned. Tenants see the residency of these only."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from dataclasses import dataclass, field
 
 MAX_TENANTS = 4096
 MAX_DIGESTS = 1024
-"""Per tenant; the one that was called least recently is forgotten."""
+"""Maximum digests per tenant; the least recently called one is forgotten."""
 
 
 @dataclass(kw_only=True)
 class CalledDigests:
-    """Digests that each tenant has called. Equal adapters of two tenants have one digest, and one copy on a node: a
-    tenant that never called it would learn from its residency that another one does."""
+    """Digests that each tenant has called.
+
+    Equal adapters of two tenants have the same digest and one copy on a node. So the residency of an adapter that a
+    tenant never called would reveal that another tenant calls it.
+    """
 
     on_first: Callable[[str, str], None] = lambda *_: None
-    """Called with each tenant and digest that `run` notes for the first time."""
+    """Called with tenant and digest when `run` records a digest for the first time."""
     max_tenants: int = MAX_TENANTS
     max_digests: int = MAX_DIGESTS
     _digests: OrderedDict[str, OrderedDict[str, None]] = field(default_factory=OrderedDict, init=False)
 
     def run(self, tenant: str, digest: str) -> None:
-        """The tenant has it run here."""
+        """Records that the tenant runs the adapter on this worker."""
         if not self.has(tenant, digest):
             self.on_first(tenant, digest)
         self.record(tenant, digest)
 
     def record(self, tenant: str, digest: str) -> None:
-        """The tenant has it run somewhere."""
+        """Records that the tenant runs the adapter on any worker."""
         digests = self._digests.setdefault(tenant, OrderedDict())
         self._digests.move_to_end(tenant)
         digests[digest] = None

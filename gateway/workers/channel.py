@@ -1,7 +1,8 @@
 """Messages from each gateway worker to all others, through Redis.
 
-Nothing waits for it. While Redis is away the messages wait, and go out when it is back. A worker that starts hears only
-what is published from then on. On the wire a message is named by its tag, which stays the same from release to release.
+Publishing never blocks. While Redis is unavailable, messages wait and are sent when it is back. A worker that starts
+receives only messages published from then on. On the wire a message is identified by its tag, which does not change
+between releases.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from cluster.redis_link import RedisAway, RedisLink
 from gateway.background import background
 
 MAX_WAITING = 10_000
-"""Messages; the oldest is forgotten."""
+"""Maximum messages that wait; beyond that the oldest is dropped."""
 MAX_TOGETHER = 200
-"""Messages that are sent as one."""
+"""Maximum messages sent together."""
 LINK_SECONDS = 1.0
-"""Longest wait for Redis, after which it is tried all the same."""
+"""Maximum seconds to wait for Redis before sending is tried again."""
 ANSWER_SECONDS = 0.5
-"""Longest wait for the others' answer to a question."""
+"""Maximum seconds to wait for other workers' answer to a query."""
 
 M = TypeVar("M")
 
@@ -35,10 +36,10 @@ log = logging.getLogger("gateway")
 
 
 class Channel(Generic[M]):
-    """Channel of one worker. Without a link there are no others."""
+    """Channel of one worker. Without a link there are no other workers."""
 
     def __init__(self, link: RedisLink | None, name: str, messages: Any, max_waiting: int = MAX_WAITING) -> None:
-        """`messages`: the union of the messages' types; at most `most` wait."""
+        """`messages`: union of the message types. At most `max_waiting` messages wait."""
         self._link, self._name = link, name
         self._waiting: deque[M] = deque(maxlen=max_waiting)
         self._has_waiting = asyncio.Event()
@@ -50,7 +51,7 @@ class Channel(Generic[M]):
 
     @property
     def is_up(self) -> bool:
-        """Returns whether messages are sent at once."""
+        """Returns whether messages are sent without delay."""
         return self._link is not None and self._link.is_up
 
     def publish(self, message: M) -> None:
@@ -59,8 +60,10 @@ class Channel(Generic[M]):
             self._has_waiting.set()
 
     async def ask(self, question: Callable[[str], M]) -> bytes | None:
-        """Publishes what `question` makes of a number. Returns what is answered to that number; None when nobody
-        does."""
+        """Publishes a query and returns its answer; None if no worker answers.
+
+        `question` returns the message for a query number, which the answer repeats.
+        """
         if not self.is_up:
             return None
         number = secrets.token_hex(8)
@@ -73,12 +76,12 @@ class Channel(Generic[M]):
             del self._queries[number]
 
     def answer(self, number: str, reply: bytes) -> None:
-        """Another worker has answered. Nothing happens when that was not asked here, or was answered already."""
+        """Handles another worker's answer. Ignores it if this worker has no such open query."""
         if (query := self._queries.get(number)) is not None and not query.done():
             query.set_result(reply)
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Messages go out as long as the context lasts."""
+        """Sends messages as long as the context lasts."""
         return background(*([] if self._link is None else [partial(self._send, self._link)]))
 
     async def _send(self, link: RedisLink) -> None:
@@ -94,14 +97,14 @@ class Channel(Generic[M]):
         try:
             await link.send(self._name, msgspec.msgpack.encode((link.worker, letter)))
         except RedisAway:
-            await asyncio.sleep(0.01)  # a link that comes and goes must not make this a busy loop
+            await asyncio.sleep(0.01)  # avoids a busy loop if the link fails repeatedly
             return False
         return True
 
     def _receive(self, data: bytes) -> None:
         try:
             worker, messages = self._decoder.decode(data)
-        except msgspec.DecodeError as error:  # a worker of another version, in the middle of a reload
+        except msgspec.DecodeError as error:  # a worker of another release, during a reload
             log.warning("a message of another gateway worker is not understood: %s", error)
             return
         if self._link is None or worker == self._link.worker:

@@ -19,14 +19,14 @@ OF_FACTS = (
     ("pcie_width_now", "pcie_lanes", "PCIe lanes in use"),
     ("link", "link_bytes_per_second", "What the PCIe link to the GPU should carry"),
 )
-"""Fields of GpuFacts, each with the end of its metric's name and what it says."""
+"""Fields of GpuFacts, each with the suffix of its metric's name and the metric's description."""
 OF_LOAD = (
     ("memory_used", "memory_used_bytes", "Memory in use on a node's GPU"),
     ("utilisation", "utilisation_percent", "Time in which a kernel ran"),
     ("power", "power_watts", "Power that the GPU draws"),
     ("temperature", "temperature_celsius", "Temperature of the GPU"),
 )
-"""The same of GpuLoad."""
+"""Fields of GpuLoad, each with the suffix of its metric's name and the metric's description."""
 
 
 OF_TROUBLE = (
@@ -34,11 +34,11 @@ OF_TROUBLE = (
     ("slow_link", "link_slow", "1: the link to the GPU is slower than it should be"),
     ("problem", "unwatched", "1: NVML fails or hangs"),
 )
-"""Texts of GpuFacts; a metric says whether there is one."""
+"""Text fields of GpuFacts; the metric is 1 if the text is not empty."""
 
 
 def gpu_metrics(views: Sequence[NodeView]) -> Iterator[Metric]:
-    """Yields nothing where no node reports a GPU."""
+    """Yields the metrics of the nodes' GPUs; none if no node reports a GPU."""
     facts = [(view.record.id, view.record.gpu) for view in views if view.record.gpu is not None]
     loads = [(view.record.id, view.record.gpu_load) for view in views if view.record.gpu_load is not None]
     for field, name, about in OF_FACTS if facts else ():
@@ -52,7 +52,7 @@ def gpu_metrics(views: Sequence[NodeView]) -> Iterator[Metric]:
 
 
 def node_gauge(name: str, about: str, values: Sequence[tuple[str, float | None]]) -> Metric:
-    """Returns a gauge with one value per node; without those of which there is none."""
+    """Returns a gauge with one value per node, without nodes whose value is None."""
     family = GaugeMetricFamily(f"garnish_node_{name}", about, labels=("node",))
     for node, value in values:
         if value is not None:

@@ -1,4 +1,4 @@
-"""Counts of each function in the last hour, by the minute, on this gateway worker."""
+"""Counts of each function in the last hour, in slices of a minute, from this gateway worker."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from gateway.workers.sliding_sums import SlidingSums, Sums
 
 MINUTES = 60
 MAX_FUNCTIONS = 2000
-"""Functions that are counted at once; the one that was called least recently is forgotten."""
+"""Maximum functions counted; the least recently called one is forgotten."""
 
 
 class Counts(Sums):
-    """Sums over some time."""
+    """Counts of calls over a period."""
 
     invocations: int = 0
     failures: int = 0
@@ -33,5 +33,5 @@ class LastHour(SlidingSums[Counts]):
 
 
 def name_of(tenant: str, function: str) -> str:
-    """Returns `tenant/function`; neither name has a slash."""
+    """Returns the name `tenant/function`. Neither part contains a slash."""
     return f"{tenant}/{function}"

@@ -1,8 +1,8 @@
-"""Prometheus metrics of the gateway, in a registry of their own.
+"""Prometheus metrics of the gateway, in their own registry.
 
-With several workers each keeps its numbers in files of one directory (prometheus_client's multiprocess mode, which it
-takes from PROMETHEUS_MULTIPROC_DIR when it is first imported), and whichever is asked adds them up. What is known of
-the nodes is set only for the answer, from the cluster state, and is never added up.
+With several workers, each stores its numbers in files of one directory (prometheus_client's multiprocess mode), and the
+worker that answers adds them up. prometheus_client reads PROMETHEUS_MULTIPROC_DIR when it is first imported. Metrics of
+nodes are computed for each answer from the cluster state, and are not added up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gateway.workers.gpu_metrics import gpu_metrics, node_gauge
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 MAX_LABELS = 200
-"""Distinct tenants, and distinct functions, that get a label of their own; later ones share `other`."""
+"""Maximum distinct tenants, and functions, with a label; later ones share the label `other`."""
 
 DECISION_SECONDS = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -44,11 +44,11 @@ OF_NODES = (
     ("prefetch_wasted_bytes", "Prefetched and never called"),
     ("cpu_workers", "CPU LoRA workers that help cold calls"),
 )
-"""Fields of NodeRecord, each with what it says."""
+"""Fields of NodeRecord, each with the description of its metric."""
 
 
 class LabelCap:
-    """Bounds the values of a label: names come from users, and each value costs memory for ever."""
+    """Limits the distinct values of a label: names come from users, and each value takes memory permanently."""
 
     def __init__(self, limit: int = MAX_LABELS) -> None:
         self._limit = limit
@@ -142,7 +142,7 @@ class Metrics:
         self._schedule.observe(seconds)
 
     def observe_forecast(self, forecast: float, real: float) -> None:
-        """Counts by how many seconds a forecast was wrong of the time from a request's placement to its first token."""
+        """Records the error, in seconds, of a forecast of the time from a request's placement to its first token."""
         direction = "later" if real > forecast else "sooner"
         self._first_token_error.labels(direction).observe(abs(real - forecast))
 
@@ -161,8 +161,10 @@ class Metrics:
     def render(
         self, nodes: Iterable[NodeView], attained: Mapping[str, list[Kept]] | None = None, stale: float | None = None
     ) -> bytes:
-        """Returns the Prometheus text of all workers, of the nodes as they are known now, and of SLO attainment by
-        tenant and window. `stale`: seconds since when it knows no better."""
+        """Returns the Prometheus text of all workers, of the nodes, and of SLO attainment by tenant and window.
+
+        `stale`: seconds for which the cluster state is outdated; None: it is current.
+        """
         counted, gauges, views = self.registry, CollectorRegistry(), list(nodes)
         if MULTIPROCESS in os.environ:
             counted = CollectorRegistry()
@@ -187,7 +189,7 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    """Gauges that are known now, and were never counted here."""
+    """Gauges that are computed for one answer."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

@@ -1,5 +1,4 @@
-"""Messages among the gateway's workers: changes of functions and tenants, calls that are to end, and which adapters
-were called."""
+"""Messages between the gateway's workers: changed functions and tenants, calls to end, and called adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from gateway.workers.channel import Channel
 
 
 class FunctionChanged(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
-    """Nothing that was known of the function is valid any more."""
+    """Invalidates all cached data of a function."""
 
     tenant: str
     function: str
@@ -23,25 +22,25 @@ class TenantChanged(msgspec.Struct, frozen=True, array_like=True, tag="tenant"):
 
 
 class CallsRevoked(msgspec.Struct, frozen=True, array_like=True, tag="revoked"):
-    """Generations of the function are to end now."""
+    """Request to end all generations of a function now."""
 
     tenant: str
     function: str
     reason: str
     id: str = ""
-    """Deduplication id: the same message may also arrive through the registry. Empty: an earlier release published
-    it."""
+    """Deduplication id, because the same message may also arrive through the registry. Empty: from an earlier
+    release."""
 
 
 class DigestCalled(msgspec.Struct, frozen=True, array_like=True, tag="called"):
-    """The tenant had this adapter run, for the first time as far as the publishing worker knows."""
+    """Notice that a tenant has run this adapter, for the first time as far as the sender knows."""
 
     tenant: str
     digest: str
 
 
 class ExplanationAsked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
-    """Query for the routing of a call. `tenant`: the call's; None: any."""
+    """Query for the routing of a call. `tenant`: owner of the call; None: any."""
 
     number: str
     call: str
@@ -58,11 +57,11 @@ Message = FunctionChanged | TenantChanged | CallsRevoked | DigestCalled | Explan
 
 
 class Peers(Channel[Message]):
-    """Channel of one worker."""
+    """Channel of one worker to the other workers of its gateway."""
 
     def __init__(self, link: RedisLink | None) -> None:
         super().__init__(link, "peers", Message)
 
     async def explain(self, call: str, tenant: str | None) -> bytes | None:
-        """Returns the answer of a worker that knows the call; None when none does."""
+        """Returns the routing of a call as JSON of ExplainReply; None if no worker knows the call."""
         return await self.ask(partial(ExplanationAsked, call=call, tenant=tenant))

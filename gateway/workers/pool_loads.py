@@ -1,7 +1,7 @@
-"""Loads of the node pools, as this gateway worker sees them.
+"""Loads of the node pools, as seen by this gateway worker.
 
-Counts are of requests to nodes (a call has one per choice). Those that no node could take, held or refused, belong to
-no pool: they are kept under None.
+Counts are of requests to nodes; a call has one per choice. Requests that no node could take, held or refused, belong to
+no pool and are stored under None.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 WINDOW = 10
-"""Seconds over which arrivals and kept promises are counted, in slices of one second."""
+"""Seconds over which arrivals and attained SLOs are counted, in slices of one second."""
 
 
 class PoolLoad(msgspec.Struct, array_like=True):
-    """Load of one pool, by one worker or by several together. Work is in seconds of one node's time, by its cost
-    model."""
+    """Load of one pool, from one worker or several.
+
+    Work is in seconds of one node's time, by the node's cost model.
+    """
 
     pool: str | None
-    """Empty: nodes of no pool; None: no node could take these requests."""
+    """Name of the pool; empty: nodes without a pool; None: requests that no node could take."""
     open: int = 0
     queue_wait: float = 0.0
-    """Seconds, of the request that has waited longest."""
+    """Seconds for which the oldest waiting request has waited."""
     arrived: float = 0.0
-    """Work of the requests that came within the window; only of nodes whose costs were measured."""
+    """Work of the requests that arrived within the window, on nodes with a measured model only."""
     backlog: float = 0.0
-    """Work of the requests that wait."""
+    """Work of the waiting requests."""
     promised: int = 0
-    """Calls that ended within the window and to which something was promised."""
+    """Number of calls with an SLO that ended within the window."""
     attained: int = 0
-    """Calls among them that attained it."""
+    """Number of these calls that attained their SLO."""
 
     def add(self, load: PoolLoad) -> None:
         self.queue_wait = max(self.queue_wait, load.queue_wait)
@@ -40,7 +42,7 @@ class PoolLoad(msgspec.Struct, array_like=True):
 
     @property
     def demand(self) -> float:
-        """Work per second: nodes."""
+        """Returns the work that arrives per second, which is a number of nodes."""
         return self.arrived / WINDOW
 
     @property
@@ -55,12 +57,12 @@ class _Pool:
         self.slices: deque[tuple[int, PoolLoad]] = deque()
 
     def forget(self, second: int) -> None:
-        """Removes the slices that the window has left behind."""
+        """Removes the slices that are older than the window."""
         while self.slices and self.slices[0][0] <= second - WINDOW:
             self.slices.popleft()
 
     def now(self, second: int) -> PoolLoad:
-        """The current slice."""
+        """Returns the slice of the current second."""
         self.forget(second)
         if not self.slices or self.slices[-1][0] != second:
             self.slices.append((second, PoolLoad(None)))
@@ -68,7 +70,7 @@ class _Pool:
 
 
 class QueueSample:
-    """A request among the pools' loads, from its first wait to its end."""
+    """Request in the pools' loads, from its first wait to its end."""
 
     def __init__(self, loads: PoolLoads, since: float) -> None:
         self._loads = loads
@@ -78,11 +80,11 @@ class QueueSample:
         self._there = self._counted = self._unplaced = False
 
     def wait(self, pool: str | None, work: float | None) -> None:
-        """Notes that the request waits for a node of the pool (None: for any node at all). May be said again of another
+        """Records that the request waits for a node of the pool (None: for any node). May be called again with another
         pool."""
         self.end()
         if self._unplaced and pool is not None:
-            self.since = self._loads.clock()  # that there was no node does not mean that the one that came is too few
+            self.since = self._loads.clock()  # waiting for a first node must not count as overload of that node
         self._unplaced = pool is None
         self.pool, self.work, self._there = pool, work or 0.0, True
         entry = self._loads.pools[pool]
@@ -93,45 +95,45 @@ class QueueSample:
             self._loads.slice(pool).arrived += self.work
 
     def begin(self) -> None:
-        """Notes that the request waits no longer."""
+        """Records that the request no longer waits."""
         if self._there:
             self._loads.pools[self.pool].waiting.pop(self, None)
 
     def end(self) -> None:
-        """Notes that the request has left; does nothing when it has left already."""
+        """Records that the request has ended. Repeated calls have no effect."""
         if self._there:
             self.begin()
             self._loads.pools[self.pool].open -= 1
             self._there = False
 
     def restart(self) -> None:
-        """Lets the request wait for another node, although it had begun, as one that comes now."""
+        """Restarts the request's wait, because it moves to another node after it had begun."""
         self.since = self._loads.clock()
 
     def judge(self, is_attained: bool) -> None:
-        """Counts the end of its call, which had an SLO."""
+        """Counts a completed call with an SLO."""
         counts = self._loads.slice(self.pool)
         counts.promised += 1
         counts.attained += is_attained
 
 
 class PoolLoads:
-    """`clock` is monotonic seconds."""
+    """Loads of all pools. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.pools: defaultdict[str | None, _Pool] = defaultdict(_Pool)
 
     def track(self, since: float) -> QueueSample:
-        """A request that came at `since`."""
+        """Returns the sample of a request that arrived at `since`."""
         return QueueSample(self, since)
 
     def refuse(self, work: float | None) -> None:
-        """A request was refused because every node was full."""
+        """Counts the work of a request that was refused because all nodes were full."""
         self.slice(None).arrived += work or 0.0
 
     def here(self) -> list[PoolLoad]:
-        """Returns the pools' loads as this worker sees them, and forgets the pools that have none any more."""
+        """Returns the pools' loads as seen by this worker, and forgets pools without load."""
         now = self.clock()
         summed = [self._summed(name, pool, now) for name, pool in self.pools.items()]
         for name in [name for name, pool in self.pools.items() if not (pool.open or pool.slices)]:
@@ -139,7 +141,7 @@ class PoolLoads:
         return summed
 
     def slice(self, pool: str | None) -> PoolLoad:
-        """The counts of the current second."""
+        """Returns the counts of the pool's current second."""
         return self.pools[pool].now(int(self.clock()))
 
     def _summed(self, name: str | None, pool: _Pool, now: float) -> PoolLoad:
@@ -152,7 +154,7 @@ class PoolLoads:
 
 
 def add_up(loads: Iterable[PoolLoad]) -> dict[str | None, PoolLoad]:
-    """Adds up the loads by pool; of their queue waits the longest counts."""
+    """Returns the sum of the loads by pool; the queue wait is the maximum."""
     sums: dict[str | None, PoolLoad] = {}
     for load in loads:
         sums.setdefault(load.pool, PoolLoad(load.pool)).add(load)

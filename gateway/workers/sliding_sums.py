@@ -1,4 +1,4 @@
-"""Sums by name over sliding windows, in slices of time: of what this gateway worker counts."""
+"""Sums of this gateway worker's counts, by name, over sliding windows made of time slices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Sums(msgspec.Struct):
-    """Numbers that add up. Redis holds them in the order of the fields: another one is another layout."""
+    """Numbers that are added field by field. Redis stores them in the order of the fields, which must not change."""
 
     def add(self, sums: Self) -> None:
         for field in self.__struct_fields__:
@@ -30,22 +30,24 @@ class SlidingSums(Generic[Sum]):
         windows: tuple[int, ...],
         max_names: int,
     ) -> None:
-        """`windows`: how many of the last slices of `seconds` each has, ascending. `empty` is the sum of nothing. Of
-        more than `most` names the one that was counted least recently is forgotten. `clock` is monotonic seconds."""
+        """`windows`: lengths of the windows in slices of `seconds`, ascending. `empty`: type of the sums.
+
+        Beyond `max_names` names the least recently counted one is forgotten. `clock`: monotonic seconds.
+        """
         self.kind, self.empty, self.seconds, self.windows, self.max_names = kind, empty, seconds, windows, max_names
         self._clock = clock
         self._slices: OrderedDict[str, dict[int, Sum]] = OrderedDict()
         self._unreported: dict[int, dict[str, Sum]] | None = None
 
     def report_all(self) -> None:
-        """Keeps for `take_unreported` what `add` counts from now on, and all the slices that are there already."""
+        """Marks all current slices as unreported, and records later counts for `take_unreported`."""
         self._unreported = {}
         for name, slices in self._slices.items():
             for at, counts in slices.items():
                 self._unreported.setdefault(at, {})[name] = msgspec.structs.replace(counts)
 
     def take_unreported(self, limit: int) -> list[tuple[str, int, Sum]]:
-        """Returns up to `most` sums (name, slice) of what was counted since they were last taken."""
+        """Returns up to `limit` unreported sums as (name, slice, sum), and marks them as reported."""
         unreported: list[tuple[str, int, Sum]] = []
         while self._unreported and len(unreported) < limit:
             at, sums = next(iter(self._unreported.items()))
@@ -70,7 +72,7 @@ class SlidingSums(Generic[Sum]):
                 unreported.setdefault(name, self.empty()).add(counts)
 
     def of(self, name: str) -> list[Sum]:
-        """Returns a sum per window."""
+        """Returns one sum per window."""
         sums, now = [self.empty() for _ in self.windows], self._now()
         for at, counts in self._slices.get(name, {}).items():
             for window, total in zip(self.windows, sums, strict=True):
@@ -79,15 +81,15 @@ class SlidingSums(Generic[Sum]):
         return sums
 
     def all(self) -> dict[str, list[Sum]]:
-        """Returns each known name's sums, one per window."""
+        """Returns the sums of each name, one per window."""
         return {name: self.of(name) for name in self._slices}
 
     def age(self, at: int) -> float:
-        """Returns the seconds since the slice ended."""
+        """Returns the seconds since the slice `at` ended."""
         return max(0.0, self._clock() - (at + 1) * self.seconds)
 
     def _forget(self, slices: dict[int, Any], now: int) -> None:
-        """Removes the slices that the windows have left behind, when the slice `now` begins."""
+        """Removes slices older than the longest window, when the slice `now` begins."""
         if now not in slices:
             for old in [at for at in slices if at <= now - self.windows[-1]]:
                 del slices[old]

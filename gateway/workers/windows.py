@@ -1,11 +1,9 @@
-"""Sums of all gateway workers: what functions did in the last hour, SLO attainment, and the pools' loads.
+"""Sums over all gateway workers: functions in the last hour, SLO attainment, and the pools' loads.
 
-They are sums in Redis, by slices of time, that expire with their window. A worker adds to them once a second what it
-has counted, and any worker that is asked reads them. Slices are by Redis's clock, which all workers share (those of
-their hosts may differ): a worker reports how long ago it counted.
-
-What can't be reported waits until Redis is back, within its window; what Redis has lost a worker reports again.
-Meanwhile, and without Redis, the answer is what this worker has counted.
+Redis stores them by time slice, and they expire with their window. Each worker adds its counts once a second, and the
+worker that answers reads them. Slices follow Redis's clock, because the hosts' clocks may differ; a worker reports how
+long ago it counted. Counts that can't be reported wait for Redis as long as their window lasts. If Redis has lost its
+data, workers report theirs again. Without Redis the answer is this worker's own counts.
 """
 
 from __future__ import annotations
@@ -28,44 +26,47 @@ from gateway.workers.sliding_sums import SlidingSums, Sum
 
 FLUSH_SECONDS = 1.0
 READ_SECONDS = 2.0
-"""Longest wait for the sums of all workers."""
+"""Maximum seconds to wait for the sums of all workers."""
 LOAD_SECONDS = 5.0
-"""Seconds for which a worker's report of the pools' loads counts."""
+"""Seconds for which a worker's report of the pools' loads is valid."""
 SUMS_TOGETHER = 500
 SLICES_TOGETHER = 30
-"""Slices of one script: those that add or read more would delay reservations of places."""
+"""Maximum slices per script; a longer script would delay the reservation of places."""
 
 AWAY = (RedisAway, TimeoutError)
 
 
 class Windows:
-    """Windows of one worker. Without a link there are no others."""
+    """Windows of one worker. Without a link there are no other workers."""
 
     def __init__(self, link: RedisLink | None, hour: LastHour, attainment: Attainment, loads: PoolLoads) -> None:
         self._link, self._hour, self._attainment, self._loads = link, hour, attainment, loads
         self._flushing = asyncio.Lock()
         self._number = 1
         self._batch: list[tuple[SlidingSums[Any], list[tuple[str, int, Any]]]] = []
-        """Goes out under its number until there is an answer: Redis counts no number twice."""
+        """Batch of counts to report. It is sent under `_number` until Redis answers, and Redis counts each number
+        once."""
         self._all = True
-        """The next batch is the first of all that is within the windows."""
+        """True if the next batch is the first one of a complete report."""
         self._report_all()
 
     async def last_hour(self, tenant: str, function: str) -> Counts:
         return (await self._of(self._hour, name_of(tenant, function)))[0]
 
     async def attainment(self, tenant: str) -> list[Kept]:
-        """Returns what was kept of the tenant's promises, for each of gateway.workers.attainment.WINDOWS."""
+        """Returns the tenant's SLO attainment for each of gateway.workers.attainment.WINDOWS."""
         return await self._of(self._attainment, tenant)
 
     async def attained(self) -> dict[str, list[Kept]]:
-        """Returns what was kept of promises in each window, by tenant."""
+        """Returns the SLO attainment in each window, by tenant."""
         sums = await self._read(self._attainment, "")
         return self._attainment.all() if sums is None else sums
 
     async def loads(self) -> tuple[dict[str | None, PoolLoad], int]:
-        """Returns the loads by pool, and how many workers' they are, this one included. While Redis is away only this
-        worker's."""
+        """Returns the loads by pool, and the number of workers included, with this one.
+
+        While Redis is unavailable only this worker is included.
+        """
         reported: list[bytes] = []
         if self._link is not None:
             args = [self._link.key("load", ""), self._link.worker]
@@ -76,7 +77,7 @@ class Windows:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Reports counts to Redis as long as the context lasts, and at its end; without a link does nothing."""
+        """Reports counts to Redis as long as the context lasts, and once at its end. Does nothing without a link."""
         if self._link is None:
             yield
             return
@@ -99,8 +100,10 @@ class Windows:
         return sums.of(name) if by_name is None else by_name.get(name) or [sums.empty() for _ in sums.windows]
 
     async def _read(self, sums: SlidingSums[Sum], name: str) -> dict[str, list[Sum]] | None:
-        """Returns the sums of all workers by name (empty `name`: all names); None without a link, while Redis is away,
-        and when it does not answer within READ_SECONDS."""
+        """Returns the sums of all workers by name (empty `name`: all names).
+
+        Returns None without a link, and if Redis is unavailable or does not answer within READ_SECONDS.
+        """
         if self._link is None:
             return None
         with suppress(*AWAY):
@@ -110,7 +113,7 @@ class Windows:
         return None
 
     async def _flush(self, link: RedisLink) -> None:
-        """Raises RedisAway."""
+        """Reports all pending counts and the current loads to Redis. Raises RedisAway."""
         keys = [link.key("told", link.worker), link.key("load", link.worker)]
         kinds = (self._hour, self._attainment)
         async with self._flushing:
@@ -142,7 +145,7 @@ def _encoded(link: RedisLink, batch: list[tuple[SlidingSums[Any], list[tuple[str
 
 
 async def _sums(link: RedisLink, sums: SlidingSums[Sum], name: str) -> dict[str, list[Sum]]:
-    """Raises RedisAway."""
+    """Returns the sums of all workers by name, one per window. Raises RedisAway."""
     by_name: dict[str, list[Sum]] = {}
     newest: Value = ""
     for first, end in pairwise(sorted({*sums.windows, *range(0, sums.windows[-1], SLICES_TOGETHER)})):
