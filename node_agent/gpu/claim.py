@@ -28,7 +28,7 @@ NAME = "\0garnish-gpu-"
 ORDER = "CUDA_DEVICE_ORDER"
 ASK_S = 1.0
 MAX_ASKERS = 128
-"""Connections to a claim, which is never accepted; later ones can't read the claiming process."""
+"""Maximum pending connections to a claim, which accepts none. Later processes can't find out who has the claim."""
 
 log = logging.getLogger(__name__)
 

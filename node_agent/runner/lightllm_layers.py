@@ -50,7 +50,7 @@ class PassState(LlamaInferStateInfo):  # type: ignore[misc]  # LightLLM has no t
     lora: PassLora | None = None
 
     def lora_of(self, layer: int, group: str, x: torch.Tensor) -> PassLora | None:
-        """Begins the pass's LoRA for a group, and returns it; None if it adds nothing there."""
+        """Begins the pass's LoRA for a group and returns it. Returns None if the group has no LoRA term."""
         return self.lora if self.lora is not None and self.lora.begin(layer, group, x) else None
 
 
@@ -116,7 +116,8 @@ class LightllmModel(LlamaTpPartModel):  # type: ignore[misc]  # LightLLM has no 
         self.weight_dict = None  # the copy in host memory
 
     def _init_config(self) -> None:
-        """Keeps the given config: LightLLM would read config.json as older versions of transformers."""
+        """Keeps the given config. LightLLM would read config.json itself, in the format of older transformers
+        versions."""
 
     def _init_mem_manager(self) -> None:
         self.mem_manager = None

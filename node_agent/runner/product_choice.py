@@ -28,9 +28,9 @@ from node_agent.runner.products import Products, can_pack, few_rows, pack, packe
 log = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 24 << 20
-"""Bytes of the weights that are multiplied in turn: too many for a core's caches."""
+"""Bytes of the weights that are multiplied in turn; more than a core's caches hold."""
 LIMIT_S = 1.5
-"""Time limit for all rounds after the first."""
+"""Time limit in seconds for all rounds after the first."""
 ROUNDS = 5
 FEW_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Rows at which the compiled product is compared with the widened one."""
@@ -42,11 +42,11 @@ ATTENTION_TOKENS = 128
 MAX_STORED_BYTES = 1 << 16
 
 Product = Callable[[torch.Tensor, torch.Tensor, None], torch.Tensor]
-"""(x, weight, None for no bias) -> y"""
+"""Function (x, weight, None for no bias) -> y."""
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The choice as it is stored."""
+    """Stored choice of products."""
 
     packed: bool
     few: int
