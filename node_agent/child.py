@@ -1,5 +1,4 @@
-"""Start of a child process, which exits with its parent, reads its settings from standard input, and may report on
-standard output."""
+"""Start of a child process: its settings, its output, and its exit with its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of an adapter in host memory, of an adapter on the device, and of a request; and the legal transitions.
+"""States of an adapter in host memory and on the device, and of a request, with their legal transitions.
 
 docs/design/adapter-memory.md and docs/design/seams.md show the transitions.
 """

@@ -17,7 +17,7 @@ REGISTER_CHUNK = 256 << 20
 
 
 class HostMemory:
-    """Host pool in a memfd whose pages are allocated at the start, so that a write never fails for lack of memory.
+    """Host pool in a memfd whose pages are allocated at the start. A write therefore never fails for lack of memory.
 
     With `pinned`, the memory is registered with CUDA, so that copies from it are asynchronous. Child processes may
     inherit `fd`. The memory lives as long as any process maps it.

@@ -28,7 +28,7 @@ MEASURE_THREADS = 8
 """Threads that read headers and, with them, first layers (two reads per adapter). They are separate so that headers do
 not wait for the bytes of large adapters."""
 MEASURE_AHEAD = 2
-"""Number of reads for more urgent loads at which a prefetch's header may still be read. Prefetches thus use at most
+"""Maximum prefetches whose headers are read at once. Together with the reads of their first layers, they use at most
 half of the threads."""
 STORE_THREADS = 8
 COPY_THREADS = {"cpu": 4, "cuda": 1}

@@ -41,10 +41,9 @@ class HostAdapter:
     waiters: int = 0
     """number of queued requests and prefetches that wait for the adapter"""
     priority: Priority = Priority.REQUEST
-    """priority of the most urgent waiter, or of a request that leases the adapter on the device; unchanged when both
-    are gone"""
+    """priority of the most urgent waiter, or of a request with a lease on the device. It stays when both are gone."""
     prefetched: bool = False
-    """whether no request waited when the load began; the duration of such a load is not used to measure the store"""
+    """True if no request waited when the load began. The duration of such a load is not used to measure the store."""
     copy: CopyStates | None = None
     """latest copy to the device that claimed this adapter"""
     leased: bool = False
@@ -199,7 +198,7 @@ class DeviceAdapter:
     copy: CopyStates
     leases: int = 0
     prefetched: bool = False
-    """whether no request waited when the load began; the duration of such a load is not used to measure the link"""
+    """True if no request waited when the load began. The duration of such a load is not used to measure the link."""
     served: bool = False
     """whether a request was served from the adapter; its load then runs to its end, since more requests are likely"""
     load_seconds: float = 0.0

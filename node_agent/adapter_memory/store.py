@@ -368,7 +368,7 @@ class AdapterStore:
     def _place(
         self, adapter: Adapter, order: Sequence[int] | None, spared: Container[str] = ()
     ) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
-        """Allocates room on the device for an adapter that has none, and starts to copy each layer once it is in host
+        """Allocates room on the device for an adapter that has none. Starts to copy each layer once it is in host
         memory. Returns the reason when it can't."""
         host = self.hosts.load(adapter)  # it may have been evicted since `announce`
         if host.state is HostState.ABANDONED:  # just abandoned: the next call starts the load again

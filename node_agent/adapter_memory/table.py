@@ -35,7 +35,8 @@ class TableShape:
 
 
 class AdapterTable:
-    """Ranks, scales and row positions of the adapters in a pool, at a fixed address on the device or in shared memory.
+    """Ranks, scales and row positions of the adapters in a pool. It has a fixed address on the device or in shared
+    memory.
 
     rank i32[slots, layers, 7] (0 = not adapted); scale f32[slots, layers, 7]; first i32[slots, layers, 7, 2]: index
     into row_offset of the first A and the first B row; row_offset i32[rows]: position of each row in ROW_ALIGN units

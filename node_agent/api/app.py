@@ -40,7 +40,7 @@ from node_agent.gpu.watch import GpuWatch
 from node_agent.heartbeat import NAME, Watch
 
 NOTICE_SECONDS = 0.3
-"""Seconds between the request to stop and the end of listening, so that the gateway learns of it and sends no more
+"""Seconds between the request to stop and the end of listening. Meanwhile the gateway learns of it and sends no more
 requests."""
 KEEP_ALIVE = 90
 """Seconds that an idle connection stays open. It is longer than on gateways, so that they never use a connection that

@@ -105,7 +105,8 @@ class IncrementalDetokenizer:
 
 
 def _context(tokens: TokenText, prompt_ids: Sequence[int]) -> list[int]:
-    """Returns the last token of the prompt that has text and ends a character, as a list; empty if there is none."""
+    """Returns a list with the last token of the prompt that has text and ends a character. Returns an empty list if
+    there is none."""
     for token_id in reversed(prompt_ids):
         if not tokens.is_silent(token_id) and not tokens.is_byte(token_id):
             return [token_id]

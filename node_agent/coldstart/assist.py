@@ -49,8 +49,8 @@ class Assist:
         return AssistedPass(self, hold, layout, messages) if hold is not None else None
 
     def slice_tokens(self, elements: int, tokens: int, group: str) -> int:
-        """Returns the number of tokens that one worker computes while the device computes the group's base product (c
-        in Toppings 4.2)."""
+        """Returns the number of tokens that one worker computes during the device's base product (c in Toppings
+        4.2)."""
         budget = self.profile.layer_seconds(tokens) * self._shares[group]
         return self.profile.slice_tokens(elements, budget)
 

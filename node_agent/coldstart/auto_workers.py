@@ -62,8 +62,8 @@ def judge_link(config: EngineConfig, store: AdapterStore, base: BaseModel, profi
 
 
 def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, loads: int) -> tuple[float, float]:
-    """Returns (seconds of a typical call's warm prefill, seconds by which pipelined loading delays its first token),
-    while `loads` loads share the link."""
+    """Returns two times in seconds for a typical call, while `loads` loads share the link. The first is its warm
+    prefill, the second the delay of its first token by pipelined loading."""
     layout = store.pool.uniform_layout(base, TYPICAL.rank, TYPICAL.projections)
     costs = pipelined_costs(profile, layout, TYPICAL.tokens, loads)
     return costs.device * base.num_layers, choose(costs, ("wait", "pipeline")).exposed

@@ -97,8 +97,8 @@ class ColdStarts:
         """Correction of the engine's time for layers; 1 on a GPU, where the engine does not see the device's time."""
         self.link: LearntLink | None = None
         self.unmeasured: dict[CallKind, None] = {}
-        """Kinds of calls that workers may help, by the profile or by few measured passes; to be measured while the node
-        is idle."""
+        """Kinds of calls that workers may help, by the profile or by few measured passes. They are measured while the
+        node is idle."""
         self.unmeasurable: set[CallKind] = set()
         """Kinds of calls that this node has no room to measure. Workers are never used for them."""
         self.learns = True

@@ -27,7 +27,7 @@ def group_shares(base: BaseModel) -> dict[str, float]:
 
 
 def pipelined_costs(profile: Profile, layout: AdapterLayout, tokens: int, loads: int = 1) -> ChunkCosts:
-    """Returns the costs of a chunk without CPU workers, whose adapter is loaded from host memory over a link shared by
+    """Returns the costs of a chunk without CPU workers. Its adapter is loaded from host memory over a link shared by
     `loads` loads."""
     layers = len(layout.layers)
     return ChunkCosts(

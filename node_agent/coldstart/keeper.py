@@ -47,8 +47,8 @@ class WorkerState:
     commands: int = 0
     """number of unanswered commands"""
     late: tuple[Callable[[], bool], ...] = ()
-    """for each command that timed out, a check whether it was answered since; the worker gets no new commands until all
-    are"""
+    """for each command that timed out, a check whether it was answered since. The worker gets no new commands until all
+    are."""
     late_since: float = 0.0
 
 

@@ -112,8 +112,8 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
 
 
 def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
-    """Measures copies of one page and of up to 16 from host memory to the device, page by page like a load. Uses free
-    device pages. Adds the cost of a simulated link."""
+    """Measures copies of 1 and of up to 16 pages from host memory to the device, as loads make them. Uses free device
+    pages. Adds the cost of a simulated link."""
     host, device = store.host_memory.pool, store.pool
     pages = device.pages.take(min(16, host.pages.count, device.pages.free), LINK) or []
     try:

@@ -131,8 +131,8 @@ class PassTimes:
         return all(len(self.of(kind, plan)) >= ROUNDS for plan in plans)
 
     def bounds(self, kind: CallKind, plan: str, forecast: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns lower bounds, likely values and upper bounds, in seconds, of passes that the profile alone forecasts
-        to take `forecast` seconds."""
+        """Returns the lower bounds, likely values and upper bounds of pass durations, in seconds. `forecast`: the
+        passes' seconds by the profile alone."""
         if plan == "wait" and not self.of(kind, plan):
             plan = "pipeline"  # waiting calls are not timed when served, but their computation is the same
         ratios = self._ratios(kind, plan)

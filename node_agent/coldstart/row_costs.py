@@ -1,4 +1,4 @@
-"""Costs of decode rows with loading adapters for a step that they join, and the choice of the rows that join.
+"""Costs of decode rows with loading adapters for a step that they join, and the choice of those rows.
 
 Arrays are f64[N, groups]: seconds of one worker, by layer and projection group.
 """
@@ -58,7 +58,7 @@ class RowCosts:
         return self._by_group(layout, of_slice)
 
     def crossings(self, layout: AdapterLayout, row_bytes: int, sharing: int = 0) -> np.ndarray:
-        """Returns the seconds for inputs and results to cross between the device and the workers, on a link also used
+        """Returns the seconds for inputs and results to cross between the device and the workers. The link is also used
         by `sharing` loads. `row_bytes`: bytes of one element times the number of rows."""
 
         def crossing(group: str, _: int) -> float:

@@ -239,8 +239,8 @@ class HandoffMemory:
         self.ready_flags = self._by_worker(layout.ready_flag, self.address)
         self._commands = self._by_worker(layout.command, 0)
         self._views: dict[tuple[torch.dtype, int, int, int], torch.Tensor] = {}
-        """cached views of the areas, by their arguments; a pass needs the same views in each layer, and creating one
-        takes a microsecond"""
+        """cached views of the areas, by their arguments. A pass needs the same views in each layer, and creating one
+        takes a microsecond."""
         self._segments = [layout.segments(at) for at in range(layout.commands)]
         itemsize = layout.torch_dtype.itemsize
         self._areas = [(layout.x_area(s) // itemsize, layout.y_area(s) // itemsize) for s in range(layout.slots)]
@@ -326,8 +326,8 @@ class HandoffMemory:
 
 
 def make_memory(layout: Layout) -> int:
-    """Returns a memfd of the layout's size whose pages are allocated and zero, so that a write never fails for lack of
-    memory. The caller closes it. Raises ValueError."""
+    """Returns a memfd of the layout's size whose pages are allocated and zero. A write therefore never fails for lack
+    of memory. The caller closes it. Raises ValueError."""
     layout.check()
     fd = os.memfd_create("garnish-handoff", os.MFD_CLOEXEC)
     try:

@@ -274,7 +274,7 @@ class StreamHandoff:
 
 
 def _ranges(memory: HandoffMemory) -> Iterator[tuple[int, int]]:
-    """Yields (address, bytes) of the memory before the areas, then of each slot's areas, so that each answer is one
+    """Yields (address, bytes) of the memory before the areas, then of each slot's areas. Each answer is thus one
     copy."""
     layout = memory.layout
     borders = [0, *(layout.x_area(slot) for slot in range(layout.slots + 1))]

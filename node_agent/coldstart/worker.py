@@ -31,7 +31,7 @@ from node_agent.coldstart.slices import cut_columns, cut_rows, within
 
 LATE_WAKE_US = 200
 SHARES_WAIT_NS = 1_000_000
-"""Nanoseconds to wait for other workers' parts of x A^T, in addition to three times the duration of the own part."""
+"""Nanoseconds to wait for other workers' parts of x A^T. Three times the duration of the own part is added."""
 
 
 def load_flags() -> Flags:

@@ -167,7 +167,7 @@ class Admission:
         return self.blocks.blocks_for(request.prompt_len + request.max_tokens)
 
     def _enter(self, request: Request, need: int, queue: WaitingQueue, victims: Sequence[Request] = ()) -> bool:
-        """Admits or refuses the request, or leaves it in the queue because its adapter can't be loaded yet or its
+        """Admits or refuses the request, or leaves it in the queue. It stays while its adapter can't be loaded or its
         prefix is being computed. Returns False if it stays because a running step still uses its victims' blocks, or if
         it is strict and waits for its prefix."""
         if self._prefixes.being_computed(request, (*self._running, *self.admitted)):

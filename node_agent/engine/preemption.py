@@ -24,8 +24,8 @@ def choose_victims(
     cached: Collection[int],
     over_share: OverShare | None = None,
 ) -> list[Request] | None:
-    """Returns the requests to preempt for the rows and KV blocks of which the batch is `short`; None if all together
-    would not suffice.
+    """Returns the requests to preempt for the rows and KV blocks of which the batch is `short`. Returns None if all
+    together would not suffice.
 
     Blocks in `cached` do not count, since the new request uses them as its prefix. The least often preempted go first;
     among them the latest admitted, which have least to recompute. `over_share` decides which may go; None: best-effort

@@ -102,8 +102,8 @@ def _fewest(max_count: int, target: float, spare: Callable[[int], float]) -> int
 
 
 def paused_on_average(running: Iterable[Request]) -> tuple[int, int]:
-    """Returns the average reduction in decode rows and context tokens per pass while best-effort requests pause as
-    often as they may."""
+    """Returns the average reduction in decode rows and context tokens per pass. It assumes that best-effort requests
+    pause as often as they may."""
     contexts = [r.computed for r in running if r.decoding and r.slo_class == "best_effort"]
     return (len(contexts) * MAX_PAUSES // (MAX_PAUSES + 1), sum(contexts) * MAX_PAUSES // (MAX_PAUSES + 1))
 

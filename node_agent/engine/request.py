@@ -100,7 +100,7 @@ class Request:
     """consecutive passes that it has sat out for strict requests"""
     pauses_in_all: int = 0
     after_idle: bool = False
-    """whether it is its tenant's first request after a pause; it may then take a place of tenants over their share"""
+    """True if it is its tenant's first request after a pause. It may then take a place of tenants over their share."""
     preemptions: int = 0
     """number of preemptions; each resets `computed`"""
 

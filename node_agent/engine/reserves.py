@@ -19,11 +19,11 @@ STRICT_SECONDS = 600.0
 TENANT_SECONDS = 10.0
 """Seconds after a tenant's request for which a row is reserved for its next one."""
 AWAITED_SECONDS = 10.0
-"""Seconds after a call that is not best effort in which best-effort passes stay short and best effort does not evict
+"""Seconds after a call that is not best effort. Meanwhile best-effort passes stay short, and best effort does not evict
 its adapter."""
 MAX_AHEAD = 2048.0
-"""Maximum lead of a tenant's counter (virtual time, service / weight) over the floor at which it may use reserved
-places. About ten short calls reach it."""
+"""Maximum lead of a tenant's counter over the floor at which it may use reserved places. The counter is virtual time,
+service / weight. About ten short calls reach the maximum."""
 KEPT_SHARE = 8
 """Divisor: at most 1/n of rows and of KV blocks is reserved for strict requests, and the same for light tenants."""
 FEWEST_ROWS = 4

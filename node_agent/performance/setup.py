@@ -164,8 +164,8 @@ def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
 
 
 def exposed_share(profile: Profile, mode: ColdStartMode, engine: Engine, base: BaseModel) -> float:
-    """Returns the extra wait of a cold request beyond a warm prefill, as a share (at most 1) of an undisturbed load. It
-    is the planner's forecast without CPU workers: the median over ranks and prompt lengths."""
+    """Returns the extra wait of a cold request beyond a warm prefill. It is a share (at most 1) of the load's duration
+    alone on the link, forecast by the planner without CPU workers: the median over ranks and prompt lengths."""
     plans = tuple(plan for plan in mode.plans if plan != "assist")
     shares = []
     for rank in RANKS:

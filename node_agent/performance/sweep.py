@@ -148,12 +148,12 @@ def bench(
     written: set[int] | None = None,
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[Bench]:
-    """Yields a bench with written rows of the KV cache, and as many synthetic adapters of the effort's ranks as fit.
-    Frees everything at the end. The engine must serve nothing meanwhile.
+    """Yields a bench: rows with written parts of the KV cache, and as many synthetic adapters as fit. Frees everything
+    at the end. The engine must serve nothing meanwhile.
 
-    `budget`: seconds for writing and measuring, after which SweepTooSlow is raised. `written`: cache blocks already
-    written, which the bench extends. `targets`: projections that the adapters adapt. Raises GaveWay when the engine has
-    other work.
+    `effort`: its `ranks` are those of the adapters. `budget`: seconds for writing and measuring, after which
+    SweepTooSlow is raised. `written`: cache blocks already written, which the bench extends. `targets`: projections
+    that the adapters adapt. Raises GaveWay when the engine has other work.
     """
     limits, blocks = engine.limits, engine.blocks
     free = blocks.free * blocks.block_tokens

@@ -24,7 +24,7 @@ CAPTURED_RANK = MAX_RANK
 it."""
 
 OpenAdd = Callable[[LoraBatch, bool], Add]
-"""Function (LoraBatch on the device, True if all rows have one token) -> Add, which reads the batch's tensors at each
+"""Function (LoraBatch on the device, True if all rows have one token) -> Add. The Add reads the batch's tensors at each
 call."""
 
 

@@ -74,7 +74,7 @@ class LoraLayerInfer(LlamaTransformerLayerInfer):  # type: ignore[misc]  # Light
     def _get_qkv(
         self, x: torch.Tensor, cache_kv: torch.Tensor, state: PassState, weight: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns rotated q [T, heads * head dim] and cache_kv [T, 2 * kv heads, head dim] for x [T, hidden]."""
+        """Returns rotated q [T, heads * head dim], and cache_kv [T, 2 * kv heads, head dim]. x is [T, hidden]."""
         kv = cache_kv.view(x.shape[0], -1)
         lora = state.lora_of(self.layer_num_, "qkv", x)
         q = torch.mm(x, weight.q_weight_)

@@ -1,4 +1,4 @@
-"""Chooses the code of a CPU node's bf16 products, by a measurement at the first start on this host, which is stored.
+"""Chooses the code of a CPU node's bf16 products by a measurement, which is stored at the first start on this host.
 
 The fastest code differs between processors: without AVX512 torch multiplies bf16 by a reference path, with AVX512 alone
 oneDNN emulates it, and only with bf16 units bf16 is faster than fp32.

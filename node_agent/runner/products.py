@@ -66,7 +66,7 @@ def few_rows(
 
 
 def widened(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Returns x W^T + b for bf16 x [T, d_in] by fp32 products with panels of W [d_out, d_in], which are widened first.
+    """Returns x W^T + b for bf16 x [T, d_in] and W [d_out, d_in], by fp32 products with widened panels of W.
 
     From about eight rows on, widening takes a small part of the time. A stored fp32 copy would treble the memory of the
     weights.
