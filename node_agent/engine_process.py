@@ -263,6 +263,7 @@ class Loop:
 
 
 def ready_message(engine: Engine, base: BaseModel) -> Ready:
+    """Returns the first message of an engine's connection."""
     ready = Ready(
         base=base.fingerprint,
         device=str(engine.runner.device),

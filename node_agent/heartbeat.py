@@ -19,6 +19,8 @@ _BEAT = struct.Struct("<Qqd")
 
 
 class Beat(NamedTuple):
+    """Content of the heartbeat file."""
+
     number: int
     pid: int
     """id of the engine process"""

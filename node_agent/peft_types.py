@@ -19,6 +19,8 @@ class PeftPrompt(msgspec.Struct, frozen=True):
 
 
 class PeftJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Work for the process that runs PEFT."""
+
     parent: int
     """process id of the parent, with which the work ends"""
     model_dir: str
@@ -46,6 +48,8 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """Message after the model and the adapter are loaded. `seconds`: duration of loading."""
+
     device: str
     dtype: str
     """float32, float16 or bfloat16"""
@@ -53,6 +57,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class PeftAnswer(msgspec.Struct, frozen=True, tag="answer"):
+    """Result of PEFT for one prompt."""
+
     prompt_tokens: int
     tokens: list[int]
     """tokens that PEFT generates greedily"""
@@ -63,6 +69,8 @@ class PeftAnswer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Message that ends a failed job."""
+
     message: str
 
 

@@ -22,16 +22,22 @@ from node_agent.config import ProfileProcessConfig
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Message at the beginning or during a step."""
+
     text: str
     share: float | None = None
     """finished share of the step, 0 to 1"""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Message that ends a failed measurement."""
+
     message: str
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """Message with both results."""
+
     cold_start: Profile
     performance: PerformanceProfile
 

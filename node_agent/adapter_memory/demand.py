@@ -25,6 +25,8 @@ _LOG_WINDOWS = (log(RECENT_S) + log(LONG_S)) / 2
 
 @dataclass(slots=True)
 class _Calls:
+    """Call counts of one adapter."""
+
     last: float
     """time of the last call, in monotonic seconds"""
     recent: float = 1.0

@@ -34,7 +34,7 @@ portion on its stream also waits for the earlier portions of all loads."""
 PORTION_BYTES = 8 << 20
 """Maximum bytes of layers that are enqueued together, unless a single layer is larger."""
 PORTION_S = 150e-6
-"""Maximum seconds that such a portion takes on a GPU's link; on PCIe 5 it is equal to PORTION_BYTES."""
+"""Maximum seconds that such a portion takes on a GPU's link; on PCIe 5, PORTION_BYTES take this long."""
 
 
 class CopyTools(Protocol):
@@ -88,6 +88,7 @@ class DeviceCopy:
         return partial(self._work, portion)
 
     def wake_at(self) -> float | None:
+        """Returns None: only arrived layers make new work."""
         return None
 
     @property

@@ -23,6 +23,8 @@ Place = tuple[int, list[int], int]
 
 
 class DeviceRoom:
+    """Adapters on the device with their pages, slots and table entries."""
+
     def __init__(self, pool: Pool, table: AdapterTable, hosts: HostTier, eviction: LeastRecentlyUsed) -> None:
         """`hosts`: the tier from which an evicted adapter would be loaded again."""
         self.pool, self.table, self.hosts, self.eviction = pool, table, hosts, eviction

@@ -58,6 +58,8 @@ class LeastRecentlyUsed:
 
 
 class CostAware(LeastRecentlyUsed):
+    """Policy that evicts the adapter with the least expected reload time per page first."""
+
     def score(self, candidate: Candidate, now: float) -> float:
         digest, pages, reload_s, arrived, _ = candidate
         settling = HYSTERESIS if now - arrived < SETTLES_S else 0.0

@@ -121,6 +121,7 @@ class HostTier:
             self.forget(self._failed.popleft()[1])
 
     def complete(self) -> Iterable[HostAdapter]:
+        """Yields the adapters that are completely in host memory."""
         return (host for host in self._all.values() if host.complete)
 
     def forget(self, host: HostAdapter) -> None:
@@ -141,6 +142,7 @@ class HostTier:
         return True
 
     def let_go(self, host: HostAdapter) -> None:
+        """Ends one hold on the adapter. Raises RuntimeError if there is none."""
         if host.holds <= 0:
             raise RuntimeError(f"a hold on {host.digest} was released twice")
         host.holds -= 1

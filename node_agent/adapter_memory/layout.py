@@ -52,6 +52,8 @@ class Span:
 
 @dataclass(frozen=True)
 class AdapterLayout:
+    """Positions of an adapter's rows in its pages, and its part of the AdapterTable."""
+
     layers: tuple[tuple[PairRows, ...], ...]
     spans: tuple[tuple[Span, ...], ...]
     """Spans that a copy of each layer transfers."""

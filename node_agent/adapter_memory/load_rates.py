@@ -13,6 +13,8 @@ NEWEST = 0.25
 
 
 class LoadRates:
+    """Rates of loads in bytes per second, by the tier that is read."""
+
     def __init__(self) -> None:
         self.bytes_per_s = dict(FIRST_RATES)
 

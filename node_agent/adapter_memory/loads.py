@@ -111,6 +111,7 @@ class HostAdapter:
 
     @property
     def unwanted(self) -> bool:
+        """Returns whether no request, prefetch, copy or worker wants the adapter."""
         return not (self.waiters or self.copying or self.holds)
 
     @property
@@ -130,6 +131,7 @@ class HostAdapter:
 
     @property
     def size(self) -> int:
+        """Bytes of the adapter's pages; 0 until the header is read."""
         return self.layout.size if self.layout else 0
 
 
@@ -160,6 +162,7 @@ class CopyStates:
 
     @classmethod
     def of(cls, layers: int, layer_state: int = LayerState.NO, state: DeviceState = DeviceState.COPYING) -> CopyStates:
+        """Returns the states of a new copy of `layers` layers in ascending order."""
         return cls([layer_state] * layers, [None] * layers, [None] * layers, range(layers), state)
 
     def change_state(self, state: DeviceState) -> None:
@@ -207,6 +210,7 @@ class DeviceAdapter:
 
     @property
     def size(self) -> int:
+        """Bytes of the adapter's pages on the device."""
         return self.layout.size
 
     @property

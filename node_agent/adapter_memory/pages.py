@@ -45,6 +45,7 @@ class PageMap:
 
     @property
     def free(self) -> int:
+        """Number of free pages."""
         return len(self._free)
 
     def take(self, count: int, owner: str) -> list[int] | None:

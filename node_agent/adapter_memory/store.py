@@ -169,6 +169,7 @@ class AdapterStore:
         return LayerState.HOST if entry.host.here[layer] else LayerState.NO
 
     def loaded(self, lease: Lease) -> bool:
+        """Returns whether all layers of the leased adapter are on the device."""
         return self.ready(lease.digest)
 
     def source(self, lease: Lease) -> str:
@@ -199,6 +200,7 @@ class AdapterStore:
         return max(0.0, entry.host.arrived - entry.began)
 
     def layout(self, lease: Lease) -> AdapterLayout:
+        """Returns the layout of the leased adapter on the device."""
         return self.device[lease.digest].layout
 
     def host_seconds(self, lease: Lease, layer: int) -> float:
@@ -336,6 +338,7 @@ class AdapterStore:
     # --- reports
 
     def residents(self) -> list[Resident]:
+        """Returns the adapters by their highest tier, with MAX_ON_DISK at most on disk alone."""
         on_device = [Resident(d, "device", e.size, e.leases) for d, e in self.device.items() if e.weights is not None]
         on_host = [Resident(h.digest, "host", h.size, 0) for h in self.hosts.complete() if h.digest not in self.device]
         above = {resident.digest for resident in on_device + on_host}
@@ -356,6 +359,7 @@ class AdapterStore:
 
     @property
     def leases(self) -> int:
+        """Number of leases on adapters."""
         return sum(entry.leases for entry in self.device.values())
 
     @property

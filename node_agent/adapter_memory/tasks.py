@@ -11,6 +11,8 @@ from node_agent.adapter_memory.loader_threads import Load, LoaderThreads, Priori
 
 
 class Tasks(LoaderThreads):
+    """Pool of threads for single calls."""
+
     def __init__(self, name: str, count: int, max_ahead: int) -> None:
         """Prepares a pool of `count` threads. A task of a prefetch starts only while fewer than `max_ahead` threads run
         such tasks and no more urgent task is pending."""

@@ -38,6 +38,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class _Versioned(msgspec.Struct):
+    """Protocol version of a message."""
+
     v: int
 
 

@@ -110,6 +110,7 @@ class _Comparison:
 
     @property
     def gains(self) -> bool:
+        """Returns whether workers bring first tokens MIN_GAIN sooner without later answers."""
         sooner = self.first["assist"] <= (1 - MIN_GAIN) * self.first["pipeline"]
         return sooner and self.answer["assist"] <= SAME_ANSWER * self.answer["pipeline"]
 

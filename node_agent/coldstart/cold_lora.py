@@ -43,6 +43,7 @@ class ColdLora:
 
     @property
     def poisoned(self) -> bool:
+        """Returns whether a handoff has failed, so that the pass's values are invalid."""
         return self._failed or (self._workers is not None and self._workers.failed)
 
     @property

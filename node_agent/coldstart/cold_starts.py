@@ -48,7 +48,7 @@ class ColdStartMode:
 
     plans: tuple[str, ...]
     blocks: bool = False
-    """whether nothing else is computed while an adapter loads, like S-LoRA but in our code"""
+    """whether nothing else is computed while an adapter loads, as in S-LoRA (computed by our code)"""
     whole_adapter: bool = False
     """whether the device computes no layer of an incompletely loaded adapter: CPU assistance without the pipeline"""
     decodes: bool = False

@@ -72,6 +72,7 @@ class LearntLink:
 
     @property
     def cost(self) -> LinkCost:
+        """Returns the cost of the link, fitted again after REFIT_S."""
         if self._loads and self._clock() > self._made_at + REFIT_S:
             self._fit()
         return self._cost

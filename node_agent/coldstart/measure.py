@@ -46,6 +46,8 @@ LINK = "link"
 
 @dataclass(frozen=True)
 class Effort:
+    """Points and repetitions of a measurement."""
+
     tokens: tuple[int, ...]
     """prompt lengths for layers, and slice lengths for workers, in tokens"""
     ranks: tuple[int, ...]

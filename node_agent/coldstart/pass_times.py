@@ -87,6 +87,7 @@ class PassTimes:
 
     @property
     def samples(self) -> tuple[PassSample, ...]:
+        """Returns all stored samples."""
         alone = (sample for plans in self._samples.values() for each in plans.values() for sample in each)
         return (*alone, *(sample for each in self._bursts.values() for sample in each))
 

@@ -91,6 +91,8 @@ class ChunkCosts:
 
 @dataclass(frozen=True)
 class Choice:
+    """Chosen plan of a chunk, with its forecast."""
+
     name: str
     assisted: int
     """layers 0..assisted-1 are computed by CPU workers, except those that have arrived by then"""

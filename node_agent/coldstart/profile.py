@@ -58,6 +58,8 @@ class LinkCost(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measured costs of a node."""
+
     key: ProfileKey
     layer: tuple[tuple[int, float], ...]
     """(prompt tokens, seconds of one layer on the device), in ascending order of tokens"""

@@ -89,6 +89,7 @@ def check_handoff(workers: StreamPool) -> None:
 
 
 def profile_key(engine: Engine, config: EngineConfig, base: BaseModel, workers: int = 0) -> ProfileKey:
+    """Returns the conditions that a cold-start profile of this engine depends on."""
     link, device = config.load_link, engine.runner.device
     return ProfileKey(
         base=base.fingerprint,

@@ -197,6 +197,8 @@ def _pages(size: int) -> int:
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings that the engine writes, as JSON, on a worker's standard input."""
+
     parent: int
     """process id of the engine"""
     index: int
@@ -212,6 +214,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
+    """Message of a worker that is warm."""
+
     compiled: bool
     cuda: bool
 

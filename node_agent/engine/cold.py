@@ -66,12 +66,14 @@ class ColdPass:
         return sum(max(0.0, extra) for extra in self.plan.cpu_extra[self.run.layer : self.plan.assisted])
 
     def resume(self, now: float) -> None:
+        """Ends the pass's wait for adapter bytes, if any, and records its duration."""
         if self.stalled_at:
             self.exposed += now - self.stalled_at
             self.phases.exposed += now - self.stalled_at
         self.stalled_at = 0.0
 
     def outcome(self, now: float) -> Outcome:
+        """Returns the planned and measured times of the finished pass."""
         return Outcome(
             self.row.request.id, self.plan.name, self.row.length, self.plan.seconds, now - self.started_at,
             self.plan.exposed, self.exposed, self.lora.waited, self.layers_s - self.lora.waited,

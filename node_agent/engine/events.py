@@ -24,6 +24,7 @@ def expired(request: Request) -> tuple[str, str, str]:
 
 
 def finished(request: Request, reason: str, error_type: str, error: str, *, damaged: bool = False) -> Finished:
+    """Returns the last message of a request, with its times."""
     now = time.monotonic()
     held_s = request.held_s if request.admitted else 0.0
     return Finished(
@@ -85,6 +86,7 @@ def split_scores(rows: list[Row], scores: list[ScoredToken]) -> list[tuple[Reque
 
 
 def score_events(request: Request, places: range, scores: list[ScoredToken]) -> list[PromptScored]:
+    """Returns messages with prompt scores, of at most SCORES_PER_EVENT tokens each."""
     tops = [Top(score.logprob, score.top, score.rank) for score in scores]
     return [
         PromptScored(request.id, places.start + at, tops[at : at + SCORES_PER_EVENT])

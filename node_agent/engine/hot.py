@@ -78,6 +78,8 @@ class PassSize:
 
 
 class HotPasses:
+    """Hot passes of an engine, with a token limit that adapts to free memory."""
+
     def __init__(self, runner: ModelRunner, tensors: Tensors, pulse: Pulse) -> None:
         self._runner, self._tensors, self._pulse, self._size = runner, tensors, pulse, PassSize()
         self._layers_at_once = 1 if runner.device.type == "cpu" else runner.num_layers

@@ -15,6 +15,7 @@ from node_agent.runner.score_rules import ScoreRules, changes_scores
 
 
 def request_of(message: GenerateRequest) -> Request:
+    """Returns the engine's request for a gateway's message."""
     return Request(
         id=message.id,
         tenant=message.tenant,

@@ -43,6 +43,7 @@ class BlockPool:
         return len(self._blank) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
+        """Returns the number of blocks for this number of tokens."""
         return -(-tokens // self.block_tokens)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:

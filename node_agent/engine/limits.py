@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
+    """Limits on passes, requests and caches of an engine."""
+
     max_context: int
     vocab_size: int
     max_rows: int

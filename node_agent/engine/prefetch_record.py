@@ -40,6 +40,7 @@ class PrefetchRecord:
         self._wasted_lately += wasted
 
     def wasted_share(self, now: float) -> float:
+        """Returns the share, 0 to 1, of recent bytes that were wasted."""
         self._fade(now)
         return self._wasted_lately / max(1.0, self._lately + self._leeway)
 

@@ -49,6 +49,8 @@ log = logging.getLogger("garnish.engine")
 
 @dataclass(eq=False)
 class _Underway:
+    """Prefetch in progress."""
+
     want: WantedAdapter
     load: PrefetchLoad
     tier: WantedTier

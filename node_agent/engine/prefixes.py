@@ -23,6 +23,8 @@ URGENCY: dict[SloClass, int] = {"best_effort": 0, "standard": 1, "strict": 2}
 
 
 class Prefixes:
+    """Lookup and caching of the KV blocks of requests' prefixes."""
+
     def __init__(self, blocks: BlockPool, enabled: bool) -> None:
         self.blocks, self._enabled = blocks, enabled
 

@@ -130,10 +130,12 @@ class Request:
 
     @property
     def rank(self) -> int:
+        """Largest rank of the request's adapter; 0 without one."""
         return max(self.adapter.ranks, default=0) if self.adapter else 0
 
     @property
     def generated(self) -> int:
+        """Number of generated tokens."""
         return len(self.tokens) - self.prompt_len
 
     @property

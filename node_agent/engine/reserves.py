@@ -84,6 +84,8 @@ class Callers:
 
 @dataclass(frozen=True)
 class Room:
+    """Number of batch rows and of KV blocks."""
+
     rows: int
     blocks: int
 

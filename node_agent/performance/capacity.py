@@ -26,6 +26,8 @@ SLOW_STEP_S = 0.1
 
 
 class Capacity(msgspec.Struct, frozen=True):
+    """Capacity of a node."""
+
     kv_tokens: int
     """Number of prompt and output tokens of all running requests together."""
     device_adapters: dict[str, int]
@@ -38,6 +40,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 def capacity_of(engine: Engine, base: BaseModel) -> Capacity:
+    """Returns the capacity of an engine's node. May decode dummy requests."""
     store, slots = engine.store, engine.store.table.shape.slots
     return Capacity(
         kv_tokens=engine.blocks.total * engine.runner.block_tokens,

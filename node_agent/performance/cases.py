@@ -24,6 +24,8 @@ class CaseRow:
 
 @dataclass(frozen=True)
 class Case:
+    """Pass to measure."""
+
     decode: bool
     """whether each row is a decode step of one token; otherwise each is a prompt chunk"""
     rows: tuple[CaseRow, ...]
@@ -31,6 +33,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Effort:
+    """Dimensions of a sweep: row counts, ranks, prompt lengths and repetitions."""
+
     rows: tuple[int, ...]
     ranks: tuple[int, ...]
     draws: int

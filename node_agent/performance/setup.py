@@ -58,6 +58,7 @@ log = logging.getLogger("garnish.engine")
 
 
 def model_key(engine: Engine, base: BaseModel) -> ModelKey:
+    """Returns the conditions that a performance model of this engine depends on."""
     runner = engine.runner
     products = "" if runner.products is None else f", {runner.products.name}"
     name = "" if runner.name == "transformers" else f", runner {runner.name}"

@@ -207,4 +207,5 @@ def lent_adapters(
 
 
 def all_cases(effort: Effort, bounds: Bounds, seed: int = 0) -> list[Case]:
+    """Returns all cases of a sweep: decode passes, then prompt passes."""
     return [*decode_cases(effort, bounds, seed), *prefill_cases(effort, bounds)]

@@ -70,6 +70,7 @@ def plan_attention(
     compiled: AttentionPass | None = None,
     wide: bool = False,
 ) -> AttentionPlan:
+    """Returns the AttentionPlan of a pass. With `compiled`, decode rows get no buckets."""
     device = batch.token_ids.device
     offsets = torch.arange(block_tokens, device=device)
 

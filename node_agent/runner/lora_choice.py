@@ -24,6 +24,8 @@ CPU_KERNEL = "cpu"
 
 @dataclass(frozen=True)
 class LoraCode:
+    """Code that computes a pass's LoRA."""
+
     kernel: str
     """name of the kernel for decode rows in performance models: mbgmv, bgmv or cpu"""
     start: StartLora
