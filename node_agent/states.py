@@ -48,7 +48,7 @@ class DeviceState(Enum):
     FAILED = "failed"
     """copy failed; the pages stay until the adapter's leases end"""
     ABANDONED = "abandoned"
-    """off the device"""
+    """cancelled, and removed from the device"""
 
 
 class RequestState(Enum):

@@ -41,7 +41,8 @@ class HostAdapter:
     waiters: int = 0
     """number of queued requests and prefetches that wait for the adapter"""
     priority: Priority = Priority.REQUEST
-    """priority of the most urgent waiter, or of a request with a lease on the device. It stays when both are gone."""
+    """priority of the most urgent waiter, or of a request with a lease on the device. Without either, it keeps its last
+    value."""
     prefetched: bool = False
     """True if no request waited when the load began. The duration of such a load is not used to measure the store."""
     copy: CopyStates | None = None

@@ -53,7 +53,7 @@ class Pool:
 
 
 def device_pool(size: int, page_size: int, device: torch.device, dtype: torch.dtype) -> Pool:
-    """Allocates the whole pages that fit in `size` bytes. Raises ValueError when the pool is too large for the
+    """Returns a pool of the whole pages that fit in `size` bytes. Raises ValueError when the pool is too large for the
     AdapterTable's offsets."""
     if size // ROW_ALIGN >= 1 << 31:
         raise ValueError(

@@ -24,7 +24,7 @@ from node_agent.api.stops import StopMatcher
 from node_agent.ipc import Admitted, Finished, Generated, PromptScored, Top
 
 RETRYABLE = frozenset({"unavailable", "overloaded", "node_failed", "internal"})
-"""Error types that another node may not have."""
+"""Error types that may not occur on another node."""
 RETRY_AFTER = 1.0
 """Seconds after which callers may retry when this node is full or unavailable."""
 

@@ -63,7 +63,7 @@ class PassSample(msgspec.Struct, frozen=True, array_like=True):
     kind: CallKind
     plan: str
     forecast: float
-    """forecast by the profile alone"""
+    """forecast seconds by the profile alone"""
     seconds: float
     """measured duration, from planning to the end of the chunk"""
     first: float = 0.0

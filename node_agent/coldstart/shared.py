@@ -30,7 +30,7 @@ from node_agent.coldstart.slices import MAX_SPLIT_TOKENS
 from node_agent.types import GROUPS
 
 MAX_BYTES = 4 << 30
-"""Limit that exceeds any sensible size; a larger size is a mistake."""
+"""Limit on the bytes of the memory. Any sensible size is below it."""
 MAX_WORKERS = 64
 MAX_SLOTS = 64
 MAX_STEPS = 1024

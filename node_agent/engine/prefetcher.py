@@ -172,7 +172,7 @@ class Prefetcher:
                 each.want = want
 
     def _drop(self, digest: str) -> None:
-        """Ends a prefetch. Its bytes count as wasted, unless the adapter is completely loaded for a later call."""
+        """Ends a prefetch. Its bytes count as wasted, unless the load was complete, and so may serve a later call."""
         each = self._underway.pop(digest, None)
         if each is None:
             return

@@ -18,7 +18,7 @@ from node_agent.types import LoraBatch, StepBatch
 ALIGN = 16
 """Alignment of fields in bytes."""
 MAX_LOGPROBS = 64
-"""Most likely tokens of a row that are copied back: a node's limit for a request's `logprobs`."""
+"""Number of likeliest tokens of a row that are copied back: the limit of a request's `logprobs`."""
 
 Spec = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of the fields, in their order."""

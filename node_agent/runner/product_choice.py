@@ -94,7 +94,8 @@ def measure(sample: list[torch.Tensor], operator: ProductOperator | None) -> Mea
 
 
 def decide(times: dict[str, float]) -> Measured:
-    """Returns the choice for these seconds by "kind rows"; kinds are `few`, `widened` and, if possible, `packed`."""
+    """Returns the choice for these times in seconds. A key is a kind and a number of rows; kinds are `few`, `widened`
+    and, if possible, `packed`."""
     few = 1
     for rows in FEW_ROWS:
         if times[f"few {rows}"] > times[f"widened {rows}"]:
