@@ -1,5 +1,4 @@
-"""Start of a child process: it dies with its parent, reads its settings from standard input, and may report on standard
-output."""
+"""Start of a child process: its settings, its output, and its exit with its parent."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ Config = TypeVar("Config")
 
 
 def read_config(kind: type[Config]) -> Config:
-    """Returns the settings that the supervisor wrote on standard input. Raises msgspec.DecodeError when they are not
+    """Returns the settings that the parent wrote to standard input. Raises msgspec.DecodeError unless they are of type
     `kind`."""
     return msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
 
 
 def take_output() -> Callable[[msgspec.Struct], None]:
-    """Takes standard output for messages alone; whatever a library prints goes to standard error from here on. Returns
-    what writes a message as one line of JSON."""
+    """Reserves standard output for messages, and redirects other output (of libraries) to standard error. Returns a
+    function that writes a message as one line of JSON."""
     report = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

@@ -1,7 +1,7 @@
-"""Python's garbage collector, and the end, of processes that load torch.
+"""Garbage collection and exit of processes that load torch.
 
-Loading it makes hundreds of thousands of objects that stay: looking through them again and again takes a quarter of a
-start, and taking them down one by one most of a second of an end.
+Loading torch creates hundreds of thousands of permanent objects. Collecting among them takes a quarter of the start
+time; freeing them one by one takes most of a second at exit.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NoReturn
 
 
 def stop_collecting() -> None:
-    """Stops Python's garbage collector until `settle`. Called before torch is loaded."""
+    """Disables the garbage collector until `settle`. Called before torch is loaded."""
     gc.disable()
 
 
 def settle() -> None:
-    """Collects from here on; what is there now stays and is not looked through again."""
+    """Enables the garbage collector again. Objects that exist now are frozen: later collections skip them."""
     gc.freeze()
     gc.enable()
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process at once with what it has written. Nothing else must be left to do, in any thread."""
+    """Flushes logs and output streams, and exits the process at once. No thread may have unfinished work."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,4 +1,4 @@
-"""Cores that a process may really use. No torch."""
+"""CPU cores that a process may use. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SPIN_LIMIT = {"GOMP_SPINCOUNT": "10000"}
-"""Environment of a process that computes with several threads: how often they poll for each other before they sleep.
+"""Environment variables that limit how often OpenMP threads poll before they sleep.
 
-OpenMP's own 300,000 polls take milliseconds. Next to a busy process the thread that is waited for has no core
-meanwhile, for the one that polls holds it, and every product of a step then takes a time slice of the system.
+OpenMP's default of 300,000 polls takes milliseconds. Next to a busy process, a polling thread occupies the core that
+the awaited thread needs. Every product of a step then takes a scheduler time slice.
 """
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the number of cores that this process may use: its affinity, cut by the container's CPU quota (cgroup v2,
-    then v1)."""
+    """Returns the number of cores that this process may use: its affinity, limited by the container's CPU quota (cgroup
+    v2, then v1)."""
     cores = len(os.sched_getaffinity(0))
     quota = _quota_v2(cgroup) or _quota_v1(cgroup)
     return max(1, min(cores, math.ceil(quota))) if quota else cores
 
 
 def core_share(host_nodes: int, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the number of cores for each of `host_nodes` nodes on this host; one at least, even if there are fewer
-    cores than nodes."""
+    """Returns the number of cores for each of `host_nodes` nodes on this host, at least 1."""
     return max(1, usable_cores(cgroup) // host_nodes)
 
 
 def spare_cores(
     engine_threads: int, cgroup: Path = Path("/sys/fs/cgroup"), order: Sequence[int] | None = None
 ) -> list[int]:
-    """Returns the numbers of the cores for CPU LoRA workers, one each, when the engine computes with `engine_threads`.
-    There are none where the engine has use for all. They are those behind the engine's in `order`, which by default is
-    the cores of this process's affinity by their numbers."""
+    """Returns the core numbers for CPU LoRA workers, one core each, next to an engine with `engine_threads` threads.
+    Returns none where the engine needs all cores. They follow the engine's cores in `order`, which defaults to this
+    process's affinity in ascending order."""
     cores = sorted(os.sched_getaffinity(0)) if order is None else order
     spare = max(0, usable_cores(cgroup) - engine_threads)
     return list(cores[engine_threads:][:spare])
@@ -44,16 +43,17 @@ def spare_cores(
 
 @dataclass(frozen=True)
 class CoreTimes:
-    """Seconds of the cores that this process may use, summed over the cores, since some fixed moment."""
+    """CPU time in seconds, summed over the cores that this process may use. Only differences between two readings are
+    meaningful."""
 
     passed: float
     used: float
-    """seconds used by any process"""
+    """CPU seconds used on these cores by any process"""
     this_process: float
 
 
 def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
-    """Returns the times up to now; what a host has taken from a virtual machine counts as used."""
+    """Returns the current CPU times. Time stolen from a virtual machine by its host counts as used."""
     cores = os.sched_getaffinity(0)
     ticks = 0
     for line in stat.read_text().splitlines():
@@ -65,7 +65,7 @@ def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
 
 
 def others_share(before: CoreTimes, after: CoreTimes) -> float:
-    """Returns which part of the time between `before` and `after`, from 0 to 1, others have used."""
+    """Returns the share, 0 to 1, of CPU time between two readings that other processes used."""
     other_s = (after.used - before.used) - (after.this_process - before.this_process)
     return min(1.0, max(0.0, other_s / max(after.passed - before.passed, 1e-9)))
 

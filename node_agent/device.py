@@ -1,4 +1,4 @@
-"""The device: which one, when work on it is done, and what memory is free on it."""
+"""The compute device: its choice, events on it, its free memory and its name."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CLOSE_LIMIT_S = 10.0
 
 
 class Event(Protocol):
-    """Something enqueued earlier that ends at some point."""
+    """Completion of work that was enqueued before."""
 
     def query(self) -> bool:
-        """Returns whether it has ended; never waits."""
+        """Returns whether the work has ended. Never waits."""
 
     def synchronize(self) -> None:
-        """Waits until the event has ended."""
+        """Waits until the work has ended."""
 
     def wait(self) -> None:
-        """Has whatever is enqueued on the current stream from now on run after the event. Returns at once."""
+        """Makes work enqueued on the current stream from now on wait for the event. Returns at once."""
 
 
 class EndedEvent:
-    """Work on a CPU device has ended when the call returns."""
+    """Event that has already ended, for a CPU device: its work is done when the call returns."""
 
     def query(self) -> bool:
         return True
@@ -50,8 +50,8 @@ ENDED = EndedEvent()
 
 
 def record_event(device: torch.device, sleeps: bool = False) -> Event:
-    """Returns an event behind everything enqueued on the current stream so far. `sleeps`: who synchronizes with it
-    takes no processor's time meanwhile, and learns of its end a little later."""
+    """Returns an event after all work enqueued so far on the current stream. With `sleeps`, `synchronize` blocks
+    without using a CPU core, and returns slightly later."""
     if device.type != "cuda":
         return ENDED
     event: torch.cuda.Event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
@@ -60,19 +60,20 @@ def record_event(device: torch.device, sleeps: bool = False) -> Event:
 
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed")
-"""Parts, in lower case, of the messages of the CPU's allocator, CUDA and its libraries. These errors have no type."""
+"""Lower-case parts of out-of-memory messages of the CPU allocator, CUDA and its libraries. These errors have no
+type."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether work failed for want of memory alone: a smaller piece of work may succeed."""
+    """Returns whether work failed only because memory was short, so that a smaller piece of work may succeed."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in OUT_OF_MEMORY)
 
 
 def unless_out_of_memory(work: Callable[[], Result]) -> Result | None:
-    """Does the work. Returns its result; None when there was too little memory for it: all that it held is free again
-    then."""
+    """Runs the work and returns its result. Returns None when memory was too short; what the work had allocated is then
+    free again."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -85,7 +86,7 @@ def unless_out_of_memory(work: Callable[[], Result]) -> Result | None:
 
 
 class EventWatch:
-    """Calls `then`, in a separate thread, when an event has ended that nobody waits for."""
+    """Thread that calls `then` at the end of each event passed to `watch`."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -99,7 +100,7 @@ class EventWatch:
         self._events.put(event)
 
     def close(self) -> None:
-        """Ends the thread, once what it watches has ended."""
+        """Ends the thread after the watched events have ended."""
         if self._thread is not None:
             self._events.put(None)
             self._thread.join(CLOSE_LIMIT_S)
@@ -111,19 +112,19 @@ class EventWatch:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the hardware's name as its maker calls it: the GPU's, or the processor's."""
+    """Returns the vendor's name of the GPU or the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Runs the work and returns the seconds that it took on the device, when it has ended: on a GPU by events on the
-    current stream, on a CPU by the host's clock."""
+    """Runs the work, waits for it, and returns the seconds that it took. A GPU is timed by events on the current
+    stream, a CPU by the host's clock."""
     if device.type != "cuda":
         started_at = time.perf_counter()
         work()
         return time.perf_counter() - started_at
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize(device)  # the launches of what came before are not this work's
+    torch.cuda.synchronize(device)  # exclude the launches of earlier work
     begin.record()
     work()
     end.record()
@@ -132,7 +133,7 @@ def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def cpu_name() -> str:
-    """Returns the processor's name, as the kernel has it; where the kernel does not say, what kind it is."""
+    """Returns the processor's model name from the kernel; its architecture where the kernel has no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -142,14 +143,14 @@ def cpu_name() -> str:
 
 
 def hardware_name(device: torch.device) -> str:
-    """Returns what computes: the GPU's name, or the processor's and the number of threads."""
+    """Returns the GPU's name, or the processor's name and the number of torch threads."""
     name = device_name(device)
     return name if device.type == "cuda" else f"{name}, {torch.get_num_threads()} threads"
 
 
 def pick_device(name: str) -> torch.device:
-    """Returns the device of this name: `auto` takes the GPU when there is one. Raises ValueError for a device that is
-    not there."""
+    """Returns the device of this name; `auto` is the GPU if there is one. Raises ValueError for an absent or unknown
+    device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -160,13 +161,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Returns all bytes of a GPU's memory, in use or not; None for a CPU, whose memory is not the node's alone."""
+    """Returns the total bytes of a GPU's memory, used or free. Returns None for a CPU, whose memory the node shares."""
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the bytes that may still be allocated on the device. On a GPU torch gives back what it keeps of freed
-    memory: loading a model leaves some gigabytes of it, which the driver counts as taken."""
+    """Returns the free bytes of the device. On a GPU, first returns torch's cached memory to the driver: after loading
+    a model it is several gigabytes, which the driver counts as used."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
@@ -177,9 +178,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def flush_denormals() -> None:
-    """Has numbers below the least normal one taken for zero: a processor computes with them many times more slowly, and
-    no token depends on them. Threads inherit it from the one that starts them, those of OpenMP's teams too: to be
-    called before anything is computed."""
+    """Makes the processor treat denormal numbers as zero. It computes with them many times more slowly, and no token
+    depends on them. New threads, including OpenMP's, inherit the setting: call this before any computation."""
     torch.set_flush_denormal(True)
 
 

@@ -1,4 +1,5 @@
-"""The engine process: owns the device, and speaks node_agent.ipc with the API process over one Unix socket."""
+"""The engine process: owns the device, and exchanges node_agent.ipc messages with the API process over one Unix
+socket."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import msgspec
 from node_agent.collector import end, settle, stop_collecting
 
 if __name__ == "__main__":
-    stop_collecting()  # before the next lines load torch
+    stop_collecting()  # before the imports below load torch
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -38,23 +39,23 @@ from node_agent.performance.idle import QUIET_S, IdleMeasurement
 from node_agent.performance.setup import use_performance
 
 STATS_INTERVAL = 0.2
-"""Seconds between two pictures of an idle engine; a working one sends them at most every MIN_STATS_INTERVAL."""
+"""Seconds between two snapshots of an idle engine. A working engine sends them at least MIN_STATS_INTERVAL apart."""
 MIN_STATS_INTERVAL = 0.05
 CHECK_INTERVAL = 60.0
-"""Seconds between two checks of the adapter memory of an engine that has nothing to do."""
+"""Seconds between two checks of adapter memory of an idle engine."""
 RECONNECT_INTERVAL = 0.1
 MAX_UNSENT = 64 << 20
-"""Bytes that may wait for an API process that does not read."""
+"""Maximum bytes waiting for an API process that does not read."""
 
 log = logging.getLogger("garnish.engine")
 
 
 class Disconnected(Exception):
-    """The API process is gone, or does not read."""
+    """Error: the API process is gone or does not read."""
 
 
 class Channel:
-    """The connection to the API process; never blocks."""
+    """Non-blocking connection to the API process."""
 
     def __init__(self, path: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -109,7 +110,7 @@ class Channel:
 
 
 class WakeUp:
-    """Loader threads wake the loop through an eventfd."""
+    """Eventfd through which loader threads wake the loop."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -125,7 +126,7 @@ class WakeUp:
 
 
 class Loop:
-    """Runs the engine for one API process after another, until `stopping`."""
+    """Main loop: runs the engine for successive API processes until `stopping`."""
 
     def __init__(
         self,
@@ -142,8 +143,8 @@ class Loop:
         self._check_at = time.monotonic() + CHECK_INTERVAL
 
     def serve(self, channel: Channel) -> None:
-        """Serves one API process until the connection ends or `stopping` says so. Then cancels all requests in flight:
-        nobody is left to read their tokens."""
+        """Serves one API process until the connection ends or `stopping` returns True. Then cancels all requests in
+        flight, since nobody is left to read their tokens."""
         selector = selectors.DefaultSelector()
         selector.register(channel.socket, selectors.EVENT_READ)
         selector.register(self.wake.fd, selectors.EVENT_READ)
@@ -152,7 +153,7 @@ class Loop:
             while not self.stopping():
                 self._iterate(channel, selector)
         except Disconnected as error:
-            # No warning: the supervisor warns of an end that nobody asked for.
+            # no warning: the supervisor warns of unexpected exits
             log.info("api process gone", extra={"reason": str(error)})
         finally:
             selector.close()
@@ -167,7 +168,7 @@ class Loop:
         self.engine.pulse.beat()
         self._receive(channel)
         self.engine.prepare()
-        is_active = self._report(channel)  # admissions are sent before the passes, which may take long
+        is_active = self._report(channel)  # send admissions before the passes, which may take long
         used = self.engine.compute_cold()
         is_active |= self._report(channel)
         worked = used > 0
@@ -191,7 +192,7 @@ class Loop:
                 self.engine.orders.take(command)
 
     def _report(self, channel: Channel) -> bool:
-        """Sends what has happened, and a picture when one is due. Returns False when nothing has happened."""
+        """Sends new events, and a snapshot when one is due. Returns whether there were new events."""
         self.engine.pulse.beat()
         events = self.engine.take_events()
         happened, now = bool(events), time.monotonic()
@@ -203,8 +204,8 @@ class Loop:
         return happened
 
     def _check_memory(self) -> None:
-        """Checks and heals adapter memory once in CHECK_INTERVAL, while the engine is idle, for that reads the whole
-        table; logs what was damaged."""
+        """Checks and repairs adapter memory every CHECK_INTERVAL while the engine is idle, since this reads the whole
+        table. Logs damage."""
         if self.engine.busy or time.monotonic() < self._check_at:
             return
         for line in heal(self.engine.store):
@@ -212,8 +213,8 @@ class Loop:
         self._check_at = time.monotonic() + CHECK_INTERVAL
 
     def _measure(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
-        """Does a slice of the measurement that gives an idle node its performance model, until anything comes. Returns
-        False when there is none to be made now."""
+        """Runs a slice of the performance measurement, or of work on CPU workers, until a message arrives. Returns
+        False when there is nothing to do now."""
         manager = self.engine.worker_manager
         measures = self.idle is not None and not self.idle.ended
         if not measures and manager is None:
@@ -231,28 +232,28 @@ class Loop:
         return True
 
     def _send_decision(self, channel: Channel) -> None:
-        """Sends Ready again if the number of CPU workers, or its reason, has changed."""
+        """Sends Ready again if the decision on CPU workers has changed."""
         now = with_workers(self.ready, self.engine)
         if now != self.ready:
             self.ready = now
             channel.send([now])
 
     def _keep_alive(self, channel: Channel, selector: selectors.BaseSelector) -> bool:
-        """Beats amid a slice of a measurement, and returns whether anything has come. The last snapshot is sent again
-        when one is due: a pass of a large base takes long, and a silent engine is taken for dead. One made now would
-        show what is lent."""
+        """Sends heartbeats during a measurement, and returns whether a message has arrived. When a snapshot is due,
+        repeats the last one: an engine without messages counts as dead, and a new snapshot would include borrowed
+        resources."""
         self.engine.pulse.beat()
         if time.monotonic() >= self._stats_at:
             channel.send([self._snapshot])
             self._stats_at = time.monotonic() + STATS_INTERVAL
-        read = selectors.EVENT_READ  # the end of a copy, which wakes the engine too, is no reason to stop
+        read = selectors.EVENT_READ  # the end of a copy also wakes the engine, but is no reason to stop
         return self.stopping() or any(
             key.fileobj is channel.socket and bool(events & read) for key, events in selector.select(0)
         )
 
     def _wait(self, channel: Channel, selector: selectors.BaseSelector) -> None:
-        """Waits for a message, a load's wake-up, a request's deadline, or the time of the next snapshot. Checks adapter
-        memory before."""
+        """Waits for a message, a wake-up by a load, a request's deadline, or the next snapshot. Checks adapter memory
+        first."""
         self._check_memory()
         until = min(self._stats_at, self.engine.next_deadline() or self._stats_at)
         write = selectors.EVENT_WRITE if channel.wants_write else 0
@@ -262,6 +263,7 @@ class Loop:
 
 
 def ready_message(engine: Engine, base: BaseModel) -> Ready:
+    """Returns the first message of an engine's connection."""
     ready = Ready(
         base=base.fingerprint,
         device=str(engine.runner.device),
@@ -280,7 +282,7 @@ def ready_message(engine: Engine, base: BaseModel) -> Ready:
 
 
 def with_workers(ready: Ready, engine: Engine) -> Ready:
-    """Returns the message with the CPU workers that the engine has now."""
+    """Returns the message with the engine's present number of CPU workers."""
     decision = engine.cold_start.decision
     return msgspec.structs.replace(
         ready,
@@ -292,7 +294,7 @@ def with_workers(ready: Ready, engine: Engine) -> Ready:
 
 def main() -> int:
     set_up_logging("engine")
-    disable_progress_bar()  # standard error is for JSON lines alone
+    disable_progress_bar()  # standard error is for JSON lines only
     flush_denormals()
     config = read_config(EngineProcessConfig)
     if config.parent is not None:
@@ -310,7 +312,7 @@ def main() -> int:
     try:
         engine, base = build_engine(config.engine, wake.set)
         has_model = use_performance(engine, config.engine, base)
-    except Exception as error:  # whatever it is: who starts a node reads the log's last error as the reason
+    except Exception as error:  # any error: the log's last error is shown as the reason why the node can't start
         trace = not isinstance(error, (ValueError, OSError))
         extra = {"reason": str(error) or type(error).__name__, "permanent": isinstance(error, ValueError)}
         log.error("engine can't start", extra=extra, exc_info=trace)
@@ -327,7 +329,7 @@ def main() -> int:
         try:
             channel = Channel(config.socket)
         except Disconnected:
-            time.sleep(RECONNECT_INTERVAL)  # the API process is starting, or restarting
+            time.sleep(RECONNECT_INTERVAL)  # the API process is starting or restarting
             continue
         try:
             loop.serve(channel)

@@ -1,6 +1,6 @@
-"""A note in the node's run directory: how the engine ended last. The supervisor writes it, the API process reports it.
+"""Note in the node's run directory on the engine's last exit. The supervisor writes it, the API process reports it.
 
-Without it a node whose engine can't start (no weights, no memory) would only ever say that it warms.
+Without it, a node whose engine can't start (no weights, no memory) would only ever report that it is warming.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 
 NAME = "engine.exit"
 LONGEST = 200
-"""Characters of the note that are read."""
+"""Maximum characters of the note that are read."""
 
 
 def describe(code: int) -> str:
-    """Returns what an exit code says, as subprocess gives it: negative for a signal."""
+    """Returns a text for an exit code as given by subprocess (negative for a signal)."""
     if code >= 0:
         return f"the engine ended with exit code {code}; the node's log says why"
     names = {number.value: number.name for number in signal.Signals}
@@ -22,14 +22,14 @@ def describe(code: int) -> str:
 
 
 def write_exit(run_dir: Path, code: int) -> None:
-    """Replaces the note, which is whole at any moment, by one on this exit code."""
+    """Replaces the note atomically by one for this exit code."""
     temporary = run_dir / f"{NAME}.new"
     temporary.write_text(describe(code))
     temporary.replace(run_dir / NAME)
 
 
 def read_exit(run_dir: Path) -> str:
-    """Returns the note's text; empty when there is none."""
+    """Returns the note's text; empty if there is none."""
     try:
         return (run_dir / NAME).read_text()[:LONGEST]
     except FileNotFoundError:
@@ -37,5 +37,5 @@ def read_exit(run_dir: Path) -> str:
 
 
 def clear_exit(run_dir: Path) -> None:
-    """Removes the note: the engine is well again, or the node starts again."""
+    """Removes the note, when the engine is ready or the node restarts."""
     (run_dir / NAME).unlink(missing_ok=True)

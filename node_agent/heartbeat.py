@@ -1,8 +1,8 @@
-"""The engine's heartbeat: its loop writes one small file in the node's run directory, mapped into memory, and the API
-process and the supervisor look at it. A loop that hangs and a process that was stopped look the same: no beat comes.
+"""Heartbeat of the engine: a small memory-mapped file in the node's run directory. The engine's loop writes it; the API
+process and the supervisor read it. A hung loop and a stopped process look the same: beats stop.
 
-Before it computes something long the engine says for how long it may be silent. Silence is counted in the watcher's own
-looks, so that a host which stood still as a whole does not count as an engine that did.
+Before a long computation the engine announces how long it may be silent. Silence is measured in the watcher's own
+polls, so that a pause of the whole host does not count.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ _BEAT = struct.Struct("<Qqd")
 
 
 class Beat(NamedTuple):
+    """Content of the heartbeat file."""
+
     number: int
     pid: int
-    """id of the process that beats"""
+    """id of the engine process"""
     quiet: float
-    """seconds for which it may be silent from then on"""
+    """announced seconds of silence after this beat"""
 
 
 class Heartbeat:
-    """The engine's side of its heartbeat. Raises OSError when the file can't be made."""
+    """Writer of the heartbeat, in the engine. Raises OSError when the file can't be created."""
 
     def __init__(self, path: Path) -> None:
         self._map = _map(path, os.O_RDWR | os.O_CREAT)
@@ -39,7 +41,7 @@ class Heartbeat:
 
 
 class Watch:
-    """A watcher's side of a heartbeat, which looks about every `interval` seconds. `now` is monotonic seconds."""
+    """Reader of the heartbeat, polled about every `interval` seconds. `now` is in monotonic seconds."""
 
     def __init__(self, path: Path, interval: float) -> None:
         self.interval = interval
@@ -50,7 +52,7 @@ class Watch:
         self._silent = 0.0
 
     def silence(self, now: float, pid: int | None = None) -> float:
-        """Returns for how many seconds no beat has come; 0 before the first one (of process `pid`, if given)."""
+        """Returns the seconds since the last beat. Returns 0 before the first beat (of process `pid`, if given)."""
         before, self._beat = self._beat, self._read()
         gap, self._looked = min(now - self._looked, 2 * self.interval), now
         unheard = self._beat.number == 0 or pid not in (None, self._beat.pid)
@@ -58,14 +60,14 @@ class Watch:
         return self._silent
 
     def overdue(self, now: float) -> float:
-        """Returns for how many seconds longer than announced no beat has come."""
+        """Returns the seconds of silence beyond the announced ones."""
         return max(0.0, self.silence(now) - self._beat.quiet)
 
     def _read(self) -> Beat:
         try:
             self._memory = self._memory or _map(self._path, os.O_RDWR)
         except OSError:
-            return Beat(0, 0, 0.0)  # no engine has been warm here yet
+            return Beat(0, 0, 0.0)  # no engine has started here yet
         return Beat._make(_BEAT.unpack_from(self._memory))
 
 

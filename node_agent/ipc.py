@@ -1,8 +1,8 @@
 """Messages between a node's API process and its engine process: msgpack frames over one Unix stream socket.
 
-The API process listens; the engine connects when it is warm and says Ready first. Each side treats the end of the
-connection as the death of the other: the API process fails what is in flight, the engine cancels all and reconnects.
-A frame is 4 bytes of big-endian length and one message; the engine sends one frame per iteration.
+The API process listens. The engine connects when it is warm and sends Ready first. Each side treats the end of the
+connection as the death of the other. The API process then fails all requests in flight; the engine cancels them and
+reconnects. A frame is a 4-byte big-endian length and a list of messages. The engine sends one frame per iteration.
 """
 
 from __future__ import annotations
@@ -17,42 +17,43 @@ from cluster.residency import AdapterStates, HeldTier, WantedResidency
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A request as the gateway sent it, checked."""
+    """Validated request from the gateway."""
 
     request: GenerateRequest
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """The caller went, or a stop string was found. Answered by Finished unless the request had ended already."""
+    """Cancels a request: the caller disconnected, or a stop string was found. Answered by Finished unless the request
+    had already ended."""
 
     id: str
 
 
 class ListAdapters(msgspec.Struct, frozen=True, tag="list_adapters"):
-    """Answered by Answer, as the next two are, each with the `id` of its question."""
+    """Question for the states of all adapters. As for the two questions below, an Answer with the same `id` follows."""
 
     id: str
 
 
 class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
-    """Bring the adapter to the device, or to host memory where the device is full of adapters in use. Answered when it
-    is there, or can't be; that may take as long as a load."""
+    """Loads the adapter to the device, or only to host memory if adapters in use fill the device. Answered when the
+    load has ended or failed, which may take long."""
 
     id: str
     adapter: Adapter
     tenant: str = ""
-    """Tenant that asks; empty: the operator."""
+    """Tenant that requests it; empty: the operator."""
 
 
 class Evict(msgspec.Struct, frozen=True, tag="evict"):
-    """Take the adapter away from device, host memory and disk, unless it is in use."""
+    """Evicts the adapter from device, host memory and disk, unless it is in use."""
 
     id: str
     digest: str
 
 
 class PrefetchHints(msgspec.Struct, frozen=True, tag="want"):
-    """Message with the adapters to bring in while nothing else is to be loaded. It ends with the connection; it is not
+    """Adapters to prefetch while no other load is pending. The hints are valid until the connection ends. Not
     answered."""
 
     residency: WantedResidency
@@ -63,7 +64,7 @@ Command = Submit | Cancel | PrefetchHints | Question
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """First message of a connection: a dummy prefill and decode have run. Sent again when its CPU workers change."""
+    """First message of a connection, sent after a dummy prefill and decode. Sent again when the CPU workers change."""
 
     base: str
     device: str
@@ -74,38 +75,38 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     adapter_bytes: int
     max_rows: int
     largest_adapter: int = 0
-    """Bytes; `adapter_itemsize` of them are an element of its weights."""
+    """Bytes of the largest adapter that fits; `adapter_itemsize` is the bytes of one element of its weights."""
     adapter_itemsize: int = 0
     host_bytes: int = 0
-    """Host memory for adapters."""
+    """Host memory for adapters, in bytes."""
     cpu_workers: int = 0
     cpu_workers_reason: str = ""
     cpu_workers_ms: dict[str, float] = {}
-    """Milliseconds by which their number was decided (cluster.news.Facts)."""
+    """Measured milliseconds that decided the number of workers (cluster.news.Facts)."""
     takes_wants: bool = True
-    """Accepts prefetch hints, as cluster.news.Facts has it."""
+    """True if the engine accepts prefetch hints (cluster.news.Facts)."""
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
-    """The request left the queue; `state` is where its adapter was (none, host, absent)."""
+    """A request left the queue. `state` says where its adapter was: none, host or absent."""
 
     id: str
     state: str
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values an earlier request left."""
+    """Prompt tokens found in the prefix cache."""
 
 
 class Top(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of one token: the chosen one's and the k most likely (id, log probability)."""
+    """Log probability of one token, and those of the k likeliest tokens as (id, log probability)."""
 
     logprob: float
     top: list[tuple[int, float]]
     rank: int = 0
-    """Rank of a prompt's token; 1 is the likeliest."""
+    """Rank of a prompt token; 1 is the likeliest."""
 
 
 class Generated(msgspec.Struct, frozen=True, tag="generated", omit_defaults=True):
-    """Token of a request."""
+    """Generated token of a request."""
 
     id: str
     token_id: int
@@ -113,7 +114,7 @@ class Generated(msgspec.Struct, frozen=True, tag="generated", omit_defaults=True
 
 
 class PromptScored(msgspec.Struct, frozen=True, tag="prompt_scored"):
-    """Log probabilities of the prompt's tokens from `index` on, given those before each."""
+    """Log probabilities of the prompt's tokens from `index` on."""
 
     id: str
     index: int
@@ -121,7 +122,7 @@ class PromptScored(msgspec.Struct, frozen=True, tag="prompt_scored"):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
-    """The last message about a request. It frees everything it held before this is sent."""
+    """Last message about a request. The request's resources are already free when it is sent."""
 
     id: str
     reason: str
@@ -134,16 +135,16 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     error_type: str = ""
     error: str = ""
     damaged: bool = False
-    """The error is that the registry's artifact is not what it must be, or is missing."""
+    """True if the error is that the registry's artifact is corrupt or missing."""
     preemptions: int = 0
-    """Times that it gave its place in the batch to a strict request, to be computed again later."""
+    """Times that the request was preempted by a strict request, to be computed again later."""
     device: float = 0.0
-    """Seconds of the passes that computed it, its part."""
+    """The request's share of the seconds of the passes that computed it."""
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
-    """A picture of the engine, sent on change and at least every 0.2 s. What was said before it on the connection is in
-    it."""
+    """Snapshot of the engine, sent on change and at least every 0.2 s. It includes the effect of all earlier messages
+    on the connection."""
 
     running: int
     queued: int
@@ -153,38 +154,38 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", omit_defaults=True):
     batch_contexts: list[int]
     residents: list[Resident]
     batch_slots: list[int] = []
-    """Slot of the adapter of each running request; -1: the base alone."""
+    """Adapter slot of each running request; -1 for the base model."""
     prompt_tokens_left: int = 0
-    """Prompt tokens of running requests that are not computed yet."""
+    """Prompt tokens of running requests that are not yet computed."""
     loading_bytes: int = 0
     performance: PerformanceModel | None = None
     forecast_ratio: float | None = None
     measuring: float | None = None
-    """Share of the performance model's measurement that is done; None: none is under way."""
+    """Finished share, 0 to 1, of the measurement of the performance model; None: no measurement is running."""
     tightest_tpot: float | None = None
-    """Seconds; the least that any request here was promised."""
+    """Smallest time per output token promised to any request here, in seconds."""
     strict: StrictRoom | None = None
-    """Room for strict requests: `prompt_tokens` counts running requests alone; `queued` is not reported."""
+    """Room for strict requests. `prompt_tokens` counts running requests only; `queued` is not reported."""
     prefetches: int = 0
-    """Predicted ones that are under way."""
+    """Number of predicted prefetches in progress."""
     prefetch_useful_bytes: int = 0
-    """Bytes, like the next two, as in cluster.news.Heartbeat."""
+    """Bytes of prefetches by outcome, like the next two fields (cluster.news.Heartbeat)."""
     prefetch_late_bytes: int = 0
     prefetch_wasted_bytes: int = 0
 
     def running_ranks(self) -> list[tuple[int | None, int]]:
-        """Returns, for each running request, its adapter's slot (None for the base alone) and rank."""
+        """Returns (adapter slot, rank) of each running request; the slot is None for the base model."""
         slots = [slot if slot >= 0 else None for slot in self.batch_slots]
         return list(zip(slots, self.batch_ranks, strict=True))
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer", omit_defaults=True):
-    """Answer to one question. `error_type` is one of cluster.errors.STATUS, or empty."""
+    """Answer to one question. `error_type` is a key of cluster.errors.STATUS, or empty."""
 
     id: str
     found: AdapterStates | None = None
     tier: HeldTier | None = None
-    """Tier in which the adapter is now."""
+    """Tier that now has the adapter."""
     error_type: str = ""
     error: str = ""
 

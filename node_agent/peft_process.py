@@ -1,7 +1,8 @@
-"""Runs an adapter through transformers and PEFT alone: `python -m node_agent.peft_process`, a PeftJob on its input.
+"""Runs an adapter with transformers and PEFT alone: `python -m node_agent.peft_process`, with a PeftJob on standard
+input.
 
-Nothing of the node computes here, so what it answers is an independent reference. Writes one JSON object per line:
-Loaded, then a PeftAnswer per prompt, or Failed.
+No code of the node computes here, so the answers are an independent reference. Writes one JSON object per line: Loaded,
+then a PeftAnswer per prompt, or Failed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WARM_UP_TOKENS = 2
 
 
 class PeftAlone:
-    """The base model with one adapter, as a person loads them; `scratch` is a folder for temporary files.
+    """Base model with one adapter, loaded as users of PEFT do. `scratch` is a folder for temporary files.
 
     Raises OSError, ValueError or RuntimeError.
     """
@@ -51,7 +52,7 @@ class PeftAlone:
         )
         self.dtype = str(base.dtype).removeprefix("torch.")
         adapter_dir = with_plain_tensors(Path(job.adapter_dir), scratch)
-        # The node computes adapters in its own dtype; PEFT's default would compute them in float32.
+        # the node computes adapters in its own dtype; PEFT would use float32 by default
         model: Any = PeftModel.from_pretrained(base, adapter_dir, autocast_adapter_dtype=False)
         self.model: Any = model.to(base.dtype).eval().to(self.device)
 
@@ -64,8 +65,7 @@ class PeftAlone:
         return chat_ids
 
     def generate(self, ids: list[int], count: int) -> list[int]:
-        """Returns at most `count` generated tokens, chosen greedily by transformers' own loop; an end token is
-        included."""
+        """Returns at most `count` tokens, generated greedily by transformers. An end token is included."""
         import torch
         from transformers import GenerationConfig
 
@@ -84,8 +84,8 @@ class PeftAlone:
         return tokens
 
     def positions(self, ids: list[int], prompt: PeftPrompt) -> list[Position]:
-        """Returns a Position for each token that the function answered. Teacher-forced: after the function's tokens,
-        not PEFT's own, so that every position is comparable."""
+        """Returns a Position for each token of the function's answer. It is teacher-forced with the function's tokens
+        rather than PEFT's, so that every position is comparable."""
         import torch
 
         if not prompt.tokens:
@@ -106,9 +106,9 @@ class PeftAlone:
 
 
 def with_plain_tensors(folder: Path, scratch: Path) -> Path:
-    """Returns the adapter's folder, or a copy of it in `scratch` if its tensors' names carry an adapter's name.
+    """Returns the adapter's folder, or a converted copy in `scratch` if its tensor names contain an adapter's name.
 
-    PEFT finds no tensor of such a file, and would answer as the base model does. Raises InvalidAdapter, OSError.
+    PEFT would not find tensors with such names, and would answer like the base model. Raises InvalidAdapter, OSError.
     """
     from safetensors.torch import load_file, save_file
 

@@ -1,4 +1,4 @@
-"""Messages to and from the process that runs PEFT alone. No torch here: the command line imports it."""
+"""Messages to and from the process that runs PEFT. Does not import torch, since the command line imports it."""
 
 from __future__ import annotations
 
@@ -8,44 +8,48 @@ import msgspec
 
 
 class PeftPrompt(msgspec.Struct, frozen=True):
-    """A prompt, and what the function answered: exactly one of `text` and `messages`."""
+    """Prompt and the function's answer to it. Exactly one of `text` and `messages` is set."""
 
     text: str | None
     messages: list[dict[str, Any]] | None
     tokens: list[int]
-    """The function's token ids, an end token included."""
+    """token ids of the function's answer, including an end token"""
     top: list[list[int]]
-    """Per token, the ids whose log probabilities are asked for: those that the function's reply listed."""
+    """per token, the ids whose log probabilities are requested: those listed in the function's reply"""
 
 
 class PeftJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Work for the process that runs PEFT."""
+
     parent: int
-    """Process that the work ends with."""
+    """process id of the parent, with which the work ends"""
     model_dir: str
     adapter_dir: str
     device: str
     dtype: str
-    """Name of a dtype, as in serverless.yml: `auto` is the model's own."""
+    """name of a dtype as in serverless.yml; `auto` is the dtype in the model's files"""
     max_tokens: int
     prompts: list[PeftPrompt]
 
 
 class Position(msgspec.Struct, frozen=True):
-    """PEFT's logits after the prompt and the function's tokens up to here, float32."""
+    """Logits of PEFT (float32) after the prompt and the function's tokens before this position."""
 
     best: int
-    """Token id of the largest."""
+    """token id with the largest logit"""
     gap: float
-    """Difference of the two largest logits."""
+    """difference between the two largest logits"""
     behind: float
-    """Difference of the largest logit and that of the function's token; 0: it is the largest."""
+    """difference between the largest logit and that of the function's token; 0 if they are the same"""
     size: float
-    """The largest one's magnitude, which rounding goes by."""
+    """absolute value of the largest logit, to which rounding errors are proportional"""
     logprobs: list[float]
-    """Log probabilities of the ids that were asked for."""
+    """log probabilities of the requested ids"""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """Message after the model and the adapter are loaded. `seconds`: duration of loading."""
+
     device: str
     dtype: str
     """float32, float16 or bfloat16"""
@@ -53,16 +57,20 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class PeftAnswer(msgspec.Struct, frozen=True, tag="answer"):
+    """Result of PEFT for one prompt."""
+
     prompt_tokens: int
     tokens: list[int]
-    """Tokens that PEFT writes by itself, greedily."""
+    """tokens that PEFT generates greedily"""
     text: str
     seconds: float
-    """Duration of `tokens`."""
+    """seconds for generating `tokens`"""
     positions: list[Position]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Message that ends a failed job."""
+
     message: str
 
 

@@ -1,7 +1,7 @@
-"""Measures a node's profile thoroughly: `python -m node_agent.profile_process`, settings on standard input.
+"""Thorough measurement of a node's profile: `python -m node_agent.profile_process`, with settings on standard input.
 
-Writes the files of the cold-start profile and of the performance model, and on standard output one JSON object per
-line: steps as they begin, then both.
+Writes the files of the cold-start profile and of the performance model. Writes one JSON object per line to standard
+output: each step when it begins, then both results.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ from node_agent.config import ProfileProcessConfig
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Message at the beginning or during a step."""
+
     text: str
     share: float | None = None
-    """share of it that is done"""
+    """finished share of the step, 0 to 1"""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Message that ends a failed measurement."""
+
     message: str
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """Message with both results."""
+
     cold_start: Profile
     performance: PerformanceProfile
 
@@ -51,8 +57,8 @@ def main() -> int:
     from node_agent.performance.setup import measure_performance, performance_file
     from node_agent.performance.sweep import SweepTooSlow
 
-    flush_denormals()  # as the engine's process does
-    assert config.profile is not None  # the command line names it
+    flush_denormals()  # like the engine process
+    assert config.profile is not None  # the command line sets it
     report(Step("loading the base model"))
     try:
         engine, base = build_engine(config, lambda: None)

@@ -1,6 +1,6 @@
-"""States of an adapter in host memory and on the device, and of a request, with the legal transitions between them.
+"""States of an adapter in host memory and on the device, and of a request, with their legal transitions.
 
-docs/design/adapter-memory.md and docs/design/seams.md show the tables.
+docs/design/adapter-memory.md and docs/design/seams.md show the transitions.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from enum import Enum, Flag, auto
 
 
 class Thread(Flag):
-    """Threads that make a transition."""
+    """Threads that may make a transition."""
 
     ENGINE = auto()
     LOADER = auto()
-    """a thread of the loader, under the lock of its pool"""
+    """loader thread that holds the lock of its pool"""
 
 
 class HostState(Enum):
-    """Progress of a load from the store or the disk to host memory."""
+    """Progress of a load from the object store or the disk to host memory."""
 
     READING_HEADER = "reading header"
     WAITING_FOR_ROOM = "waiting for room"
-    """layout known; neither pages nor a slot of the host table"""
+    """header read; no pages and no slot in the host table yet"""
     FETCHING = "fetching"
     RECLAIMED = "reclaimed"
-    """still fetching; ends once nobody wants the adapter, since a more urgent load needs its room"""
+    """still fetching, but a more urgent load needs the room; ends once nobody wants the adapter"""
     COMPLETE = "complete"
-    """every layer verified and in host memory"""
+    """all layers verified and in host memory"""
     FAILED = "failed"
     ABANDONED = "abandoned"
-    """ended before it was complete, since nobody wanted the adapter any more"""
+    """ended before it was complete, because nobody wanted the adapter any more"""
 
 
 class DeviceState(Enum):
@@ -38,31 +38,31 @@ class DeviceState(Enum):
 
     COPYING = "copying"
     CANCELLED = "cancelled"
-    """nothing more is enqueued; a thread may still write the adapter's pages"""
+    """no more layers are enqueued, but a thread may still write the adapter's pages"""
     COPIED = "copied"
-    """every layer on the device; the engine has not taken note of it"""
+    """all layers on the device, but the engine has not recorded it yet"""
     COPY_FAILED = "copy failed"
     COPY_STOPPED = "copy stopped"
-    """the end of a cancelled copy; no thread writes the adapter's pages"""
+    """cancelled copy that has ended: no thread writes the adapter's pages"""
     READY = "ready"
     FAILED = "failed"
-    """kept until its leases end"""
+    """copy failed; the pages stay until the adapter's leases end"""
     ABANDONED = "abandoned"
-    """off the device"""
+    """cancelled, and removed from the device"""
 
 
 class RequestState(Enum):
-    """Place of a request in the engine. `Request.decoding` says whether a running one prefills or decodes."""
+    """State of a request in the engine. `Request.decoding` says whether a RUNNING request prefills or decodes."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    """batch member: hot passes compute its prompt and then its tokens"""
+    """in the batch: hot passes compute its prompt, then its tokens"""
     COLD_PREFILLING = "cold prefilling"
-    """batch member whose prompt's chunk an open cold pass computes"""
+    """in the batch: an open cold pass computes a chunk of its prompt"""
     AWAITING_ADAPTER = "awaiting adapter"
-    """batch member whose next step waits for the whole adapter"""
+    """in the batch: its next step waits until the whole adapter is on the device"""
     PREEMPTED = "preempted"
-    """request back in the queue, without its place and what was computed"""
+    """back in the queue; its place in the batch and its computed state were dropped"""
     FINISHED = "finished"
 
 
@@ -78,8 +78,8 @@ HOST_TRANSITIONS = {
     (HostState.RECLAIMED, HostState.FAILED): Thread.LOADER,
     (HostState.RECLAIMED, HostState.ABANDONED): Thread.LOADER,
 }
-"""Threads by transition. The engine's thread ends a fetch only as it starts it: of an adapter without bytes, or one
-that nobody wants."""
+"""Threads that may make each transition. The engine's thread ends a fetch only when it starts it: the adapter has no
+bytes, or nobody wants it any more."""
 
 DEVICE_TRANSITIONS = {
     (DeviceState.COPYING, DeviceState.CANCELLED): Thread.ENGINE,
@@ -90,7 +90,7 @@ DEVICE_TRANSITIONS = {
     (DeviceState.COPY_FAILED, DeviceState.FAILED): Thread.ENGINE,
     (DeviceState.COPY_STOPPED, DeviceState.ABANDONED): Thread.ENGINE,
 }
-"""Threads by transition."""
+"""Threads that may make each transition."""
 
 REQUEST_TRANSITIONS = {
     (RequestState.WAITING, RequestState.RUNNING): Thread.ENGINE,
@@ -108,14 +108,14 @@ REQUEST_TRANSITIONS = {
     (RequestState.PREEMPTED, RequestState.RUNNING): Thread.ENGINE,
     (RequestState.PREEMPTED, RequestState.FINISHED): Thread.ENGINE,
 }
-"""Threads by transition."""
+"""Threads that may make each transition."""
 
 
 class IllegalTransition(RuntimeError):
-    """A state that does not follow the one before it."""
+    """Error: the new state does not follow the current one."""
 
 
 def check_transition(before: Enum, after: Enum, legal: Container[tuple[Enum, Enum]]) -> None:
-    """Raises IllegalTransition unless the table has the transition."""
+    """Raises IllegalTransition unless `legal` has the transition."""
     if (before, after) not in legal:
         raise IllegalTransition(f"{type(before).__name__}: {after.value} does not follow {before.value}")

@@ -29,22 +29,23 @@ from node_agent.heartbeat import NAME, Watch
 FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 10.0
 STEADY = 30.0
-"""Seconds after which a process counts as healthy, so that its next restart is quick again."""
+"""Seconds of runtime after which a process counts as healthy, so that its next restart is quick."""
 LONGEST_SILENCE_S = 60.0
-"""Seconds after which an engine whose heartbeat has stopped is killed, whatever it announced."""
+"""Seconds without a heartbeat after which an engine is killed, whatever silence it announced."""
 LOOK_S = 2.0
-"""Seconds between two looks at a heartbeat."""
+"""Seconds between two checks of a heartbeat."""
 STOP_SLACK = 3.0
-"""Seconds that both processes have to end by themselves, in addition to the time for open streams."""
+"""Seconds for both processes to exit by themselves, in addition to the time for open streams."""
 
 log = logging.getLogger(__name__)
 
 
 def run(config: NodeConfig) -> int:
-    """Runs the node until TERM or INT, then stops both processes. Returns the exit code: 0, or 1 when the node can't
-    have the GPU that it was to have.
+    """Runs the node until SIGTERM or SIGINT, then stops both processes. Returns the exit code: 0, or 1 if the requested
+    GPU is not available.
 
-    Must be called on the main thread, whose signal handlers it borrows. Raises OSError when `run_dir` can't be made.
+    Must be called on the main thread, whose signal handlers it replaces meanwhile. Raises OSError if `run_dir` can't be
+    created.
     """
     set_up_logging("supervisor")
     try:
@@ -81,7 +82,7 @@ def _run_processes(config: NodeConfig) -> None:
 
 
 class Child:
-    """Process, and when to start it again. States: waiting for its start, running, ended."""
+    """Child process with its restarts. It is waiting for its start, running, or ended."""
 
     def __init__(
         self,
@@ -92,15 +93,15 @@ class Child:
         on_end: Callable[[int], None] | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """`config` is written, as JSON, on the process's standard input; its output is appended to `output`, if given.
+        """`config` is written as JSON to the process's standard input. Its output is appended to `output`, if given.
 
-        `on_end` receives the exit code (as subprocess gives it) of each process that ended by itself. One whose
-        heartbeat stops (`watch`) is killed.
+        `on_end` receives the exit code (as from subprocess) of each process that exits by itself. A process whose
+        heartbeat (`watch`) stops is killed.
         """
         self.name = name
         self._on_end, self._watch = on_end, watch
         self.failures = 0
-        """Times that it ended by itself."""
+        """number of times that it exited by itself"""
         self._module = module
         self._output = output
         self._config = msgspec.json.encode(config)
@@ -112,12 +113,11 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The process id; None while it does not run."""
+        """Process id; None while it is not running."""
         return None if self._process is None else self._process.pid
 
     def tend(self, now: float) -> float:
-        """Starts or reaps the process as is due. Returns in how many seconds it wants to be looked at again, at the
-        latest."""
+        """Starts or reaps the process as needed. Returns the maximum seconds until the next call."""
         if self.reap(now) and self._restart_at <= now:
             self._start(now)
         if self._process is None:
@@ -125,8 +125,7 @@ class Child:
         return STEADY if self._watch is None else self._kill_if_silent(self._watch, self._process, now)
 
     def reap(self, now: float) -> bool:
-        """Returns whether the process is not running; if it just ended, that is logged and the time of its restart is
-        set."""
+        """Returns whether the process is not running. If it has just exited, logs that and schedules its restart."""
         if self._process is None:
             return True
         code = self._process.poll()
@@ -150,7 +149,7 @@ class Child:
         return True
 
     def _kill_if_silent(self, watch: Watch, process: subprocess.Popen[bytes], now: float) -> float:
-        """Returns in how many seconds to look again; the end of a process that is killed wakes the supervisor."""
+        """Kills the process if it has been silent too long. Returns the seconds until the next check."""
         silent = watch.silence(now, process.pid)
         if silent >= LONGEST_SILENCE_S:
             extra = {"child": self.name, "pid": process.pid, "silent": round(silent, 1)}
@@ -159,20 +158,20 @@ class Child:
         return watch.interval
 
     def ask_to_stop(self) -> None:
-        """Sends TERM: the process's end is no failure any more."""
+        """Sends SIGTERM. From then on an exit does not count as a failure."""
         self._told_to_stop = True
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kills the process (kill -9) and reaps it: no zombie is left."""
+        """Kills the process with SIGKILL and reaps it."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def _start(self, now: float) -> None:
-        # Its own process group: Ctrl-C reaches this process alone, which then stops both in order.
+        # own process group: Ctrl-C reaches only this process, which then stops both in order
         command = [sys.executable, "-m", self._module]
         opened: contextlib.AbstractContextManager[IO[bytes] | None] = (
             contextlib.nullcontext() if self._output is None else self._output.open("ab")
@@ -188,19 +187,20 @@ class Child:
             )
         self._process, self._started = process, now
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it died at once: reap says so
+        with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it exited at once: `reap` reports that
             stream.write(self._config)
         log.info("child started", extra={"child": self.name, "pid": process.pid})
 
 
 class Signals:
-    """TERM and INT ask to stop; CHLD only wakes. Restores the handlers that were there before."""
+    """Context with signal handlers: SIGTERM and SIGINT request a stop, SIGCHLD only ends a wait. Restores the previous
+    handlers."""
 
     NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
     def __init__(self) -> None:
         self.stop_requested = 0
-        """Number of TERM and INT signals."""
+        """number of SIGTERM and SIGINT signals received"""
 
     def __enter__(self) -> Signals:
         self._wake, self._woken = socket.socketpair()
@@ -218,7 +218,7 @@ class Signals:
         self._woken.close()
 
     def wait(self, seconds: float) -> None:
-        """Waits until a signal comes, `seconds` at most."""
+        """Waits up to `seconds` for a signal."""
         select.select([self._wake], [], [], seconds)
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(4096):
@@ -234,8 +234,8 @@ def _tend(children: list[Child]) -> float:
 
 
 def stop(children: list[Child], signals: Signals, grace: float) -> None:
-    """Stops the children in order, the API process first, for its streams need the engine. A second TERM or INT, or
-    `grace` seconds in all, cuts that short: what still runs is killed."""
+    """Stops the children in order, the API process first, since its streams need the engine. After `grace` seconds in
+    all, or on another SIGTERM or SIGINT, kills those still running."""
     deadline = time.monotonic() + grace
     signals_before = signals.stop_requested
     for child in children:

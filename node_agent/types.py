@@ -1,6 +1,6 @@
 """The contracts between engine, runner, adapter memory and cold start (docs/design/seams.md).
 
-Shapes: T tokens, R rows (sequences), Q rows whose logits are wanted, S segments (maximal runs of tokens of one
+Shapes: T tokens; R rows (sequences); Q rows whose logits are computed; S segments (maximal runs of tokens of one
 adapter).
 """
 
@@ -23,9 +23,9 @@ GROUPS = {"qkv": (0, 1, 2), "o": (3,), "gate_up": (4, 5), "down": (6,)}
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Parameters by which the next token of each of the Q rows is chosen.
+    """Sampling parameters for the next token of each of the Q rows.
 
-    `uniform` f64[Q] in [0, 1) depends on (seed, choice, position) alone.
+    `uniform` f64[Q] holds random numbers in [0, 1) that depend on (seed, choice, position) alone.
     """
 
     temperature: list[float]
@@ -34,26 +34,26 @@ class SamplingBatch:
     min_p: list[float]
     uniform: list[float]
     logprobs: list[int]
-    """-1: none; k: the chosen token's and the k largest"""
+    """per row: -1 for none; k for the log probability of the chosen token and those of the k likeliest"""
     rules: dict[int, ScoreRules] = field(default_factory=dict)
-    """rules by row, for those whose scores are changed before a token is chosen"""
+    """rules by row, for the rows whose logits are changed before sampling"""
 
 
 @dataclass(frozen=True)
 class PromptScoring:
-    """Prompt tokens whose log probabilities are wanted: S rows."""
+    """Prompt tokens whose log probabilities are requested. Here S is the number of such tokens."""
 
     rows: torch.Tensor
-    """i64[S]: tokens (indices below T), each the one before a scored token"""
+    """i64[S]: index (below T) of the token before each scored token"""
     targets: torch.Tensor
     """i64[S]: ids of the scored tokens"""
     top: list[int]
-    """per row, how many of the likeliest tokens are wanted"""
+    """per scored token, the number of likeliest tokens to report"""
 
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """The log probability of a prompt token, its rank (1: the likeliest), and the likeliest tokens (id, log
+    """Log probability of a prompt token, its rank (1: the likeliest), and the likeliest tokens as (id, log
     probability)."""
 
     logprob: float
@@ -63,7 +63,7 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Tokens of one iteration; decode rows (one token each) come first, then prompt chunks."""
+    """Tokens of one iteration. Decode rows (one token each) come first, then prompt chunks."""
 
     token_ids: torch.Tensor
     """i64[T]"""
@@ -72,13 +72,13 @@ class StepBatch:
     query_start: torch.Tensor
     """i32[R + 1]"""
     context_len: torch.Tensor
-    """i32[R], this chunk included"""
+    """i32[R]: context length of each row, including this chunk"""
     block_table: torch.Tensor
     """i32[R, max_blocks], padded with 0"""
     slot_mapping: torch.Tensor
-    """i64[T]: where each token's key and value go; -1 is padding"""
+    """i64[T]: KV-cache slot for each token's key and value; -1 for padding"""
     logit_rows: torch.Tensor
-    """i64[Q]: tokens (indices below T) whose logits are wanted"""
+    """i64[Q]: indices (below T) of the tokens whose logits are computed"""
     sampling: SamplingBatch
     n_decode: int
     n_tokens: int
@@ -88,15 +88,15 @@ class StepBatch:
     query_lens: list[int]
     context_lens: list[int]
     scoring: PromptScoring | None = None
-    """Prompt tokens to be scored; None where no row asks for log probabilities of its prompt."""
+    """Prompt tokens to score; None when no row requests prompt log probabilities."""
     fed: list[int] | None = None
-    """Rows of the step before whose chosen tokens are the tokens of this one's rows, for a runner that `feeds`. None:
+    """Rows of the previous step whose chosen tokens are the inputs of this step's rows; for runners that `feeds`. None:
     `token_ids` has all tokens."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to read an adapter's weights in `slot` until it is released."""
+    """Right to read an adapter's weights in `slot` until the lease is released."""
 
     digest: str
     slot: int
@@ -105,17 +105,18 @@ class Lease:
 
 @dataclass(frozen=True)
 class NoRoom:
-    """Not now: adapters in use fill the pool or the slots."""
+    """Temporary refusal: adapters in use fill the pool or the slots."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Not now: how large the adapter is, is still being read."""
+    """Temporary refusal: the adapter's header, which gives its size, is still being read, or its load has no room
+    yet."""
 
 
 @dataclass(frozen=True)
 class TooLarge:
-    """Never: the adapter needs `need` bytes and the whole pool has `have`."""
+    """Permanent refusal: the adapter needs `need` bytes, but the whole pool has only `have`."""
 
     need: int
     have: int
@@ -123,52 +124,53 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """The adapter's bytes could not be read, or are not what they must be."""
+    """Failure of a load: the adapter's bytes could not be read, or did not pass the checks."""
 
     reason: str
     damaged: bool = False
-    """artifact of the registry is not what it must be, or is missing"""
+    """whether the registry's artifact is corrupt or missing"""
 
 
 @dataclass(frozen=True)
 class LoraBatch:
-    """Adapter of each token of a pass."""
+    """Adapters of the tokens of a pass."""
 
     seg_start: torch.Tensor
     """i32[S + 1]"""
     seg_slot: torch.Tensor
-    """i32[S], -1 = base"""
+    """i32[S]: adapter slot of each segment; -1 for the base model"""
     token_slot: torch.Tensor
-    """i32[T], -1 = base"""
+    """i32[T]: adapter slot of each token; -1 for the base model"""
     leases: list[Lease | None]
-    """per segment"""
+    """lease of each segment; None for the base model"""
     bounds: list[tuple[int, int]]
-    """per segment: first token and end, on the host"""
+    """per segment: first token and end, as Python integers"""
     max_rank: int
     empty: bool
-    """no token uses an adapter: no LoRA code runs"""
+    """whether no token uses an adapter; the pass then runs no LoRA code"""
 
 
 class LayerState:
-    """States of one layer of an adapter, in the order in which they are passed through."""
+    """States of one layer of an adapter, in the usual order."""
 
     NO, HOST, ENQUEUED, DEVICE, FAILED = range(5)
 
 
 class StepOutput(Protocol):
-    """Sampled tokens; to be read once `done` has ended, and before the next pass but one is started."""
+    """Sampled tokens of a pass. They may be read once `done` has ended and before the next pass but one starts."""
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """The sampled tokens, i64[Q] in host memory."""
+        """Sampled tokens, i64[Q] in host memory."""
 
     @property
     def logprobs(self) -> Sequence[tuple[float, list[tuple[int, float]]] | None]:
-        """The log probabilities per row that asked: the chosen token's and the k largest (id, log probability)."""
+        """Log probabilities per row: that of the chosen token, and (id, log probability) of the k likeliest. None for
+        rows that requested none."""
 
     @property
     def non_finite(self) -> frozenset[int]:
-        """The rows of Q whose logits were not finite: their requests end with an error."""
+        """Rows of Q with non-finite logits. Their requests end with an error."""
 
     @property
     def done(self) -> Event: ...
@@ -180,7 +182,7 @@ class StepOutput(Protocol):
 
 @dataclass(frozen=True)
 class HostOutput:
-    """A StepOutput whose values are in host memory already."""
+    """StepOutput whose values are already in host memory."""
 
     token_ids: torch.Tensor
     logprobs: list[tuple[float, list[tuple[int, float]]] | None]
@@ -190,70 +192,71 @@ class HostOutput:
 
 
 class PassLora(Protocol):
-    """Adds the adapters' part to a pass's projections. Made per pass."""
+    """Adds the LoRA terms of a pass's adapters to its projections. One is created per pass."""
 
     def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
-        """Begins the adapters' part of `group`, with its input x[T, d_in], which may be a part of wider rows.
+        """Starts the LoRA term of `group` for its input x[T, d_in], which may be a view of wider rows.
 
-        Called before the base product. Returns False when nothing is to be added there: `finish` is not called then.
+        Called before the base product. Returns False when the group has no LoRA term; `finish` is then not called.
         """
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
-        """Adds the adapters' part to each y[T, d_out], parts of wider rows, in place. Called after the base product,
-        and before q and k are rotated."""
+        """Adds the LoRA term to each y[T, d_out] in place; ys may be views of wider rows. Called after the base product
+        and before rotary embedding of q and k."""
 
 
 @runtime_checkable
 class ArrivingLora(PassLora, Protocol):
-    """A PassLora of an adapter whose layers may still be on their way to the device."""
+    """PassLora of an adapter that may still be loading: some of its layers may not be on the device yet."""
 
     @property
     def on_device(self) -> PassLora | None:
-        """The PassLora that adds every layer, once it has arrived; None where there is no adapter at all."""
+        """PassLora for an adapter that is completely on the device; None if the pass has no adapter."""
 
     @property
     def hands_over(self) -> bool:
-        """True if CPU workers add the layers that have not arrived."""
+        """True if CPU workers compute the layers that have not arrived."""
 
     def adapts(self, layer: int, group: str) -> bool:
-        """Returns whether the adapter has a part in that group of the layer."""
+        """Returns whether the adapter has weights for that group of the layer."""
 
     def claim(self, layer: int) -> bool:
-        """Fixes where the layer is computed. Returns True for the device, where what is enqueued from now on finds its
-        weights; False, where no workers are: the pass is void."""
+        """Decides where the layer's LoRA term is computed. Returns True for the device: work enqueued from then on
+        finds the layer's weights there. Returns False for CPU workers; without workers the pass is then void."""
 
 
 class Pass(Protocol):
-    """A forward that can stop between layers."""
+    """Forward pass that can stop between layers."""
 
     layer: int
     stretch: int
-    """Number of layers between the places where the pass can stop: before layers whose index is a multiple, and at the
-    end."""
+    """Number of layers between stopping points. The pass can stop before layers whose index is a multiple of it, and at
+    the end."""
 
     def advance(self, to_layer: int) -> None:
-        """Enqueues layers up to `to_layer`, or the last place before it where it can stop. Never waits on a device; on
-        a CPU it returns when computed."""
+        """Enqueues layers up to `to_layer`, or up to the last stopping point before it. Never waits for a GPU; on a CPU
+        it returns once the layers are computed."""
 
     def finish(self) -> StepOutput:
-        """Computes the final norm and the logits of `logit_rows`, and samples. All layers must have been advanced."""
+        """Computes the final norm and the logits of `logit_rows`, samples, and returns the output. All layers must have
+        been enqueued."""
 
     def abort(self) -> Event:
-        """Drops a half-run pass; what it holds is free at the event."""
+        """Drops an unfinished pass. Returns the event after which its resources are free."""
 
 
 class ModelRunner(Protocol):
     """A base model on a device, with its KV cache."""
 
     name: str
-    """name of the runner in `node.runner`: what was measured with one says nothing of another"""
+    """name of the runner in `node.runner`; measurements made with one runner do not apply to another"""
     device: torch.device
     dtype: torch.dtype
     num_layers: int
     block_tokens: int
     num_blocks: int
     products: Products | None
-    """products of bf16 matrices on a CPU; None: torch alone computes them"""
+    """implementation of bf16 matrix products on a CPU; None: torch computes them"""
 
     def start(self, batch: StepBatch, lora: PassLora | None) -> Pass:
         """Starts a pass over the batch. `lora` is None when no token uses an adapter."""
@@ -261,50 +264,51 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """Settings with which a runner is opened."""
+    """Settings for opening a runner."""
 
     model_dir: Path
     device: torch.device
     dtype: torch.dtype | None
-    """dtype of the weights; None: the model's own"""
+    """dtype of the weights; None: the dtype in the model's files"""
     block_tokens: int
     num_blocks: Callable[[torch.dtype], int]
-    """Number of KV blocks of this dtype that fit. To be called once the weights are on the device: it measures what is
-    free. Raises ValueError when there is no room for any."""
+    """Returns the number of KV blocks of a dtype that fit into free memory. Must be called after the weights are
+    loaded, since it measures free memory. Raises ValueError when no block fits."""
 
 
 OpenRunner = Callable[[RunnerSettings], ModelRunner]
-"""Loads the base model. Raises ValueError or OSError. Modules of node_agent.config.RUNNERS call it `open_runner`."""
+"""Loads the base model and returns its runner. Raises ValueError or OSError. The modules in node_agent.config.RUNNERS
+define it as `open_runner`."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Strategy by which a cold chunk gets its weights."""
+    """Plan for computing a prompt chunk of a request while its adapter is still loading."""
 
     name: str
     """wait, pipeline or assist"""
     assisted: int = 0
-    """layers 0..assisted-1 are for the CPU workers, unless they have arrived when they are needed"""
+    """layers 0..assisted-1 are computed by CPU workers, except those that have arrived by then"""
     exposed: float = 0.0
-    """forecast, seconds"""
+    """forecast seconds of load time that are not hidden behind computation"""
     cpu_extra: tuple[float, ...] = ()
-    """per layer: seconds that the workers take longer than the device would"""
+    """per layer: seconds that the workers take longer than the device"""
     load: tuple[float, ...] = ()
     """per layer: seconds of its transfer to the device"""
     seconds: float = 0.0
-    """forecast of the chunk's end, from now"""
+    """forecast seconds from now until the chunk's end"""
     rest: float = 0.0
-    """forecast of the seconds from then until the request may decode; 0 where no token follows the chunk"""
+    """forecast seconds from the chunk's end until the request may decode; 0 if no token follows the chunk"""
     other_requests: int = 0
-    """number of other requests, which wait wherever the engine waits for workers"""
+    """number of other running requests, which also wait while the engine waits for workers"""
     by_profile: float = 0.0
-    """forecast of the chunk's end by the profile alone; 0: the chunk does not have engine and link for itself"""
+    """forecast seconds until the chunk's end by the profile alone; 0 if the chunk shares the engine or the link"""
 
 
 class IdleWork(Protocol):
-    """Work of the engine's thread that an idle engine does, such as measuring calls with CPU workers."""
+    """Work that the engine's thread does while the engine is idle, such as measuring calls with CPU workers."""
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Works until `should_yield`. Returns False when there is nothing to do now."""
+        """Works until `should_yield` returns True. Returns False when there is nothing to do now."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Demand for each adapter: the rate of its calls, and the forecast of calls to come."""
+"""Demand for each adapter: its rate of calls, and the forecast of coming calls."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from math import exp, expm1, log, log1p
 
 RECENT_S = 120.0
 LONG_S = 3600.0
-"""Time constants of the two counts of calls, each of which decays exponentially: recency and frequency. Tuned, as
-FORECAST_WEIGHT, on one half of the traces of benchmarks/adapter_memory/eviction.py."""
+"""Time constants in seconds of the two exponentially decaying call counts: recency and frequency. Like FORECAST_WEIGHT,
+tuned on one half of the traces of benchmarks/adapter_memory/eviction.py."""
 FORECAST_S = 30.0
-"""Horizon of the probabilities that `expect` takes."""
+"""Horizon in seconds of the probabilities passed to `expect`."""
 FORECAST_WEIGHT = 1 / 3
-"""Weight of a forecast, where there is one; recency and frequency share the rest."""
+"""Weight of a forecast if there is one; recency and frequency share the rest."""
 RARELY, SURELY = 0.001, 0.99
-"""Probabilities beyond which a forecast says no more than `at most` and `at least` this."""
+"""Bounds of forecast probabilities: lower values mean at most RARELY, higher values at least SURELY."""
 MAX_REMEMBERED = 8192
-"""Adapters whose calls are remembered; those not called for longest are forgotten."""
+"""Maximum adapters whose calls are remembered; the least recently called are dropped."""
 _DECAY = (1 / RECENT_S + 1 / LONG_S) / 2
 _LOG_WINDOWS = (log(RECENT_S) + log(LONG_S)) / 2
 
 
 @dataclass(slots=True)
 class _Calls:
+    """Call counts of one adapter."""
+
     last: float
-    """monotonic seconds"""
+    """time of the last call, in monotonic seconds"""
     recent: float = 1.0
     long: float = 1.0
-    """calls, decayed with RECENT_S and LONG_S until `last`"""
+    """number of calls, decayed with RECENT_S and LONG_S up to `last`"""
     count: int = 1
 
     def add(self, now: float) -> None:
@@ -40,19 +42,19 @@ class _Calls:
 
 
 class Demand:
-    """Rates of calls by adapter. Both tiers of a node share one."""
+    """Call rates by adapter, shared by both tiers of a node."""
 
     def __init__(self) -> None:
         self._calls: OrderedDict[str, _Calls] = OrderedDict()
-        """least recently called first"""
+        """in order of last call, oldest first"""
         self._levels: dict[str, float] = {}
-        """Logarithm of the rate that an adapter's calls suggest, plus `_DECAY` times now: a constant between two calls.
-        By digest."""
+        """Logarithm of the call rate from past calls plus `_DECAY` x time, by digest. It is constant between two
+        calls."""
         self._forecast: dict[str, tuple[float, bool]] = {}
-        """Logarithm of the rate that is forecast, and whether it is `at least` that. By digest."""
+        """Logarithm of the forecast rate, and whether the rate is only a lower bound, by digest."""
 
     def record_call(self, digest: str, now: float) -> None:
-        """Counts one call. `now`: monotonic seconds."""
+        """Counts one call of the adapter at `now` (monotonic seconds)."""
         calls = self._calls.get(digest)
         if calls is None:
             calls = self._calls[digest] = _Calls(now)
@@ -64,17 +66,17 @@ class Demand:
         self._levels[digest] = (log(calls.recent) + log(calls.long)) / 2 - _LOG_WINDOWS + calls.last * _DECAY
 
     def calls(self, digest: str) -> int:
-        """Returns how many calls are remembered; 0 if the adapter is unknown."""
+        """Returns the number of remembered calls; 0 for an unknown adapter."""
         rate = self._calls.get(digest)
         return rate.count if rate is not None else 0
 
     def last_call(self, digest: str) -> float:
-        """Returns when the adapter was last called (monotonic seconds); 0 if no call is remembered."""
+        """Returns the time of the last call in monotonic seconds; 0 if none is remembered."""
         rate = self._calls.get(digest)
         return rate.last if rate is not None else 0.0
 
     def expect(self, chances: Mapping[str, float]) -> None:
-        """Replaces the forecast: by digest, the probability of a call within FORECAST_S. Raises ValueError unless each
+        """Replaces the forecast: the probability, by digest, of a call within FORECAST_S. Raises ValueError unless each
         is between 0 and 1."""
         for digest, chance in chances.items():
             if not 0 <= chance <= 1:
@@ -85,9 +87,9 @@ class Demand:
         }
 
     def log_rate(self, digest: str, since: float, now: float) -> float:
-        """Returns the logarithm of the calls per second that are to be expected: the geometric mean of what recency,
-        frequency and forecast, if there is one, suggest. An adapter without remembered calls counts as called once,
-        at `since`."""
+        """Returns the logarithm of the expected calls per second. It is the geometric mean of the rates by recency,
+        frequency and, if there is one, forecast. An adapter without remembered calls counts as called once, at
+        `since`."""
         level = self._levels.get(digest)
         log_own_rate = (since * _DECAY - _LOG_WINDOWS if level is None else level) - now * _DECAY
         forecast = self._forecast.get(digest)
@@ -99,6 +101,6 @@ class Demand:
         )
 
     def chance(self, digest: str, now: float) -> float:
-        """Returns the probability of a call within FORECAST_S that the expected rate of calls makes, 0 to 1. An adapter
-        without remembered calls counts as called once, now."""
+        """Returns the probability, 0 to 1, of a call within FORECAST_S at the expected rate. An adapter without
+        remembered calls counts as called once, now."""
         return -expm1(-FORECAST_S * exp(self.log_rate(digest, now, now)))

@@ -1,8 +1,8 @@
-"""Copies one adapter from host memory to the device, each layer as soon as it is there.
+"""Copies one adapter from host memory to the device, each layer as soon as it is in host memory.
 
-A thread takes only layers that lie in host memory: no slow store holds up a copy. It takes several at once, as a layer
-of a small adapter crosses in less time than the thread needs for it. With a stream a few such portions are enqueued
-ahead of the one that it waits for, so that the link does not stall in between.
+A thread takes only layers that are in host memory, so a slow store does not block a copy. It takes several layers at
+once, since a layer of a small adapter crosses faster than the thread can enqueue it. On a GPU a few portions are
+enqueued ahead, so that the link does not stall between them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from node_agent.states import DeviceState
 from node_agent.types import LayerState, LoadFailed
 
 AHEAD = 2
-"""Portions of a load that may be enqueued behind the one that crosses. A pass that waits for one on its stream waits
-for those before it too, of every load: so they are few."""
+"""Portions of a load that may be enqueued behind the one that is crossing. It is small because a pass that waits for a
+portion on its stream also waits for the earlier portions of all loads."""
 PORTION_BYTES = 8 << 20
-"""Layers that are enqueued together come to no more, unless one alone does ..."""
+"""Maximum bytes of layers that are enqueued together, unless a single layer is larger."""
 PORTION_S = 150e-6
-"""... nor does what crosses a GPU's link in this time, which is those bytes on PCIe 5."""
+"""Maximum seconds that such a portion takes on a GPU's link; on PCIe 5, PORTION_BYTES take this long."""
 
 
 class CopyTools(Protocol):
-    """The parts of a Loader that its copies use."""
+    """Attributes of a Loader that its copies use."""
 
     base: BaseModel
     host: Pool
@@ -51,10 +51,10 @@ class CopyTools(Protocol):
 
 
 class DeviceCopy:
-    """A Job of the copying threads."""
+    """Job of the copying threads for one adapter."""
 
     def __init__(self, host: HostAdapter, pages: list[int], states: CopyStates, loader: CopyTools) -> None:
-        assert host.layout is not None and host.pages is not None  # measured, has room
+        assert host.layout is not None and host.pages is not None  # its header was read and it has pages
         self.load = self.host = host
         self.layout, self.host_pages = host.layout, host.pages
         self.source, self.target, self.pages, self.base = loader.host, loader.device, pages, loader.base
@@ -64,8 +64,8 @@ class DeviceCopy:
         self.over = False
         self._running = False
         self._crossing: deque[tuple[list[int], Event]] = deque()
-        """portions that are enqueued, and the events behind their copies; touched by the thread that runs"""
-        if self.target.data.is_cuda:  # a separate stream, so that it runs while the engine's does
+        """enqueued portions with the events after their copies; used only by the running thread"""
+        if self.target.data.is_cuda:  # a separate stream, so that copies overlap with the engine's work
             states.stream = torch.cuda.Stream(self.target.data.device)  # type: ignore[no-untyped-call]
 
     # --- a Job: under the threads' lock
@@ -88,22 +88,23 @@ class DeviceCopy:
         return partial(self._work, portion)
 
     def wake_at(self) -> float | None:
+        """Returns None: only arrived layers make new work."""
         return None
 
     @property
     def portion_bytes(self) -> int:
-        """Returns what may be enqueued together; 0, each layer by itself, over a link that delays them."""
+        """Returns the maximum bytes to enqueue together. Returns 0, for one layer at a time, over a simulated link."""
         if not isinstance(self.link, Link) or self.link.config is not None:
             return 0
         return int(min(PORTION_BYTES, self.loader.bandwidth * PORTION_S))
 
     def _portion(self, layers: list[int]) -> list[int]:
-        """Returns the first of these layers, as many as may be enqueued together."""
+        """Returns the first of `layers`, as many as may be enqueued together."""
         sizes, max_bytes = accumulate(self.layout.moved[layer] for layer in layers), self.portion_bytes
         return layers[: max(1, sum(size <= max_bytes for size in sizes))]
 
     def _settle(self) -> None:
-        """Ends the copy: nothing crosses any more."""
+        """Ends the copy, once nothing is crossing."""
         states = self.states
         self.over, states.arrived = True, time.monotonic()
         states.bytes_after = self.loader.crossed_bytes
@@ -116,8 +117,8 @@ class DeviceCopy:
     # --- in a loader thread
 
     def _work(self, portion: list[int]) -> None:
-        """Enqueues the portion of layers; waits for the oldest that crosses where there is no other to enqueue, or
-        enough are."""
+        """Enqueues the portion. Waits for the oldest enqueued portion if there is nothing to enqueue or AHEAD are
+        waiting."""
         states, crossed_bytes = self.states, 0
         try:
             if portion:
@@ -125,10 +126,10 @@ class DeviceCopy:
             if self._crossing and (not portion or len(self._crossing) > AHEAD):
                 self._crossing[0][1].synchronize()
             crossed_bytes = self._take_arrivals()
-        except Exception as error:  # the border of a thread: whatever failed becomes the load's state
+        except Exception as error:  # thread boundary: any failure becomes the load's state
             states.failure = LoadFailed(str(error) or type(error).__name__)
             if states.stream is not None:
-                with suppress(RuntimeError):  # of a copy that failed, and has said so already
+                with suppress(RuntimeError):  # the failed copy was already recorded
                     states.stream.synchronize()
             self._crossing.clear()
         with self.threads.changed:
@@ -150,7 +151,7 @@ class DeviceCopy:
         for layer in portion:
             views = LayerViews(self.target, self.positions, self.layout.layers[layer], self.base)
             if not self.target.data.is_cuda:
-                views.make()  # here rather than in the engine's thread, which reads them
+                views.make()  # here rather than in the engine's thread, which uses them
             states.events[layer], states.views[layer] = event, views
             states.layers[layer] = LayerState.ENQUEUED
         self._crossing.append((portion, event))

@@ -1,7 +1,7 @@
-"""Room on the device: pages, slots and table entries, which adapters have them, and which ones give theirs up.
+"""Room on the device: pages, slots and table entries; which adapters have them, and which are evicted.
 
-Called by the engine's thread alone. An adapter that someone leases, that is pinned, or that a thread still writes, is
-never evicted; in which order the others are is up to `eviction`.
+Only the engine's thread calls it. Adapters that are leased, pinned or still being written are never evicted. `eviction`
+decides the order of the others.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from node_agent.adapter_memory.pool import Pool
 from node_agent.adapter_memory.table import AdapterTable
 
 Place = tuple[int, list[int], int]
-"""Slot, pages and where the run of table entries begins: what an adapter needs on the device."""
+"""Slot, pages and first table entry of an adapter on the device."""
 
 
 class DeviceRoom:
+    """Adapters on the device with their pages, slots and table entries."""
+
     def __init__(self, pool: Pool, table: AdapterTable, hosts: HostTier, eviction: LeastRecentlyUsed) -> None:
-        """`hosts`: the tier from which an evicted adapter would be brought back."""
+        """`hosts`: the tier from which an evicted adapter would be loaded again."""
         self.pool, self.table, self.hosts, self.eviction = pool, table, hosts, eviction
         self.adapters: OrderedDict[str, DeviceAdapter] = OrderedDict()
-        """All that have a place, wholly there or not; the least recently used first."""
+        """Adapters with a place, loaded or not, least recently used first."""
         self.pinned: frozenset[str] = frozenset()
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
 
     def take(
         self, digest: str, layout: AdapterLayout, evicts: bool = True, spared: Container[str] = ()
     ) -> Place | None:
-        """Takes a place for the adapter, evicting idle ones that are not `spared` only where that makes enough room.
-        Returns None when it does not. `evicts` False: takes what is free now, or returns None."""
+        """Allocates a place for the adapter. Evicts idle adapters that are not `spared`, but only if that makes enough
+        room. Returns None when there is not enough. With `evicts` False, uses only what is free now."""
         victims = self._victims(layout.pages, spared) if evicts else iter(())
         if victims is None:
             return None
@@ -48,38 +50,38 @@ class DeviceRoom:
             run = self.table.reserve(max(1, layout.rows))
             if run is not None:
                 pages = self.pool.pages.take(layout.pages, digest)
-                assert pages is not None  # they were free
+                assert pages is not None  # enough pages are free
                 return self._free_slots.pop(), pages, run
         return None
 
     def record_call(self, digest: str) -> None:
-        """Notes that a request uses an adapter that has a place."""
+        """Records a request's use of an adapter that has a place."""
         self.adapters.move_to_end(digest)
         self.eviction.demand.record_call(digest, time.monotonic())
         self.eviction.record_call(digest)
         self.hosts.eviction.record_call(digest)
 
     def give(self, digest: str, layout: AdapterLayout, place: Place) -> None:
-        """Gives back the place that the adapter took: it did not move in."""
+        """Frees a place whose adapter did not move in."""
         slot, pages, run = place
         self.table.give(run, max(1, layout.rows))
         self.pool.pages.give(pages, digest)
         self._free_slots.append(slot)
 
     def move_in(self, entry: DeviceAdapter) -> None:
-        """Gives the adapter its place until it is evicted; the table names it from now on."""
+        """Assigns the place to the adapter until it is evicted, and enters it in the table."""
         self.table.set(entry.slot, entry.run, entry.layout, entry.layout.positions(entry.pages))
         self.adapters[entry.host.digest] = entry
 
     def evict(self, digest: str) -> None:
-        """Takes the adapter off the device. The caller has seen that it is idle."""
+        """Evicts the adapter from the device. The adapter must be idle."""
         entry = self.adapters.pop(digest)
         self.table.clear(entry.slot, entry.run, max(1, entry.layout.rows))
         self.pool.pages.give(entry.pages, digest)
         self._free_slots.append(entry.slot)
 
     def fits_without(self, layout: AdapterLayout, evicted: Collection[str]) -> bool:
-        """Returns whether there would be room for an adapter of this layout if nobody used those that are `evicted`."""
+        """Returns whether an adapter of this layout would fit if the adapters in `evicted` were unused."""
         may_go = [
             entry
             for digest, entry in self.adapters.items()
@@ -90,9 +92,8 @@ class DeviceRoom:
         return layout.pages <= self.pool.pages.free + sum(len(entry.pages) for entry in may_go)
 
     def choose_spared(self, layout: AdapterLayout, digests: Iterable[str]) -> set[str]:
-        """Returns those of `digests` that need not be evicted for an adapter of this layout, the first ones before
-        others. Together they have at most half of the pages, and the adapter fits next to them and the pinned
-        adapters."""
+        """Returns those of `digests` that need not be evicted for an adapter of this layout, preferring the first.
+        Together they use at most half of the pages, and the adapter fits next to them and the pinned ones."""
         all_pages, spared = self.pool.pages.count, set[str]()
         pinned = [entry for digest, entry in self.adapters.items() if digest in self.pinned]
         pages = min(all_pages // 2, all_pages - layout.pages - sum(len(entry.pages) for entry in pinned))
@@ -107,8 +108,8 @@ class DeviceRoom:
         return spared
 
     def _victims(self, pages: int, spared: Container[str] = ()) -> Iterator[str] | None:
-        """Returns the adapters that may be evicted, the first to leave first. Returns None when evicting all of them
-        does not make `pages` free, or when there are none and no slot is free."""
+        """Returns the digests that may be evicted, in order of eviction. Returns None when evicting all would not free
+        `pages` pages, or when there is neither a candidate nor a free slot."""
         idle = [entry for digest, entry in self.adapters.items() if entry.idle and digest not in self.pinned]
         may_go = [entry for entry in idle if entry.host.digest not in spared]
         if pages > self.pool.pages.free + sum(len(entry.pages) for entry in may_go):
@@ -116,7 +117,7 @@ class DeviceRoom:
         return self._in_order(may_go) if may_go or self._free_slots else None
 
     def _in_order(self, entries: list[DeviceAdapter]) -> Iterator[str]:
-        """Yields the entries' digests, the first to leave first. The order is made when the first one has to leave."""
+        """Yields the entries' digests in order of eviction. Lazy: the order is computed on first use."""
         yield from self.eviction.order([self._candidate(entry) for entry in entries], time.monotonic())
 
     def _candidate(self, entry: DeviceAdapter) -> Candidate:

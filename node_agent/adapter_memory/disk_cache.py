@@ -1,9 +1,9 @@
-"""Artifacts cached on this node's disk: written while they stream in from the store, found there at the next start.
+"""Disk cache of artifacts: written while they stream in from the store, and reused after a restart.
 
-A file is an artifact byte for byte, under its digest and base. It is written under a temporary name, renamed when every
-layer has been verified, and not synced: a file that a crash damaged fails its hashes when it is read, and then the
-store is asked. At the start each file's header is checked against its hash; each layer is whenever it is read. The
-cache can only save time: its failures are counted, and the load continues without it.
+A file is an exact copy of an artifact, named by its digest and base. It is written under a temporary name and renamed
+once all layers are verified. It is not synced: a file damaged by a crash fails its hashes when it is read, and the
+adapter is then read from the store. At start each file's header is checked against its hash; layers are checked
+whenever they are read. Failures of the cache are counted, and loads continue without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from adapters.errors import AdapterError
 from node_agent.config import DiskCacheConfig
 
 NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}", re.ASCII)
-"""Digest and base fingerprint."""
+"""File name: digest and base fingerprint."""
 TEMPORARY = ".part"
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CachedFile:
-    """Artifact on the disk. Reads it as an ObjectStore would; the file may vanish at any time."""
+    """Artifact on the disk, read like an ObjectStore. The file may vanish at any time."""
 
     cache: DiskCache
     digest: str
@@ -44,7 +44,8 @@ class CachedFile:
         return bytes(buffer[: self.read_into(start, memoryview(buffer))])
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        """Fills the buffer from `start` on, and returns the bytes read: fewer where the file ends. Raises OSError."""
+        """Reads into the buffer from offset `start`. Returns the bytes read, which are fewer at the end of the file.
+        Raises OSError."""
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.preadv(fd, [buffer], start)
@@ -60,7 +61,8 @@ class CachedFile:
 
 
 class CacheWriter:
-    """Writer of an artifact to the disk. Threads write its layers in any order; the last one makes it a file."""
+    """Writes one artifact to the disk. Threads write its layers in any order; the last one renames the file into
+    place."""
 
     def __init__(self, cache: DiskCache, header: ArtifactHeader, size: int) -> None:
         self.cache, self.digest, self.size = cache, header.digest, size
@@ -72,7 +74,7 @@ class CacheWriter:
         self._open(encode_header(header))
 
     def write(self, offset: int, block: memoryview) -> None:
-        """Writes a verified layer. Never raises: without room on the disk the adapter is not kept."""
+        """Writes a verified layer. Never raises: if the disk is full, the adapter is not cached."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -88,7 +90,7 @@ class CacheWriter:
                 self._give_up(error)
 
     def end(self) -> None:
-        """Notes that the load has ended: a file that is not whole is removed."""
+        """Ends the writer when its load has ended. An incomplete file is removed."""
         with self._lock:
             if self._fd >= 0:
                 self._give_up(None)
@@ -96,7 +98,9 @@ class CacheWriter:
     def _open(self, header: bytes) -> None:
         try:
             self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.posix_fallocate(self._fd, 0, self.size)  # better to learn now than half-way that the disk is full
+            os.posix_fallocate(
+                self._fd, 0, self.size
+            )  # reserve the space first, so that a full disk is noticed at once
             _write_all(self._fd, memoryview(header), 0)
         except OSError as error:
             self._give_up(error)
@@ -111,15 +115,15 @@ class CacheWriter:
 
 
 class DiskCache:
-    """`bytes` on the disk at most, files being written included; least recently used first out."""
+    """Artifacts on the disk, at most `bytes` including files being written. Evicts the least recently used first."""
 
     def __init__(self, config: DiskCacheConfig, base: BaseModel) -> None:
-        """Finds what earlier runs left. Raises OSError when the directory can't be used or another node uses it."""
+        """Indexes the files of earlier runs. Raises OSError when the directory is unusable or another node uses it."""
         self.directory, self.limit, self.base = Path(config.path), config.bytes, base
         self.failures = 0
-        """Writes that failed, a full disk most likely."""
+        """Number of failed writes, most likely because of a full disk."""
         self.damaged = 0
-        """Files that were not what was written."""
+        """Number of files with unexpected content."""
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         """Sizes in bytes by file name, least recently used first."""
@@ -137,14 +141,14 @@ class DiskCache:
         return self.directory / self._name(digest)
 
     def open(self, digest: str) -> CachedFile | None:
-        """Returns the adapter's file, which counts as used now; None when there is none."""
+        """Returns the adapter's file and marks it as used; None when there is none."""
         with self._lock:
             if self._name(digest) not in self._sizes:
                 return None
             self._sizes.move_to_end(self._name(digest))
         path = self.path_of(digest)
         with suppress(OSError):
-            os.utime(path)  # the order outlives this process
+            os.utime(path)  # keeps the order of use across restarts
         return CachedFile(self, digest, path)
 
     def has(self, digest: str) -> bool:
@@ -152,14 +156,14 @@ class DiskCache:
             return self._name(digest) in self._sizes
 
     def contents(self) -> Sequence[tuple[str, int]]:
-        """Returns (digest, bytes) of this base's adapters, most recently used first."""
+        """Returns (digest, bytes) of the adapters of this base, most recently used first."""
         with self._lock:
             here = [(name[:64], size) for name, size in self._sizes.items() if name.endswith(self.base.fingerprint)]
         return here[::-1]
 
     def writer(self, header: ArtifactHeader) -> CacheWriter | None:
-        """Returns a writer for an artifact that is being read, and evicts files to make room for it. Returns None when
-        the artifact is kept already, is larger than the cache or has no bytes, or when other writers hold the room."""
+        """Returns a writer for an artifact that is being fetched, and evicts files to make room. Returns None if the
+        artifact is already cached, larger than the cache or empty, or if other writers use the room."""
         size = max((block.offset + block.size for block in header.layers), default=0)
         name = self._name(header.digest)
         if not NAME.fullmatch(name) or size > self.limit or not any(block.size for block in header.layers):
@@ -173,14 +177,14 @@ class DiskCache:
         return CacheWriter(self, header, size)
 
     def drop(self, digest: str, reason: str) -> None:
-        """Removes a file that is not what was written, or can't be read, and counts it as damaged."""
+        """Removes a file that is damaged or unreadable, and counts it as damaged."""
         if self.remove(digest):
             with self._lock:
                 self.damaged += 1
             log.warning("an adapter on the disk is not usable", extra={"digest": digest, "reason": reason})
 
     def remove(self, digest: str) -> bool:
-        """Removes a file that is not wanted any more. Returns False when there is none."""
+        """Removes the adapter's file. Returns False when there is none."""
         with self._lock:
             if self._sizes.pop(self._name(digest), None) is None:
                 return False
@@ -188,14 +192,13 @@ class DiskCache:
         return True
 
     def keep(self, digest: str, size: int) -> None:
-        """Takes in the file of a writer that has ended well."""
+        """Adds the finished file of a writer to the index."""
         with self._lock:
             self._writing -= size
             self._sizes[self._name(digest)] = size
 
     def give_back(self, size: int, error: OSError | None) -> None:
-        """Gives back the room of a writer that has ended without a file; `error` says why, None: its load ended
-        first."""
+        """Frees the room of a writer that ended without a file. `error` is the reason; None: its load ended first."""
         with self._lock:
             self._writing -= size
             self.failures += error is not None
@@ -211,8 +214,8 @@ class DiskCache:
         return f"{digest}-{self.base.fingerprint}"
 
     def _make_room(self, size: int) -> list[str] | None:
-        """Returns the names to remove for `size` bytes, forgotten already; None when writers hold the room. To be
-        called under the lock."""
+        """Returns the names of files to delete for `size` more bytes, already removed from the index. Returns None when
+        writers use the room. The caller must hold the lock."""
         if self._writing + size > self.limit:
             return None
         victims = []
@@ -226,7 +229,7 @@ class DiskCache:
                 (self.directory / name).unlink(missing_ok=True)
 
     def _find(self) -> None:
-        """Takes in what earlier runs left: whole files whose header is what was written; the rest is removed."""
+        """Indexes the complete files of earlier runs whose headers are valid, and deletes all others."""
         files: list[tuple[float, str, int]] = []
         for path in self.directory.iterdir():
             if path.name.endswith(TEMPORARY):
@@ -241,7 +244,7 @@ class DiskCache:
                 self.damaged += 1
                 self._remove([name])
         victims = self._make_room(0)
-        assert victims is not None  # nothing is being written
+        assert victims is not None  # no writer is open at the start
         self._remove(victims)
 
     def _is_sound(self, name: str, size: int) -> bool:
@@ -254,8 +257,8 @@ class DiskCache:
 
 
 def open_cache(config: DiskCacheConfig | None, base: BaseModel) -> DiskCache | None:
-    """Returns the cache; None without a config, and where the directory can't be used: a node serves without its
-    cache."""
+    """Returns the disk cache. Returns None without a config or when the directory is unusable; the node then serves
+    without a cache."""
     if config is None or not config.bytes:
         return None
     try:

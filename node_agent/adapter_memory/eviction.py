@@ -1,7 +1,7 @@
-"""Eviction policies: the order in which adapters leave a memory tier that needs room. Both tiers use the same policies.
+"""Eviction policies: the order in which adapters leave a full memory tier. Both tiers use the same policies.
 
-The score of `cost` is what a page would save: expected calls per second (demand.py) x seconds to bring the adapter back
-/ its pages. Tiers name as candidates only adapters that nobody leases, pins or writes.
+The score of `cost` is the value of keeping an adapter, per page: expected calls per second (demand.py) x seconds to
+reload it / its pages. Candidates are only adapters that nobody leases, pins or writes.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from typing import NamedTuple
 from node_agent.adapter_memory.demand import MAX_REMEMBERED, Demand
 
 HYSTERESIS = 0.25
-"""An adapter that has just been brought in leaves only for others whose score is higher by this share."""
+"""Share by which another adapter's score must be higher before a recently loaded adapter is evicted."""
 SETTLES_S = 30.0
-"""Seconds after its arrival in which HYSTERESIS protects an adapter."""
+"""Seconds after its load in which HYSTERESIS protects an adapter."""
 
 
 class Candidate(NamedTuple):
-    """An adapter that may leave a tier."""
+    """Adapter that may be evicted from a tier."""
 
     digest: str
     pages: int
     reload_s: float
-    """expected seconds to bring it back, as loads went lately"""
+    """expected seconds to load it again, at the rate of recent loads"""
     arrived: float
-    """monotonic seconds of its arrival in this tier"""
+    """time of its arrival in this tier, in monotonic seconds"""
     awaited: bool = False
 
 
 class LeastRecentlyUsed:
-    """Evicts the least recently used adapter first. Also the form of every policy: `score` is what the others
-    change."""
+    """Policy that evicts the least recently used adapter first. Base class of the other policies, which override
+    `score`."""
 
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
         self.evictions = 0
-        """number of evictions that made room for other adapters"""
+        """number of evictions to make room for other adapters"""
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[str]:
-        """Returns the digests, the first to leave first. `candidates`: least recently used first, which decides
-        between equal scores; awaited ones leave last. `now`: monotonic seconds."""
+        """Returns the digests in order of eviction. `candidates` are in order of last use, which breaks ties; awaited
+        ones come last. `now`: monotonic seconds."""
         scores = [inf if each.awaited else self.score(each, now) for each in candidates]
         return [candidates[i].digest for i in sorted(range(len(candidates)), key=scores.__getitem__)]
 
@@ -50,14 +50,16 @@ class LeastRecentlyUsed:
         return 0.0
 
     def record_call(self, digest: str) -> None:
-        """Notes that a request uses the adapter."""
+        """Records a request's use of the adapter."""
 
     def record_eviction(self, digest: str) -> None:  # noqa: ARG002 - as the others
-        """Notes that the adapter leaves to make room for another."""
+        """Records that the adapter is evicted to make room for another."""
         self.evictions += 1
 
 
 class CostAware(LeastRecentlyUsed):
+    """Policy that evicts the adapter with the least expected reload time per page first."""
+
     def score(self, candidate: Candidate, now: float) -> float:
         digest, pages, reload_s, arrived, _ = candidate
         settling = HYSTERESIS if now - arrived < SETTLES_S else 0.0
@@ -65,25 +67,28 @@ class CostAware(LeastRecentlyUsed):
 
 
 class LeastFrequentlyUsed(LeastRecentlyUsed):
-    """Evicts the least called adapter first, by all calls that are remembered, also of times before it was last brought
-    in."""
+    """Policy that evicts the least called adapter first. It counts all remembered calls, including those before the
+    last load."""
 
     def score(self, candidate: Candidate, now: float) -> float:  # noqa: ARG002 - as the others
         return self.demand.calls(candidate.digest)
 
 
 class GreedyDualSizeFrequency(LeastRecentlyUsed):
-    """L. Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", HPL-98-69:
-    priority = clock at the last call + calls since it last left x cost / size; the clock is the last victim's
-    priority."""
+    """Policy of L. Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy",
+    HPL-98-69.
+
+    Priority = clock at the last call + calls since the last eviction x reload seconds / pages. The clock is the
+    priority of the last victim.
+    """
 
     def __init__(self, demand: Demand) -> None:
         super().__init__(demand)
         self._clock = 0.0
         self._uses: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """Calls by digest, and the clock at the last one. Only as many as Demand remembers."""
+        """Calls since the last eviction, and the clock at the last call, by digest. Bounded by MAX_REMEMBERED."""
         self._scores: dict[str, float] = {}
-        """scores of the last order"""
+        """scores by digest at the last call of `order`"""
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[str]:
         self._scores = {each.digest: self.score(each, now) for each in candidates}
@@ -111,4 +116,4 @@ POLICIES: dict[str, type[LeastRecentlyUsed]] = {
     "lfu": LeastFrequentlyUsed,
     "gdsf": GreedyDualSizeFrequency,
 }
-"""Values of `node.eviction`"""
+"""Policy for each value of `node.eviction`."""

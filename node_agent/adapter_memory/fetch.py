@@ -1,8 +1,8 @@
-"""Loads one adapter from the store, or from the disk cache, to host memory: ranges of layers, each layer verified
-alone.
+"""Reads one adapter from the store or the disk cache into host memory, in ranges of layers. Each layer is verified
+separately.
 
-Several ranges are in flight at once. A layer that can't be read, or is not what was written, is tried again after a
-pause, from that layer on; what has arrived before it stays.
+Several ranges are read at once. After a failed read or a corrupt layer, the range is read again from that layer on,
+after a pause. Layers that have arrived before it are kept.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from node_agent.types import LoadFailed
 RANGES_IN_FLIGHT = 3
 TRIES = 3
 BACK_OFF = 0.05
-"""Seconds before the second try; four times as long before the third."""
+"""Seconds before the second attempt; the third waits four times as long."""
 RETRIED = (StoreUnavailable, CorruptArtifact, OSError)
 DAMAGE = (CorruptArtifact, NotFound)
-"""Errors that say that the store's artifact is to be made again."""
+"""Errors that mean the artifact in the store is missing or corrupt."""
 UNWANTED = LoadFailed("nobody waits for it any more")
 
 Land = Callable[[memoryview, int], None]
-"""Takes a range's memory, and how many bytes of it are here."""
+"""Function of a range's buffer and the number of bytes in it that have arrived."""
 
 
 class _GivenUp(Exception):
-    """The load has failed elsewhere, or nobody wants it any more."""
+    """Internal exception: the load has failed elsewhere, or nobody wants it any more."""
 
 
 class FetchTools(Protocol):
-    """The parts of a Loader that its fetches use."""
+    """Attributes of a Loader that its fetches use."""
 
     store: ObjectStore
     base: BaseModel
@@ -60,20 +60,23 @@ class FetchTools(Protocol):
     cache: DiskCache | None
 
     def on_layer(self) -> None:
-        """Reports that a layer has arrived, or that the load has ended (then under the threads' lock)."""
+        """Reports that a layer has arrived, or that the load has ended. At the end it is called under the threads'
+        lock."""
 
 
 class Fetch:
-    """A Job of the fetching threads. Sets the last `state` of `host` when none touches its pages any more."""
+    """Job of the fetching threads for one adapter. Sets the final `state` of `host` once no thread uses its pages."""
 
     def __init__(self, host: HostAdapter, loader: FetchTools) -> None:
-        assert host.header is not None and host.layout is not None and host.pages is not None  # measured, has room
+        assert (
+            host.header is not None and host.layout is not None and host.pages is not None
+        )  # its header was read and it has pages
         self.load = self.host = host
         self.header, self.layout = host.header, host.layout
         self.store, self.base, self.pool, self.threads = loader.store, loader.base, loader.host, loader.fetching
         self.link, self.flow, self.staging, self.on_change = loader.store_link, Flow(), loader.staging, loader.on_layer
         self.cache = loader.cache if host.cached is None else None
-        """cache for what was verified, until it has been asked for a writer"""
+        """disk cache to write verified layers to; None once a writer was requested"""
         self.positions = host.layout.positions(host.pages)
         self.over = False
         self._first, host.first = host.first, None
@@ -108,13 +111,12 @@ class Fetch:
 
     @property
     def _max_in_flight(self) -> int:
-        """Ranges that may be under way. A prefetch has one, so that few bytes are ahead of those of a request that
-        comes now."""
+        """Maximum ranges read at once. A prefetch has one, so that few of its bytes delay a later request."""
         return RANGES_IN_FLIGHT if self.host.priority == Priority.REQUEST else 1
 
     def settle(self) -> None:
-        """Sets the load's last state, once it has ended and nothing runs. A caller that wants the adapter again until
-        then finds it still running."""
+        """Sets the final state of a load once it has ended and no read runs. Until then, callers see the load as
+        running."""
         if self._running or self.over:
             return
         complete = all(self.host.here)
@@ -134,16 +136,16 @@ class Fetch:
         self.on_change()
 
     def _complete(self) -> None:
-        if not self.host.complete:  # the last layer may have said so
+        if not self.host.complete:  # the last layer may have set it already
             self.host.change_state(HostState.COMPLETE)
 
-    # --- in a loader thread; layers land as soon as their last byte is here, while those behind them come
+    # --- in a loader thread; each layer is placed as soon as its last byte has arrived, while later ones are read
 
     def _bring(self, part: Range, source: CachedFile | None, transfers: list[Transfer]) -> None:
         at = part.first
 
         def land(data: memoryview, count: int) -> None:
-            """Lands each layer that is whole, the first `count` bytes of the range being in `data`."""
+            """Places all layers that are complete, given that the first `count` bytes of the range are in `data`."""
             nonlocal at
             while at < part.end:
                 block = self.header.layers[at]
@@ -162,16 +164,16 @@ class Fetch:
             self._read(part, source, land)
         except _GivenUp:
             self._put_back(part, at)
-        except Exception as error:  # the border of a thread: whatever failed becomes the load's state
-            if at < part.end:  # else what failed was behind the range, in the artifact's first bytes
+        except Exception as error:  # thread boundary: any failure becomes the load's state
+            if at < part.end:  # otherwise the failure was after the range, in the artifact's first bytes
                 self._record_failure(error, part, at, source)
         with self.threads.changed:
             self._running -= 1
             self.settle()
 
     def _read(self, part: Range, source: CachedFile | None, land: Land) -> None:
-        if self._first is not None and part.start + part.size <= self._first.size:  # one range is
-            first, self._first = self._first, None  # tried again, it is read
+        if self._first is not None and part.start + part.size <= self._first.size:  # a range that is
+            first, self._first = self._first, None  # tried again is read from the store
             data = first.data[part.start : part.start + part.size]
             if first.read(lambda count: land(data, count - part.start)) - part.start >= part.size:
                 return
@@ -189,7 +191,7 @@ class Fetch:
             land(data, low + size)
 
     def _land(self, layer: int, block: memoryview, keep: bool) -> None:
-        """Verifies a layer, places its rows, and says that it is there."""
+        """Verifies a layer, copies its rows to the pages, and marks it as arrived."""
         check_layer(self.header, layer, block)
         for pair in self.layout.layers[layer]:
             d_in, d_out = self.base.widths[pair.projection]
@@ -208,22 +210,23 @@ class Fetch:
     def _open_writer(self) -> CacheWriter | None:
         with self._writer_lock:
             if self.cache is not None:
-                self._writer, self.cache = self.cache.writer(self.header), None  # asked once
+                self._writer, self.cache = self.cache.writer(self.header), None  # requested only once
             return self._writer
 
     def _place(self, positions: np.ndarray, block: memoryview, offset: int, width: int) -> None:
-        """Copies rows of `width` from byte `offset` of the block to `positions`, converted to the pool's dtype."""
+        """Copies rows of `width` elements from byte `offset` of the block to `positions`, converted to the pool's
+        dtype."""
         source, count = DTYPES[self.header.dtype], len(positions) * width
         rows = torch.frombuffer(block, dtype=source, count=count, offset=offset).view(len(positions), width)
         for low, end in contiguous_runs(positions, row_units(width, self.pool.data.element_size())):
             self.pool.matrix(int(positions[low]), end - low, width).copy_(rows[low:end])
 
     def _record_failure(self, error: Exception, part: Range, at: int, source: CachedFile | None) -> None:
-        """Takes note of a failed read: tries again from layer `at`, or ends the load."""
+        """Handles a failed read: schedules another attempt from layer `at`, or ends the load."""
         again = self._rest(part, at)
         with self.threads.changed:
             if source is not None and isinstance(error, RETRIED):
-                source.drop(str(error))  # the cache is no authority: the store has it
+                source.drop(str(error))  # fall back to the store
                 self.host.cached = None
                 again.tries = part.tries
             elif not isinstance(error, RETRIED) or again.tries >= TRIES:

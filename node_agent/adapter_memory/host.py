@@ -1,9 +1,9 @@
-"""The host tier: adapters that are being read from the object store, or lie in host memory.
+"""The host tier: adapters that are in host memory or are being read from the object store or the disk.
 
-Called by the engine's thread alone; loader threads fill `pages` and say which layers are `here`. A load runs while
-somebody waits for it (`announce` counts one in, `retract` out), the device is to copy from it, or CPU workers may read
-it. A copy or a reading worker keeps its pages and its entry in the host table, whatever becomes of the load. A load is
-as urgent as the most urgent of those who want it; one that finds no room takes it from less urgent ones.
+Only the engine's thread calls it. Loader threads fill `pages` and set bits of `here`. A load runs while something waits
+for it (`announce` adds a waiter, `retract` removes one), a copy to the device reads it, or a CPU worker does. A copy or
+worker keeps the adapter's pages and table entry even if the load fails. A load has the priority of its most urgent
+waiter. If it finds no room, less urgent loads give theirs up.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from node_agent.adapter_memory.table import AdapterTable
 from node_agent.states import HostState
 
 FAILURE_MEMORY = 1.0
-"""Seconds for which a failed load answers for itself: all who wait fail together, and later ones try again."""
+"""Seconds for which a failed load stays recorded. Requests in this time fail with it; later ones start a new load."""
 
 REPEATED_SHARE = 0.2
-"""Share of its score that an adapter keeps in host memory while it is on the device too. It is read there only if it
-leaves the device before its next call. Tuned on one half of the traces of benchmarks/adapter_memory/eviction.py."""
+"""Factor on an adapter's eviction score in host memory while the adapter is also on the device. Its host copy is read
+only if it leaves the device before its next call. Tuned on one half of the traces of
+benchmarks/adapter_memory/eviction.py."""
 
 
 class HostTier:
-    """The adapters in host memory: `memory` bytes at most; what leaves first is up to `eviction`. What somebody waits
-    for or copies from stays."""
+    """Adapters in host memory, at most `memory` bytes. `eviction` chooses which adapter leaves first. Adapters with
+    waiters, copies or holds stay."""
 
     def __init__(
         self, loader: Loader, pool: Pool, table: AdapterTable, *, memory: int, eviction: LeastRecentlyUsed
     ) -> None:
-        """`table` names the adapters' rows in `pool`, for CPU workers."""
+        """`table` holds the positions of the adapters' rows in `pool`, for CPU workers."""
         self.loader, self.pool, self.table, self.memory = loader, pool, table, memory
         self._free_slots = list(range(table.shape.slots - 1, -1, -1))
         self.failure_memory = FAILURE_MEMORY
         self.eviction, self.rates = eviction, LoadRates()
         self.pinned: frozenset[str] = frozenset()
-        """digests of adapters that stay once they are here"""
+        """digests of adapters that are not evicted once loaded"""
         self.on_device: Container[str] = ()
-        """digests of adapters that have a place on the device"""
+        """digests of adapters with pages on the device"""
         self.short: Priority | None = None
-        """priority of the most urgent load that found no room at the last `poll`; None: all found some"""
+        """priority of the most urgent load that found no room at the last `poll`; None if all found room"""
         self._waiters: dict[str, Counter[Priority]] = {}
         self._spared: dict[str, Container[str]] = {}
         self._all: OrderedDict[str, HostAdapter] = OrderedDict()
@@ -59,33 +60,33 @@ class HostTier:
         self._fetching: list[HostAdapter] = []
         self._failed: deque[tuple[float, HostAdapter]] = deque()
         self._leaving: list[HostAdapter] = []
-        """hosts that were forgotten and are still in use"""
+        """dropped adapters whose pages are still in use"""
 
     def get(self, digest: str) -> HostAdapter | None:
         return self._all.get(digest)
 
     def all(self) -> Iterable[HostAdapter]:
-        """Returns every adapter of the host tier, also those that are arriving, or have failed a moment ago."""
+        """Returns all adapters of the host tier, including those still loading and those that failed recently."""
         return self._all.values()
 
     def lacks_room(self, digest: str) -> bool:
-        """Returns whether the adapter's load found no room at the last `poll`."""
+        """Returns whether the adapter's load has its header and waits for room."""
         return any(host.digest == digest for host in self._unfetched)
 
     def waiting(self, digest: str) -> int:
-        """Returns how many wait for the adapter."""
+        """Returns the number of requests and prefetches that wait for the adapter."""
         return self._waiters[digest].total() if digest in self._waiters else 0
 
     def announce(self, digest: str, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> None:
-        """Counts one more who waits for the adapter; each call is answered by one `retract`. `spared`: digests of
-        adapters that are not to be evicted for a predicted prefetch, until it is retracted."""
+        """Adds a waiter for the adapter; the caller removes it with one `retract`. `spared`: digests that a predicted
+        prefetch must not evict."""
         self._waiters.setdefault(digest, Counter())[priority] += 1
         if priority == Priority.PREDICTED:
             self._spared[digest] = spared
         self._count(digest)
 
     def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
-        """Counts one less who waits for the adapter. What nobody wants any more is dropped before it is whole."""
+        """Removes a waiter. An adapter that nobody wants any more is dropped if its fetch has not begun."""
         counts = self._waiters[digest]
         counts[priority] -= 1
         if not counts[priority]:
@@ -96,10 +97,10 @@ class HostTier:
             del self._waiters[digest]
         host = self._count(digest)
         if host is not None and host.unwanted and not host.complete and host not in self._fetching:
-            self.forget(host)  # a thread that fetches it sees for itself
+            self.forget(host)  # the thread of a running fetch checks this itself
 
     def load(self, adapter: Adapter) -> HostAdapter:
-        """Returns the adapter, whose load starts unless it runs, is done, or has just failed."""
+        """Returns the adapter. Starts its load unless it is running, complete, or failed within `failure_memory`."""
         host = self._all.get(adapter.digest)
         if host is None or host.state is HostState.ABANDONED:
             host = self._begin(adapter.digest, adapter.artifact)
@@ -107,8 +108,8 @@ class HostTier:
         return host
 
     def poll(self) -> None:
-        """Takes note of what loader threads have done, and starts fetches that now have room, the most urgent first,
-        and of those the oldest."""
+        """Processes the results of loader threads, then starts the fetches that now have room. The most urgent go
+        first, then the oldest."""
         self._measuring = [host for host in self._measuring if not self._book_header(host)]
         self._start_fetches()
         self._fetching = [host for host in self._fetching if not self._book_fetch(host)]
@@ -120,33 +121,35 @@ class HostTier:
             self.forget(self._failed.popleft()[1])
 
     def complete(self) -> Iterable[HostAdapter]:
+        """Yields the adapters that are completely in host memory."""
         return (host for host in self._all.values() if host.complete)
 
     def forget(self, host: HostAdapter) -> None:
-        """Drops the adapter, and its bytes once nobody reads or writes them."""
+        """Drops the adapter. Its pages are freed once nothing reads or writes them."""
         if self._all.get(host.digest) is host:
             del self._all[host.digest]
-            host.waiters = 0  # callers wait for its next load: this one may end
+            host.waiters = 0  # its waiters wait for the next load: this one may end
             if not host.complete:
-                self.loader.wake()  # others waited for it
-        self._free(host)  # an adapter on the device keeps its HostAdapter, but not these bytes
+                self.loader.wake()  # other loads waited for this one
+        self._free(host)  # a DeviceAdapter keeps this HostAdapter, but not its pages
 
     def hold(self, host: HostAdapter) -> bool:
-        """Keeps the adapter's pages and its table entry until `let_go`. Returns False when it has none, or is on its
-        way out."""
+        """Keeps the adapter's pages and table entry until `let_go`. Returns False when it has no pages, has failed, or
+        was dropped."""
         if host.pages is None or host.failed or self._all.get(host.digest) is not host:
             return False
         host.holds += 1
         return True
 
     def let_go(self, host: HostAdapter) -> None:
+        """Ends one hold on the adapter. Raises RuntimeError if there is none."""
         if host.holds <= 0:
             raise RuntimeError(f"a hold on {host.digest} was released twice")
         host.holds -= 1
 
     def lend(self, digest: str, layout: AdapterLayout) -> HostAdapter | None:
-        """Gives room to an adapter of zeros that nobody deployed, for measurements, and holds it there until `let_go`;
-        `forget` then gives the room back. May evict adapters that nobody wants. Returns None when there is no room."""
+        """Allocates an all-zero adapter for measurements, and holds it until `let_go`. `forget` then frees it. May
+        evict idle adapters. Returns None when there is no room."""
         run = self._make_room(layout.size, max(1, layout.rows))
         pages = None if run is None else self.pool.pages.take(layout.pages, digest)
         if run is None or pages is None:
@@ -163,35 +166,35 @@ class HostTier:
         return host
 
     def record_lease(self, host: HostAdapter, leased: bool) -> None:
-        """Notes whether requests have leases on the adapter on the device."""
+        """Records whether any request leases the adapter on the device."""
         host.leased = leased
         self._set_priority(host)
 
     def awaited(self) -> Iterator[str]:
-        """Yields the digests for which requests or operators' prefetches wait; predicted prefetches step back."""
+        """Yields the digests that requests or operators' prefetches wait for. Predicted prefetches are left out."""
         return (digest for digest, counts in self._waiters.items() if min(counts) < Priority.PREDICTED)
 
     def bytes_awaited(self, elsewhere: Container[str]) -> int:
-        """Returns the bytes of adapters that are `awaited`, except those `elsewhere`, those that failed and those whose
-        header is still being read."""
+        """Returns the bytes of the `awaited` adapters. Leaves out digests in `elsewhere`, failed loads, and those
+        without a header yet."""
         hosts = (self._all.get(digest) for digest in self.awaited() if digest not in elsewhere)
         return sum(
             host.layout.live for host in hosts if host is not None and host.layout is not None and not host.failed
         )
 
     def reload_seconds(self, digest: str, size: int) -> float:
-        """Returns how long an adapter that left the device would take to come back."""
+        """Returns the expected seconds to load the adapter again after it leaves the device."""
         host = self._all.get(digest)
         here = host is not None and host.complete
         return self.rates.seconds("host", size) + (0.0 if here else self.rates.seconds(self._below(digest), size))
 
     @property
     def used(self) -> int:
-        """The bytes in use."""
+        """Bytes of the pool's pages in use."""
         return (self.pool.pages.count - self.pool.pages.free) * self.pool.page_size
 
     def owned(self) -> dict[str, list[HostAdapter]]:
-        """Returns every adapter that has pages, by digest. A load that nobody wants any more may be ending while a new
+        """Returns the adapters that have pages, by digest. A digest has several while an abandoned load ends and a new
         one runs."""
         by_digest: dict[str, list[HostAdapter]] = {}
         hosts = {id(host): host for host in [*self._all.values(), *self._fetching, *self._leaving]}
@@ -217,7 +220,7 @@ class HostTier:
         if priority == host.priority:
             return
         if priority == Priority.REQUEST and not host.complete:
-            host.began = time.monotonic()  # a request takes the prefetch over: the seconds before do not count
+            host.began = time.monotonic()  # a request takes over the prefetch: count from here
         host.priority = priority
         self.loader.wake()
 
@@ -233,11 +236,11 @@ class HostTier:
         return host
 
     def _below(self, digest: str) -> HeldTier:
-        """Returns the tier from which an adapter would be read that is not in host memory."""
+        """Returns the tier to read an adapter from that is not in host memory."""
         return "disk" if self.loader.cache is not None and self.loader.cache.has(digest) else "absent"
 
     def _book_header(self, host: HostAdapter) -> bool:
-        """Takes note of a header that was read, or could not be. Returns False while it is being read."""
+        """Processes the result of reading a header. Returns False while it is still being read."""
         if host.state is HostState.READING_HEADER:
             return False
         if host.failed:
@@ -247,24 +250,24 @@ class HostTier:
         return True
 
     def _start_fetches(self) -> None:
-        """Starts fetches, the most urgent first. While one waits for room, less urgent ones take none, and give up what
-        they have."""
+        """Starts fetches, the most urgent first. While one waits for room, less urgent ones are not started, and
+        running ones are reclaimed."""
         waiting: list[HostAdapter] = []
         self.short = None
         for host in sorted(self._unfetched, key=lambda host: host.priority):
             if self._all.get(host.digest) is not host or host.size > self.memory:
-                continue  # forgotten meanwhile, or will never fit: its request learns that when it is placed
+                continue  # dropped meanwhile, or larger than the tier: the request fails when it is placed
             less_urgent = self.short is not None and host.priority > self.short
             if less_urgent or not self._start_fetch(host):
                 self.short = host.priority if self.short is None else self.short
-                host.first = None  # it may wait for long
+                host.first = None  # drops the bytes, since the wait may be long
                 waiting.append(host)
         self._unfetched = waiting
         if self.short is not None:
             self._reclaim(self.short)
 
     def _reclaim(self, priority: Priority) -> None:
-        """Ends loads that are less urgent than `priority`."""
+        """Reclaims the running fetches that are less urgent than `priority`."""
         for host in self._fetching:
             if host.priority > priority and host.state is not HostState.RECLAIMED:
                 self.loader.reclaim(host)
@@ -272,14 +275,14 @@ class HostTier:
                 self.loader.wake()
 
     def _start_fetch(self, host: HostAdapter) -> bool:
-        """Begins to bring the adapter's weights. Returns False when there is no room yet."""
-        assert host.layout is not None  # measured
+        """Starts to read the adapter's weights. Returns False when there is no room yet."""
+        assert host.layout is not None  # its header was read
         spared = self._spared.get(host.digest, ()) if host.priority == Priority.PREDICTED else ()
         run = self._make_room(host.size, max(1, host.layout.rows), spared)
         if run is None:
             return False
         host.pages = self.pool.pages.take(host.layout.pages, host.digest)
-        assert host.pages is not None  # there is room
+        assert host.pages is not None  # _make_room made room
         host.slot, host.run = self._free_slots.pop(), run
         self.table.set(host.slot, run, host.layout, host.layout.positions(host.pages))
         self._fetching.append(host)
@@ -291,19 +294,19 @@ class HostTier:
         return [host for host in idle if host.digest not in spared and host.digest not in self.pinned]
 
     def _in_order(self, idle: list[HostAdapter]) -> Iterator[HostAdapter]:
-        """Yields the idle adapters, the first to leave first. The order is made when that one has to."""
+        """Yields the idle adapters in the order in which to evict them. Lazy: the order is computed on first use."""
         for digest in self.eviction.order([*map(self._candidate, idle)], time.monotonic()):
             yield self._all[digest]
 
     def _candidate(self, host: HostAdapter) -> Candidate:
-        assert host.pages is not None  # it is idle
+        assert host.pages is not None  # idle adapters have pages
         reload_s = self.rates.seconds(self._below(host.digest), host.size)
         if host.digest in self.on_device:
             reload_s *= REPEATED_SHARE
         return Candidate(host.digest, len(host.pages), reload_s, host.arrived)
 
     def _book_fetch(self, host: HostAdapter) -> bool:
-        """Takes note of a fetch that has ended, well or not. Returns False while it runs."""
+        """Processes a fetch that has ended, successfully or not. Returns False while it runs."""
         if host.failed:
             self._record_failure(host)
             return True
@@ -318,24 +321,25 @@ class HostTier:
             if host not in self._leaving:
                 self._leaving.append(host)
             return
-        assert host.layout is not None  # it has pages
+        assert host.layout is not None  # an adapter with pages has a layout
         self.table.clear(host.slot, host.run, max(1, host.layout.rows))
         self._free_slots.append(host.slot)
         self.pool.pages.give(host.pages, host.digest)
         host.pages, host.slot, host.run = None, -1, -1
 
     def _record_failure(self, host: HostAdapter) -> None:
-        self._free(host)  # its thread has ended
+        self._free(host)  # no thread fills its pages any more
         if host.state is HostState.FAILED:
             self._failed.append((time.monotonic() + self.failure_memory, host))
         elif host.waiters and self._all.get(host.digest) is host:
-            self._begin(host.digest, host.artifact)  # wanted again meanwhile
+            self._begin(host.digest, host.artifact)  # requested again meanwhile
         else:
             self.forget(host)
 
     def _make_room(self, size: int, rows: int, spared: Container[str] = ()) -> int | None:
-        """Returns a run of `rows` rows of the table once there is room for `size` bytes, too; None when there is not.
-        Evicts only if that makes enough room, and where the table's free entries lie too scattered."""
+        """Returns the first row of a free run of `rows` table rows, with `size` bytes free in the pool. Returns None
+        when there is no room. Evicts idle adapters only if that suffices; also when the table's free rows are too
+        fragmented."""
         idle = self._idle(spared)
         if self.used - sum(host.size for host in idle) + size > self.memory or not (idle or self._free_slots):
             return None

@@ -1,8 +1,8 @@
-"""Host memory as other processes see it: the pool's memfd and the host table's, and how to map both.
+"""Host memory for other processes: the memfds of the pool and the host table, and how to map them.
 
-A CPU LoRA worker gets a HostMap as JSON and the two descriptors by inheritance. It reads the rows that the table names
-for a slot while the engine holds the adapter for it (`AdapterStore.hold_host`), and only layers that the engine names:
-the engine knows which have arrived.
+A CPU LoRA worker receives a HostMap as JSON and inherits the two descriptors. It reads the table rows of a slot only
+while the engine holds the adapter for it (`AdapterStore.hold_host`). It reads only layers that the engine names, since
+only the engine knows which have arrived.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from node_agent.adapter_memory.table import AdapterTable, TableShape, rows_for
 from node_agent.device import DTYPES
 
 MAX_ADAPTERS = 1024
-"""Slots of the host table; a pool of fewer pages has fewer."""
+"""Maximum slots of the host table. A pool with fewer pages has one slot per page."""
 
 
 class HostMap(msgspec.Struct, frozen=True):
-    """Descriptors and shapes by which another process maps the host pool and its table. The descriptors are valid in a
-    process that inherited them under the same numbers."""
+    """Descriptors and shapes with which another process maps the host pool and its table. The process must have
+    inherited the descriptors under the same numbers."""
 
     pool_fd: int
     pool_bytes: int
@@ -48,17 +48,17 @@ class HostMap(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class HostView:
-    """Read-only views of the host pool and its table, from which a worker computes."""
+    """Read-only views of the host pool and its table, for a worker."""
 
     pool: torch.Tensor
-    """flat, of the pool's dtype"""
+    """flat tensor of the pool's dtype"""
     table: AdapterTable
 
 
 def attach(host_map: HostMap) -> HostView:
-    """Maps the host pool and its table. Raises OSError or ValueError when the descriptors are not what they should be.
+    """Maps the host pool and its table. Raises OSError or ValueError when the descriptors do not match the shapes.
 
-    The process needs no device for it, and may close the descriptors afterwards.
+    The process needs no GPU and may close the descriptors afterwards.
     """
     shape = TableShape(host_map.slots, host_map.layers, host_map.rows)
     pool = _map(host_map.pool_fd, host_map.pool_bytes, host_map.torch_dtype)
@@ -68,11 +68,11 @@ def attach(host_map: HostMap) -> HostView:
 
 
 class SharedTable:
-    """AdapterTable over the host pool, in a separate memfd that is reserved whole like the pool."""
+    """AdapterTable of the host pool, in its own memfd that is fully reserved."""
 
     def __init__(self, pool: Pool, base: BaseModel) -> None:
-        """Makes the table for an adapter pool. Raises ValueError without the memory, or when the table's offsets do not
-        reach the pool's end."""
+        """Creates the table for an adapter pool. Raises ValueError when memory is short, or when the pool is too large
+        for the table's offsets."""
         units, itemsize = pool.pages.count * pool.page_units, pool.data.element_size()
         if units >= 1 << 31:
             raise ValueError(
@@ -95,7 +95,7 @@ class SharedTable:
 
 
 def export(memory: HostMemory, table: SharedTable) -> HostMap:
-    """Returns what `attach` needs in another process."""
+    """Returns the HostMap that `attach` takes in another process."""
     pool, shape = memory.pool, table.shape
     dtype = str(pool.data.dtype).removeprefix("torch.")
     return HostMap(memory.fd, pool.data.nbytes, pool.page_size, dtype, table.fd, shape.slots, shape.layers, shape.rows)
@@ -107,6 +107,6 @@ def _map(fd: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     if not size:
         return torch.zeros(0, dtype=dtype)
     memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-    with warnings.catch_warnings():  # torch warns that it can't be written, which is what is wanted
+    with warnings.catch_warnings():  # torch warns that the memory is read-only, which is intended
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(memory, dtype=dtype)

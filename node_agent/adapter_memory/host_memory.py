@@ -1,4 +1,4 @@
-"""The host tier's memory: one memfd, reserved whole, that other processes can map by inheritance."""
+"""Memory of the host tier: one fully reserved memfd that other processes can inherit and map."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from node_agent.adapter_memory.pool import Pool
 from node_agent.device import free_memory
 
 REGISTER_CHUNK = 256 << 20
-"""Bytes that are pinned at a time: a multiple of every page size, so that no copy crosses a border."""
+"""Bytes pinned per call: a multiple of all page sizes, so that no copy crosses a border between two registrations."""
 
 
 class HostMemory:
-    """Host pool in a memfd whose pages exist from the start: a write to it never fails for want of memory.
+    """Host pool in a memfd whose pages are allocated at the start. A write therefore never fails for lack of memory.
 
-    With `pinned`, CUDA knows it, so that copies from it run while the host works. `fd` is inheritable by choice of the
-    process that passes it on; the memory lives as long as anyone maps it.
+    With `pinned`, the memory is registered with CUDA, so that copies from it are asynchronous. Child processes may
+    inherit `fd`. The memory lives as long as any process maps it.
     """
 
     def __init__(self, size: int, page_size: int, dtype: torch.dtype, pinned: bool) -> None:
-        """Reserves as many whole pages as `size` bytes hold. Raises ValueError when the host has not that much
-        memory."""
+        """Reserves the whole pages that fit in `size` bytes. Raises ValueError when the host has too little memory."""
         paged_size = size // page_size * page_size
         self.fd = os.memfd_create("garnish-adapters", os.MFD_CLOEXEC)
         self._pinned: Pinned | None = None
@@ -40,7 +39,7 @@ class HostMemory:
             self._pinned = Pinned((start + at, min(REGISTER_CHUNK, paged_size - at)) for at in chunks)
 
     def close(self) -> None:
-        """Unpins the memory and closes its descriptor. Nothing may copy from it any more."""
+        """Unpins the memory and closes its descriptor. No copy from it may be running."""
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
@@ -50,7 +49,7 @@ class HostMemory:
         if not size:
             return torch.zeros(0, dtype=dtype)
         available = available_memory()
-        if size > available:  # the kernel would end a process sooner than refuse
+        if size > available:  # otherwise the OOM killer would act before an allocation fails
             raise ValueError(f"host_memory: {size} bytes can't be reserved, the host has {available}; set less")
         try:
             os.posix_fallocate(self.fd, 0, size)
@@ -60,12 +59,12 @@ class HostMemory:
 
 
 def available_memory() -> int:
-    """Returns the bytes that this process may still take: of the host, and of its control group where that has a
-    limit."""
+    """Returns the bytes that this process may still allocate, limited by the host's free memory and the control
+    group."""
     available = free_memory(torch.device("cpu"))
     group = Path("/sys/fs/cgroup")
     try:
         limit, current = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
     except OSError:
-        return available  # no control groups here, or those of version 1
+        return available  # no control groups, or version 1
     return available if limit == "max" else min(available, max(0, int(limit) - int(current)))

@@ -1,4 +1,5 @@
-"""Checks adapter memory against its books. It reads the whole table: made for idle moments and for tests."""
+"""Consistency check of adapter memory: owners of pages, and entries of the tables. It reads whole tables, so it is for
+idle moments and tests."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from node_agent.adapter_memory.table import AdapterTable
 
 
 def check_memory(store: AdapterStore) -> list[str]:
-    """Returns one line for each thing that is wrong with the store's pages and tables; none when all is well. Waits for
-    the device to have read the table."""
+    """Returns one line per inconsistency of the store's pages and tables; none if all are consistent. Waits for the
+    device."""
     problems = [f"device: {line}" for line in store.pool.pages.problems()]
     problems += [f"host: {line}" for line in store.hosts.pool.pages.problems()]
     problems += _owners("device", store.pool, {digest: [e.pages] for digest, e in store.device.items()})
@@ -29,8 +30,8 @@ def check_memory(store: AdapterStore) -> list[str]:
 
 
 def heal(store: AdapterStore) -> list[str]:
-    """Returns the problems that `check_memory` lists. Drops an adapter whose part of a table is wrong from that tier,
-    if nobody uses it, so that the next request loads it again."""
+    """Returns the lines of `check_memory`. Drops unused adapters with wrong table entries from their tier, so that the
+    next request loads them again."""
     problems = check_memory(store)
     for digest in [d for d in store.device if any(line.startswith(f"adapter {d},") for line in problems)]:
         store.discard(digest)
@@ -56,7 +57,7 @@ def _owners(tier: str, pool: Pool, owned: dict[str, list[list[int]]]) -> list[st
 
 @dataclass(frozen=True)
 class _Entry:
-    """Entry of one adapter in one table, by the books."""
+    """Expected entry of one adapter in one table."""
 
     name: str
     slot: int
@@ -66,7 +67,7 @@ class _Entry:
 
 
 def _host_entry(host: HostAdapter) -> _Entry:
-    assert host.layout is not None and host.pages is not None  # it has pages
+    assert host.layout is not None and host.pages is not None  # an adapter with pages has a layout
     return _Entry(f"host adapter {host.digest}", host.slot, host.run, host.layout, host.pages)
 
 
@@ -86,7 +87,7 @@ def _check_table(table: AdapterTable, what: str, entries: list[_Entry]) -> list[
 
 
 def _check_adapter(table: AdapterTable, entry: _Entry, rank: np.ndarray) -> list[str]:
-    """Returns lines that name adapter, layer and projection, for each pair that the table gives wrongly."""
+    """Returns a line with adapter, layer and projection for each wrong entry of the table."""
     layout = entry.layout
     positions = layout.positions(entry.pages)
     scale, first = table.scale[entry.slot].cpu().numpy(), table.first[entry.slot].cpu().numpy()

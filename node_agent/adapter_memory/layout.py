@@ -1,10 +1,12 @@
-"""Layout of an adapter in pages: rows in layer-major order, each at a multiple of ROW_ALIGN bytes, none across a page
+"""Layout of an adapter in pages. Rows are in layer-major order, each aligned to ROW_ALIGN bytes; no row crosses a page
 border.
 
-Within a layer, the A rows of a projection group (q, k, v; o; gate, up; down) follow each other and then its B rows do,
-so that one product serves the whole group's A wherever they share a page. A row is a row of lora_A.weight [d_in] or a
-column of lora_B.weight [d_out]. The layout counts the adapter's own pages 0, 1, ...; which pages of a pool these are is
-decided when it gets room, and differs between the tiers, but within each page both tiers hold the same bytes.
+Within a layer, the A rows of a projection group (q, k, v; o; gate, up; down) come first, then its B rows. One matrix
+product therefore serves all A rows of a group that share a page. A row is a row of lora_A.weight [d_in] or a column of
+lora_B.weight [d_out].
+
+The layout numbers the adapter's pages 0, 1, .... They are mapped to pages of a pool when the adapter is placed. That
+mapping differs between the tiers, but the bytes within each page are the same.
 """
 
 from __future__ import annotations
@@ -21,27 +23,27 @@ from adapters.base_model import PROJECTIONS, BaseModel
 from node_agent.types import GROUPS
 
 ROW_ALIGN = 64
-"""Bytes; offsets in the AdapterTable count in this unit."""
+"""Alignment of rows, in bytes. Offsets in the AdapterTable count in units of this size."""
 
 
 @dataclass(frozen=True)
 class PairRows:
-    """Adapted projection of one layer."""
+    """Rows of one adapted projection of one layer."""
 
     projection: int
     rank: int
     scale: float
     a: int
-    """Index of its first A row among the adapter's rows; `b` is that of its first B row."""
+    """Index of the projection's first A row among the adapter's rows; `b` is the index of its first B row."""
     b: int
     a_source: int
-    """Byte offsets in the artifact's layer block."""
+    """Byte offset of A in the artifact's layer block; `b_source` is the offset of B."""
     b_source: int
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of one of the adapter's pages, in ROW_ALIGN units from the page's start."""
+    """Range of one of the adapter's pages, in ROW_ALIGN units from the start of the page."""
 
     page: int
     begin: int
@@ -50,14 +52,16 @@ class Span:
 
 @dataclass(frozen=True)
 class AdapterLayout:
+    """Positions of an adapter's rows in its pages, and its part of the AdapterTable."""
+
     layers: tuple[tuple[PairRows, ...], ...]
     spans: tuple[tuple[Span, ...], ...]
-    """Per layer: what a copy of that layer moves."""
+    """Spans that a copy of each layer transfers."""
     place: np.ndarray
-    """i64[rows]: each row's unit, counted through the adapter's own pages"""
+    """i64[rows]: offset of each row in ROW_ALIGN units, counted through the adapter's pages"""
     rank: np.ndarray
-    """i32[layers, 7]; with scale f32[same] and first i32[layers, 7, 2], the adapter's part of the AdapterTable, `first`
-    counted from its own first row"""
+    """i32[layers, 7]: rank of each projection. With `scale` f32[layers, 7] and `first` i32[layers, 7, 2], it is the
+    adapter's part of the AdapterTable. `first` counts from the adapter's first row."""
     scale: np.ndarray
     first: np.ndarray
     page_units: int
@@ -66,7 +70,7 @@ class AdapterLayout:
     """Bytes of weights, without padding."""
 
     def adapts(self, layer: int, group: str) -> bool:
-        """Returns whether any projection of the group is adapted in that layer."""
+        """Returns whether the adapter has weights for any projection of the group in that layer."""
         return any(pair.projection in GROUPS[group] for pair in self.layers[layer])
 
     @property
@@ -80,44 +84,45 @@ class AdapterLayout:
 
     @cached_property
     def moved(self) -> tuple[int, ...]:
-        """The bytes, per layer, that a copy of the layer moves, those between rows and at pages' ends included."""
+        """Bytes that a copy of each layer transfers, including padding between rows and at the ends of pages."""
         return tuple(sum(span.end - span.begin for span in spans) * ROW_ALIGN for spans in self.spans)
 
     @property
     def size(self) -> int:
-        """The bytes of the pages that the adapter takes."""
+        """Total bytes of the adapter's pages."""
         return self.pages * self.page_units * ROW_ALIGN
 
     def positions(self, pages: Sequence[int]) -> np.ndarray:
-        """Returns i64[rows]: each row's unit from the start of a pool in which the adapter has these pages."""
+        """Returns i64[rows]: each row's offset in ROW_ALIGN units from the start of a pool where the adapter has these
+        pages."""
         starts = np.asarray(pages, dtype=np.int64) * self.page_units
         positions: np.ndarray = starts[self.place // self.page_units] + self.place % self.page_units
         return positions
 
 
 def row_units(width: int, itemsize: int) -> int:
-    """Returns the ROW_ALIGN units of one row of `width` elements."""
+    """Returns the number of ROW_ALIGN units that one row of `width` elements takes."""
     return -(-width * itemsize // ROW_ALIGN)
 
 
 def contiguous_runs(positions: np.ndarray, units: int) -> list[tuple[int, int]]:
-    """Returns (low, end) of each maximal run of rows that lie `units` apart."""
+    """Returns the maximal runs of rows that lie `units` apart, each as (first row, end row)."""
     count = len(positions)
-    breaks = (positions[1:] - positions[:-1] != units).nonzero()[0]  # np.diff takes longer than all of this
+    breaks = (positions[1:] - positions[:-1] != units).nonzero()[0]  # np.diff takes longer than the whole function
     if not len(breaks):
         return [(0, count)] if count else []
     return list(pairwise([0, *(breaks + 1).tolist(), count]))
 
 
 class _Cursor:
-    """Places rows one after another; a row that no longer fits in the page begins the next one."""
+    """Allocator of consecutive rows. A row that does not fit in the rest of a page goes to the next one."""
 
     def __init__(self, page_units: int) -> None:
         self.page_units, self.at, self.rows = page_units, 0, 0
         self.placed: list[np.ndarray] = []
 
     def put(self, count: int, units: int) -> int:
-        """Places `count` rows of `units` each. Returns the index of the first."""
+        """Places `count` rows of `units` ROW_ALIGN units each. Returns the index of the first row."""
         first = self.rows
         while count:
             remaining = self.page_units - self.at % self.page_units
@@ -133,8 +138,8 @@ class _Cursor:
 
 
 def lay_out(header: ArtifactHeader, base: BaseModel, itemsize: int, page_units: int) -> AdapterLayout:
-    """Returns where every row goes for weights of `itemsize` bytes. Raises ValueError when the header is not of this
-    base."""
+    """Returns the layout of an artifact's weights with `itemsize` bytes per element. Raises ValueError when the header
+    does not match the base model."""
     if len(header.layers) != base.num_layers:
         raise ValueError(f"artifact has {len(header.layers)} layers, the base has {base.num_layers}")
     cursor, live = _Cursor(page_units), 0
@@ -163,7 +168,7 @@ def lay_out(header: ArtifactHeader, base: BaseModel, itemsize: int, page_units: 
 def lay_out_uniform(
     base: BaseModel, rank: int, projections: Sequence[int], itemsize: int, page_units: int
 ) -> AdapterLayout:
-    """Returns the layout of an adapter that has the same rank on these projections of every layer."""
+    """Returns the layout of an adapter with the same rank and the same projections in every layer."""
     pairs = tuple(Pair(projection, rank, 1.0, 0, 0) for projection in projections)
     layers = (LayerBlock(0, 0, "", pairs),) * base.num_layers
     return lay_out(ArtifactHeader(FORMAT_VERSION, "", base.fingerprint, "float32", layers), base, itemsize, page_units)
@@ -176,7 +181,7 @@ def _spans(begin: int, end: int, page_units: int) -> tuple[Span, ...]:
 
 
 def joined_spans(spans: Sequence[Span]) -> list[Span]:
-    """Returns the spans with those that follow each other in a page joined to one."""
+    """Returns the spans, with adjacent spans of the same page merged."""
     joined: list[Span] = []
     for span in spans:
         last = joined[-1] if joined else None

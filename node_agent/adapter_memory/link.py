@@ -1,8 +1,8 @@
-"""A simulated link between memory tiers: it delays transfers and never changes data.
+"""Simulated link between memory tiers. It delays transfers but never changes data.
 
-Flows share the bandwidth equally (processor sharing); the transfers of one flow follow each other. Progress is kept in
-virtual time: the bytes that a flow which was never idle would have carried. It grows by bandwidth / active flows per
-second: one number gives the progress of every flow, and a flow that joins or ends changes its slope alone.
+Flows share the bandwidth equally (processor sharing); the transfers of one flow are sequential. Virtual time is the
+number of bytes that a permanently active flow would have carried. It grows by bandwidth / active flows per second. One
+number thus gives the progress of all flows: a flow that joins or leaves changes only the slope.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from dataclasses import dataclass, field
 from node_agent.config import LinkConfig
 
 LONGEST_WAIT = 1.0
-"""Seconds after which a waiter looks again, whatever happens."""
+"""Seconds after which a waiter checks again even if nothing changed."""
 
 log = logging.getLogger(__name__)
 
 
 class LinkClosed(RuntimeError):
-    """The transfer will not arrive any more."""
+    """Error: the transfer will never arrive, since its flow or the link was closed."""
 
 
 @dataclass(order=True)
 class Transfer:
-    """Transfer of a flow."""
+    """Bytes of a flow that arrive together."""
 
     target: float
-    """virtual time at which its last byte is across"""
+    """virtual time at which its last byte has crossed"""
     flow: Flow = field(compare=False)
     crossed: float | None = field(default=None, compare=False)
-    """time of its end, by the clock"""
+    """clock time at which it crossed; None until then"""
 
 
 @dataclass(eq=False)
 class Flow:
-    """Transfers that follow each other, with one share of the link among them. It leaves when no more will come."""
+    """Sequence of transfers that shares the link with other flows. `Link.leave` ends it."""
 
     target: float = 0.0
-    """virtual time at which all that it has been given is across"""
+    """virtual time at which all its bytes have crossed"""
     closed: bool = False
 
 
 class Link:
-    """Simulated link; without a config it carries everything at once. Any thread may call it."""
+    """Simulated link. Without a config, transfers arrive at once. Any thread may call it."""
 
     def __init__(
         self, config: LinkConfig | None, name: str = "link", clock: Callable[[], float] = time.monotonic
@@ -66,11 +66,11 @@ class Link:
             )
 
     def carry(self, size: int) -> None:
-        """Returns when `size` bytes would have arrived. Raises LinkClosed when the link is closed before."""
+        """Blocks until `size` bytes would have arrived. Raises LinkClosed when the link is closed first."""
         self.wait(self.begin(Flow(), size))
 
     def begin(self, flow: Flow, size: int) -> Transfer:
-        """Sends `size` bytes of the flow on their way, behind those that it sent before. Returns their transfer."""
+        """Starts a transfer of `size` bytes, after the flow's earlier ones. Returns it."""
         with self._changed:
             self._advance(self.clock())
             if self.config is None or flow.closed or self._closed:
@@ -84,7 +84,7 @@ class Link:
             return transfer
 
     def wait(self, transfer: Transfer) -> None:
-        """Returns when the transfer has arrived. Raises LinkClosed when its flow or the link is closed before."""
+        """Blocks until the transfer has arrived. Raises LinkClosed when its flow or the link is closed first."""
         if self.config is None:
             return
         with self._changed:
@@ -96,19 +96,17 @@ class Link:
                 remaining_s = self._arrival(transfer) - now
                 if remaining_s <= 0:
                     return
-                self._changed.wait(
-                    min(remaining_s, LONGEST_WAIT)
-                )  # flows that joined meanwhile made it later: look again
+                self._changed.wait(min(remaining_s, LONGEST_WAIT))  # joining flows delay the arrival: check again
 
     @property
     def active(self) -> int:
-        """Returns how many flows share the link now."""
+        """Returns the number of flows that share the link now."""
         with self._changed:
             self._advance(self.clock())
             return len(self._active)
 
     def leave(self, flow: Flow) -> None:
-        """Takes the flow off the link: what has not arrived never will, and the other flows have its share."""
+        """Removes the flow from the link. Its pending transfers never arrive; the other flows get its share."""
         with self._changed:
             self._advance(self.clock())
             flow.closed = True
@@ -119,7 +117,7 @@ class Link:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Closes the link: every wait ends."""
+        """Closes the link and ends all waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -127,7 +125,7 @@ class Link:
     # --- inside, under the lock
 
     def _advance(self, now: float) -> None:
-        """Brings the virtual time to `now`, and notes when transfers crossed."""
+        """Advances virtual time to `now` and records when transfers crossed."""
         if self.config is None:
             return
         while self._active:
@@ -145,7 +143,7 @@ class Link:
         self._at = now
 
     def _arrival(self, transfer: Transfer) -> float:
-        """Returns when the transfer has arrived, or will if no other flow joins or leaves; in seconds of the clock."""
+        """Returns the clock time in seconds at which the transfer arrives, if no flow joins or leaves before."""
         assert self.config is not None
         if transfer.crossed is not None:
             return transfer.crossed + self.config.latency

@@ -1,4 +1,5 @@
-"""Moves adapters: object store or disk -> host pages, and host pages -> device pages, by layer, by bounded threads."""
+"""Loads adapters with bounded pools of threads, layer by layer: store or disk to host pages, host pages to device
+pages."""
 
 from __future__ import annotations
 
@@ -24,19 +25,21 @@ from node_agent.states import DeviceState, HostState
 from node_agent.types import LoadFailed
 
 MEASURE_THREADS = 8
-"""Headers, and the first layers with them (two reads an adapter), must not wait behind the bytes of large adapters."""
+"""Threads that read headers and, with them, first layers (two reads per adapter). They are separate so that headers do
+not wait for the bytes of large adapters."""
 MEASURE_AHEAD = 2
-"""Threads that read for others while a prefetch's header may still be read. With the layers behind each header,
-prefetches take half of the threads."""
+"""Maximum prefetches whose headers are read at once. Together with the reads of their first layers, they use at most
+half of the threads."""
 STORE_THREADS = 8
 COPY_THREADS = {"cpu": 4, "cuda": 1}
-"""Copying threads by device. One fills a GPU's link, as copies are enqueued; more only take the interpreter from the
-engine's thread: four cold calls at once had their first tokens after 76 ms, not 50 (docs/results/gpu.md)."""
+"""Copying threads by device type. One thread saturates a GPU's link, since copies are enqueued. More threads only
+compete with the engine's thread for the interpreter lock. With them, four concurrent cold calls had their first tokens
+after 76 ms, not 50 (docs/results/gpu.md)."""
 
 
 class _Awaited:
-    """A Job of the fetching threads without work: with it a load holds up less urgent ones from its beginning on, also
-    while its header is read and while it waits for room."""
+    """Placeholder job of the fetching threads, without work. It blocks less urgent loads while its adapter's header is
+    read or waits for room."""
 
     def __init__(self, host: HostAdapter) -> None:
         self.load = host
@@ -53,8 +56,8 @@ class _Awaited:
 
 
 class Loader:
-    """Loads adapters in three pools of threads. Failures end in `failed` of what was being loaded, never in a log
-    alone."""
+    """Loads adapters with three pools of threads. A failed load sets the state and `failure` of its adapter; it is
+    never only logged."""
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Loader:
         on_change: Callable[[], None],
         cache: DiskCache | None = None,
     ) -> None:
-        """`on_change` is called from a loader thread when something that the engine may wait for has changed."""
+        """`on_change` is called from a loader thread after each change that the engine may wait for."""
         self.store, self.base, self.host, self.device, self.on_change = store, base, host, device, on_change
         self.dtype = host.data.dtype
         self.store_link, self.device_link, self.cache = store_link, device_link, cache
@@ -77,33 +80,38 @@ class Loader:
         self.copying = LoaderThreads("copy", COPY_THREADS[device.data.device.type])
         self.staging = Staging()
         self.crossed_bytes = 0
-        """Bytes that have crossed to the device since the node's start; changed under the lock of the copying
+        """Bytes that crossed to the device since the start of the process. Changed under the lock of the copying
         threads."""
         self.bandwidth = math.inf
-        """Bytes per second of the link to a GPU, once measured. On a CPU no pass waits behind others' copies."""
+        """Measured bytes per second of the link to a GPU. It is infinite until measured, and on a CPU, where no pass
+        waits for copies of other requests."""
 
     def measure(self, host: HostAdapter) -> None:
-        """Starts to read the adapter's header; `host.layout` is its outcome."""
+        """Starts to read the adapter's header. It sets `host.layout`, or fails the load."""
         self.fetching.add(_Awaited(host))
         self._measuring.submit(host, self._measure, host)
 
     def fetch(self, host: HostAdapter) -> None:
-        """Starts to bring a measured adapter's weights to `host.pages`, which the caller has taken."""
+        """Starts to read the weights into `host.pages`, which the caller has allocated. The header must have been
+        read."""
         job = Fetch(host, self)
-        with self.fetching.changed:  # at once: no less urgent load finds a gap, or waits for one that has gone
+        with (
+            self.fetching.changed
+        ):  # under one lock: no less urgent load slips in between, or waits for a load that has gone
             host.change_state(HostState.FETCHING)
             job.settle()
             self.fetching.add(job)
 
     def reclaim(self, host: HostAdapter) -> None:
-        """Marks a fetch whose room a more urgent load needs: it ends once nobody wants the adapter."""
+        """Marks a running fetch as RECLAIMED, since a more urgent load needs its room. It ends once nobody wants the
+        adapter."""
         with self.fetching.changed:
             if host.state is HostState.FETCHING:
                 host.change_state(HostState.RECLAIMED)
 
     def claim(self, host: HostAdapter, states: CopyStates) -> bool:
-        """Claims a host adapter for a copy to the device: from now on nobody gives its load up. Returns False when the
-        load has ended badly."""
+        """Claims a host adapter for a copy to the device, so that its load is not abandoned. Returns False if the load
+        has already failed."""
         with self.fetching.changed:
             if host.failed:
                 return False
@@ -111,24 +119,24 @@ class Loader:
             return True
 
     def copy(self, host: HostAdapter, pages: list[int], states: CopyStates) -> None:
-        """Starts to copy an adapter to these pages of the device, each layer once it is in host memory."""
+        """Starts to copy an adapter to these device pages, each layer as soon as it is in host memory."""
         self.copying.add(DeviceCopy(host, pages, states, self))
 
     def add_crossed(self, size: int) -> None:
-        """Counts bytes that crossed to the device without being an adapter's."""
+        """Adds bytes that crossed to the device but belong to no adapter."""
         with self.copying.changed:
             self.crossed_bytes += size
 
     def set_order(self, states: CopyStates, order: Sequence[int]) -> None:
-        """Makes the copy take the layers that wait in host memory by `order` from now on. Raises ValueError unless
-        `order` names each layer once."""
+        """Sets the order in which the copy takes layers that are in host memory. Raises ValueError unless `order` names
+        each layer once."""
         if sorted(order) != list(range(len(states.layers))):
             raise ValueError(f"an order of {len(states.layers)} layers names each of them once, not {list(order)}")
         with self.copying.changed:
             states.order = tuple(order)
 
     def abandon(self, states: CopyStates) -> None:
-        """Gives a copy up that nobody wants any more: it ends as failed, unless it has ended."""
+        """Cancels a copy that nobody wants any more, unless it has ended."""
         with self.copying.changed:
             if states.state is DeviceState.COPYING:
                 states.failure = states.failure or UNWANTED
@@ -136,7 +144,7 @@ class Loader:
         self.copying.wake()
 
     def wake(self) -> None:
-        """Wakes the threads: loads have become more or less urgent, or unwanted."""
+        """Wakes the threads after the urgency of loads has changed."""
         self._measuring.wake()
         self.fetching.wake()
         self.copying.wake()
@@ -146,7 +154,7 @@ class Loader:
             link.close()
         self._measuring.close(wait=False)
         self.fetching.close(wait=False)
-        self.copying.close(wait=self.device.data.is_cuda)  # then pinned memory can be given up
+        self.copying.close(wait=self.device.data.is_cuda)  # pinned memory is freed next
         if self.cache is not None:
             self.cache.close()
 
@@ -167,7 +175,7 @@ class Loader:
             host.here = bytearray(len(header.layers))
             host.header, host.layout = header, layout
             host.change_state(HostState.WAITING_FOR_ROOM)
-        except Exception as error:  # the border of a thread: whatever failed becomes the adapter's state
+        except Exception as error:  # thread boundary: any failure becomes the adapter's state
             host.end_badly(LoadFailed(f"{type(error).__name__}: {error}", isinstance(error, DAMAGE)))
             self.fetching.wake()
         self.on_change()

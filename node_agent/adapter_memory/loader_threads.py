@@ -1,6 +1,8 @@
-"""Threads that serve the jobs of loads in turn: a piece of work from each, so that no job keeps the others out. While a
-more urgent job is under way, less urgent ones get nothing; of equally urgent ones, those come first that requests in
-the batch wait for, and not only requests in the queue."""
+"""Pool of threads that serves the jobs of loads round robin, one piece of work at a time.
+
+While a more urgent job is unfinished, less urgent ones get no work. Among equally urgent jobs, those with a request in
+the batch go before those with queued requests alone.
+"""
 
 from __future__ import annotations
 
@@ -14,57 +16,58 @@ from typing import Protocol
 import torch
 
 LONGEST_WAIT = 60.0
-"""Seconds after which an idle thread looks again, whatever happens."""
+"""Seconds after which an idle thread looks for work even if nobody woke it."""
 CLOSE_SECONDS = 30.0
 
 
 class Priority(IntEnum):
-    """Urgency of a load; the lower number goes first."""
+    """Urgency of a load; a lower number is more urgent."""
 
     REQUEST = 0
     ORDER = 1
-    """an operator's prefetch"""
+    """prefetch that an operator asked for"""
     PREDICTED = 2
-    """a prefetch for a call that is only forecast"""
+    """prefetch for a forecast call"""
 
 
 class Load(Protocol):
-    """Urgency of a job. A thread that changes it calls `wake`."""
+    """Urgency of a job. A thread that changes it must call LoaderThreads.wake."""
 
     priority: Priority
     leased: bool
-    """A request with a place in the batch waits for it: it goes before others of its priority."""
+    """whether a request in the batch waits for the load; it then goes before others of its priority"""
 
 
 class Job(Protocol):
-    """Work of a load in one tier. Its methods are called under the threads' lock, and never block."""
+    """Work of one load in one tier. Its methods are called under the lock of the threads and must not block."""
 
     @property
     def load(self) -> Load:
-        """The load that the job is a part of."""
+        """Load that the job belongs to."""
 
     @property
     def over(self) -> bool:
-        """Returns whether no work remains and none runs: the threads forget the job."""
+        """Returns whether no work remains or runs. The threads then drop the job."""
 
     def take(self, now: float, is_blocked: bool) -> Callable[[], None] | None:
-        """Returns the next piece of work, or None when there is none yet. `is_blocked`: a more urgent job is under way,
-        and this one begins nothing; it may end. Must not raise, nor must the work."""
+        """Returns the next piece of work; None when none is ready. With `is_blocked`, a more urgent job is unfinished:
+        this job may finish but starts nothing. Neither this method nor the work may raise."""
 
     def wake_at(self) -> float | None:
-        """Returns the time at which `take` should be asked again without a `wake` (monotonic seconds), or None."""
+        """Returns the monotonic time in seconds at which to call `take` again without a `wake`; None: only after a
+        `wake`."""
 
 
 class LoaderThreads:
-    """Pool of at most `count` threads, started as they are needed. A job's state is changed under `changed` alone."""
+    """Pool of at most `count` threads, started on demand. State of jobs changes only under the lock `changed`."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name, self.count = name, count
         self.changed = threading.Condition()
         self.closed = False
         self._cores = os.sched_getaffinity(0)
-        """cores of the thread that made the pool; a loader thread would inherit the engine's, which has cores for
-        itself"""
+        """Affinity of the thread that created the pool. Without it a loader thread would inherit the engine thread's
+        reserved cores."""
         self._jobs: list[Job] = []
         self._threads: list[threading.Thread] = []
         self._idle = 0
@@ -75,12 +78,13 @@ class LoaderThreads:
             self._call_one()
 
     def wake(self) -> None:
-        """Wakes a thread: a job may have work that it did not have before."""
+        """Wakes a thread, since a job may have new work."""
         with self.changed:
             self._call_one()
 
     def close(self, wait: bool) -> None:
-        """Begins no more work; with `wait`, returns when what runs has ended. Raises RuntimeError when it does not."""
+        """Starts no more work. With `wait`, returns once the running work has ended; raises RuntimeError after
+        CLOSE_SECONDS."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -91,7 +95,8 @@ class LoaderThreads:
                 raise RuntimeError(f"{thread.name} still works {CLOSE_SECONDS:.0f} s after it was told to end")
 
     def _call_one(self) -> None:
-        """Wakes an idle thread, or starts one. Called under the lock. One is enough: who finds work calls the next."""
+        """Wakes an idle thread, or starts a thread. The caller holds the lock. One is enough: a thread that finds work
+        calls the next."""
         if self._idle:
             self.changed.notify()
         elif len(self._threads) < self.count and not self.closed:
@@ -101,9 +106,9 @@ class LoaderThreads:
 
     def _serve(self) -> None:
         os.sched_setaffinity(0, self._cores)
-        # Of this thread alone. Had each loader a team of OpenMP threads, there would be more of them than cores, and
-        # then the engine's own ones sleep between two products instead of polling for the next.
-        torch.get_num_threads()  # or a thread's first product would take over the number that another thread set last
+        # Affects this thread alone. If each loader had a team of OpenMP threads, they would outnumber the cores. The
+        # engine's OpenMP threads would then sleep between two products instead of polling for the next one.
+        torch.get_num_threads()  # otherwise its first product takes another thread's last count
         torch.set_num_threads(1)
         while work := self._next():
             work()
@@ -125,10 +130,12 @@ class LoaderThreads:
             return None
 
     def _take(self) -> Callable[[], None] | None:
-        """Takes the next piece of work. The first of the most urgent jobs that has work, of leased ones before others,
-        goes to the end of the line. Returns None when no job has work."""
+        """Returns the next piece of work, or None. Prefers the most urgent jobs, and among them leased ones. The chosen
+        job goes to the end of the line."""
         work, count = None, -1
-        while work is None and count != len(self._jobs):  # once more where one ended: others may have work then
+        while work is None and count != len(
+            self._jobs
+        ):  # repeat if a job has ended: less urgent jobs may have work now
             count = len(self._jobs)
             work = self._take_once()
             self._jobs = [job for job in self._jobs if not job.over]
@@ -145,5 +152,5 @@ class LoaderThreads:
         return None
 
     def _first(self) -> Priority:
-        """Returns the priority of the most urgent job that is not over."""
+        """Returns the highest priority among the unfinished jobs."""
         return min((job.load.priority for job in self._jobs if not job.over), default=Priority.REQUEST)

@@ -1,4 +1,4 @@
-"""Records of how far an adapter has come: in host memory, and on its way to the device."""
+"""Records of the progress of an adapter's load into host memory and of its copy to the device."""
 
 from __future__ import annotations
 
@@ -20,61 +20,62 @@ from node_agent.states import DEVICE_TRANSITIONS, HOST_TRANSITIONS, DeviceState,
 from node_agent.types import LayerState, LoadFailed
 
 NEARLY_DONE = 0.25
-"""A load of which no more than this share has still to come is ended even if nobody wants it any more."""
+"""Share of an adapter's bytes, 0 to 1. A load with at most this share missing runs to its end even if nobody waits for
+the adapter."""
 
 
 @dataclass(eq=False)
 class HostAdapter:
-    """Adapter in host memory, in the pool's dtype and row order.
+    """Adapter in host memory, in the dtype and row order of the host pool.
 
-    The engine's thread writes `waiters`, `leased`, `holds`, `copy`, what follows from them (`priority`) and what it
-    took (`pages`, which loader threads fill, `slot` and `run`). HOST_TRANSITIONS says who writes `state`. Loader
-    threads write the rest.
+    The engine's thread writes `waiters`, `leased`, `holds`, `copy` and `priority`. It also writes what it allocates:
+    `pages` (loader threads fill them), `slot` and `run`. HOST_TRANSITIONS says which thread writes `state`. Loader
+    threads write all other fields.
     """
 
     digest: str
     artifact: str
     state: HostState = HostState.READING_HEADER
     failure: LoadFailed | None = None
-    """set before `state` says that the load failed or was abandoned"""
+    """set before `state` becomes FAILED or ABANDONED"""
     waiters: int = 0
-    """queued requests, and prefetches, that want it"""
+    """number of queued requests and prefetches that wait for the adapter"""
     priority: Priority = Priority.REQUEST
-    """priority of the most urgent of those who want it and of the requests that lease it on the device; the last one
-    stays"""
+    """priority of the most urgent waiter, or of a request with a lease on the device. Without either, it keeps its last
+    value."""
     prefetched: bool = False
-    """no request wanted it when its load began: how long that took says nothing of the store"""
+    """True if no request waited when the load began. The duration of such a load is not used to measure the store."""
     copy: CopyStates | None = None
-    """latest copy to the device that was claimed"""
+    """latest copy to the device that claimed this adapter"""
     leased: bool = False
     holds: int = 0
-    """number of CPU workers' holds on it"""
+    """number of CPU workers' holds on the adapter"""
     origin: HeldTier = "absent"
-    """tier that its bytes come from: disk, or absent (the store)"""
+    """tier from which its bytes are read: "disk", or "absent" (the object store)"""
     began: float = field(default_factory=time.monotonic)
     header: ArtifactHeader | None = None
     layout: AdapterLayout | None = None
     cached: CachedFile | None = None
-    """file in the disk cache, once the header was read from there"""
+    """file in the disk cache; None unless the header was read from it"""
     pages: list[int] | None = None
     slot: int = -1
     run: int = -1
-    """slot and first row in the host table, while it has pages"""
+    """index of the first row in the host table; `slot` and `run` are -1 while the adapter has no pages"""
     first: FirstBytes | None = None
-    """the artifact's beginning, read with the header, until its layers are placed"""
+    """first bytes of the artifact, read with the header; dropped once their layers are in the pages"""
     here: bytearray = field(default_factory=bytearray)
-    """1 for each layer that has arrived and was verified"""
+    """one byte per layer: 1 once the layer has arrived and was verified"""
     arrived: float = 0.0
-    """arrival of the last layer; monotonic seconds"""
+    """time at which the last layer arrived, in monotonic seconds"""
 
     def change_state(self, state: HostState) -> None:
-        """Sets the state. Raises IllegalTransition unless HOST_TRANSITIONS has the change. While a fetch runs, the
-        caller has the lock of the fetching threads."""
+        """Sets the state. The caller must hold the lock of the fetching threads while a fetch runs. Raises
+        IllegalTransition unless HOST_TRANSITIONS has the transition."""
         check_transition(self.state, state, HOST_TRANSITIONS)
         self.state = state
 
     def end_badly(self, failure: LoadFailed, state: HostState = HostState.FAILED) -> None:
-        """Sets the failure, then the state. No thread touches the adapter's pages any more."""
+        """Records the failure, then sets the state. From then on no thread reads or writes the adapter's pages."""
         self.failure = failure
         self.change_state(state)
 
@@ -90,12 +91,12 @@ class HostAdapter:
 
     @property
     def copying(self) -> bool:
-        """Returns whether a copy to the device reads the adapter's pages, or is to."""
+        """Returns whether a copy to the device is pending, running, or ended but not yet recorded by the engine."""
         return self.copy is not None and not self.copy.settled
 
     def bytes_left(self, upto: int) -> int:
-        """Returns the bytes of layers 0..upto, as the artifact has them, that have not arrived; 0 while the header is
-        not read."""
+        """Returns the bytes of layers 0..upto that have not arrived, in the artifact's format. Returns 0 until the
+        header is read."""
         if self.header is None or not self.here:
             return 0
         return sum(
@@ -104,89 +105,92 @@ class HostAdapter:
 
     @property
     def fetched(self) -> float:
-        """Returns the share of the adapter's bytes, 0 to 1, that has arrived; 0 while the header is not read."""
+        """Returns the share of the adapter's bytes that has arrived, 0 to 1. Returns 0 until the header is read."""
         if self.header is None or not self.here:
             return 0.0
         return 1 - self.bytes_left(len(self.here)) / max(1, sum(block.size for block in self.header.layers))
 
     @property
     def unwanted(self) -> bool:
+        """Returns whether no request, prefetch, copy or worker wants the adapter."""
         return not (self.waiters or self.copying or self.holds)
 
     @property
     def given_up(self) -> bool:
-        """Returns whether nobody wants the adapter, and what is here is not worth the rest."""
+        """Returns whether nobody wants the adapter and its load should end: it was reclaimed, or is not nearly done."""
         return self.unwanted and (self.state is HostState.RECLAIMED or not self.nearly_done)
 
     @property
     def nearly_done(self) -> bool:
-        """Returns whether no more than NEARLY_DONE of the bytes are still to come; False while the header is not
-        read."""
+        """Returns whether at most NEARLY_DONE of the bytes are missing. Returns False until the header is read."""
         return self.fetched >= 1 - NEARLY_DONE
 
     @property
     def in_use(self) -> bool:
-        """Returns whether somebody may still read the adapter's pages, or a thread write them."""
+        """Returns whether a copy, a CPU worker or a loader thread may still access the adapter's pages."""
         return self.copying or self.holds > 0 or not (self.complete or self.failed)
 
     @property
     def size(self) -> int:
+        """Bytes of the adapter's pages; 0 until the header is read."""
         return self.layout.size if self.layout else 0
 
 
 @dataclass(eq=False)
 class CopyStates:
-    """Progress of one copy to the device. Written by loader threads, read by the engine; DEVICE_TRANSITIONS says who
-    writes `state`."""
+    """Progress of one copy to the device. Loader threads write it, the engine reads it. DEVICE_TRANSITIONS says which
+    thread writes `state`."""
 
     layers: list[int]
-    """a LayerState each: NO until the layer is enqueued"""
+    """LayerState of each layer; NO until the layer's copy is enqueued"""
     views: list[LayerWeights | None]
     events: list[Event | None]
-    """events behind the layers' copies; they and the views are set before a layer's state says ENQUEUED or DEVICE"""
+    """events recorded after the copy of each layer; views and events are set before the layer becomes ENQUEUED or
+    DEVICE"""
     order: Sequence[int]
-    """order of the copies, as far as layers are in host memory"""
+    """order in which layers are copied, among those that are in host memory"""
     state: DeviceState = DeviceState.COPYING
     failure: LoadFailed | None = None
-    """set before `state` says that the copy failed or was cancelled"""
+    """set before `state` becomes COPY_FAILED or CANCELLED"""
     arrived: float = 0.0
-    """end of the copy; monotonic seconds"""
+    """end of the copy, in monotonic seconds"""
     began: float = 0.0
-    """start of the first layer's crossing; monotonic seconds"""
+    """start of the first layer's transfer, in monotonic seconds"""
     bytes_before: int = 0
-    """bytes for any adapter that had crossed to the device when it began"""
+    """bytes of all adapters that had crossed to the device when the copy began"""
     bytes_after: int = 0
     stream: torch.cuda.Stream | None = None
 
     @classmethod
     def of(cls, layers: int, layer_state: int = LayerState.NO, state: DeviceState = DeviceState.COPYING) -> CopyStates:
+        """Returns the states of a new copy of `layers` layers in ascending order."""
         return cls([layer_state] * layers, [None] * layers, [None] * layers, range(layers), state)
 
     def change_state(self, state: DeviceState) -> None:
-        """Sets the state. Raises IllegalTransition unless DEVICE_TRANSITIONS has the change. While the copy runs, the
-        caller has the lock of the copying threads."""
+        """Sets the state. The caller must hold the lock of the copying threads while the copy runs. Raises
+        IllegalTransition unless DEVICE_TRANSITIONS has the transition."""
         check_transition(self.state, state, DEVICE_TRANSITIONS)
         self.state = state
 
     @property
     def abandoned(self) -> bool:
-        """Returns whether it ends, or ended, because nobody wanted the adapter any more."""
+        """Returns whether the copy was cancelled because nobody wanted the adapter, whether or not it has ended yet."""
         return self.state in (DeviceState.CANCELLED, DeviceState.COPY_STOPPED, DeviceState.ABANDONED)
 
     @property
     def ended(self) -> bool:
-        """Returns whether no thread touches the target any more."""
+        """Returns whether the threads have finished with the target pages."""
         return self.state is not DeviceState.COPYING and self.state is not DeviceState.CANCELLED
 
     @property
     def settled(self) -> bool:
-        """Returns whether the engine has taken note of the end."""
+        """Returns whether the engine has recorded the end of the copy."""
         return self.state in (DeviceState.READY, DeviceState.FAILED, DeviceState.ABANDONED)
 
 
 @dataclass
 class DeviceAdapter:
-    """Adapter that has room on the device."""
+    """Adapter with pages reserved on the device."""
 
     host: HostAdapter
     layout: AdapterLayout
@@ -194,38 +198,39 @@ class DeviceAdapter:
     pages: list[int]
     run: int
     began: float
-    """start of the load that brings it here; monotonic seconds"""
+    """start of the load that brings the adapter to the device, in monotonic seconds"""
     copy: CopyStates
     leases: int = 0
     prefetched: bool = False
-    """no request wanted it when this load began: how long it took says nothing of the link"""
+    """True if no request waited when the load began. The duration of such a load is not used to measure the link."""
     served: bool = False
-    """A request got its answer from it: the load runs to its end, for more requests are to be expected."""
+    """whether a request was served from the adapter; its load then runs to its end, since more requests are likely"""
     load_seconds: float = 0.0
     weights: AdapterWeights | None = None
-    """Set when the adapter is wholly there. The table names it from the start."""
+    """Set once all layers are on the device. The device's table names the adapter from the start of the copy."""
 
     @property
     def size(self) -> int:
+        """Bytes of the adapter's pages on the device."""
         return self.layout.size
 
     @property
     def bytes_left(self) -> int:
-        """Returns the bytes of the layers that are not on the device."""
+        """Returns the bytes of the layers that are not on the device yet."""
         moved = zip(self.layout.moved, self.copy.layers, strict=True)
         return sum(size for size, state in moved if state != LayerState.DEVICE)
 
     @property
     def copied(self) -> float:
-        """Returns the share, 0 to 1, of what a copy moves that is on the device."""
+        """Returns the share of the copy's bytes that is on the device, 0 to 1."""
         return 1 - self.bytes_left / max(1, sum(self.layout.moved))
 
     @property
     def settled(self) -> bool:
-        """Returns whether its load is over, well or not."""
+        """Returns whether the load has ended, successfully or not."""
         return self.copy.settled
 
     @property
     def idle(self) -> bool:
-        """Returns whether nobody reads or writes the adapter on the device."""
+        """Returns whether the adapter has no lease and its load has ended."""
         return self.leases == 0 and self.settled

@@ -1,4 +1,4 @@
-"""Pages: how large they are for a base, and who owns which. No memory is touched here."""
+"""Pages: their size for a base model, and the owner of each. This module touches no memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ ALLOWED_WASTE = 0.02
 
 
 def choose_page_size(base: BaseModel, itemsize: int) -> int:
-    """Returns bytes: the largest power of two up to 2 MiB that is expected to waste at most 2 % of a typical adapter.
+    """Returns the page size in bytes: the largest power of two up to 2 MiB that wastes at most 2 % of a typical
+    adapter.
 
-    An adapter loses half a page at its end and half a row, of the widest, at each page's border. A typical one has rank
-    16 on all projections. Where every size wastes more (very small bases), it is the size that wastes least.
+    An adapter wastes on average half a page at its end and, at each page border, half of the widest row. A typical
+    adapter has rank 16 on all projections. If all sizes waste more (very small bases), the size with the least waste is
+    returned.
     """
     widest = ROW_ALIGN * max(row_units(width, itemsize) for pair in base.widths for width in pair)
     adapter = TYPICAL_RANK * itemsize * base.num_layers * sum(sum(pair) for pair in base.widths)
@@ -30,7 +32,8 @@ def choose_page_size(base: BaseModel, itemsize: int) -> int:
 
 
 class PageMap:
-    """The owner of each of `count` pages. The lowest free pages are taken first, so that neighbours stay together."""
+    """Owner of each of `count` pages. The lowest free pages are allocated first, so that an adapter's pages stay
+    adjacent."""
 
     def __init__(self, count: int) -> None:
         self.owner: list[str | None] = [None] * count
@@ -42,10 +45,11 @@ class PageMap:
 
     @property
     def free(self) -> int:
+        """Number of free pages."""
         return len(self._free)
 
     def take(self, count: int, owner: str) -> list[int] | None:
-        """Takes `count` pages for the owner. Returns them in ascending order, or None when fewer are free."""
+        """Allocates `count` pages for the owner. Returns them in ascending order, or None when fewer are free."""
         if count > len(self._free):
             return None
         pages = [heapq.heappop(self._free) for _ in range(count)]
@@ -54,7 +58,7 @@ class PageMap:
         return pages
 
     def give(self, pages: Sequence[int], owner: str) -> None:
-        """Gives an owner's pages back. Raises RuntimeError when a page is not `owner`'s."""
+        """Frees an owner's pages. Raises RuntimeError when a page is not `owner`'s."""
         for page in pages:
             if self.owner[page] != owner:
                 raise RuntimeError(f"page {page} belongs to {self.owner[page]}, not to {owner}, which frees it")
@@ -62,7 +66,7 @@ class PageMap:
             heapq.heappush(self._free, page)
 
     def problems(self) -> list[str]:
-        """Returns what is wrong with the map itself; empty when each page is either free or owned."""
+        """Returns the inconsistencies of the map; empty when each page is either free or owned."""
         free = set(self._free)
         problems = [] if len(free) == len(self._free) else ["a page is free twice"]
         for page, owner in enumerate(self.owner):

@@ -1,4 +1,4 @@
-"""Host memory that a CUDA process registers, so that the device reads and writes it without the host's help."""
+"""Host memory registered with CUDA, for asynchronous access by the device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class Pinned:
-    """Registered ranges of memory that somebody else owns; `close` before that one unmaps it.
+    """Registered ranges of memory that its user owns. `close` must be called before the memory is unmapped.
 
-    A copy of the device's copy engine must lie within one range: register what is copied at once as one.
+    A copy by the device's copy engine must lie within one range: memory that is copied at once must be one range.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Registers ranges (address, bytes) of host memory with CUDA. Raises RuntimeError, nothing registered, when
-        CUDA refuses one."""
+        """Registers ranges (address, bytes) of host memory with CUDA. Raises RuntimeError, with nothing registered,
+        when CUDA refuses one."""
         self._addresses: list[int] = []
         try:
             for address, size in ranges:
@@ -27,7 +27,7 @@ class Pinned:
             raise
 
     def close(self) -> None:
-        """Unregisters the memory. The device is done with it."""
+        """Unregisters the memory. The device must no longer use it."""
         while self._addresses:
             _check(_cuda().cudaHostUnregister(self._addresses.pop()), "host memory can't be unpinned")
 

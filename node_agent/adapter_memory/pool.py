@@ -1,4 +1,4 @@
-"""Adapter memory of one tier: a single allocation, cut into pages."""
+"""Adapter memory of one tier: a single allocation, divided into pages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from node_agent.adapter_memory.layout import ROW_ALIGN, AdapterLayout, Span, lay
 from node_agent.adapter_memory.pages import PageMap
 
 MADV_HUGEPAGE = 14
-"""Linux's number"""
+"""value of the constant in Linux"""
 
 
 class Pool:
-    """`data` is flat, of the pool's dtype; positions in it are counted in ROW_ALIGN units.
+    """Memory of one tier. `data` is a flat tensor of the pool's dtype; positions are in ROW_ALIGN units.
 
-    Only the engine's thread takes and gives pages; loader threads touch the bytes of pages that were handed to them.
+    Only the engine's thread allocates and frees pages. Loader threads access only the bytes of pages that they are
+    given.
     """
 
     def __init__(self, data: torch.Tensor, page_size: int) -> None:
@@ -37,23 +38,23 @@ class Pool:
         return self.pages.free * self.page_size
 
     def uniform_layout(self, base: BaseModel, rank: int, projections: Sequence[int]) -> AdapterLayout:
-        """Returns the layout here of an adapter that has the same rank on these projections of every layer."""
+        """Returns the layout in this pool of an adapter with the same rank and projections in every layer."""
         return lay_out_uniform(base, rank, projections, self.data.element_size(), self.page_units)
 
     def span(self, page: int, span: Span) -> torch.Tensor:
-        """Returns the flat elements of a stretch of one page."""
+        """Returns the flat elements of a span of one page."""
         at = page * self.page_units
         return self.data[(at + span.begin) * self._per_unit : (at + span.end) * self._per_unit]
 
     def matrix(self, start: int, rows: int, width: int) -> torch.Tensor:
-        """Returns a view [rows, width] of rows that follow each other from unit `start` on."""
+        """Returns a view [rows, width] of consecutive rows, the first at unit `start`."""
         stride = row_units(width, self.data.element_size()) * self._per_unit
         return self.data.as_strided((rows, width), (stride, 1), start * self._per_unit)
 
 
 def device_pool(size: int, page_size: int, device: torch.device, dtype: torch.dtype) -> Pool:
-    """Allocates as many whole pages as `size` bytes hold. Raises ValueError when the AdapterTable's offsets can't reach
-    them."""
+    """Returns a pool of the whole pages that fit in `size` bytes. Raises ValueError when the pool is too large for the
+    AdapterTable's offsets."""
     if size // ROW_ALIGN >= 1 << 31:
         raise ValueError(
             f"adapter_memory: {size} bytes are more than the {(1 << 31) * ROW_ALIGN} that can be addressed"
@@ -67,8 +68,8 @@ def device_pool(size: int, page_size: int, device: torch.device, dtype: torch.dt
 
 
 def _ask_for_huge_pages(data: torch.Tensor) -> None:
-    """Asks the kernel for pages of 2 MiB before the first write: a decode step reads rows all over the pool, and the
-    processor looks up fewer of them. A kernel without such pages says no, and nothing is lost."""
+    """Requests 2 MiB pages from the kernel before the first write. A decode step reads rows all over the pool, and has
+    fewer TLB misses with them. Kernels without huge pages refuse, which is ignored."""
     page = 1 << 12
     begin = -(-data.data_ptr() // page) * page
     length = (data.data_ptr() + data.nbytes) // page * page - begin

@@ -1,5 +1,4 @@
-"""Plans the ranged reads that bring an adapter's layers from the store, and provides the memory that they are read
-into."""
+"""Planning of the ranged reads of an adapter's layers from the store, and buffers for them."""
 
 from __future__ import annotations
 
@@ -13,12 +12,13 @@ from adapters.errors import StoreUnavailable
 from adapters.store import Arrived, ObjectStore
 
 LARGEST_RANGE = 8 << 20
-"""Bytes. Each read has its fixed cost, so few large ones are fastest; a layer that is larger is read in pieces."""
+"""Maximum bytes of a range. Few large reads are fastest, since each has a fixed cost. A larger layer is read in
+pieces."""
 FIRST_RANGE = 1 << 20
-"""Bytes of the first range, so that layer 0 does not wait for many others; each one after may be twice as large. As
-many bytes of the artifact's beginning are read before its header is known."""
+"""Bytes of the first range, small so that layer 0 does not wait for many others. Each later range may be twice as
+large. The same number of bytes from the artifact's start is read before its header is known."""
 LONGEST_SILENCE_S = 10.0
-"""Seconds for which placing the artifact's first bytes waits for one more of them; then the store is asked again."""
+"""Seconds without a new byte after which reading an artifact's first bytes fails and is tried again."""
 
 
 @dataclass
@@ -31,34 +31,34 @@ class Range:
     size: int
     tries: int = 0
     not_before: float = 0.0
-    """monotonic seconds"""
+    """earliest time of the next attempt, in monotonic seconds"""
 
 
 class FirstBytes:
-    """Reads an artifact's header and, at the same time, the bytes behind it, in which its first layers are.
+    """Reads an artifact's header and, concurrently, the bytes after it, which contain its first layers.
 
-    What the header says is to be read next is then asked for while these bytes are still on their way: a store that is
-    far away costs one round trip, and not one for the header and one for the layers.
+    Later ranges can be requested as soon as the header is known, while these bytes are still arriving. A distant store
+    thus costs one round trip, not one for the header and one for the layers.
     """
 
     def __init__(self, store: ObjectStore, submit: Callable[..., Future[int]]) -> None:
-        """`submit` has a thread call a function, as Executor.submit does."""
+        """`submit` runs a function in a thread, like Executor.submit."""
         self._store, self._submit = store, submit
         self.data = memoryview(bytearray(FIRST_RANGE))
-        """The artifact's first bytes, as far as `read` has said that they are here."""
+        """First bytes of the artifact; valid up to the count that `read` has reported."""
         self._changed = threading.Condition()
         self._head = self._count = 0
-        """Bytes of the header's read, and of `data` that are here. None of these is written again."""
+        """Number of bytes read with the header, and number of valid bytes in `data`. Valid bytes are never
+        rewritten."""
         self._rest: Future[int] | None = None
 
     @property
     def size(self) -> int:
-        """The bytes from the artifact's start that `read` brings, if it has as many."""
+        """Bytes from the artifact's start that `read` provides, if the artifact is that long."""
         return self._head if self._rest is None else FIRST_RANGE
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Reads a range as a store does; the first bytes of an artifact begin to be read when its start is asked
-        for."""
+        """Reads a range like a store. A read at offset 0 also starts to read the bytes after it."""
         if start:
             return self._store.get_range(key, start, length)
         rest = self._submit(self._read_behind, key, length) if length < FIRST_RANGE else None
@@ -67,15 +67,15 @@ class FirstBytes:
             self._head = min(len(head), FIRST_RANGE)
             self.data[: self._head] = head[: self._head]
             self._count = max(self._count, self._head)
-        if rest is not None and len(head) == length:  # else it ends there
+        if rest is not None and len(head) == length:  # otherwise the artifact ends there
             self._rest = rest
             rest.add_done_callback(self._wake)
         return head
 
     def read(self, arrived: Arrived) -> int:
-        """Calls `arrived` with how many of the artifact's first bytes are here, ever more, until all are. Returns how
-        many that is. Raises what reading them raised, StoreUnavailable when none has come for LONGEST_SILENCE_S, and
-        what `arrived` does."""
+        """Calls `arrived` with the growing number of first bytes that have arrived, until all have. Returns their
+        number. Raises errors of the read and of `arrived`, and StoreUnavailable after LONGEST_SILENCE_S without a
+        byte."""
         count = -1
         while True:
             with self._changed:
@@ -92,8 +92,8 @@ class FirstBytes:
         return count
 
     def _read_behind(self, key: str, start: int) -> int:
-        """Reads the bytes from `start` to FIRST_RANGE. They are copied to `data` once they are there: the read may
-        begin again while they are looked at."""
+        """Reads the bytes from `start` to FIRST_RANGE. They are copied to `data` after they arrive, since a retried
+        read rewrites its buffer."""
         buffer = memoryview(bytearray(FIRST_RANGE - start))
 
         def record_arrival(count: int) -> None:
@@ -112,9 +112,8 @@ class FirstBytes:
 
 
 def plan_ranges(layers: Sequence[LayerBlock], have: int = 0) -> list[Range]:
-    """Ranges that cover all layers which have bytes, in layer order; only a single layer may be larger than a range.
-
-    The layers that lie in the artifact's first `have` bytes are a range of their own."""
+    """Returns ranges that cover all non-empty layers, in order. Only a range of a single layer may exceed the limit.
+    Layers within the artifact's first `have` bytes get separate ranges."""
     ranges: list[Range] = []
     for index, block in enumerate(layers):
         if not block.size:
@@ -130,13 +129,13 @@ def plan_ranges(layers: Sequence[LayerBlock], have: int = 0) -> list[Range]:
 
 
 class Staging:
-    """A buffer per loader thread, used again and again. It grows to the largest layer there is, and only for it."""
+    """Reusable buffer per loader thread, of at most LARGEST_RANGE bytes. Larger requests get a new buffer."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     def take(self, size: int) -> memoryview:
-        """Returns `size` bytes that are the calling thread's until it calls again."""
+        """Returns a buffer of `size` bytes for the calling thread, valid until its next call."""
         if size > LARGEST_RANGE:
             return memoryview(bytearray(size))
         if len(getattr(self._local, "buffer", b"")) < size:

@@ -1,4 +1,4 @@
-"""Operators' view of adapters: where each one is, in full, and taking one away. Called by the engine's thread."""
+"""Operators' view of adapters: the state of each, and eviction on request. Called by the engine's thread."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ STATE_NAMES: dict[int, LayerName] = {
     LayerState.FAILED: "failed",
 }
 MAX_ON_DISK = 1024
-"""Adapters that are on the disk alone and are named; the memory tiers hold few enough to name all."""
+"""Maximum adapters on disk alone that are listed. The memory tiers are small enough to list all."""
 
 
 class InUse(Exception):
-    """The adapter can't be taken away now, and why."""
+    """Error: the adapter can't be evicted now. The message says why."""
 
 
 def adapter_states(store: AdapterStore) -> AdapterStates:
-    """Returns the adapters on the device first, then in host memory or on the way there, then on the disk; none
-    twice."""
+    """Returns the states of adapters on the device first, then in host memory or loading, then on disk. Each is listed
+    once."""
     in_memory = [_on_device(store, entry) for entry in store.device.values()]
     in_memory += [_in_host(host) for host in store.hosts.all() if host.digest not in store.device]
     digests = {state.digest for state in in_memory}
@@ -36,7 +36,7 @@ def adapter_states(store: AdapterStore) -> AdapterStates:
 
 
 def tier_of(store: AdapterStore, digest: str) -> HeldTier:
-    """Returns the tier that holds all of the adapter: device, host or disk; absent when none does."""
+    """Returns the highest tier with the complete adapter: device, host or disk; absent when none has it."""
     if store.ready(digest):
         return "device"
     host = store.hosts.get(digest)
@@ -46,9 +46,9 @@ def tier_of(store: AdapterStore, digest: str) -> HeldTier:
 
 
 def evict(store: AdapterStore, digest: str) -> bool:
-    """Takes the adapter from device, host memory and disk. Returns False when it is in none of them.
+    """Evicts the adapter from device, host memory and disk. Returns False when it is in none of them.
 
-    Raises InUse while a request holds or awaits it, CPU workers read it, or its load runs.
+    Raises InUse while a request leases or awaits it, CPU workers read it, or its load runs.
     """
     entry, host = store.device.get(digest), store.hosts.get(digest)
     if entry is not None and not entry.idle:

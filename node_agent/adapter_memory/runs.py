@@ -1,4 +1,4 @@
-"""Contiguous runs in a numbered space: first fit, joined again when freed."""
+"""First-fit allocator of contiguous index ranges; freed ranges are merged."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import bisect
 
 
 class FreeRuns:
-    """Free runs within 0..size-1."""
+    """Free index ranges within 0..size-1."""
 
     def __init__(self, size: int) -> None:
         self._runs: list[tuple[int, int]] = [(0, size)] if size else []
 
     def take(self, length: int) -> int | None:
-        """Takes a run of `length` >= 1. Returns its start, or None when no free run is long enough."""
+        """Allocates `length` >= 1 consecutive indices. Returns the first, or None when no free range is long enough."""
         for i, (start, run) in enumerate(self._runs):
             if run >= length:
                 self._runs[i : i + 1] = [(start + length, run - length)] if run > length else []
@@ -20,7 +20,7 @@ class FreeRuns:
         return None
 
     def give(self, start: int, length: int) -> None:
-        """Gives a run of elements back. Raises RuntimeError when part of the run is free already."""
+        """Frees `length` indices from `start` on. Raises RuntimeError when any of them is already free."""
         i = bisect.bisect(self._runs, (start, length))
         before = self._runs[i - 1] if i else None
         after = self._runs[i] if i < len(self._runs) else None

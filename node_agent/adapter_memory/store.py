@@ -1,7 +1,7 @@
-"""AdapterStore: who may read which adapter on the device, and what is loaded or evicted for it.
+"""AdapterStore: leases on adapters on the device, and the loads and evictions that they need.
 
-Every method is called by the engine's thread alone and none of them blocks; loader threads only fill pages that were
-handed to them. Which adapters have room on the device, and lose it, is up to `device_room`.
+Only the engine's thread calls its methods, and none of them blocks. Loader threads only fill the pages that they are
+given. `device_room` decides which adapters have pages on the device and which are evicted.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from node_agent.states import DeviceState, HostState
 from node_agent.types import LayerState, Lease, LoadFailed, NoRoom, Pending, TooLarge
 
 MAX_ON_DISK = 256
-"""Adapters on the disk that a report names."""
+"""Maximum number of adapters on disk alone that a report lists."""
 
 
 class AdapterStore:
-    """Two tiers of pages, `host_memory` bytes of host memory and `adapter_memory` bytes on the device, and perhaps a
-    cache on the disk below them."""
+    """Adapters in two tiers: `host_memory` bytes of host memory and `adapter_memory` bytes on the device. A disk cache
+    below them is optional."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class AdapterStore:
         self.room = DeviceRoom(self.pool, self.table, self.hosts, policy(self.demand))
         self.device = self.hosts.on_device = self.room.adapters
         self.loads = DeviceLoads(self.loader, self.hosts, self.room)
-        """loads of those adapters of `device` that are not switched in yet"""
+        """loads of the adapters in `device` that are not complete yet"""
         self._releasing: list[tuple[str, Sequence[Event]]] = []
 
     # --- what the engine calls for a request
 
     def announce(self, adapter: Adapter, priority: Priority = Priority.REQUEST, spared: Container[str] = ()) -> str:
-        """Counts a request (or a prefetch) that waits for the adapter, and starts the adapter's load.
+        """Adds a request or prefetch that waits for the adapter, and starts the adapter's load.
 
-        Returns where the adapter is: none (device), host, disk or absent. `spared`: as in HostTier.announce. Each call
-        is answered by one `retract`, when the request leaves the queue.
+        Returns the adapter's tier: host, disk or absent; none if it is already on the device. `spared`: as in
+        HostTier.announce. The caller must call `retract` once per call, when the request leaves the queue.
         """
         self.hosts.announce(adapter.digest, priority, spared)
         if self.ready(adapter.digest):
@@ -91,7 +91,7 @@ class AdapterStore:
         return "host" if host.complete else host.origin
 
     def retract(self, digest: str, priority: Priority = Priority.REQUEST) -> None:
-        """Counts one request (or prefetch) less that waits for the adapter."""
+        """Removes a request or prefetch that waits for the adapter."""
         self.hosts.retract(digest, priority)
         entry = self.device.get(digest)
         if entry is not None:
@@ -100,10 +100,10 @@ class AdapterStore:
     def acquire(
         self, adapter: Adapter, order: Sequence[int] | None = None, spared: Container[str] = ()
     ) -> Lease | NoRoom | Pending | TooLarge | LoadFailed:
-        """Returns a lease on the adapter's slot, also while its load runs; or the reason why not (now, or ever).
+        """Returns a lease on the adapter's slot, even while its load runs. Otherwise returns the temporary or permanent
+        reason for refusal.
 
-        `order`: as in `set_order`, for a copy that this call begins; `spared`: digests of adapters that are not evicted
-        for it.
+        `order`: as in `set_order`, if this call starts the copy. `spared`: digests that must not be evicted for it.
         """
         entry = self.device.get(adapter.digest)
         if entry is None:
@@ -114,19 +114,21 @@ class AdapterStore:
                 return placed
             entry = placed
         elif entry.copy.abandoned:
-            return Pending()  # it is about to go; the next load begins then
+            return Pending()  # its copy was cancelled; the next load begins after its end
         elif entry.copy.failure is not None:
             return entry.copy.failure
         if entry.prefetched and not (entry.leases or entry.settled):
-            entry.began = time.monotonic()  # the seconds before are none of the request's own
+            entry.began = time.monotonic()  # time before the request does not count as its load time
         entry.leases += 1
         self.hosts.record_lease(entry.host, True)
         self.room.record_call(adapter.digest)
-        return Lease(adapter.digest, entry.slot, entry.layout.ranks)  # a message's may be wrong: kernels rely on these
+        return Lease(
+            adapter.digest, entry.slot, entry.layout.ranks
+        )  # ranks of a message may be wrong, and kernels rely on these
 
     def release(self, lease: Lease, after: Sequence[Event], served: bool = False) -> None:
-        """Ends the lease when every event in `after` has ended. `served`: a load that is still under way was not in
-        vain."""
+        """Ends the lease once all events in `after` have ended. With `served`, a running load continues after the
+        lease."""
         self.device[lease.digest].served |= served
         waiting = [event for event in after if not event.query()]
         if waiting:
@@ -135,23 +137,24 @@ class AdapterStore:
             self._drop_lease(lease.digest)
 
     def on_device(self, digest: str) -> bool:
-        """Returns whether the adapter has room on the device: a lease on it needs no more."""
+        """Returns whether the adapter has pages on the device, loaded or not. A lease on it then needs no further
+        room."""
         return digest in self.device
 
     def fits_without(self, adapter: Adapter, evicted: Collection[str]) -> bool:
-        """Returns whether the adapter would fit on the device if the adapters with digests `evicted` left it, as
-        well as the idle ones. False while its layout is not known."""
+        """Returns whether the adapter would fit on the device without the idle adapters and those in `evicted`. Returns
+        False until its layout is known."""
         host = self.hosts.get(adapter.digest)
         return host is not None and host.layout is not None and self.room.fits_without(host.layout, evicted)
 
     def choose_spared(self, adapter: Adapter, digests: Iterable[str]) -> Container[str]:
-        """Returns those of `digests` that need not be evicted for the adapter, as in DeviceRoom.choose_spared. None of
-        them while its layout is not known: it takes no room yet."""
+        """Returns those of `digests` that need not be evicted for the adapter, as in DeviceRoom.choose_spared. Returns
+        none until its layout is known."""
         host = self.hosts.get(adapter.digest)
         return self.room.choose_spared(host.layout, digests) if host is not None and host.layout is not None else ()
 
     def ready(self, digest: str) -> bool:
-        """Returns whether the whole adapter is on the device."""
+        """Returns whether all layers of the adapter are on the device."""
         entry = self.device.get(digest)
         return entry is not None and entry.weights is not None
 
@@ -166,22 +169,24 @@ class AdapterStore:
         return LayerState.HOST if entry.host.here[layer] else LayerState.NO
 
     def loaded(self, lease: Lease) -> bool:
+        """Returns whether all layers of the leased adapter are on the device."""
         return self.ready(lease.digest)
 
     def source(self, lease: Lease) -> str:
-        """Returns the tier from which the load of a leased adapter brings it: host, disk, or absent (the object
-        store)."""
+        """Returns the tier that a leased adapter is loaded from: host, disk, or absent (the object store)."""
         entry = self.device[lease.digest]
         return "host" if entry.host.complete and entry.began > entry.host.began else entry.host.origin
 
     def load_seconds(self, lease: Lease) -> float:
-        """Returns how long the adapter's load took (seconds); 0 while it runs."""
+        """Returns the seconds that the adapter's load took; 0 while it runs."""
         return self.device[lease.digest].load_seconds
 
     def crossing(self, lease: Lease) -> tuple[int, float]:
-        """Returns the bytes that crossed to the device while the adapter did, its own and all others, and the seconds
-        that this took. Returns zeros for a load that began as a prefetch: the link may have been idle while that gave
-        way to loads whose bytes had not reached host memory."""
+        """Returns (bytes, seconds) of the link during the adapter's copy; the bytes include those of other adapters.
+
+        Returns zeros for a load that began as a prefetch. The link may then have been idle while the prefetch yielded
+        to loads that had no bytes in host memory yet.
+        """
         entry = self.device[lease.digest]
         if entry.prefetched:
             return 0, 0.0
@@ -189,41 +194,41 @@ class AdapterStore:
         return copy.bytes_after - copy.bytes_before, copy.arrived - copy.began
 
     def fetch_seconds(self, lease: Lease) -> float:
-        """Returns the seconds from the load's beginning until the latest layer reached host memory; 0 when all were
-        there already. Of a loaded adapter that is its whole fetch."""
+        """Returns the seconds from the start of the load until the latest layer reached host memory. Returns 0 if all
+        were there already. Once the adapter is loaded, this is the duration of its fetch."""
         entry = self.device[lease.digest]
         return max(0.0, entry.host.arrived - entry.began)
 
     def layout(self, lease: Lease) -> AdapterLayout:
+        """Returns the layout of the leased adapter on the device."""
         return self.device[lease.digest].layout
 
     def host_seconds(self, lease: Lease, layer: int) -> float:
-        """Returns how long a layer that is not in host memory will take to get there, as loads went lately."""
+        """Returns the expected seconds until layers 0..layer are in host memory, at the rate of recent loads."""
         host = self.device[lease.digest].host
         return self.hosts.rates.seconds(host.origin, host.bytes_left(layer))
 
     @property
     def loads_in_flight(self) -> int:
-        """Returns the number of loads that share the link to the device."""
+        """Returns the number of loads that share the link to the device, without predicted prefetches."""
         return len(self.loads.awaited)
 
     def failure(self, lease: Lease) -> LoadFailed | None:
-        """Returns why the adapter's load failed; None unless it did."""
+        """Returns why the adapter's load failed; None if it has not failed."""
         return self.device[lease.digest].copy.failure
 
     def set_order(self, lease: Lease, layers: Sequence[int]) -> None:
-        """Sets the order in which the adapter's layers go to the device, as far as they are in host memory; it is
-        ascending otherwise.
+        """Sets the order in which layers that are in host memory are copied to the device. The default is ascending.
 
         Raises ValueError unless `layers` names each layer once.
         """
         self.loader.set_order(self.device[lease.digest].copy, layers)
 
     def layer_weights(self, lease: Lease, layer: int) -> LayerWeights:
-        """Returns one layer that is on the device, whether or not the others are. Raises RuntimeError when it is not.
+        """Returns the weights of one layer that is on the device. Raises RuntimeError when it is not.
 
-        The layer stays readable when the load fails on a later layer: a pass may be in the midst of it, and it was
-        verified. One whose copy is enqueued is read on the stream, after `await_copy`.
+        The layer stays readable if the load fails at a later layer: a pass may be using it, and it was verified. A
+        layer that is only ENQUEUED may be read on the stream after `await_copy`.
         """
         copy = self.device[lease.digest].copy
         views = copy.views[layer]
@@ -232,14 +237,14 @@ class AdapterStore:
         return views
 
     def await_copy(self, lease: Lease, layer: int) -> None:
-        """Has whatever is enqueued on the current stream from now on run after the copy of a layer that is ENQUEUED.
-        Returns at once."""
+        """Makes work enqueued on the current stream from now on wait for the copy of an ENQUEUED layer. Returns at
+        once."""
         event = self.device[lease.digest].copy.events[layer]
         if event is not None:
             event.wait()
 
     def weights(self, lease: Lease) -> AdapterWeights:
-        """Returns the adapter's weights by layer. Asking for a layer that is not on the device yet raises
+        """Returns the adapter's weights by layer. Accessing a layer that is not on the device yet raises
         RuntimeError."""
         return self.device[lease.digest].weights or ArrivingWeights(
             self.base.num_layers, partial(self.layer_weights, lease)
@@ -249,51 +254,50 @@ class AdapterStore:
 
     @property
     def host_map(self) -> HostMap:
-        """Returns what another process needs to read host memory."""
+        """Returns the descriptors and shapes with which another process maps host memory."""
         return export(self.host_memory, self.host_table)
 
     def hold_host(self, lease: Lease) -> HostAdapter | None:
-        """Keeps the leased adapter's host pages, and its slot of the host table, what they are until `release_host`.
+        """Pins the leased adapter's host pages and its slot in the host table until `release_host`.
 
-        That holds even if its load ends or fails. Returns None when it has none (any more). Only layers whose state is
-        HOST or later may be read.
+        The pin lasts even if the load ends or fails. Returns None if the adapter has no host pages. Only layers in
+        state HOST or later may be read.
         """
         host = self.device[lease.digest].host
         return host if self.hosts.hold(host) else None
 
     def release_host(self, host: HostAdapter) -> None:
-        """Ends a hold of `hold_host`: no worker reads the adapter any more. Raises RuntimeError when it was released
-        before."""
+        """Ends a hold of `hold_host`, once no worker reads the adapter. Raises RuntimeError if it was already
+        released."""
         self.hosts.let_go(host)
 
     # --- for prefetches
 
     def place(self, adapter: Adapter, spared: Container[str] = ()) -> NoRoom | Pending | TooLarge | LoadFailed | None:
-        """Begins to copy an adapter that lies in host memory to the device, evicting none that is `spared`. Nobody
-        leases it: until the copy has ended, requests may take its room. Returns None, or why not."""
+        """Starts to copy an adapter from host memory to the device, without a lease and without evicting adapters in
+        `spared`. Until the copy has ended, requests may take its room. Returns None on success, else the reason."""
         placed = self._place(adapter, None, spared)
         return None if isinstance(placed, DeviceAdapter) else placed
 
     @property
     def urgent_loads(self) -> bool:
-        """Returns whether a request, or an operator's prefetch, waits for a load or for its beginning."""
+        """Returns whether a request or an operator's prefetch waits for a load."""
         return self.loads_in_flight > 0 or any(not self.ready(digest) for digest in self.hosts.awaited())
 
     # --- residency
 
     def expect(self, chances: Mapping[str, float]) -> None:
-        """Replaces the forecast: by digest, the probability of a call within 30 s. An adapter that is absent is judged
-        by its own calls alone. Raises ValueError unless each is between 0 and 1."""
+        """Replaces the forecast: the probability, by digest, of a call within 30 s. Adapters without a forecast are
+        judged by their past calls alone. Raises ValueError unless each probability is between 0 and 1."""
         self.demand.expect(chances)
 
     def pin(self, device: Iterable[str], host: Iterable[str] = ()) -> None:
-        """Pins adapters: once there, those of `device` stay on the device, and those of `host` in host memory. Replaces
-        what was pinned before."""
+        """Replaces the sets of pinned adapters. Once loaded, adapters in `device` stay on the device, and those in
+        `host` in host memory."""
         self.room.pinned, self.hosts.pinned = frozenset(device), frozenset(host)
 
     def discard(self, digest: str) -> bool:
-        """Takes an adapter that nobody uses off the device, pinned or not. Returns False when somebody uses it, or it
-        is not there."""
+        """Evicts an idle adapter from the device, pinned or not. Returns False when it is in use or not there."""
         entry = self.device.get(digest)
         if entry is None or not entry.idle:
             return False
@@ -303,9 +307,9 @@ class AdapterStore:
     # --- for measurements
 
     def lend(self, digest: str, layout: AdapterLayout, evicts: bool = True) -> Lease | None:
-        """Gives room on the device to an adapter that nobody deployed; its weights are whatever lies there. Returns its
-        lease, or None: there is too little that is free, also (`evicts`) by evicting idle adapters. It goes with
-        `release` and `discard`."""
+        """Allocates room on the device for an adapter without an artifact; its weights are arbitrary. Returns its
+        lease, or None when there is too little room. `evicts`: whether idle adapters may be evicted. `release` and
+        `discard` free it."""
         place = self.room.take(digest, layout, evicts)
         if place is None:
             return None
@@ -316,10 +320,10 @@ class AdapterStore:
         self.room.move_in(entry)
         return Lease(digest, entry.slot, layout.ranks)
 
-    # --- what the engine calls once per iteration
+    # --- once per engine iteration
 
     def poll(self) -> None:
-        """Takes note of what has arrived, ends releases whose events have ended, and polls the host tier."""
+        """Processes arrivals, ends leases whose events have ended, and polls the host tier."""
         releasing, self._releasing = self._releasing, []
         for digest, events in releasing:
             self.release(Lease(digest, -1, ()), events)
@@ -334,6 +338,7 @@ class AdapterStore:
     # --- reports
 
     def residents(self) -> list[Resident]:
+        """Returns the adapters by their highest tier, with MAX_ON_DISK at most on disk alone."""
         on_device = [Resident(d, "device", e.size, e.leases) for d, e in self.device.items() if e.weights is not None]
         on_host = [Resident(h.digest, "host", h.size, 0) for h in self.hosts.complete() if h.digest not in self.device]
         above = {resident.digest for resident in on_device + on_host}
@@ -343,22 +348,23 @@ class AdapterStore:
 
     @property
     def free_bytes(self) -> int:
-        """Returns the bytes of the device that are free, or held by adapters that nobody leases."""
+        """Returns the bytes of the device that are free, or used by idle adapters."""
         return self.pool.free_bytes + sum(entry.size for entry in self.device.values() if entry.idle)
 
     @property
     def loading_bytes(self) -> int:
-        """Returns the bytes on their way to the device, or awaited there by queued requests. Layers that have arrived
-        do not count, nor do predicted prefetches, which yield to any request."""
+        """Returns the bytes that still have to reach the device for running loads and queued requests. Arrived layers
+        and predicted prefetches do not count; any request takes precedence over the latter."""
         return sum(entry.bytes_left for entry in self.loads.awaited) + self.hosts.bytes_awaited(self.device)
 
     @property
     def leases(self) -> int:
+        """Number of leases on adapters."""
         return sum(entry.leases for entry in self.device.values())
 
     @property
     def largest(self) -> int:
-        """Returns the bytes that one adapter may have: it has to fit in both tiers."""
+        """Returns the maximum bytes of one adapter: it must fit in both tiers."""
         return min(self.adapter_memory, self.hosts.memory)
 
     # --- inside
@@ -366,10 +372,10 @@ class AdapterStore:
     def _place(
         self, adapter: Adapter, order: Sequence[int] | None, spared: Container[str] = ()
     ) -> DeviceAdapter | NoRoom | Pending | TooLarge | LoadFailed:
-        """Gives the adapter, which has none, room on the device; each layer is copied once it is in host memory.
-        Returns why where it can't."""
-        host = self.hosts.load(adapter)  # it may have been evicted since it was announced
-        if host.state is HostState.ABANDONED:  # just now: the next call starts it again
+        """Allocates room on the device for an adapter that has none. Starts to copy each layer once it is in host
+        memory. Returns the reason when it can't."""
+        host = self.hosts.load(adapter)  # it may have been evicted since `announce`
+        if host.state is HostState.ABANDONED:  # just abandoned: the next call starts the load again
             return Pending()
         if host.failed and host.failure is not None:
             return host.failure
@@ -379,11 +385,13 @@ class AdapterStore:
             self.hosts.forget(host)
             return TooLarge(host.size, self.largest)
         if host.pages is None:
-            return Pending()  # host memory is full of loads; this one is next in line
+            return Pending()  # host memory is full of loads; this one waits for room
         place = self.room.take(adapter.digest, host.layout, spared=spared)
         if place is None:
             return NoRoom()
-        return self.loads.begin(host, place, order) or Pending()  # the next call says how it ended
+        return (
+            self.loads.begin(host, place, order) or Pending()
+        )  # None: the load has just failed; the next call returns why
 
     def _drop_lease(self, digest: str) -> None:
         entry = self.device[digest]

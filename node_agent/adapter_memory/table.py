@@ -1,6 +1,6 @@
-"""The AdapterTable: where kernels find an adapter's rows. Only the engine changes it, between passes.
+"""The AdapterTable: positions of adapters' rows, for kernels. Only the engine changes it, between passes.
 
-That a slot names an adapter says where its rows belong, not that they are there: AdapterStore knows which layers are.
+An entry says where an adapter's rows belong, not that they have arrived. AdapterStore knows which layers have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from node_agent.adapter_memory.runs import FreeRuns
 
 @dataclass(frozen=True)
 class TableShape:
-    """Size of a table, and the places of its parts: rank, scale, first and row_offset, one after the other."""
+    """Size of a table, and the sizes of its parts. The parts rank, scale, first and row_offset are consecutive."""
 
     slots: int
     layers: int
@@ -25,7 +25,7 @@ class TableShape:
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """The 32-bit words of each part: rank, scale, first, row_offset."""
+        """Number of 32-bit words of each part: rank, scale, first, row_offset."""
         pairs = self.slots * self.layers * len(PROJECTIONS)
         return pairs, pairs, 2 * pairs, self.rows
 
@@ -35,18 +35,18 @@ class TableShape:
 
 
 class AdapterTable:
-    """Ranks, scales and row places of the adapters in a pool, at a fixed address on the device or in shared memory.
+    """Ranks, scales and row positions of the adapters in a pool. It has a fixed address on the device or in shared
+    memory.
 
-    rank i32[slots, layers, 7] (0 = not adapted), scale f32[same], first i32[slots, layers, 7, 2]: index into row_offset
-    of the first A and the first B row; row_offset i32[rows], in ROW_ALIGN units from the pool's start, one run per
-    adapter.
+    rank i32[slots, layers, 7] (0 = not adapted); scale f32[slots, layers, 7]; first i32[slots, layers, 7, 2]: index
+    into row_offset of the first A and the first B row; row_offset i32[rows]: position of each row in ROW_ALIGN units
+    from the pool's start, one contiguous run of entries per adapter.
     """
 
     def __init__(
         self, slots: int, rows: int, num_layers: int, device: torch.device, memory: torch.Tensor | None = None
     ) -> None:
-        """Lays the table in `memory`, i32[TableShape.words], which is taken as it is; None: in zeroed memory of its
-        own."""
+        """Uses `memory`, i32[TableShape.words], with its present content; None: allocates zeroed memory."""
         self.shape = TableShape(slots, num_layers, rows)
         if memory is None:
             memory = torch.zeros(self.shape.words, dtype=torch.int32, device=device)
@@ -57,36 +57,36 @@ class AdapterTable:
         self._runs = FreeRuns(rows)
 
     def reserve(self, rows: int) -> int | None:
-        """Reserves a run of `rows` entries of row_offset. Returns its start, or None when there is no such run."""
+        """Reserves `rows` consecutive entries of row_offset. Returns the first, or None when there is no such run."""
         return self._runs.take(rows)
 
     def set(self, slot: int, run: int, layout: AdapterLayout, positions: np.ndarray) -> None:
-        """Switches an adapter in: its rows are at `positions` (i64[rows], pool units), their entries begin at `run`. On
-        a device with a stream this is enqueued there, and nobody waits for what runs before it."""
+        """Enters an adapter whose rows are at `positions` (i64[rows], pool units); `run` is their first entry. On a GPU
+        the writes are enqueued and the call does not wait."""
         _send(self.scale[slot], layout.scale)
         _send(self.first[slot], layout.first + np.int32(run))
         _send(self.row_offset[run : run + layout.rows], positions.astype(np.int32))
         _send(self.rank[slot], layout.rank)
 
     def clear(self, slot: int, run: int, rows: int) -> None:
-        """Switches the slot's adapter out and gives its run back."""
+        """Removes the slot's adapter and frees its run of entries."""
         self.rank[slot].zero_()
         self.give(run, rows)
 
     def give(self, run: int, rows: int) -> None:
-        """Gives back a run that was reserved and is not used, or not any more."""
+        """Frees a reserved run of entries that no slot uses."""
         self._runs.give(run, rows)
 
 
 def _send(target: torch.Tensor, values: np.ndarray) -> None:
-    """Copies values of the target's shape and type. To a GPU they go by pinned memory: a copy from any other would wait
-    for all that is enqueued."""
+    """Copies values of the target's shape and dtype. To a GPU they go through pinned memory: a copy from pageable
+    memory would wait for all enqueued work."""
     source = torch.from_numpy(values)
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
 
 def rows_for(pool_units: int, base: BaseModel, itemsize: int) -> int:
-    """Returns the entries of row_offset for a full pool: twice what the narrowest projection needs, since runs
-    fragment."""
+    """Returns the number of row_offset entries for a full pool: twice the need of the narrowest projection, because of
+    fragmentation."""
     pairs = [row_units(d_in, itemsize) + row_units(d_out, itemsize) for d_in, d_out in base.widths]
     return 2 * (2 * pool_units // min(pairs))

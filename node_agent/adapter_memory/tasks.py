@@ -1,5 +1,5 @@
-"""Single pieces of work, each as urgent as the load that it is for. Loads that no request waits for get some of the
-threads only: a store that hangs may keep these for long."""
+"""Threads for single tasks, each with the urgency of its load. Tasks of loads without a waiting request get only some
+of the threads, since a hanging store may block them for long."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from node_agent.adapter_memory.loader_threads import Load, LoaderThreads, Priori
 
 
 class Tasks(LoaderThreads):
+    """Pool of threads for single calls."""
+
     def __init__(self, name: str, count: int, max_ahead: int) -> None:
-        """Prepares a pool of `count` threads. Work for a load that is less urgent than requests begins while fewer than
-        `max_ahead` are busy for such loads, and no more urgent work runs."""
+        """Prepares a pool of `count` threads. A task of a prefetch starts only while fewer than `max_ahead` threads run
+        such tasks and no more urgent task is pending."""
         super().__init__(name, count)
         self.max_ahead = max_ahead
         self.ahead = 0
-        """threads that are busy for such loads; changed under `changed` alone"""
+        """number of threads that run such tasks; changed under the lock `changed` alone"""
 
     def submit(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """Has a thread call the work. The work never begins once the threads are closed; then nothing sets its
-        result."""
+        """Runs the work in a thread and returns its future. After the threads are closed, the work never starts and the
+        future is never set."""
         return self._submit(_Task(self, load, lambda: work(*arguments), follows=False))
 
     def follow(self, load: Load, work: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """Has a thread call the work as `submit` does, for work that belongs to some which has begun: it stands behind
-        nothing."""
+        """Runs work that belongs to a task already running, and returns its future. Unlike `submit`, it does not wait
+        for other tasks."""
         return self._submit(_Task(self, load, lambda: work(*arguments), follows=True))
 
     def _submit(self, task: _Task) -> Future[Any]:
@@ -35,7 +37,7 @@ class Tasks(LoaderThreads):
 
 
 class _Task:
-    """A Job of one piece."""
+    """Job that consists of a single call."""
 
     def __init__(self, tasks: Tasks, load: Load, work: Callable[[], Any], *, follows: bool) -> None:
         self.load, self._tasks, self._work, self._follows = load, tasks, work, follows
@@ -60,7 +62,7 @@ class _Task:
     def _run(self) -> None:
         try:
             outcome = self._work()
-        except BaseException as error:  # the border of a thread: it belongs to the caller that waits for the result
+        except BaseException as error:  # thread boundary: the caller that waits for the result gets the error
             self._end()
             self.result.set_exception(error)
         else:

@@ -1,7 +1,7 @@
-"""An adapter's weights on the device as views, which a CPU reads; GPU kernels read the AdapterTable alone.
+"""Views of an adapter's weights on the device, for computation with torch. GPU kernels read the AdapterTable instead.
 
-A group's A rows may lie in several pages, and so may a projection's B rows. Each run of A rows that follow each other
-is a separate piece, with as much of B as belongs to it: the sum over the pieces is the group's whole product.
+A group's A rows may be spread over several pages, and so may a projection's B rows. Each contiguous run of A rows is a
+piece, together with the matching part of B. The sum over the pieces is the group's LoRA term.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Part = tuple[int, int, int, torch.Tensor, float]
 
 @dataclass(frozen=True)
 class GroupWeights:
-    """Piece of a group."""
+    """Piece of a group: contiguous A rows and their part of B."""
 
     a: torch.Tensor
-    """[d_in, ranks of the piece]"""
+    """[d_in, number of A rows in the piece]"""
     parts: tuple[Part, ...]
-    """Index of the output in the group, its columns in xA (low, high), b [high - low, d_out], scale."""
+    """Per part: index of the projection in the group, its columns in xA (low, high), b [high - low, d_out], scale."""
 
 
 LayerWeights = Mapping[str, tuple[GroupWeights, ...]]
-"""Per group that is adapted: its pieces."""
+"""Pieces of each adapted group of a layer."""
 AdapterWeights = Sequence[LayerWeights]
 
 
 class ArrivingWeights(Sequence[LayerWeights]):
-    """Layers of an adapter whose load is under way, each asked for when it is needed."""
+    """Layers of an adapter that is still loading. Each is looked up when it is accessed."""
 
     def __init__(self, layers: int, layer_weights: Callable[[int], LayerWeights]) -> None:
         self._layers, self._layer_weights = layers, layer_weights
@@ -55,7 +55,7 @@ def view_weights(pool: Pool, positions: np.ndarray, layout: AdapterLayout, base:
 
 
 class LayerViews(LayerWeights):
-    """The views of one layer. They read whatever is in the pool: nobody may use them before the layer is there."""
+    """Views of one layer, created on first access. They must not be read before the layer is in the pool."""
 
     def __init__(self, pool: Pool, positions: np.ndarray, pairs: Sequence[PairRows], base: BaseModel) -> None:
         self._pool, self._positions, self._base = pool, positions, base
@@ -64,7 +64,7 @@ class LayerViews(LayerWeights):
         self._views: dict[str, tuple[GroupWeights, ...]] = {}
 
     def make(self) -> None:
-        """Makes all views of the layer now."""
+        """Creates all views of the layer now."""
         for group in self._pairs:
             self[group]
 
@@ -92,7 +92,7 @@ def _pieces(
     for low, end in contiguous_runs(a_rows, row_units(d_in, itemsize)):
         parts: list[Part] = []
         for pair in pairs:
-            begin = pair.a - pairs[0].a  # the pair's first row among the group's A rows
+            begin = pair.a - pairs[0].a  # index of the pair's first row among the group's A rows
             first, last = max(low, begin), min(end, begin + pair.rank)
             if first >= last:
                 continue

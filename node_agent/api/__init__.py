@@ -1,5 +1,5 @@
-"""The node's API process: HTTP towards the gateway, one socket towards the engine; it never waits on the device.
+"""The node's API process: HTTP to the gateway, one socket to the engine. It never waits for the device.
 
-A request enters in `generate`, is checked by `request`, and crosses `engine_link`; `requests` keeps all that are in
-flight, and `reply` makes the events that the gateway reads of what the engine says.
+A request enters in `generate`, is checked by `request`, and is sent through `engine_link`. `requests` tracks all
+requests in flight. `reply` converts the engine's events into those for the gateway.
 """

@@ -1,5 +1,5 @@
-"""GET /adapters, POST /adapters/prefetch and /adapters/evict: what operators ask and order; POST /adapters/wanted: what
-the gateway expects to be called. All are passed on to the engine."""
+"""Routes for adapters, passed on to the engine: GET /adapters, POST /adapters/prefetch and /adapters/evict for
+operators; POST /adapters/wanted for the gateway's prefetch hints."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from node_agent.api.requests import RequestRegistry
 from node_agent.ipc import Answer, Evict, ListAdapters, Prefetch, Question
 
 ANSWER_SECONDS = 10.0
-"""Seconds within which the engine answers, between two iterations. A prefetch that takes longer continues, and its
-caller learns that."""
+"""Maximum seconds to wait for the engine's answer. A prefetch that takes longer continues, and its caller gets status
+202."""
 ORDER_BYTES = 1 << 16
 WANTED_BYTES = 1 << 18
-"""MAX_WANTED adapters, with room for ranks and long artifact keys, and MAX_IDLE_TTLS digests."""
+"""Maximum bytes of a hint message: MAX_WANTED adapters with ranks and long artifact keys, and MAX_IDLE_TTLS digests."""
 
 Order = TypeVar("Order", PrefetchOrder, EvictOrder, WantedResidency)
 
@@ -82,7 +82,7 @@ def _checked(digest: str) -> str:
 
 
 def _check_wanted(residency: WantedResidency) -> WantedResidency:
-    """Checks what the gateway wants, and returns it. Raises ServiceError (`validation_failed`)."""
+    """Returns the gateway's hints after checking them. Raises ServiceError (`validation_failed`)."""
     if len(residency.adapters) > MAX_WANTED:
         raise ServiceError("validation_failed", f"adapters has more than {MAX_WANTED}", param="adapters")
     if not 0 <= residency.seconds < math.inf:
@@ -101,7 +101,7 @@ def _check_wanted(residency: WantedResidency) -> WantedResidency:
 
 
 def _id() -> str:
-    """Returns a question's id, drawn so that an answer to another API process's question is none to ours."""
+    """Returns a random question id, so that answers to an earlier API process's questions do not match."""
     return secrets.token_hex(8)
 
 

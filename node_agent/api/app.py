@@ -1,4 +1,4 @@
-"""A node's API process: HTTP towards the gateway, one socket towards the engine. Run as `python -m node_agent.api`."""
+"""Service of a node's API process: HTTP to the gateway, one socket to the engine. Run as `python -m node_agent.api`."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from node_agent.gpu.watch import GpuWatch
 from node_agent.heartbeat import NAME, Watch
 
 NOTICE_SECONDS = 0.3
-"""Seconds between the order to stop and the end of listening: the gateway learns of it first, and sends nothing
-then."""
+"""Seconds between the request to stop and the end of listening. Meanwhile the gateway learns of it and sends no more
+requests."""
 KEEP_ALIVE = 90
-"""Seconds that an idle connection stays open: longer than gateways keep theirs, so that they never use one that is
-just being closed here."""
+"""Seconds that an idle connection stays open. It is longer than on gateways, so that they never use a connection that
+is being closed here."""
 LOOK_S = 0.2
-"""Seconds between two looks at the engine's heartbeat."""
+"""Seconds between two checks of the engine's heartbeat."""
 
 
 def create_app(
     config: NodeConfig, engine_socket: Path, registry: RequestRegistry, secret: str, interval: float = RECORD_INTERVAL
 ) -> ASGIApp:
-    """Returns the service of one node. Its lifespan listens for the engine and publishes records from `registry.url`,
-    `interval` seconds apart."""
+    """Returns the service of one node. Its lifespan listens for the engine and publishes the node's record every
+    `interval` seconds."""
     text = BaseText(Path(config.engine.model_dir))
     generate = Generate(registry, TokenText(text), config.node_id)
 
@@ -99,8 +99,8 @@ def create_app(
 
 
 async def watch_engine(registry: RequestRegistry, path: Path) -> None:
-    """Reports a stalled engine to the registry, by the heartbeat in the file `path`, until it is cancelled. A hung or
-    stopped engine keeps its connection."""
+    """Reports to the registry, until cancelled, how long the engine's heartbeat in the file `path` is overdue. A hung
+    engine keeps its connection, so the connection does not show it."""
     watch = Watch(path, LOOK_S)
     while True:
         registry.engine_silent(watch.overdue(time.monotonic()))
@@ -108,7 +108,7 @@ async def watch_engine(registry: RequestRegistry, path: Path) -> None:
 
 
 class RequireSecret:
-    """Lets in only who knows the cluster secret; /healthz is open."""
+    """Middleware that requires the cluster secret, except for /healthz."""
 
     def __init__(self, app: ASGIApp, secret: str) -> None:
         self._app = app
@@ -134,14 +134,14 @@ async def _answer_error(_request: Request, error: Exception) -> Response:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket, so that the port is known (0: a free one) before anything is announced."""
+    """Opens a listening socket. The port (0: a free one) is thus known before it is announced."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=512)
 
 
 def url_of(listener: socket.socket, gateway_url: str) -> str:
-    """Returns the URL at which the gateway finds this node. A listener on all addresses is announced by the one that
-    faces the gateway."""
+    """Returns the URL at which the gateway reaches this node. A listener on all addresses is announced with the address
+    that faces the gateway."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         host = _address_towards(gateway_url)
@@ -149,7 +149,7 @@ def url_of(listener: socket.socket, gateway_url: str) -> str:
 
 
 def _address_towards(url: str) -> str:
-    """Returns this host's own address on the way to `url`; nothing is sent, the kernel only chooses a route."""
+    """Returns this host's address on the route to `url`. Sends nothing: the kernel only chooses a route."""
     target = urlsplit(url)
     addresses = socket.getaddrinfo(target.hostname, target.port or 80, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, address = addresses[0]
@@ -159,7 +159,7 @@ def _address_towards(url: str) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Server that reports the node as draining when it is to stop, and then lets open streams end."""
+    """Server that reports the node as draining before it stops, and then lets open streams finish."""
 
     def __init__(self, config: uvicorn.Config, registry: RequestRegistry) -> None:
         super().__init__(config)
@@ -172,7 +172,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(config: ApiProcessConfig) -> None:
-    """Serves until TERM or INT."""
+    """Serves until SIGTERM or SIGINT."""
     node = config.node
     secret = read_secret(Path(node.secret_file))
     listener = listen(node.host, node.port)

@@ -1,4 +1,4 @@
-"""The API process's side of the socket to the engine: it listens, the engine connects and says Ready first."""
+"""The API process's end of the socket to the engine. It listens; the engine connects and sends Ready first."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from cluster.frames import FrameError, Frames
 from node_agent.ipc import Command, EngineEvent, Ready, encode, event_decoder
 
 SILENCE_LIMIT = 60.0
-"""Seconds. An engine speaks every 0.2 s; a step on a busy CPU may take longer. Then it is taken for dead."""
+"""Seconds of silence after which an engine counts as dead. It normally sends every 0.2 s, but a step on a busy CPU may
+take longer."""
 READ_SIZE = 1 << 18
 WRITE_LIMIT = 64 << 20
-"""Bytes of commands that may wait for an engine that does not read."""
+"""Maximum bytes of commands waiting for an engine that does not read."""
 LONGEST_PATH = 107
-"""Bytes of a Unix socket's path, by the kernel's struct sockaddr_un."""
+"""Maximum bytes of a Unix socket's path (struct sockaddr_un)."""
 
 log = logging.getLogger(__name__)
 
 
 class LinkDown(Exception):
-    """No engine is connected, or it does not read its commands."""
+    """Error: no engine is connected, or it does not read its commands."""
 
 
 class EngineListener(Protocol):
-    """Receiver of the engine's messages. Called on the event loop; must not block."""
+    """Receiver of the engine's messages. Its methods are called on the event loop and must not block."""
 
     def engine_ready(self, ready: Ready) -> None: ...
 
     def engine_events(self, events: list[EngineEvent]) -> None: ...
 
     def engine_gone(self, reason: str) -> None:
-        """Comes once after each engine_ready: nothing that was submitted before will be answered."""
+        """Called once after each engine_ready, when the engine is gone: earlier requests will get no more events."""
 
 
 class EngineLink:
-    """Connection to one engine at a time; a new one replaces the one before, whose requests count as failed."""
+    """Connection to one engine at a time. A new engine replaces the previous one, whose requests fail."""
 
     def __init__(self, path: Path, listener: EngineListener, silence_limit: float = SILENCE_LIMIT) -> None:
         self._path = path
@@ -53,17 +54,17 @@ class EngineLink:
         self._stopped = False
 
     async def start(self) -> None:
-        """Listens on a socket in a directory that only this user may enter; makes the directory, and takes the place of
-        a socket left there. Raises OSError when that can't be."""
+        """Listens on a socket in a private directory (mode 0700). Creates the directory, and replaces a leftover
+        socket. Raises OSError on failure."""
         if len(os.fsencode(self._path)) > LONGEST_PATH:
             raise OSError(f"{self._path}: a socket's path has at most {LONGEST_PATH} bytes; use a shorter directory")
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path.parent.chmod(0o700)
-        self._path.unlink(missing_ok=True)  # left by a process that was killed
+        self._path.unlink(missing_ok=True)  # left by a killed process
         self._server = await asyncio.start_unix_server(self._serve, path=str(self._path))
 
     async def stop(self) -> None:
-        """Stops listening and hangs up."""
+        """Stops listening and closes all connections."""
         self._stopped = True
         if self._server is not None:
             self._server.close()
@@ -74,7 +75,7 @@ class EngineLink:
         self._path.unlink(missing_ok=True)
 
     def send(self, command: Command) -> None:
-        """Queues one command. Raises LinkDown when no engine is there to take it."""
+        """Queues one command. Raises LinkDown when no engine can take it."""
         if self._writer is None or self._writer.is_closing():
             raise LinkDown("no engine is connected")
         if self._writer.transport.get_write_buffer_size() > WRITE_LIMIT:
@@ -109,7 +110,7 @@ class EngineLink:
             log.warning("connection without engine", extra={"reason": reason})
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Passes on what the engine says until it hangs up; returns why it ended."""
+        """Passes on the engine's messages until it disconnects. Returns the reason."""
         frames = Frames()
         while True:
             async with asyncio.timeout(self._silence_limit):
@@ -124,11 +125,12 @@ class EngineLink:
                     self._listener.engine_events(events)
 
     async def _welcome(self, events: list[EngineEvent], writer: asyncio.StreamWriter) -> list[EngineEvent]:
-        """Takes Ready from the front of a connection's first message; only then is the engine before replaced."""
+        """Takes Ready from a connection's first message, then replaces the previous engine. Returns the other
+        events."""
         first = events[0] if events else None
         if not isinstance(first, Ready):
             raise UnexpectedMessage("the first message must be ready")
-        while self._current is not None:  # again when another engine was quicker meanwhile
+        while self._current is not None:  # repeat if another engine was faster meanwhile
             self._current.cancel()
             await asyncio.wait([self._current])
         self._current, self._writer = asyncio.current_task(), writer
@@ -138,4 +140,4 @@ class EngineLink:
 
 
 class UnexpectedMessage(ValueError):
-    """A message that has no place here."""
+    """Error: a message that is not allowed at this point."""

@@ -1,4 +1,5 @@
-"""POST /generate: one request in, a stream of frames out. A plain ASGI endpoint, for it must see its caller go."""
+"""POST /generate: takes one request and streams frames. It is a plain ASGI endpoint, since it must notice when its
+caller disconnects."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from node_agent.api.request import decode_request, read_body
 from node_agent.api.requests import Ended, InFlight, RequestRegistry
 
 SLACK = 10.0
-"""Seconds after the registry's own bound within which even a caller that reads nothing is let go."""
+"""Seconds after the registry's own limit at which a caller that reads nothing is disconnected."""
 RESUMED_AT_ONCE = 64
-"""Tokens; some milliseconds."""
+"""Tokens detokenised at once; they take some milliseconds."""
 
 
 class Generate:
-    """Every reply is 200 and a stream of frames, once the body is a request: what then fails is a Failed frame."""
+    """Endpoint for generation. Once the body is a valid request, the reply is 200 with a stream of frames; later errors
+    are Failed frames."""
 
     def __init__(self, registry: RequestRegistry, tokens: TokenText, node_id: str) -> None:
         self._registry = registry
@@ -45,15 +47,15 @@ class Generate:
         try:
             reply = Reply(request, self._node_id, self._tokens, received)
             await self._resume(reply, request.generated)
-            if reply.stopped:  # the node before could not say so any more
+            if reply.stopped:  # the previous node failed before it could report the stop
                 self._registry.cancel(entry)
             await self._serve(request, reply, entry, receive, writer)
         finally:
             self._registry.cancel(entry)
 
     async def _resume(self, reply: Reply, generated: list[int]) -> None:
-        """Takes in the tokens that another node generated, in parts, so that other streams' tokens need not wait for a
-        long text."""
+        """Processes the tokens that another node generated, in parts, so that other streams are not delayed by a long
+        text."""
         for begin in range(0, len(generated), RESUMED_AT_ONCE):
             reply.resume(generated[begin : begin + RESUMED_AT_ONCE])
             await asyncio.sleep(0)
@@ -61,7 +63,7 @@ class Generate:
     async def _serve(
         self, request: GenerateRequest, reply: Reply, entry: InFlight, receive: Receive, writer: FrameWriter
     ) -> None:
-        """Streams until the end, or until the caller goes."""
+        """Streams until the end, or until the caller disconnects."""
         streaming = asyncio.create_task(self._stream(reply, entry, writer))
         leaving = asyncio.create_task(_caller_left(receive))
         try:
@@ -78,7 +80,7 @@ class Generate:
             await asyncio.wait({streaming, leaving})
 
     async def _stream(self, reply: Reply, entry: InFlight, writer: FrameWriter) -> None:
-        await writer.start()  # before the queue: the caller learns at once that the node has the request
+        await writer.start()  # before queueing, so that the caller learns at once that the node has the request
         while not reply.ended:
             try:
                 events = await entry.events()

@@ -1,4 +1,5 @@
-"""Publishes the node's state to the gateway at every interval: sums, and what changed since the last message."""
+"""Publishes the node's state to the gateway at each interval: totals, and changes since the last acknowledged
+message."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from cluster.secret import authorization
 from node_agent.api.requests import RequestRegistry
 
 POST_SECONDS = 1.0
-"""A gateway that takes longer counts as away; the record would be old by then."""
+"""Timeout of a post in seconds. A record would be outdated after a longer time."""
 WHOLE_SECONDS = 5.0
-"""Limit in seconds for a full report of what the node holds. Many nodes send one at once after a gateway's start: sent
-again before the gateway has taken them in, they would never come to an end."""
+"""Timeout in seconds of a full report. After a gateway's start many nodes send one at once; if they retried too early,
+the gateway would never finish."""
 
 log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Posts the registry's news to one gateway until cancelled. A gateway that is away is tried again for ever."""
+    """Posts the registry's news to one gateway until cancelled. Retries an unreachable gateway forever."""
 
     def __init__(
         self, registry: RequestRegistry, gateway_url: str, secret: str, interval: float = RECORD_INTERVAL
@@ -49,7 +50,7 @@ class Publisher:
             async with session.post(self._url, data=msgspec.msgpack.encode(news), timeout=timeout) as response:
                 if response.status == 204:
                     self._acknowledged = news.changes.at
-                elif response.status == 200:  # FullReportRequest: it has lost what these build on, or never had it
+                elif response.status == 200:  # FullReportRequest: it lacks the state that these changes build on
                     self._acknowledged = WHOLE
                 else:
                     problem = f"the gateway answered {response.status}"
@@ -58,8 +59,8 @@ class Publisher:
         self._heard_of(problem)
 
     def _heard_of(self, problem: str | None) -> None:
-        """Logs a change of whether the gateway hears us, not every attempt. `problem`: why it does not; None: it
-        does."""
+        """Logs when the gateway starts or stops accepting reports, not each attempt. `problem`: reason of the failure;
+        None: success."""
         is_accepted = problem is None
         if is_accepted != self._is_accepted:
             self._is_accepted = is_accepted

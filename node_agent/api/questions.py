@@ -1,4 +1,4 @@
-"""Questions that the API process asks its engine apart from requests: each is answered once, or given up."""
+"""Questions from the API process to its engine, apart from requests. Each is answered once or times out."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ class Questions:
         self._open: dict[str, asyncio.Future[Answer]] = {}
 
     async def ask(self, send: Callable[[Question], None], question: Question, seconds: float) -> Answer | None:
-        """Sends a question and returns the engine's answer; None when it does not answer within `seconds`. Raises
-        ServiceError: `overloaded` when MAX_OPEN questions are open, `node_failed` when the engine ends first, the
-        error that the engine answers with, or what `send` raises."""
+        """Sends a question and returns the engine's answer; None if it does not answer within `seconds`.
+
+        Raises ServiceError: `overloaded` when MAX_OPEN questions are open, `node_failed` when the engine exits first,
+        or the error in the answer. Also raises errors of `send`.
+        """
         if len(self._open) >= MAX_OPEN:
             raise ServiceError("overloaded", f"{MAX_OPEN} questions wait for this node's engine", retry_after=1.0)
         answering = self._open[question.id] = asyncio.get_running_loop().create_future()
@@ -38,7 +40,7 @@ class Questions:
 
     def answered(self, answer: Answer) -> None:
         waiting = self._open.get(answer.id)
-        if waiting is not None and not waiting.done():  # else it was given up
+        if waiting is not None and not waiting.done():  # otherwise it timed out
             waiting.set_result(answer)
 
     def engine_gone(self) -> None:

@@ -1,4 +1,4 @@
-"""Turns the engine's events of one request into the events that the gateway reads."""
+"""Converts the engine's events of one request into those for the gateway."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from node_agent.api.stops import StopMatcher
 from node_agent.ipc import Admitted, Finished, Generated, PromptScored, Top
 
 RETRYABLE = frozenset({"unavailable", "overloaded", "node_failed", "internal"})
-"""Failures that another node may not have."""
+"""Error types that may not occur on another node."""
 RETRY_AFTER = 1.0
-"""Seconds that callers are asked to wait when this node is full or away."""
+"""Seconds after which callers may retry when this node is full or unavailable."""
 
 RequestEvent = Admitted | PromptScored | Generated | Finished
 
 
 class Reply:
-    """Detokenises, looks for stop strings and counts. `stopped` becomes true when a stop string is complete: the caller
-    must then have the engine cancel the request, and what it still generates is dropped."""
+    """Reply to one request: detokenises, finds stop strings and counts tokens. When a stop string is complete,
+    `stopped` becomes True; the caller must then cancel the request. Later tokens are dropped."""
 
     def __init__(self, request: GenerateRequest, node_id: str, tokens: TokenText, received: float) -> None:
-        """`received` is when the request came, in monotonic seconds."""
+        """`received`: arrival time of the request, in monotonic seconds."""
         self._request = request
         self._node_id = node_id
         sampling = request.sampling
@@ -56,16 +56,16 @@ class Reply:
         self.ended = False
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Takes in tokens that another node has sent, in order: the events that follow are those that that node would
-        have sent next. To be called before any event is translated."""
+        """Processes tokens that another node has already sent, in order. The following events are those that node would
+        have sent next. Must be called before `translate`."""
         for token_id in token_ids:
             if not self.stopped:
                 self._token(Generated(self._request.id, token_id))
         self._resumed = self.count
 
     def translate(self, event: RequestEvent) -> Event | None:
-        """Returns the gateway's event for one of the engine's, or None when there is none to send. After Done or
-        Failed, `ended` is true."""
+        """Converts one event of the engine. Returns None when there is nothing to send. After Done or Failed, `ended`
+        is True."""
         match event:
             case Admitted(state=state, cached_tokens=cached):
                 self._cached = cached
@@ -78,8 +78,8 @@ class Reply:
                 return self._finish(event)
 
     def fail(self, type: str, message: str, retry_after: float | None = None) -> Failed:
-        """Returns the end of a request that the engine did not end; another node may try when no token was computed
-        here."""
+        """Returns the final event of a request that the engine did not end. It is retryable on another node if no token
+        was computed here."""
         self.ended = True
         retryable = self.count == self._resumed and type in RETRYABLE
         return Failed(type=type, message=message, retryable=retryable, retry_after=retry_after)
@@ -93,7 +93,7 @@ class Reply:
         sampling = self._request.sampling
         ends = event.token_id in self._end_ids
         text = "" if ends and not sampling.include_stop else self._text.add(event.token_id)
-        if event.token_id in self._stop_ids:  # the engine ends the request with it
+        if event.token_id in self._stop_ids:  # the engine ends the request with this token
             self._stop_reason = event.token_id
         logprobs = [self._logprob(event.token_id, event.top)] if event.top is not None else []
         text = self._match_stops(text)
@@ -102,8 +102,8 @@ class Reply:
         return token
 
     def _match_stops(self, piece: str) -> str:
-        """Returns the text that is safe to emit once `piece`, the text of one more token, is there. Stop strings do not
-        count in the first `min_tokens` tokens."""
+        """Returns the text that is safe to emit after `piece`, the text of one more token. Stop strings are ignored
+        within the first `min_tokens` tokens."""
         text, stop = self._matcher.feed(piece, counts=self.count >= self._request.sampling.min_tokens)
         if stop is not None:
             self.stopped, self._stop_reason = True, stop

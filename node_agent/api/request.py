@@ -1,4 +1,4 @@
-"""Reading and checking what the gateway sends to POST /generate."""
+"""Reads and checks requests that the gateway sends to POST /generate."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from cluster.errors import ServiceError
 from cluster.messages import GenerateRequest, Sampling, VersionMismatch, check_version
 
 BODY_OVERHEAD = 2 << 20
-"""Bytes that a request may have in addition to its token ids; stop strings are the bulk of it."""
+"""Maximum bytes of a request in addition to its token ids; mostly stop strings."""
 BYTES_PER_TOKEN = 5
-"""A token id in msgpack at most."""
+"""Maximum bytes of a token id in msgpack."""
 BODY_SECONDS = 10.0
 STOP_LIMIT = 64
 STOP_CHARACTERS = 1 << 16
-"""Characters of all stop strings together; their automata are built before the first token."""
+"""Maximum characters of all stop strings together, since their automata are built before the first token."""
 LOGPROBS_LIMIT = 64
 PARAMETER_TOKENS = 1 << 16
-"""Token ids of one parameter; the engine looks at them at each step."""
+"""Maximum token ids of one parameter, since the engine reads them at each step."""
 LONGEST_TIMEOUT = 86400.0
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The two figures of config.json that requests are checked against. `vocab_size` counts the embedding's rows."""
+    """Values of config.json that limit requests. `vocab_size` counts the rows of the embedding."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -38,18 +38,19 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class _Versioned(msgspec.Struct):
+    """Protocol version of a message."""
+
     v: int
 
 
 def read_limits(model_dir: Path) -> Limits:
-    """Reads what requests may ask of the base model from its config.json. Raises OSError or msgspec.DecodeError when
-    that can't be used."""
+    """Returns the limits from the base model's config.json. Raises OSError or msgspec.DecodeError."""
     return msgspec.json.decode((model_dir / "config.json").read_bytes(), type=Limits)
 
 
 async def read_body(request: Request, limit: int, seconds: float = BODY_SECONDS) -> bytes:
-    """Reads the whole body. Raises ServiceError when it is larger than `limit` bytes or too slow, or its sender
-    went."""
+    """Returns the whole body. Raises ServiceError when it is larger than `limit` bytes or too slow, or when the caller
+    disconnects."""
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
@@ -65,8 +66,8 @@ async def read_body(request: Request, limit: int, seconds: float = BODY_SECONDS)
 
 
 def decode_request(body: bytes) -> GenerateRequest:
-    """Returns the request of a body. Raises ServiceError: `invalid_request` for what is not this protocol,
-    `unavailable` for another version of it."""
+    """Returns the request of a body. Raises ServiceError: `invalid_request` for a malformed body, `unavailable` for
+    another protocol version."""
     try:
         check_version(msgspec.msgpack.decode(body, type=_Versioned).v)
         return msgspec.msgpack.decode(body, type=GenerateRequest)
@@ -77,7 +78,7 @@ def decode_request(body: bytes) -> GenerateRequest:
 
 
 def check_request(request: GenerateRequest, limits: Limits, max_context: int) -> None:
-    """Checks that the engine can compute the request. Raises ServiceError (`validation_failed`) when it can't; gateways
+    """Checks that the engine can compute the request. Raises ServiceError (`validation_failed`). Gateways normally
     refuse such requests earlier."""
     prompt = len(request.token_ids)
     _require(prompt > 0, "token_ids", "is empty")

@@ -1,4 +1,4 @@
-"""The API process's book of requests in flight, and what it knows of its engine."""
+"""The API process's registry of requests in flight, and its view of the engine."""
 
 from __future__ import annotations
 
@@ -43,44 +43,45 @@ from node_agent.ipc import (
 )
 
 EVENT_LIMIT = 4096
-"""Events of one request that may wait for a gateway that reads slowly; beyond it the request is cancelled."""
+"""Maximum events of one request waiting for a slow reader; beyond it the request is cancelled."""
 BACKSTOP = 5.0
-"""Seconds after a request's deadline, which the engine keeps, when this process stops waiting for the engine."""
+"""Seconds after a request's deadline at which this process gives up. The engine normally enforces the deadline."""
 SILENT_S = 2.0
-"""Seconds by which an engine's heartbeat must be overdue for it to get no new requests."""
+"""Seconds by which a heartbeat must be overdue for the engine to get no new requests."""
 FAILED_S = 5.0
-"""Seconds after which the requests that it has fail, too, as if it had ended."""
+"""Seconds by which a heartbeat must be overdue for the engine's requests to fail, as if it had exited."""
 
 NO_STATS = Stats(
     running=0, queued=0, kv_blocks_free=0, adapter_bytes_free=0, batch_ranks=[], batch_contexts=[], residents=[]
 )
-"""Stats of an engine that has sent none."""
+"""Stats while the engine has sent none."""
 OF_READY = {*Ready.__struct_fields__} & {*NodeRecord.__struct_fields__}
-"""Fields of a record that the engine's first message has."""
+"""Fields of a record that are copied from Ready."""
 OF_STATS = {*Stats.__struct_fields__} & {*NodeRecord.__struct_fields__} - {
     "running", "queued", "prompt_tokens_left", "strict"
 }  # fmt: skip
-"""Fields of a record that are the engine's last snapshot's; in the others this process's own requests count, too."""
+"""Fields of a record that are copied from the engine's last snapshot. The other fields also count this process's
+requests."""
 
 log = logging.getLogger(__name__)
 
 
 class Ended(ServiceError):
-    """Nothing more will come from the engine about this request."""
+    """Error: the engine will send nothing more about this request."""
 
 
 class InFlight:
-    """A request that was given to the engine, until its Finished."""
+    """Request that was sent to the engine and has not finished."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.id, self.tenant = request.id, request.tenant
         self.prompt_tokens = len(request.token_ids) + len(request.generated)
-        """number of prompt tokens to be computed before its next token"""
+        """number of prompt tokens to compute before its next token"""
         self.rank = max(request.adapter.ranks, default=0) if request.adapter is not None else 0
         self.slo_class = request.slo_class
         self.admitted = False
         self.pictured = False
-        """the engine's last snapshot has it in the batch"""
+        """whether the engine's last snapshot includes it in the batch"""
         self.timer: asyncio.TimerHandle | None = None
         self._events: deque[RequestEvent] = deque()
         self._ended: Ended | None = None
@@ -88,8 +89,8 @@ class InFlight:
         self._cancelled = False
 
     async def events(self) -> list[RequestEvent]:
-        """Waits for at least one event since the last call and returns all of them; the registry's own timer bounds the
-        wait. Raises Ended once the request has ended and its last event was returned."""
+        """Waits for events and returns all since the last call; the registry's timer bounds the wait. Raises Ended
+        after the last event of an ended request was returned."""
         await self._wakeup.wait()
         self._wakeup.clear()
         if self._events:
@@ -102,8 +103,8 @@ class InFlight:
         raise self._ended
 
     def put(self, event: RequestEvent) -> bool:
-        """Queues an event for its reader. Returns False when too many wait already. What comes after the end is
-        dropped: a gap must not show."""
+        """Queues an event for the reader. Returns False if too many are waiting. Drops events after the end, so that no
+        gap is visible."""
         if self._ended is not None:
             return True
         if len(self._events) >= EVENT_LIMIT:
@@ -118,7 +119,7 @@ class InFlight:
 
 
 class RequestRegistry:
-    """Takes requests in, hands the engine's events to them, and reports the node's state."""
+    """Registry of requests: accepts them, passes the engine's events to them, and reports the node's state."""
 
     def __init__(
         self, config: NodeConfig, limits: Limits, backstop: float = BACKSTOP, gpu: GpuWatch | None = None
@@ -137,12 +138,12 @@ class RequestRegistry:
         self._stats = NO_STATS
         self._error = "the engine is starting"
         self._stands_still = ""
-        """text about an engine that is ready, but whose heartbeat has stopped"""
+        """error text for a connected engine whose heartbeat has stopped; else empty"""
         self._link: EngineLink | None = None
         self._questions = Questions()
         self.ready: Ready | None = None
         self.draining = False
-        """New requests are refused, and running ones continue."""
+        """whether new requests are refused while running ones continue"""
         self.url = ""
 
     def attach(self, link: EngineLink) -> None:
@@ -151,7 +152,7 @@ class RequestRegistry:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> InFlight:
-        """Gives a request to the engine. Raises ServiceError when it can't be taken: now, here or at all."""
+        """Sends a request to the engine. Raises ServiceError if it can't be accepted."""
         self._received = self._received.with_one(request.place)
         self._check(request)
         self._send(Submit(request))
@@ -163,21 +164,21 @@ class RequestRegistry:
         return entry
 
     def cancel(self, entry: InFlight) -> None:
-        """Sends the engine a Cancel: nobody wants the rest. The request's place is kept until the engine has let go of
-        it."""
+        """Cancels the request in the engine. The request keeps its place until the engine has finished it."""
         if self._in_flight.get(entry.id) is entry and self.ready is not None:
             try:
                 self._send(Cancel(entry.id))
             except ServiceError as error:
-                # The link is going down: engine_gone frees the place.
+                # the link is closing: engine_gone frees the place
                 log.warning("cancel not sent", extra={"request": entry.id, "reason": error.message})
 
     async def ask(self, question: Question, seconds: float) -> Answer | None:
-        """Asks the engine. Returns its answer; None when there is none within `seconds`. Raises ServiceError."""
+        """Asks the engine a question. Returns its answer, or None if there is none within `seconds`. Raises
+        ServiceError."""
         return await self._questions.ask(self._send, question, seconds)
 
     def want(self, residency: WantedResidency) -> None:
-        """Passes on what is to be brought in. Raises ServiceError."""
+        """Passes prefetch hints to the engine. Raises ServiceError."""
         self._send(PrefetchHints(residency))
 
     def _check(self, request: GenerateRequest) -> None:
@@ -195,8 +196,8 @@ class RequestRegistry:
             raise ServiceError("overloaded", f"{self.queued} requests wait already", retry_after=RETRY_AFTER)
 
     def _full_for(self, request: GenerateRequest) -> bool:
-        """Returns whether the queue is full for the request. The engine decides which request leaves a full queue; only
-        those that may take another's place get there then."""
+        """Returns whether the queue is full for the request. The engine decides which request leaves a full queue, so
+        requests that may displace another are still sent to it."""
         limit = self._config.engine.queue_limit
         if self.queued < limit:
             return False
@@ -231,7 +232,7 @@ class RequestRegistry:
         if entry.timer is not None:
             entry.timer.cancel()
 
-    # -- what the engine says (EngineListener) --------------------------------------------------------------------
+    # -- events of the engine (EngineListener) --------------------------------------------------------------------
 
     def engine_ready(self, ready: Ready) -> None:
         self.ready = ready
@@ -254,9 +255,9 @@ class RequestRegistry:
         self._fail_all()
 
     def engine_silent(self, seconds: float) -> None:
-        """Takes in for how many seconds the engine's heartbeat is overdue; 0 when it is not. From SILENT_S on the
-        engine counts as stalled. From FAILED_S on all requests in flight fail; they are cancelled, too, for an engine
-        that wakes later."""
+        """Records by how many seconds the engine's heartbeat is overdue; 0 if it is not. From SILENT_S on, the engine
+        counts as stalled. From FAILED_S on, all requests in flight fail; they are also cancelled, in case the engine
+        recovers."""
         if self.ready is None:
             return
         stands_still = f"the engine has stood still for {seconds:.0f} s" if seconds >= SILENT_S else ""
@@ -277,7 +278,7 @@ class RequestRegistry:
     def _take_stats(self, stats: Stats) -> None:
         self._stats = stats
         for entry in self._in_flight.values():
-            entry.pictured = entry.admitted  # a snapshot has all admissions before it
+            entry.pictured = entry.admitted  # a snapshot includes all earlier admissions
 
     def _deliver(self, event: RequestEvent) -> None:
         entry = self._in_flight.get(event.id)
@@ -292,7 +293,7 @@ class RequestRegistry:
         if isinstance(event, Finished):
             self._remove(entry)
 
-    # -- what the node reports ------------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------------------------
 
     @property
     def queued(self) -> int:
@@ -300,7 +301,7 @@ class RequestRegistry:
 
     @property
     def error(self) -> str:
-        """The reason why the node can't be used; empty when it can."""
+        """Reason why the node can't be used; empty if it can."""
         if fault := self._gpu.fault:
             return fault
         return self._stands_still if self.ready is not None else read_exit(self._run_dir) or self._error
@@ -312,10 +313,10 @@ class RequestRegistry:
         return "ready" if self.ready is not None and not self._stands_still else "warming"
 
     def record(self) -> NodeRecord:
-        """Returns the node's record as it is now; each has a higher `seq`."""
+        """Returns the node's current record. Each has a higher `seq`."""
         self._seq += 1
         ready, stats, queued = self.ready, self._stats, self.queued
-        on_gpu = ready is not None and ready.device.startswith("cuda")  # else it measured no link
+        on_gpu = ready is not None and ready.device.startswith("cuda")  # otherwise no link was measured
         measured = stats.performance.to_device.bandwidth if on_gpu and stats.performance is not None else None
         gpu = self._gpu.poll(measured)
         waiting = [entry for entry in self._in_flight.values() if not entry.pictured]
@@ -344,14 +345,14 @@ class RequestRegistry:
         )
 
     def _facts_of_engine(self) -> dict[str, Any]:
-        """Returns the fields of a record that the engine's first message has, as they are without an engine, too."""
+        """Returns the fields of a record that are copied from Ready; defaults without an engine."""
         if self.ready is None:
             return {"base": "", "max_context": 0, "kv_blocks": 0, "block_tokens": self._config.engine.block_tokens}
         return {name: getattr(self.ready, name) for name in OF_READY}
 
     def _strict_room(self, waiting: list[InFlight]) -> StrictRoom | None:
-        """Returns the room for strict requests, with those of `waiting` added, which are not in the engine's last
-        snapshot. None while the engine has reported none."""
+        """Returns the room for strict requests, with requests in `waiting` counted, which are not in the engine's last
+        snapshot. Returns None until the engine has reported any."""
         room = self._stats.strict
         if room is None:
             return None
@@ -360,10 +361,10 @@ class RequestRegistry:
         return msgspec.structs.replace(room, queued=queued, prompt_tokens=prompts)
 
     def news(self, acknowledged: int) -> NodeReport:
-        """Returns the report for a gateway that knows the changes up to number `acknowledged`; WHOLE for one that knows
-        nothing."""
+        """Returns the report for a gateway that has acknowledged changes up to number `acknowledged`; WHOLE: a full
+        report."""
         return self._log.news(self.record(), self._stats.residents, acknowledged)
 
     def all_news(self) -> NodeReport:
-        """Returns all facts of this node, for a reader that knows nothing of it yet."""
+        """Returns a full report on this node, for a reader without earlier state."""
         return full_report(self.record(), self._stats.residents, self._log.at)

@@ -1,4 +1,4 @@
-"""Numbers the changes of a node's residents and facts, so that the gateway receives changes alone."""
+"""Numbers the changes of a node's resident adapters and facts, so that the gateway receives only changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cluster.news import (
 
 
 class ResidencyLog:
-    """Numbers the changes of what a node holds; of an adapter that changed several times the last change counts."""
+    """Log of changes to a node's adapters and facts. Of several changes of an adapter, only the last is kept."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -27,12 +27,12 @@ class ResidencyLog:
         self._published: Sequence[Resident] = ()
         self._residents: dict[str, Resident] = {}
         self._changed: dict[str, int] = {}
-        """Number of the last change by digest, in the order of the numbers. Adapters that left stay until the gateway
-        knows."""
+        """Number of the last change by digest, in ascending order. Removed adapters stay until the gateway has
+        acknowledged it."""
 
     def news(self, record: NodeRecord, residents: Sequence[Resident], acknowledged: int) -> NodeReport:
-        """Returns the report for a gateway that knows the changes up to number `acknowledged`; WHOLE for one that knows
-        nothing."""
+        """Returns the report for a gateway that has acknowledged changes up to number `acknowledged`; WHOLE: a full
+        report."""
         self._record_changes(facts_from(record), residents)
         if acknowledged == WHOLE:
             return NodeReport(heartbeat_from(record), self._facts, Changes(WHOLE, self.at, list(residents)))
@@ -49,7 +49,7 @@ class ResidencyLog:
         number = self.at + 1
         if facts != self._facts:
             self._facts, self._facts_at, self.at = facts, number, number
-        if residents is self._published:  # the engine has sent no other picture since
+        if residents is self._published:  # the engine has sent no newer snapshot
             return
         now = {resident.digest: resident for resident in residents}
         changed = [digest for digest, resident in now.items() if self._residents.get(digest) != resident]

@@ -1,15 +1,14 @@
-"""Finding stop strings in text that arrives in pieces."""
+"""Search for stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
 
 class StopMatcher:
-    """Looks for the first stop string to be completed, wherever the pieces are cut.
+    """Finds the first stop string to be completed, however the text is split into pieces.
 
-    Text that may be the beginning of a stop string is held back until that is decided. When several stop strings are
-    completed by the same character, the longest counts: the output never ends in half of one.
-    Each stop string has its own Knuth-Morris-Pratt automaton, so a character costs O(len(stops)) amortised, whatever
-    the strings are.
+    Text that may be the beginning of a stop string is held back until that is decided. If one character completes
+    several stop strings, the longest counts, so that the output never ends within one. Each stop string has its own
+    Knuth-Morris-Pratt automaton, so a character costs O(len(stops)) amortised.
     """
 
     def __init__(self, stops: list[str], *, include: bool = False) -> None:
@@ -22,10 +21,10 @@ class StopMatcher:
         self._include = include
 
     def feed(self, piece: str, *, counts: bool = True) -> tuple[str, str | None]:
-        """Returns the text that is safe to emit, and the stop string that is complete, or None.
+        """Returns the text that is safe to emit, and the completed stop string or None.
 
-        The stop string is part of the text only if `include` was set. With `counts` False one that `piece` completes
-        is passed over. After a complete stop string the matcher must not be fed again.
+        The text includes the stop string only if `include` was set. With `counts` False, a stop string completed by
+        `piece` is ignored. After a completed stop string, `feed` must not be called again.
         """
         if not self._stops:
             return piece, None
@@ -41,13 +40,13 @@ class StopMatcher:
         return text[: len(text) - withheld], None
 
     def flush(self) -> str:
-        """Returns the text that was held back, once no more will come, and resets the matcher."""
+        """Returns the text that was held back, at the end of the input, and resets the matcher."""
         withheld, self._withheld = self._withheld, ""
         self._states = [0] * len(self._stops)
         return withheld
 
     def _advance(self, character: str) -> int:
-        """Moves every automaton by one character; returns the length of the longest stop string that it completes."""
+        """Advances all automata by one character. Returns the length of the longest stop string completed, or 0."""
         longest = 0
         for index, stop in enumerate(self._stops):
             state, borders = self._states[index], self._borders[index]
@@ -62,7 +61,7 @@ class StopMatcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """Returns, per prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
+    """Returns, for each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     length = 0
     for index in range(1, len(stop)):

@@ -1,4 +1,5 @@
-"""Cold starts: how a request is served while its adapter is not on the device yet.
+"""Cold starts: serving a request while its adapter is not on the device yet.
 
-`wait` lets the pass stand until the whole adapter is there.
+A request is planned as `wait` (wait for the whole adapter), `pipeline` (compute each layer as it arrives) or `assist`
+(CPU workers compute the first layers).
 """

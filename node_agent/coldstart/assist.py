@@ -1,4 +1,4 @@
-"""The CPU workers' part of a cold pass: its adapters held in host memory, workers that poll, and handoffs."""
+"""The CPU workers' part of a cold pass: its adapters pinned in host memory, armed workers, and handoffs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from node_agent.types import Lease
 
 
 class Assist:
-    """Owns what open passes hold for their workers. Called by the engine's thread alone."""
+    """Owner of the host rows that open passes hold for their workers. Only the engine's thread calls it."""
 
     def __init__(self, store: AdapterStore, base: BaseModel, profile: Profile, workers: WorkerPool) -> None:
         self.store, self.base, self.profile, self.workers = store, base, profile, workers
@@ -26,8 +26,8 @@ class Assist:
         self._ended: list[tuple[HostAdapter, PassHandoffs]] = []
 
     def begin(self, lease: Lease, layout: AdapterLayout) -> AssistedPass | None:
-        """Begins the assisted part of a cold pass of one adapter. Returns None when no worker is there or can be given
-        the pass, or the adapter is not in host memory (any more)."""
+        """Starts the assisted part of a cold pass of one adapter. Returns None if no worker or handoff slot is free, or
+        if the adapter is not in host memory."""
         messages = self.messages(at_once=True)
         if messages is None:
             return None
@@ -37,28 +37,29 @@ class Assist:
         return assisted
 
     def messages(self, at_once: bool = False) -> PassMessages | None:
-        """Opens the handoffs of a pass; without `at_once`, what its adapters hand over waits for `send`. The caller
-        ends them. Returns None when no worker is there or can be given the pass."""
+        """Opens the handoffs of a pass; the caller must end them. Without `at_once`, handoffs are collected until
+        `send`. Returns None if no worker or handoff slot is free."""
         handoffs = self.workers.begin_pass() if self.workers.usable else None
         return PassMessages(handoffs, at_once, self.poll) if handoffs is not None else None
 
     def join(self, messages: PassMessages, lease: Lease, layout: AdapterLayout) -> AssistedPass | None:
-        """Begins an adapter's assisted part of the pass that these messages are of. Returns None when the adapter is
-        not in host memory (any more)."""
+        """Starts an adapter's assisted part of the pass of `messages`. Returns None if the adapter is not in host
+        memory."""
         hold = self.store.hold_host(lease)
         return AssistedPass(self, hold, layout, messages) if hold is not None else None
 
     def slice_tokens(self, elements: int, tokens: int, group: str) -> int:
-        """c: tokens that one worker computes while the device computes the group's base product (Toppings 4.2)."""
+        """Returns the number of tokens that one worker computes during the device's base product (c in Toppings
+        4.2)."""
         budget = self.profile.layer_seconds(tokens) * self._shares[group]
         return self.profile.slice_tokens(elements, budget)
 
     def end(self, hold: HostAdapter, handoffs: PassHandoffs) -> None:
-        """The pass reads the held rows no more; they are let go of once its handoffs have ended, and are quiet."""
+        """Releases the pass's hold on host rows once its handoffs have ended and no worker reads the rows any more."""
         self._ended.append((hold, handoffs))
 
     def poll(self) -> None:
-        """Let go of host rows that no worker can read any more: a late one may still read those of an ended pass."""
+        """Releases host rows that no worker can read any more. A late worker may still read those of an ended pass."""
         self.workers.poll()
         ended, self._ended = self._ended, []
         for hold, handoffs in ended:
@@ -78,7 +79,7 @@ class AssistedPass:
             self._arm()
 
     def open(self, x: torch.Tensor, layer: int, group: str) -> Share | None:
-        """Begins to compute the adapter's part for x [T, d_in]; None when no worker can take it."""
+        """Starts to compute the adapter's part for x [T, d_in]. Returns None if no worker can take it."""
         self._arm()
         elements = group_elements(self._layout, layer, self._assist.base)[group]
         slice_tokens = self._assist.slice_tokens(elements, x.shape[0], group)
@@ -86,23 +87,24 @@ class AssistedPass:
 
     @property
     def failed(self) -> bool:
-        """A handoff failed that `wait` did not know of: on a device with a stream, certain once the pass has ended."""
+        """Returns whether a handoff has failed without `wait` noticing. On a GPU this is certain only once the pass has
+        ended."""
         return self._messages.handoffs.failed
 
     def answered(self) -> None:
-        """The workers have answered what was handed over: the engine has its cores back, if it computes on theirs."""
+        """Called when the workers have answered a handoff. Disarms them if the engine computes on their cores."""
         if self._assist.workers.rests_between_handoffs:
             self.rest()
 
     def rest(self) -> None:
-        """Disarms the workers until the next `open`: the pass continues on the device."""
+        """Disarms the workers until the next `open`, while the pass continues on the device."""
         if self._armed:
             self._armed = False
             self._assist.workers.disarm()
 
     def end(self) -> None:
-        """Stops the workers' polling and closes the handoffs that are this adapter's alone, however the pass ended;
-        twice does no harm."""
+        """Disarms the workers, and closes the handoffs if they are this adapter's alone. May be called repeatedly, and
+        after a failed pass."""
         self.rest()
         if self._open:
             self._open = False

@@ -1,5 +1,7 @@
-"""Decides how many CPU LoRA workers a node starts by itself: by what a load costs here, and by cold calls that were
-measured with and without workers. Whether the link is a simulated one, or the device a GPU, plays no part.
+"""Decides how many CPU LoRA workers a node starts by default.
+
+The decision uses the measured cost of a load, and cold calls measured with and without workers. It does not depend on
+whether the link is simulated or the device is a GPU.
 """
 
 from __future__ import annotations
@@ -18,22 +20,22 @@ from node_agent.config import EngineConfig
 from node_agent.types import GROUPS
 
 TYPICAL = CallKind(GROUPS["qkv"], 64, 64)
-"""The call that is judged: a large adapter and a short prompt, which hides little of its load."""
+"""Call that is judged: a large adapter and a short prompt, which hides little of the adapter's load."""
 SHORT_PROMPT = CallKind(GROUPS["qkv"], 64, 16)
-"""A call with a prompt of one line, judged as well: its results have a quarter of the bytes."""
+"""Second call that is judged: a prompt of one line. Workers' results for it have a quarter of the bytes."""
 JUDGED = (TYPICAL, SHORT_PROMPT)
 PLANS = ("pipeline", "assist")
 MIN_GAIN = 0.1
-"""Share by which workers must bring a first token forward. It is also the share of a warm prefill that the call must
-wait without them: less is not worth a measurement."""
+"""Minimum share, 0 to 1, by which workers must shorten the time to first token. It is also the minimum wait without
+workers, as a share of a warm prefill, that is worth a measurement."""
 SAME_ANSWER = 1.02
-"""An answer ends no later if it takes at most this factor longer: no two calls take equally long."""
+"""Factor by which an answer may take longer and still count as equally fast, since call times vary."""
 MAX_WORKERS = 16
-"""A handoff's work fills no more."""
+"""Maximum workers; a handoff has no work for more."""
 
 
 def refusal(config: EngineConfig) -> str:
-    """Returns why this node can't have CPU workers by its settings; empty if it can."""
+    """Returns why this node's settings rule out CPU workers; empty if they do not."""
     if "assist" not in MODES[config.cold_start].plans:
         return f"cold_start: {config.cold_start} has no use for them"
     if config.host_nodes > 1:
@@ -42,9 +44,9 @@ def refusal(config: EngineConfig) -> str:
 
 
 def judge_link(config: EngineConfig, store: AdapterStore, base: BaseModel, profile: Profile) -> WorkersDecision:
-    """Returns as many workers as could gain by what the link costs, MAX_WORKERS at most: 0 where the load of a typical
-    call is hidden by its prefill even while `max_cold` loads share the link, or where the workers' results have as many
-    bytes as the weights."""
+    """Returns the number of workers that could help, by the cost of the link, at most MAX_WORKERS. It is 0 if prefill
+    hides the load of a typical call even while `max_cold` loads share the link. It is also 0 if the workers' results
+    have as many bytes as the weights."""
     layout = store.pool.uniform_layout(base, TYPICAL.rank, TYPICAL.projections)
     warm, alone = exposed_seconds(store, base, profile, loads=1)
     _, together = exposed_seconds(store, base, profile, loads=config.max_cold)
@@ -60,21 +62,21 @@ def judge_link(config: EngineConfig, store: AdapterStore, base: BaseModel, profi
 
 
 def exposed_seconds(store: AdapterStore, base: BaseModel, profile: Profile, loads: int) -> tuple[float, float]:
-    """Returns the seconds of a typical call's warm prefill, and those by which its first token is later with pipelined
-    layers. `loads` loads share the link."""
+    """Returns two times in seconds for a typical call, while `loads` loads share the link. The first is its warm
+    prefill, the second the delay of its first token by pipelined loading."""
     layout = store.pool.uniform_layout(base, TYPICAL.rank, TYPICAL.projections)
     costs = pipelined_costs(profile, layout, TYPICAL.tokens, loads)
     return costs.device * base.num_layers, choose(costs, ("wait", "pipeline")).exposed
 
 
 def is_judged(times: PassTimes) -> bool:
-    """Returns whether all calls that are judged were measured."""
+    """Returns whether all judged kinds of calls were measured."""
     return all(times.is_measured(kind, PLANS) for kind in JUDGED)
 
 
 def judge_calls(times: PassTimes, count: int, link: WorkersDecision) -> WorkersDecision:
-    """Returns `count` workers where measured calls gain by them, else 0. Of a judged kind, alone or several at once,
-    first tokens must come MIN_GAIN sooner and answers end no later. `link`: the decision by the link alone."""
+    """Returns `count` workers if measured calls gain by them, else 0. For a judged kind, alone or concurrently, first
+    tokens must come MIN_GAIN sooner and answers must not end later. `link`: the decision by the link alone."""
     alone = [_Comparison.of(kind, {plan: times.of(kind, plan) for plan in PLANS}) for kind in JUDGED]
     burst = [_Comparison.of(kind, {plan: times.burst(kind, plan) for plan in PLANS}) for kind in JUDGED]
     comparisons = [comparison for comparison in alone + burst if comparison is not None]
@@ -89,7 +91,7 @@ def judge_calls(times: PassTimes, count: int, link: WorkersDecision) -> WorkersD
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Measured calls of one kind without and with workers: medians in milliseconds."""
+    """Measured calls of one kind without and with workers; medians in milliseconds."""
 
     kind: CallKind
     calls: int
@@ -98,7 +100,7 @@ class _Comparison:
 
     @classmethod
     def of(cls, kind: CallKind, samples: dict[str, list[PassSample]]) -> _Comparison | None:
-        """Returns None where there are no samples of some plan."""
+        """Returns the comparison; None if a plan has no samples."""
         measured = {plan: [sample for sample in each if sample.answer] for plan, each in samples.items()}
         if not all(measured.values()):
             return None
@@ -108,6 +110,7 @@ class _Comparison:
 
     @property
     def gains(self) -> bool:
+        """Returns whether workers bring first tokens MIN_GAIN sooner without later answers."""
         sooner = self.first["assist"] <= (1 - MIN_GAIN) * self.first["pipeline"]
         return sooner and self.answer["assist"] <= SAME_ANSWER * self.answer["pipeline"]
 
@@ -129,7 +132,7 @@ class _Comparison:
 
 
 def candidate_counts(max_count: int) -> list[int]:
-    """Returns the numbers of workers that are tried: powers of two below `max_count`, and it."""
+    """Returns the numbers of workers to try: powers of two below `max_count`, and `max_count`."""
     return (
         sorted({1 << i for i in range(max_count.bit_length()) if 1 << i < max_count} | {max_count}) if max_count else []
     )

@@ -1,8 +1,8 @@
-"""Measures whole cold calls of a made-up adapter on an idle engine: how long each plan takes from the call to its first
-token, and to the end of its answer.
+"""Measures cold calls of a synthetic adapter on an idle engine: time to first token and time to the end of the answer,
+by plan.
 
-The calls take the path of any other call (queue, load from host memory, cold pass, decode steps), with the plan forced.
-What a call borrows of both adapter tiers it has given back when it ends; it may evict idle adapters from the device.
+The calls take the usual path (queue, load from host memory, cold pass, decode steps), with a forced plan. At its end a
+call has released all the adapter memory that it used. It may evict idle adapters from the device.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from node_agent.engine.reserves import Callers
 from node_agent.ipc import Answer, EngineEvent, Finished, Generated
 
 DIGEST = "calibration"
-"""Digests of made-up adapters begin so; no deployed adapter's does, for theirs are SHA-256."""
+"""Prefix of the digests of synthetic adapters. Digests of deployed adapters are SHA-256 and never start with it."""
 ANSWER = 12
-"""Tokens of a measured call's answer."""
+"""Number of tokens of a measured call's answer."""
 CALL_LIMIT_S = 30.0
 IDLE_S = 3e-4
-"""Seconds between two looks at a load while there is nothing to compute."""
+"""Seconds between two checks of a load while there is nothing to compute."""
 
 
 class Interrupted(Exception):
-    """The measurement ended early: something else wants to be computed, or there was no room."""
+    """Internal exception: a measurement ended early, since the engine had other work or there was no room."""
 
 
 def never() -> bool:
@@ -43,22 +43,24 @@ def never() -> bool:
 
 @dataclass
 class Calibration:
-    """Runs made-up calls on an idle engine. Called by the engine's thread alone."""
+    """Runs synthetic calls on an idle engine. Only the engine's thread calls it."""
 
     engine: Engine
     base: BaseModel
     should_yield: Callable[[], bool] = never
-    """Says that the engine is wanted. Asked before each step; a call that is under way is cancelled then."""
+    """Returns whether the engine has other work. Checked before each step; True cancels the running call."""
     _calls: int = 0
     _random: random.Random = field(default_factory=random.Random)
-    """Draws prompts that no earlier measurement had: the prefix cache would shorten their passes."""
+    """Source of random prompts. They must differ from earlier ones: the prefix cache would shorten their passes."""
     _answers: list[EngineEvent] = field(default_factory=list)
-    """Answers to an operator's questions that came during a measured call; the engine gets them back."""
+    """Answers to operators' questions that arrived during a measured call; they are returned to the engine."""
 
     def measure(self, kind: CallKind, plans: tuple[str, ...], rounds: int = ROUNDS, calls: int = 1) -> None:
-        """Adds `rounds` passes of each plan to the engine's PassTimes, after one of each that does not count: libraries
-        prepare themselves for its shapes then. The plans alternate. `calls` come at once, each with its own adapter.
-        Raises Interrupted; what was measured stays."""
+        """Adds `rounds` passes of each plan, alternating, to the engine's PassTimes. One uncounted pass of each comes
+        first, since libraries initialise for new shapes.
+
+        `calls`: number of concurrent calls, each with its own adapter. Raises Interrupted; finished measurements stay.
+        """
         times = self.engine.cold_start.times
         for number in range(-1, rounds):
             for plan in plans:
@@ -69,14 +71,14 @@ class Calibration:
                     times.add(sample)
 
     def run(self, kind: CallKind, plan: str, calls: int = 1) -> PassSample:
-        """Runs one call, or several at once. Raises Interrupted."""
+        """Runs `calls` concurrent calls and returns their times; for several, means. Raises Interrupted."""
         starts, limits = self.engine.cold_start, self.engine.limits
         if kind.tokens > limits.chunk_tokens or kind.tokens + ANSWER > limits.max_context:
             raise Interrupted(f"a prompt of {kind.tokens} tokens with {ANSWER} more does not fit this node")
         layout = self.engine.store.pool.uniform_layout(self.base, kind.rank, kind.projections)
         mode, callers = starts.mode, self.engine.scheduler.callers
         starts.mode, starts.learns = ColdStartMode((plan,), decodes=plan == "assist" and mode.decodes), False
-        self.engine.scheduler.callers = Callers()  # no place is kept for the made-up tenant
+        self.engine.scheduler.callers = Callers()  # reserve nothing for the synthetic tenant
         try:
             with self._adapters(layout, calls) as digests:
                 return self._timed(kind, plan, layout, digests)
@@ -85,7 +87,8 @@ class Calibration:
 
     @contextmanager
     def _adapters(self, layout: AdapterLayout, count: int) -> Iterator[list[str]]:
-        """Lends host memory to made-up adapters. Yields their digests. Raises Interrupted where there is no room."""
+        """Allocates synthetic adapters in host memory. Yields their digests and frees them at the end. Raises
+        Interrupted if there is no room."""
         store, lent = self.engine.store, list[HostAdapter]()
         try:
             for number in range(count):
@@ -109,7 +112,7 @@ class Calibration:
             firsts, ends = self._serve(names)
         finally:
             for name in names:
-                self.engine.cancel(name)  # nothing, where it has ended
+                self.engine.cancel(name)  # no effect if it has ended
             self._answers += [event for event in self.engine.take_events() if isinstance(event, Answer)]
             self.engine.put_back(self._answers)
             self._answers = []
@@ -121,7 +124,7 @@ class Calibration:
         return PassSample(kind, plan, chosen_plan.by_profile, passes[-1] if passes else first, first, end, len(digests))
 
     def _submit(self, kind: CallKind, adapter: Adapter) -> str:
-        """Submits a call with a prompt that the prefix cache does not have. Returns its id."""
+        """Submits a call with a random prompt. Returns its id."""
         self._calls += 1
         name = f"{DIGEST}-{self._calls}"
         prompt = [self._random.randrange(self.base.vocab_size) for _ in range(kind.tokens)]
@@ -132,7 +135,8 @@ class Calibration:
         return name
 
     def _serve(self, names: list[str]) -> tuple[dict[str, float], dict[str, float]]:
-        """Serves the calls to their ends. Returns when the first token and the end of each came; monotonic seconds."""
+        """Runs the engine until all calls have ended. Returns the times of their first tokens and of their ends, in
+        monotonic seconds by id."""
         firsts: dict[str, float] = {}
         ends: dict[str, float] = {}
         while len(ends) < len(names):
@@ -150,8 +154,8 @@ class Calibration:
         return firsts, ends
 
     def _step(self) -> Iterator[EngineEvent]:
-        """Runs one iteration. Yields its events as soon as they are there, as the engine's process sends them; waits a
-        little where there was nothing to compute."""
+        """Runs one iteration and yields its events as soon as they exist, like the engine process. Sleeps for IDLE_S if
+        there was nothing to compute."""
         engine = self.engine
         engine.prepare()
         used = engine.compute_cold()
@@ -165,7 +169,7 @@ class Calibration:
             time.sleep(IDLE_S)
 
     def _settle(self, digest: str) -> None:
-        """Waits until a made-up adapter's load has ended, CALL_LIMIT_S at most, and its lease is free."""
+        """Waits up to CALL_LIMIT_S until a synthetic adapter's load has ended and its lease is released."""
         store, until = self.engine.store, time.monotonic() + CALL_LIMIT_S
         while time.monotonic() < until:
             store.poll()

@@ -1,4 +1,4 @@
-"""The LoRA of a cold pass: every layer by what is there when it is needed, the device's weights or the CPU workers."""
+"""LoRA of a cold pass. Each layer is computed with the device's weights if they have arrived, else by CPU workers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from node_agent.coldstart.messages import Share
 from node_agent.types import GROUPS, LayerState, PassLora
 
 ON_DEVICE = (LayerState.ENQUEUED, LayerState.DEVICE)
-"""States of layers that the device computes: one whose copy is enqueued is awaited on the stream."""
+"""States of layers that the device computes. The stream waits for a copy that is only enqueued."""
 
 
 class ColdLora:
-    """An ArrivingLora for one adapter that may not be wholly on the device.
+    """ArrivingLora of one adapter that may be partly loaded.
 
-    Where a layer is computed is fixed at its first `begin`. A handoff that fails poisons the pass: its numbers are
-    wrong from there on, nothing of it may be used, and the rest of it does no adapter's work. On a device with a stream
-    that is certain only when the pass has ended there.
+    The first `begin` of a layer fixes where it is computed. A failed handoff poisons the pass: its values are wrong
+    from there on and must not be used, and no LoRA terms are computed for the rest. On a GPU a failure is certain only
+    once the pass has ended.
     """
 
     def __init__(
@@ -31,18 +31,19 @@ class ColdLora:
         workers: AssistedPass | None,
         await_copy: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`on_device` adds a layer whose weights have arrived, or will have once `await_copy` is enqueued for it.
-        `adapted` says whether a layer's group is adapted at all."""
+        """`on_device` computes layers whose weights have arrived, or will have after `await_copy`. `adapted` returns
+        whether a layer's group has LoRA weights."""
         self._device_part, self._state, self._adapted, self._workers = on_device, state, adapted, workers
         self._await_copy = await_copy
         self._here: dict[int, bool] = {}
         self._handoff: Share | None = None
         self._failed = False
         self.waited = 0.0
-        """seconds of waits for workers"""
+        """seconds spent waiting for workers"""
 
     @property
     def poisoned(self) -> bool:
+        """Returns whether a handoff has failed, so that the pass's values are invalid."""
         return self._failed or (self._workers is not None and self._workers.failed)
 
     @property
@@ -105,7 +106,7 @@ class ColdLora:
                     self._workers.answered()
 
     def close(self) -> None:
-        """The pass has ended, one way or the other."""
+        """Ends the pass's use of workers, whether it succeeded or not."""
         if self._handoff is not None:
             self._handoff.close()
             self._handoff = None

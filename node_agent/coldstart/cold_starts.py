@@ -1,4 +1,4 @@
-"""Plans cold prefills, says how far each may go, and corrects later plans by measured times."""
+"""Plans cold prefills, decides how far each may advance, and corrects later plans by measured times."""
 
 from __future__ import annotations
 
@@ -33,50 +33,52 @@ from node_agent.types import LayerState, Lease, PassLora, Plan
 
 MAX_OUTCOMES = 256
 NO_WAIT = 0.02
-"""Share of the base's products, during which workers compute. Workers count as on time if the chunk waited less than
-that."""
+"""Share of the time of the base model's products, which overlap with the workers. A chunk that waited less counts as
+having workers on time."""
 MAX_CROSSING_S = 0.1
-"""Seconds of one handoff's bytes on the link above which workers are not asked: a wait for them is bounded."""
+"""Maximum seconds of one handoff's bytes on the link. Above it workers are not used, since a wait for them is
+bounded."""
 MAX_UNMEASURED = 16
-"""Kinds of calls that wait to be measured, at most."""
+"""Maximum kinds of calls that wait to be measured."""
 
 
 @dataclass(frozen=True)
 class ColdStartMode:
-    """Plans that may be chosen. `blocks` and `whole_adapter` make the baselines that benchmarks compare with."""
+    """Plans that may be chosen. `blocks` and `whole_adapter` define baselines for benchmarks."""
 
     plans: tuple[str, ...]
     blocks: bool = False
-    """Nothing else is computed while an adapter loads (our code path, as S-LoRA does it)."""
+    """whether nothing else is computed while an adapter loads, as in S-LoRA (computed by our code)"""
     whole_adapter: bool = False
-    """The device computes nothing of an adapter that is not wholly there: the CPU without the pipeline."""
+    """whether the device computes no layer of an incompletely loaded adapter: CPU assistance without the pipeline"""
     decodes: bool = False
-    """Decode steps are computed while the adapter is loading."""
+    """whether decode steps may be computed while the adapter is loading"""
 
 
 PLAIN = ("wait", "pipeline")
-"""Plans that need no CPU workers."""
+"""Plans without CPU workers."""
 MODES = {
     "auto": ColdStartMode((*PLAIN, "assist"), decodes=True),
     "wait": ColdStartMode(("wait",)),
     "pipeline": ColdStartMode(PLAIN),
     "assist": ColdStartMode(("assist",), decodes=True),
 }
-"""`node.cold_start` in serverless.yml: the plans that may be chosen. Where `assist` is impossible, PLAIN may."""
+"""Plans that may be chosen for each value of `node.cold_start` in serverless.yml. PLAIN is the fallback where `assist`
+is impossible."""
 
 
 @dataclass(frozen=True)
 class WorkersDecision:
-    """Number of CPU workers that a node has, and why."""
+    """Number of CPU workers of a node, and the reason."""
 
     count: int
     reason: str
     figures: tuple[tuple[str, float], ...] = ()
-    """(name, milliseconds) of what the decision was made by"""
+    """(name, milliseconds) of the measurements behind the decision"""
 
 
 class ColdStarts:
-    """Plans cold chunks (docs/design/seams.md). Called by the engine's thread alone."""
+    """Planner of cold chunks (docs/design/seams.md). Only the engine's thread calls it."""
 
     def __init__(
         self,
@@ -86,20 +88,21 @@ class ColdStarts:
         profile: Profile | None = None,
         workers: WorkerPool | None = None,
     ) -> None:
-        """Plans by the profile, with these workers; without a profile every plan is `wait`."""
+        """Plans with this profile and these workers. Without a profile, the plan is always `wait`."""
         self.store, self.base, self.mode = store, base, mode
         self.times = PassTimes()
         self.row_cpu = Correction()
         """Correction of the workers' time for decode rows."""
         self.device = Correction(fade_s=HOST_FADE_S, rate=HOST_RATE)
-        """Correction of the engine's time for layers; 1 on a GPU, whose time the engine does not see."""
+        """Correction of the engine's time for layers; 1 on a GPU, where the engine does not see the device's time."""
         self.link: LearntLink | None = None
         self.unmeasured: dict[CallKind, None] = {}
-        """Kinds of calls that workers may help, by the profile or by few measured passes: to be measured while idle."""
+        """Kinds of calls that workers may help, by the profile or by few measured passes. They are measured while the
+        node is idle."""
         self.unmeasurable: set[CallKind] = set()
-        """Kinds of calls that this node has no room to measure: workers never take them."""
+        """Kinds of calls that this node has no room to measure. Workers are never used for them."""
         self.learns = True
-        """True while passes that end correct later forecasts; False during a measurement, which records its own."""
+        """True if finished passes correct later forecasts. False during a measurement, which records its own passes."""
         self.assist: Assist | None = None
         """Opens the assisted part of cold passes; None without workers."""
         self.use(profile, workers)
@@ -108,7 +111,7 @@ class ColdStarts:
         self.latest: Plan | None = None
 
     def use(self, profile: Profile | None, workers: WorkerPool | None) -> None:
-        """Plan by the profile from now on, with these workers."""
+        """Uses this profile and these workers from now on."""
         self.profile, self.workers = profile, workers
         if profile is not None:
             self.times = PassTimes(profile.passes)
@@ -124,11 +127,11 @@ class ColdStarts:
 
     @property
     def assists(self) -> bool:
-        """CPU workers can take work now."""
+        """Returns whether CPU workers can take work now."""
         return self.workers is not None and self.workers.usable > 0
 
     def plan(self, lease: Lease, n_tokens: int, contention: Contention) -> Plan:
-        """Choose for a chunk of `n_tokens` that is about to begin, and load in the order that this wants."""
+        """Returns the plan for a chunk of `n_tokens` that starts now, and sets the adapter's load order accordingly."""
         if self.profile is None:
             return Plan("wait")
         costs = self.costs(lease, n_tokens, self.profile)
@@ -157,8 +160,8 @@ class ColdStarts:
         return self.latest
 
     def _allowed(self, kind: CallKind, costs: ChunkCosts) -> tuple[str, ...]:
-        """Returns the plans that may be chosen for a chunk of this kind. Workers take a kind of call only once it was
-        measured with them; one that they may help by the profile alone is noted, to be measured."""
+        """Returns the plans that may be chosen for a chunk of this kind. `assist` requires that the kind was measured;
+        if it seems better by the profile alone, the kind is recorded for measurement."""
         plain = tuple(name for name in self.mode.plans if name in PLAIN)
         if "assist" not in self.mode.plans or not self.assists:
             return plain or PLAIN
@@ -169,13 +172,13 @@ class ColdStarts:
         return plain
 
     def _record_unmeasured(self, kind: CallKind) -> None:
-        """Has passes of this kind measured when the node is idle."""
+        """Schedules a measurement of this kind of call for when the node is idle."""
         if kind not in self.unmeasurable and len(self.unmeasured) < MAX_UNMEASURED:
             self.unmeasured.setdefault(kind)
 
     def _alone_seconds(self, costs: ChunkCosts, name: str, assisted: int) -> float:
-        """Returns the forecast by the profile alone of a chunk that has engine and link for itself. Returns 0 where it
-        has not, or where its adapter is not in host memory yet."""
+        """Returns the chunk's forecast seconds by the profile alone, if it does not share the engine or the link.
+        Returns 0 otherwise, or if the adapter is not in host memory yet."""
         if (
             costs.other_requests
             or costs.ahead
@@ -187,9 +190,9 @@ class ColdStarts:
         return wait_seconds(costs) if name == "wait" else float(forecast(costs)[0][assisted])
 
     def _apart(self, costs: ChunkCosts, n_tokens: int, contention: Contention, profile: Profile) -> float:
-        """Returns the seconds that the others together lose by a pass of the chunk's own. Others whose adapters are
-        loading too count where all are there before they could be computed: where a load that has the link alone takes
-        no longer than a warm prefill."""
+        """Returns the total seconds that other requests lose if the chunk gets a separate pass. Requests whose adapters
+        are also loading count only if all adapters would arrive in time to share a pass: if a load alone takes no
+        longer than a warm prefill."""
         layers = self.base.num_layers
         load = costs.load.sum() / max(1, self.store.loads_in_flight)
         together = costs.in_host.max() + load <= layers * costs.device
@@ -197,8 +200,8 @@ class ColdStarts:
         return sharing * layers * profile.apart_seconds(n_tokens, sharing)
 
     def _decode_costs(self, lease: Lease, costs: ChunkCosts, tokens: int, profile: Profile) -> DecodeCosts:
-        """Returns what the decode steps after a chunk cost, of which some may be computed before the whole adapter is
-        there. On average half of the layers that are loading are the workers' then."""
+        """Returns the costs of the decode steps after a chunk. Some of them may be computed while the adapter is
+        loading; CPU workers then compute half of the loading layers on average."""
         rows, row_costs = 1 + costs.other_requests, RowCosts(profile, self.base)
         step = row_costs.step(rows)
         if not (self.mode.decodes and self.assists):
@@ -212,26 +215,29 @@ class ColdStarts:
         )
 
     def _row_work(self, lease: Lease, rows: int, costs: RowCosts) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the workers' seconds for `rows` decode rows, as they are lately, and those of crossings."""
+        """Returns the workers' seconds for `rows` decode rows, with their correction, and the seconds of link
+        transfers; both f64[N, groups]."""
         layout, row_bytes = self.store.layout(lease), rows * self.store.pool.data.element_size()
         crossings = costs.crossings(layout, row_bytes, self.store.loads_in_flight)
         return self.row_cpu.value * costs.work(layout, rows), crossings
 
     def _result_seconds(self, lease: Lease, rows: int) -> np.ndarray:
-        """Returns f64[N]: seconds by which the workers' results for the rows delay the load; 0 where workers share the
-        device's memory."""
+        """Returns f64[N]: seconds by which the workers' results for the rows delay the load. It is 0 where workers
+        share the device's memory."""
         if self.profile is None or self.profile.handoff is None or self.link is None:
             return np.zeros(self.base.num_layers)
         row_bytes = rows * self.store.pool.data.element_size()
         return result_bytes(self.store.layout(lease), self.base, row_bytes) / self.link.cost.bandwidth
 
     def without_workers(self, lease: Lease, plan: Plan) -> Plan:
-        """Returns what an `assist` plan becomes where no worker can be had after all: every layer is loaded."""
+        """Returns the fallback for an `assist` plan without a free worker: `pipeline`, with all layers loaded in
+        order."""
         self.store.set_order(lease, range(self.base.num_layers))
         return replace(plan, name="pipeline", assisted=0)
 
     def lora(self, lease: Lease, on_device: PassLora, workers: AssistedPass | None) -> ColdLora:
-        """Returns the LoRA of rows of a leased adapter that is on its way; `on_device` adds layers that are there."""
+        """Returns the LoRA for rows of a leased adapter that is loading. `on_device` computes the layers that have
+        arrived."""
         return ColdLora(
             on_device,
             partial(self.state, lease),
@@ -241,14 +247,17 @@ class ColdStarts:
         )
 
     def warm_seconds(self, tokens: int, layers: int) -> float:
-        """Returns the seconds for `layers` layers of a chunk of `tokens` whose weights are on the device; 0 without a
-        profile."""
+        """Returns the seconds for `layers` layers of a chunk of `tokens` with weights on the device. Returns 0 without
+        a profile."""
         return layers * self.profile.layer_seconds(tokens) if self.profile is not None else 0.0
 
     def joining(self, waiting: Iterable[tuple[Lease, int]], other_requests: int) -> set[str]:
-        """Returns the digests of adapters whose rows join the next decode step, though they are on their way: they need
-        not wait for a layer, and all requests together gain by it. `waiting`: each adapter that has rows to decode,
-        with their number; `other_requests`: number of those that are held up by as much as the step takes longer."""
+        """Returns the digests of loading adapters whose rows join the next decode step. They need not wait for a layer,
+        and all requests together gain.
+
+        `waiting`: each loading adapter with rows to decode, and their number. `other_requests`: number of requests that
+        a longer step would delay.
+        """
         chosen: set[str] = set()
         if self.profile is None or not self.mode.decodes:
             return chosen
@@ -270,30 +279,29 @@ class ColdStarts:
         return RowPart(rows, work, float(crossings.sum()), arriving, float(load.sum()), results)
 
     def can_step(self, lease: Lease) -> bool:
-        """Returns whether a pass could be computed to its end now: each layer is on the device or can be computed by
-        the workers."""
+        """Returns whether a pass could be completed now: each layer is on the device or can be computed by workers."""
         layers = self.base.num_layers
         return self.ready_until(lease, Plan("assist", layers), 0) == layers
 
     def on_device(self, lease: Lease) -> bool:
-        """Returns whether each layer is on the device, or its copy enqueued there."""
+        """Returns whether each layer is on the device, or its copy is enqueued."""
         return all(self.state(lease, layer) in ON_DEVICE for layer in range(self.base.num_layers))
 
     def observe_joined(self, joined: Sequence[tuple[Lease, int, ColdLora]]) -> None:
-        """Learns from the decode rows of each adapter that joined one step. The workers served all of them during one
-        product of the base, and the adapter that was served last waited for those before."""
+        """Learns from the decode rows of the adapters that joined one step. The workers computed all of them during one
+        base product, so the adapter served last waited for the earlier ones."""
         if self.profile is None or self.workers is None or not self.assists:
             return
         costs, layers = RowCosts(self.profile, self.base), self.base.num_layers
         parts = [(costs.work(self.store.layout(lease), rows), lora) for lease, rows, lora in joined]
-        served = max(1, min(self.workers.usable, len(parts)))  # the last worker may have ended meanwhile
+        served = max(1, min(self.workers.usable, len(parts)))  # the last worker may have exited meanwhile
         work = sum(lora.layers_on_cpu / layers * each for each, lora in parts) / served
         share = max(lora.layers_on_cpu for _, lora in parts) / layers
         between = share * np.where(work > 0, costs.base_seconds(sum(rows for _, rows, _ in joined)), 0.0)
         self._learn(self.row_cpu, float(np.sum(work)), float(between.sum()), sum(lora.waited for _, lora in parts))
 
     def observe(self, lease: Lease, outcome: Outcome) -> None:
-        """Learn from a chunk of the leased adapter that was computed."""
+        """Learns from a computed chunk of the leased adapter."""
         self.outcomes.append(outcome)
         if self.profile is not None and not outcome.other_requests and self.store.pool.data.device.type == "cpu":
             self.device.learn(self.base.num_layers * self.profile.layer_seconds(outcome.tokens), outcome.computed)
@@ -302,19 +310,18 @@ class ColdStarts:
             self.times.add(PassSample(kind, outcome.plan, outcome.by_profile, outcome.seconds))
 
     def _learn(self, correction: Correction, cpu: float, between: float, waited: float) -> None:
-        """Learns that workers who were to take `cpu` seconds had the `between` ones of the base's products, and
-        `waited` more. On a device with a stream it learns nothing: that waits where the engine can't see it."""
+        """Corrects the workers' forecast `cpu` seconds: they actually took `between` (seconds of the base products)
+        plus `waited`. Does nothing on a GPU, where waits are invisible to the engine."""
         if self.store.pool.data.device.type == "cpu":
             correction.learn(cpu, between + waited, at_most=waited < NO_WAIT * between)
 
     def learn_load(self, size: int, seconds: float) -> None:
-        """Learns from a load of an adapter that lay in host memory: while it went on, for `seconds`, `size` bytes
-        crossed the link, of all loads together."""
+        """Learns from a load from host memory: in `seconds`, `size` bytes of all loads crossed the link."""
         if self.link is not None:
             self.link.learn(size, seconds)
 
     def ready_until(self, lease: Lease, plan: Plan, layer: int) -> int:
-        """Layers that a pass of this plan, which stands before `layer`, may be advanced to."""
+        """Returns the layer up to which a pass of this plan, now at `layer`, may be advanced."""
         layers = self.base.num_layers
         if self.store.loaded(lease):
             return layers
@@ -323,7 +330,7 @@ class ColdStarts:
         return layer
 
     def state(self, lease: Lease, layer: int) -> int:
-        """A LayerState, as far as this node's way makes use of it."""
+        """Returns the layer's LayerState as seen by this node's cold-start mode."""
         state = self.store.state(lease, layer)
         if state in ON_DEVICE and self.mode.whole_adapter and not self.store.loaded(lease):
             return LayerState.HOST
@@ -334,21 +341,21 @@ class ColdStarts:
         return state in ON_DEVICE or (state == LayerState.HOST and self.on_cpu(lease, plan, layer))
 
     def on_cpu(self, lease: Lease, plan: Plan, layer: int) -> bool:
-        """Returns whether a layer that lies in host memory is computed by the workers rather than waited for."""
+        """Returns whether CPU workers compute a layer in host memory, rather than the pass waiting for its copy."""
         if plan.name != "assist" or not self.assists:
             return False
         if layer < plan.assisted or self.mode.whole_adapter:
             return True
-        # it should have been on the device by now: what comes before it in the load has to arrive first
+        # a layer that should have arrived by now: compare with the remaining load time up to it
         load_s = sum(
             plan.load[i] for i in range(plan.assisted, layer + 1) if self.store.state(lease, i) != LayerState.DEVICE
         )
         return bool((1 + plan.other_requests) * plan.cpu_extra[layer] < load_s)
 
     def costs(self, lease: Lease, n_tokens: int, profile: Profile) -> ChunkCosts:
-        """Returns what each layer of the chunk costs by the profile, with the link as it was observed lately and shared
-        as it is now."""
-        assert self.link is not None  # there is a profile
+        """Returns the costs of each layer of the chunk by the profile, with the link's recent speed and current
+        sharing."""
+        assert self.link is not None  # set together with the profile
         layout, layers, link = self.store.layout(lease), self.base.num_layers, self.link.cost
         sharing = max(1, self.store.loads_in_flight)
         load, in_host = np.zeros(layers), np.zeros(layers)
@@ -364,15 +371,15 @@ class ColdStarts:
         return ChunkCosts(self.layer_seconds(n_tokens, profile), cpu, load, in_host, results, link.latency)
 
     def layer_seconds(self, n_tokens: int, profile: Profile) -> float:
-        """Returns the seconds of one layer of a chunk on the device, as the host is lately."""
+        """Returns the seconds of one layer of a chunk on the device, at the host's recent speed."""
         return self.device.value * profile.layer_seconds(n_tokens)
 
     def worker_seconds(
         self, profile: Profile, layout: AdapterLayout, n_tokens: int, workers: int, sharing: int = 1
     ) -> np.ndarray:
-        """Returns f64[N]: the seconds of each layer whose adapter part `workers` workers compute, while `sharing` loads
-        use the link. Infinite without workers, and where the results have as many bytes as the weights: then workers
-        can only delay what they are to hide."""
+        """Returns f64[N]: seconds of each layer if `workers` workers compute its LoRA term while `sharing` loads use
+        the link. It is infinite without workers, or if the results have as many bytes as the weights, since workers
+        would then only cause delay."""
         if not workers or profile.cpu is None:
             return np.full(len(layout.layers), np.inf)
         row_bytes = n_tokens * self.store.pool.data.element_size()

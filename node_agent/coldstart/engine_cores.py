@@ -1,4 +1,4 @@
-"""The cores that the engine and its CPU LoRA workers share: all are the engine's while no worker is armed."""
+"""Cores shared by the engine and its CPU LoRA workers. The engine has all of them while no worker is armed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from node_agent.cores import usable_cores
 
 CHEAP_CHANGE = 2
-"""Threads up to which a change of their number costs a few microseconds. Above it libgomp ends and starts a thread at
-each change (20 to 50 us), so the number changes once per stretch of assisted layers instead of once per handoff."""
+"""Thread count up to which changing it costs a few microseconds. Above it libgomp ends and starts threads at each
+change (20 to 50 us), so it changes once per run of assisted layers, not per handoff."""
 
 
 class EngineCores:
-    """Lends cores to workers and takes them back. Called by the engine's thread alone."""
+    """Lends cores to workers and takes them back. Only the engine's thread calls it."""
 
     def __init__(self, threads: int, workers: Collection[int]) -> None:
         """`threads`: torch threads of the engine while no worker is armed; `workers`: numbers of the workers' cores."""
@@ -25,11 +25,11 @@ class EngineCores:
         self.fewer = max(1, min(threads, usable_cores() - len(workers)))
         """Torch threads of the engine while workers are armed."""
         self.per_handoff = threads <= CHEAP_CHANGE
-        """True if cores change hands at each handoff, False if once per stretch of assisted layers."""
+        """True if cores change hands at each handoff; False if once per run of assisted layers."""
 
     @property
     def slowdown(self) -> float:
-        """Factor by which the engine's own products take longer while workers are armed, at most."""
+        """Returns the maximum factor by which the engine's products slow down while workers are armed."""
         return self.threads / self.fewer
 
     def lend(self) -> None:

@@ -1,7 +1,7 @@
-"""The simulated link as handoffs use it: activations cross towards host memory, results and weights towards the device.
+"""Simulated link for handoffs: activations cross to host memory, results and weights cross to the device.
 
-The link is full duplex. Results share the device's direction with loads, so each handoff slows them by its bytes. A
-worker delays its answer by the time that both crossings take: CPU and GPU engines simulate alike.
+The link is full duplex. Results share the direction of loads, so each handoff slows these by its bytes. A worker delays
+its answer by the time of both crossings; CPU and GPU engines thus simulate the link in the same way.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ class HandoffLink:
     """Charges handoffs to a simulated link between host memory and the device."""
 
     def __init__(self, to_device: Link, count_crossed: Callable[[int], None]) -> None:
-        """`to_device`: the link that loads cross; it must have a config. `count_crossed` is called with the bytes of
+        """`to_device`: link of the loads, which must have a config. `count_crossed` is called with the bytes of
         results."""
         assert to_device.config is not None
         self._to_device, self._config, self._count_crossed = to_device, to_device.config, count_crossed
 
     def charge(self, handed: int, answered: int) -> tuple[int, int]:
-        """Puts `answered` bytes on the way to the device, in competition with the loads. Returns the microseconds by
-        which the workers delay the start of their work (`handed` bytes cross) and their answer."""
+        """Starts a transfer of `answered` bytes to the device, which competes with the loads. Returns the microseconds
+        of delay before the workers start (`handed` bytes cross) and before they answer."""
         sharing = 1 + self._to_device.active
         self._to_device.begin(Flow(), answered)
         self._count_crossed(answered)

@@ -1,4 +1,4 @@
-"""The handoffs of one cold pass: what every device's are like, and those of an engine that computes on a CPU."""
+"""Handoffs of one cold pass: their common interface, and the implementation for an engine on a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from node_agent.coldstart.keeper import WorkerState
 from node_agent.coldstart.slices import Segment
 
 WAIT_LIMIT_S = 1.0
-"""Seconds to wait for a worker's answer; a slice takes a hundredth of it."""
+"""Maximum seconds to wait for a worker's answer; a slice takes a hundredth of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,14 +25,14 @@ class Part:
     """address of the done flag"""
     value: int
     at: int
-    """command, among the worker's"""
+    """index of the command among the worker's commands"""
     begin: int
-    """first token of its slice; workers that have other shares of the weights have the same"""
+    """first token of its slice; workers that split the weights have the same tokens"""
     end: int
 
 
 class HandoffPool(Protocol):
-    """The parts of a WorkerPool that handoffs use."""
+    """Methods of a WorkerPool that handoffs use."""
 
     takeover_ns: int
 
@@ -50,26 +50,26 @@ class HandoffPool(Protocol):
 
 
 class PassHandoffs(Protocol):
-    """Handoffs of one cold pass: the part that differs between a CPU and a device with a stream (stream.py)."""
+    """Handoffs of one cold pass. The implementation differs between a CPU and a GPU (stream.py)."""
 
     @property
     def failed(self) -> bool:
-        """A worker did not answer a handoff; on a device with a stream it is certain once the pass has ended there."""
+        """Returns whether a worker has not answered a handoff. On a GPU this is certain only once the pass has
+        ended."""
 
     def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Any:
-        """Does what `WorkerPool.open` does: returns a handoff with `wait`, `outputs` and `close`, or None."""
+        """Opens a handoff as `WorkerPool.open` does. Returns an object with `wait`, `outputs` and `close`, or None."""
 
     def end(self) -> None:
-        """Says that the pass opens no more handoffs; from then on it may become `quiet`."""
+        """Declares that the pass opens no more handoffs. Afterwards it may become `quiet`."""
 
     @property
     def quiet(self) -> bool:
-        """Returns whether the pass has ended, and no worker reads anything for it any more, as far as the last `poll`
-        knows."""
+        """Returns whether the pass has ended and no worker reads anything for it, as of the last `poll`."""
 
 
 class HostPass:
-    """Handoffs of an engine that computes on a CPU: each is awaited by its caller, who sees there how it went."""
+    """Handoffs of an engine on a CPU. The caller waits for each, and thereby learns of its failure."""
 
     failed = False
 
@@ -93,8 +93,8 @@ class HostPass:
 
 
 class Handoff:
-    """Adapter part of one projection group, being computed. The slice of a worker that ends or stalls is computed by
-    another one; where none can be had, the handoff fails."""
+    """LoRA term of one projection group that workers are computing. If a worker exits or stalls, another one computes
+    its slice; if none is free, the handoff fails."""
 
     def __init__(self, pool: HandoffPool, slot: int, parts: list[Part], outputs: list[torch.Tensor]) -> None:
         """`outputs`: views of the slot's y area."""
@@ -104,16 +104,16 @@ class Handoff:
         self._open = True
         self._stand_ins: list[Handoff] = []
         self.answered = False
-        """every worker that it was handed to has answered"""
+        """whether all workers of this handoff have answered"""
 
     @property
     def parts(self) -> list[Part]:
-        """Returns its parts, those of the stand-ins included."""
+        """Returns the handoff's parts, including those of stand-ins."""
         return [*self._parts, *(part for stand_in in self._stand_ins for part in stand_in.parts)]
 
     def wait(self, timeout: float = WAIT_LIMIT_S) -> bool:
-        """Waits until all slices have arrived, `timeout` seconds at most. Returns False when they have not; at once
-        when a worker has ended and none can stand in for it. Later calls return the same."""
+        """Waits up to `timeout` seconds until all slices have arrived, and returns whether they have. Returns False at
+        once if a worker has exited and none can replace it. Later calls return the same result."""
         if self._arrived is None:
             begin_ns, await_part = time.monotonic_ns(), self._pool.await_part
             first_ns = begin_ns + min(int(timeout * 1e9), self._pool.takeover_ns)
@@ -124,26 +124,26 @@ class Handoff:
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
-        """[T, d_out] per projection, valid after a `wait` that was True and until `close`."""
+        """Outputs [T, d_out] per projection; valid after a successful `wait` until `close`."""
         if not (self._arrived and self._open):
             raise RuntimeError("a handoff's outputs are there between a successful wait and its close only")
         return self._outputs
 
     def close(self) -> None:
-        """Nobody reads `outputs` any more. Before all workers have answered, this abandons the handoff."""
+        """Ends the use of `outputs`. If workers have not answered yet, the handoff is abandoned."""
         if self._open:
             self._open = False
             self._outputs = self._views = []
             self._pool.release(self._slot, self._parts, self.answered)
 
     def _await_own(self, end_ns: int) -> bool:
-        """Waits without stand-ins: the worker that remains may be the very one that is stood in for."""
+        """Waits without stand-ins, since the only other worker may be the one being replaced."""
         self.answered = self._arrived = all(self._pool.await_part(part, end_ns) for part in self._parts)
         return self.answered
 
     def _complete(self, missing: list[Part], end_ns: int) -> bool:
-        """Returns whether the missing slices come from anybody before `end_ns`."""
-        self._outputs = [y.clone() for y in self._views]  # a stalled worker writes to the views once it wakes
+        """Returns whether the missing slices arrive, from any worker, before `end_ns`."""
+        self._outputs = [y.clone() for y in self._views]  # a stalled worker may write to the views when it wakes
         slices: dict[tuple[int, int], list[Part]] = {}
         for part in missing:
             slices.setdefault((part.begin, part.end), []).append(part)
@@ -153,7 +153,8 @@ class Handoff:
         return arrived
 
     def _complete_slice(self, parts: Sequence[Part], end_ns: int) -> bool:
-        """`parts`: the shares of one slice that are missing. Who takes over computes the whole slice."""
+        """Obtains one slice; `parts` are its missing shares. A stand-in computes the whole slice. Returns whether it
+        arrived."""
         begin, end = parts[0].begin, parts[0].end
         stand_in = self._pool.take_over(parts) if time.monotonic_ns() < end_ns else None
         rows: Sequence[torch.Tensor]

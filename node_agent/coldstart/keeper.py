@@ -1,6 +1,6 @@
-"""Starts the CPU LoRA workers, notices their ends at once, and starts them again, in a separate thread.
+"""Starts the CPU LoRA workers, detects their exits at once, and restarts them, in a separate thread.
 
-The thread spawns all of them, for the kernel ends a worker with the very thread that started it.
+One thread spawns all of them, since the kernel kills a worker when the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from node_agent.coldstart.shared import WorkerConfig, WorkerReady
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 30.0
 STEADY = 30.0
-"""Seconds after which a worker counts as good again: its next restart waits for FIRST_BACKOFF only."""
+"""Seconds of runtime after which a worker counts as stable: its next restart waits only for FIRST_BACKOFF."""
 START_LIMIT_S = 120.0
-"""Seconds from the start of a process until it is warm; the first one of a machine compiles the operator."""
+"""Maximum seconds from process start until the worker is warm. The first worker on a machine compiles the operator."""
 JOIN_LIMIT_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class WorkerState:
-    """Process of a worker. `ready` and `ended` are set by the keeper, all else but `began` by the engine's thread."""
+    """Process of a worker. The keeper's thread sets `ready` and `ended`; the engine's thread sets all other fields
+    except `began`."""
 
     index: int
     epoch: int
@@ -42,17 +43,18 @@ class WorkerState:
     began: float
     ready: WorkerReady | None = None
     ended: bool = False
-    """reaped: it writes nothing any more"""
+    """whether the process was reaped, so that it writes nothing any more"""
     commands: int = 0
-    """number of commands without an answer"""
+    """number of unanswered commands"""
     late: tuple[Callable[[], bool], ...] = ()
-    """checks for an answer, one for each command that timed out; the worker gets no new ones before"""
+    """for each command that timed out, a check whether it was answered since. The worker gets no new commands until all
+    are."""
     late_since: float = 0.0
 
 
 @dataclass
 class _Place:
-    """A worker's index over its processes."""
+    """Place of a worker, across restarts of its process."""
 
     worker: WorkerState | None = None
     backoff: float = FIRST_BACKOFF
@@ -61,7 +63,8 @@ class _Place:
 
 
 class Keeper:
-    """`config(index, epoch)` is what a worker is started with; `fds` are passed on. Epochs count from 1."""
+    """Keeper of worker processes. `config(index, epoch)` returns a worker's settings; workers inherit `fds`. Epochs
+    count from 1."""
 
     def __init__(
         self,
@@ -71,12 +74,12 @@ class Keeper:
         stall_limit: float,
         on_end: Callable[[WorkerState], None],
     ) -> None:
-        """`on_end` receives each worker that was warm and has ended, once it is reaped, in the keeper's thread."""
+        """`on_end` is called in the keeper's thread with each warm worker that has exited and was reaped."""
         self._config, self._fds, self._stall_limit, self._on_end = config, tuple(fds), stall_limit, on_end
         self._places = [_Place() for _ in range(count)]
         self._epochs = 0
         self.workers: tuple[WorkerState, ...] = ()
-        """Workers that are warm and alive, as far as is known, by index; replaced whole by the keeper's thread."""
+        """workers that are warm and not known to have exited, by index; the keeper's thread replaces the tuple"""
         self._closing = False
         self._changed = threading.Condition()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -87,17 +90,17 @@ class Keeper:
         self._thread.start()
 
     def wait_ready(self, count: int, timeout: float) -> int:
-        """Waits until `count` workers are warm, or `timeout` seconds have passed. Returns how many are warm."""
+        """Waits up to `timeout` seconds until `count` workers are warm. Returns how many are."""
         with self._changed:
             self._changed.wait_for(lambda: len(self.workers) >= count, timeout)
             return len(self.workers)
 
     def wake(self) -> None:
-        """A worker is late: wake, to end it if it stays so."""
+        """Wakes the keeper's thread, since a worker is late and must be killed if it stays so."""
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Kill and reap all. They own nothing that would have to be put in order."""
+        """Kills and reaps all workers. They need no orderly shutdown."""
         self._closing = True
         if self._thread.is_alive():
             self.wake()
@@ -121,7 +124,8 @@ class Keeper:
                     self._reap(place, place.worker)
 
     def _try_start(self, index: int, place: _Place, now: float) -> None:
-        """The host may be short of memory, processes or descriptors for a while: the others work on."""
+        """Starts a worker. On failure (lack of memory, processes or descriptors) schedules another attempt; other
+        workers are unaffected."""
         try:
             self._start(index, place)
         except OSError as error:
@@ -134,7 +138,7 @@ class Keeper:
         place.backoff = min(2 * place.backoff, LONGEST_BACKOFF)
 
     def _start(self, index: int, place: _Place) -> None:
-        """Raises OSError, and leaves nothing then."""
+        """Starts a worker process. Raises OSError after cleaning up."""
         self._epochs += 1
         config = self._config(index, self._epochs)
         process = subprocess.Popen(
@@ -153,13 +157,13 @@ class Keeper:
         self.restarts += self._epochs > len(self._places)
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it ended at once: its pidfd says so
+        with contextlib.suppress(BrokenPipeError), process.stdin as stream:  # it exited at once: its pidfd reports that
             stream.write(msgspec.json.encode(config))
         place.output.clear()
         place.worker = WorkerState(index, self._epochs, process, pidfd, time.monotonic())
 
     def _next_look(self, place: _Place, now: float) -> float:
-        """Returns the seconds until the place is to be looked at again."""
+        """Returns the seconds until the place must be checked again."""
         worker = place.worker
         if worker is None:
             return place.restart_at - now

@@ -1,4 +1,4 @@
-"""Corrections of cold start forecasts by what was observed."""
+"""Corrections of cold-start forecasts by observed times."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from cluster.least_squares import nonnegative
 from node_agent.coldstart.profile import LinkCost
 
 LEAST, MOST = 0.25, 16.0
-"""Bounds of a correction, whatever is observed."""
+"""Bounds of a correction factor."""
 RATE = 0.3
-"""Weight of one observation, in logarithms."""
+"""Weight of one observation in the moving average of logarithms, 0 to 1."""
 LOADS_KEPT = 16
 REFIT_S = 1.0
 MIN_LOAD_S, LONGEST_LOAD_S = 1e-3, 1e3
-"""Bounds of the loads that are learnt from."""
+"""Bounds, in seconds, of the load durations that are used."""
 PROFILE_SIZES = (1 << 20, 1 << 27)
-"""Bytes of two loads by which the profile counts as much as two fresh observations."""
+"""Sizes, in bytes, of two loads by the profile that weigh as much as two new observations."""
 HOST_FADE_S = 120.0
-"""Seconds in which half of what was learnt of the engine's own speed is forgotten: hosts stay slow for minutes."""
+"""Half-life, in seconds, of the correction of the engine's speed; hosts stay slow for minutes."""
 HOST_RATE = 0.7
-"""Weight of one pass in what is learnt of the engine's own speed: a pass shows it nearly exactly."""
+"""Weight of one pass in the correction of the engine's speed. It is high, since one pass shows the speed almost
+exactly."""
 FADE_S = 10.0
-"""Seconds in which half of a correction is forgotten: what is not chosen any more for seeming slow is tried again."""
+"""Half-life, in seconds, of other corrections, so that plans not chosen for seeming slow are tried again."""
 
 
 class Correction:
-    """A factor for a forecast: a moving geometric mean of observed / forecast, between LEAST and MOST, fading to 1."""
+    """Correction factor of a forecast: a moving geometric mean of observed / forecast, between LEAST and MOST, that
+    decays to 1."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, fade_s: float = FADE_S, rate: float = RATE) -> None:
-        """`fade_s`: seconds in which half of the correction is forgotten; `rate`: weight of one observation, in
-        logarithms."""
+        """`fade_s`: half-life in seconds; `rate`: weight of one observation, in logarithms."""
         self._clock, self._value, self._at, self._fade_s, self._rate = clock, 1.0, clock(), fade_s, rate
 
     @property
@@ -45,7 +46,8 @@ class Correction:
         return float(self._value ** (0.5 ** (age / self._fade_s)))
 
     def learn(self, forecast: float, observed: float, at_most: bool = False) -> None:
-        """`at_most`: it took no longer than `observed`, nobody knows how long. Forecasts of nothing teach nothing."""
+        """Updates the factor with one observation. `at_most`: `observed` is only an upper bound. Ignores a forecast of
+        0."""
         if not (forecast > 0 and observed >= 0):
             return
         old = self.value
@@ -56,11 +58,11 @@ class Correction:
 
 
 class LearntLink:
-    """Cost of the link from host memory to the device: the profile's, corrected by loads that were observed.
+    """Cost of the link from host memory to the device: the profile's, corrected by observed loads.
 
-    Loads of one size can't separate latency from bandwidth, so first both of the profile's are changed by one factor,
-    the geometric mean of what loads took over its forecast. Then `latency + bytes / bandwidth` is fitted to that line
-    and the loads, by least squares of relative errors. A load counts half as much after FADE_S.
+    Loads of one size cannot separate latency from bandwidth. Therefore both values of the profile are first scaled by
+    one factor, the geometric mean of observed / forecast. Then `latency + bytes / bandwidth` is fitted to the scaled
+    profile and the loads by least squares of relative errors. A load's weight halves every FADE_S.
     """
 
     def __init__(self, profile: LinkCost, clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,13 +72,14 @@ class LearntLink:
 
     @property
     def cost(self) -> LinkCost:
+        """Returns the cost of the link, fitted again after REFIT_S."""
         if self._loads and self._clock() > self._made_at + REFIT_S:
             self._fit()
         return self._cost
 
     def learn(self, size: int, seconds: float) -> None:
-        """Records that `size` bytes crossed in `seconds` in which the link had always something to carry. Ignores a
-        time that is too short: it says how fast threads wake up, and nothing of the link."""
+        """Records that `size` bytes crossed in `seconds` during which the link was never idle. Ignores very short
+        times, which measure thread wake-ups rather than the link."""
         if size > 0 and MIN_LOAD_S < seconds < LONGEST_LOAD_S:
             self._loads.append((self._clock(), size, seconds))
             self._fit()
@@ -101,26 +104,26 @@ class LearntLink:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Times of one cold chunk as it was computed, and as it was planned. Seconds."""
+    """Planned and measured times of one cold chunk, in seconds."""
 
     request: str
     plan: str
     tokens: int
     forecast: float
-    """forecast of the seconds from the plan to the chunk's last layer"""
+    """forecast seconds from planning to the end of the last layer"""
     seconds: float
-    """measured seconds, other passes between included"""
+    """measured seconds, including other passes in between"""
     exposed_forecast: float
     exposed: float
-    """seconds of stalls for adapter bytes"""
+    """seconds of waiting for adapter bytes"""
     waited: float
-    """seconds of waits for CPU workers"""
+    """seconds of waiting for CPU workers"""
     computed: float
-    """engine time of the layers, without waits for CPU workers"""
+    """engine seconds for the layers, without waits for CPU workers"""
     layers_cpu: int
     layers_device: int
-    """layers of the chunk, by where the adapter's part was computed"""
+    """layers of the chunk by where their LoRA terms were computed"""
     other_requests: int = 0
-    """requests that may have had passes in between"""
+    """number of other requests, which may have had passes in between"""
     by_profile: float = 0.0
-    """forecast by the profile alone; 0: the chunk did not have engine and link for itself"""
+    """forecast seconds by the profile alone; 0 if the chunk shared the engine or the link"""

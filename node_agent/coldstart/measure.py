@@ -1,5 +1,7 @@
-"""Measures a node's profile: what a layer, a worker's slice and the link cost here. Shortly at a first start;
-`garnish profile` takes more points and repeats them more often."""
+"""Measures a node's profile: the costs of a layer, of a worker's slice and of the link.
+
+A first start measures briefly. `garnish profile` uses more points and repetitions.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,19 @@ from node_agent.types import GROUPS, ModelRunner, PassLora
 GROUP = "qkv"
 """Projection group whose slices are measured."""
 HANDED_ROWS = 64
-"""Rows of the larger handoff that is measured: few enough for a slow simulated link."""
+"""Rows of the larger measured handoff; few enough for a slow simulated link."""
 LENT = "measured"
-"""Digest of the made-up adapter whose slices are measured."""
+"""Digest of the synthetic adapter whose slices are measured."""
 LINK = "link"
-"""Owner of the pages that are copied to."""
+"""Owner of the device pages that are copied to."""
 
 
 @dataclass(frozen=True)
 class Effort:
+    """Points and repetitions of a measurement."""
+
     tokens: tuple[int, ...]
-    """prompt lengths for the device, and slice lengths for a worker"""
+    """prompt lengths for layers, and slice lengths for workers, in tokens"""
     ranks: tuple[int, ...]
     rounds: int
 
@@ -63,7 +67,8 @@ def measure(
     effort: Effort,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Profile:
-    """Measures the profile of a node that serves nothing meanwhile. `progress` receives each step."""
+    """Returns the measured profile of a node that serves nothing meanwhile. `progress` receives the name of each
+    step."""
     progress("a layer on the device")
     layer = measure_layers(runner, blocks, effort, assisted=isinstance(workers, StreamPool))
     progress("the link from host memory")
@@ -81,8 +86,8 @@ def measure(
 def measure_layers(
     runner: ModelRunner, blocks: BlockPool, effort: Effort, assisted: bool
 ) -> tuple[tuple[int, float], ...]:
-    """Measures a layer for each of the effort's prompt lengths, as far as there is room. Returns pairs of tokens and
-    seconds. `assisted`: by passes of the kind in which a GPU hands layers over to CPU workers, without the handoffs."""
+    """Measures a layer for each of the effort's prompt lengths that fits. Returns (tokens, seconds) pairs. `assisted`:
+    uses the kind of pass that hands layers to CPU workers on a GPU, without the handoffs."""
     room = blocks.free * runner.block_tokens
     lengths = sorted({min(tokens, room) for tokens in effort.tokens})
     lora = NoHandoffs((GROUP,)) if assisted else None
@@ -90,11 +95,11 @@ def measure_layers(
 
 
 def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: int, lora: PassLora | None) -> float:
-    """Returns the seconds that one layer takes for a prompt of `tokens` tokens with `lora`, which adds nothing: the
-    median of `rounds` passes over all layers; on a GPU timed by events."""
+    """Returns the seconds of one layer for a prompt of `tokens` tokens: the median of `rounds` passes over all layers,
+    by GPU events on a GPU. `lora` must add nothing."""
     request = Request("profile", "", [1] * tokens, 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
     allocated = blocks.allocate(blocks.blocks_for(tokens))
-    assert allocated is not None  # they were free
+    assert allocated is not None  # enough blocks are free
     request.blocks = allocated
     times = []
     try:
@@ -109,8 +114,8 @@ def _layer_seconds(runner: ModelRunner, blocks: BlockPool, tokens: int, rounds: 
 
 
 def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
-    """Measures copies of one page and of several from host memory to the device, page by page as a load makes them.
-    Takes up to 16 pages that no adapter has. Adds a simulated link's own cost."""
+    """Measures copies of 1 and of up to 16 pages from host memory to the device, as loads make them. Uses free device
+    pages. Adds the cost of a simulated link."""
     host, device = store.host_memory.pool, store.pool
     pages = device.pages.take(min(16, host.pages.count, device.pages.free), LINK) or []
     try:
@@ -122,7 +127,7 @@ def measure_link(store: AdapterStore, rounds: int) -> LinkCost:
 def _link_cost(store: AdapterStore, taken_pages: list[int], rounds: int) -> LinkCost:
     host, device, pages = store.host_memory.pool, store.pool, len(taken_pages)
     if not pages:
-        return LinkCost(0.0, 1e9)  # nothing will be loaded
+        return LinkCost(0.0, 1e9)  # no adapter fits, so nothing will be loaded
     elements = host.page_size // host.data.element_size()
     places = [(_page(to, elements), _page(of, elements)) for of, to in enumerate(taken_pages)]
 
@@ -141,7 +146,7 @@ def _link_cost(store: AdapterStore, taken_pages: list[int], rounds: int) -> Link
 
 
 def _median_seconds(device: torch.device, work: Callable[[], object], rounds: int) -> float:
-    """Returns the median seconds of `rounds` runs behind a first one, which does not count."""
+    """Returns the median seconds of `rounds` runs, after one run that does not count."""
     return median([device_seconds(device, work) for _ in range(rounds + 1)][1:])
 
 
@@ -150,13 +155,13 @@ def _page(number: int, elements: int) -> slice:
 
 
 def crosses_link(workers: WorkerPool) -> bool:
-    """Returns whether handoffs cross a link, real or simulated, rather than memory that engine and workers share."""
+    """Returns whether handoffs cross a real or simulated link, rather than memory shared by engine and workers."""
     return isinstance(workers, StreamPool) or workers.link is not None
 
 
 def measure_handoff(workers: WorkerPool, device: torch.device, rounds: int) -> LinkCost:
-    """Rows that the device hands over to workers that answer at once: one row, and HANDED_ROWS. Raises ProfileError
-    where no worker takes them."""
+    """Returns the cost of a handoff that workers answer at once, from one row and from HANDED_ROWS rows. Raises
+    ProfileError if no worker takes them."""
     width = max(d_in for d_in, _ in workers.layout.widths)
     sizes = sorted({1, min(HANDED_ROWS, workers.layout.max_tokens)})
     seconds = []
@@ -184,8 +189,8 @@ def _hand_over(workers: WorkerPool, x: torch.Tensor) -> None:
 
 
 def measure_cpu(store: AdapterStore, workers: WorkerPool, effort: Effort) -> CpuLora | None:
-    """Measures one worker's slices of a made-up adapter. Returns the three costs that fit them best, without a
-    simulated link; None where no worker answers."""
+    """Measures one worker's slices of a synthetic adapter. Returns the best-fitting costs, without a simulated link;
+    None if no worker answers."""
     samples: list[tuple[int, int, float]] = []
     base = store.base
     link, workers.link = workers.link, None
@@ -226,7 +231,8 @@ def _slice_seconds(workers: WorkerPool, base: BaseModel, slot: int, tokens: int,
 
 @contextmanager
 def lent_rows(store: AdapterStore, layout: AdapterLayout) -> Iterator[int | None]:
-    """Lends a slot of the host table, over rows of zeros. Yields None when host memory has no room."""
+    """Allocates a slot of the host table over rows of zeros, and yields it. Yields None when host memory has no
+    room."""
     host = store.hosts.lend(LENT, layout)
     try:
         yield None if host is None else host.slot
@@ -237,14 +243,14 @@ def lent_rows(store: AdapterStore, layout: AdapterLayout) -> Iterator[int | None
 
 
 def _header(base: BaseModel, rank: int) -> ArtifactHeader:
-    """Returns the header of an adapter that adapts the measured group of the first layer, with `rank`."""
+    """Returns the header of an adapter of `rank` on the measured group of the first layer."""
     pairs = tuple(Pair(p, rank, 1.0, 0, 0) for p in GROUPS[GROUP])
     layers = (LayerBlock(0, 0, "", pairs), *(LayerBlock(0, 0, "", ()) for _ in range(base.num_layers - 1)))
     return ArtifactHeader(1, "measured", base.fingerprint, "float32", layers)
 
 
 def fit_cpu(samples: list[tuple[int, int, float]]) -> CpuLora:
-    """Least squares of relative errors over (tokens, elements, seconds); no cost is negative."""
+    """Returns the non-negative costs that fit (tokens, elements, seconds) by least squares of relative errors."""
     seconds = np.array([sample[2] for sample in samples])
     columns = np.array([[1.0, elements, tokens * elements] for tokens, elements, _ in samples])
     return CpuLora(*nonnegative(columns / seconds[:, None], np.ones(len(samples))).tolist())

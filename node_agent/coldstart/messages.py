@@ -1,4 +1,4 @@
-"""Messages to the CPU workers: one for each projection group and layer of a pass, however many adapters it is for."""
+"""Messages to the CPU workers: one per projection group and layer of a pass, for all its adapters together."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from node_agent.coldstart.slices import Segment
 
 
 class PassMessages:
-    """The handoffs of one pass. What its adapters hand over for one group of a layer goes as one handoff."""
+    """Handoffs of one pass. The rows of all adapters for one group of a layer form one handoff."""
 
     def __init__(self, handoffs: PassHandoffs, at_once: bool, on_end: Callable[[], None]) -> None:
-        """`at_once`: the pass has one adapter, whose rows wait for no others'."""
+        """`at_once`: the pass has one adapter, so its rows are sent without waiting for others."""
         self.handoffs, self.at_once, self._on_end = handoffs, at_once, on_end
         self._next: Message | None = None
 
     def add(self, x: torch.Tensor, segment: Segment, layer: int, group: str) -> Share | None:
-        """Has the segment's rows x [T, d_in] handed over by the next `send`, or now, with `at_once`. All that is added
-        before a `send` is of one layer and group. Returns None when no worker takes it now."""
+        """Adds the segment's rows x [T, d_in] to the next `send`; with `at_once`, sends them now. All rows added before
+        a `send` must be for the same layer and group. Returns None when no worker takes them now."""
         if self._next is None:
             self._next = Message(layer, group)
         share = self._next.add(x, segment)
         return share if not self.at_once or self.send() else None
 
     def send(self) -> bool:
-        """Hands over what was added since the last time. Returns False when no worker takes it: then its shares do not
+        """Sends the rows added since the last call. Returns False if no worker takes them; the shares then never
         arrive."""
         message, self._next = self._next, None
         return message is None or message.send(self.handoffs)
 
     def end(self) -> None:
-        """The pass hands over nothing more; twice does no harm."""
+        """Ends the pass's handoffs. May be called repeatedly."""
         self.handoffs.end()
         self._on_end()
 
 
 class Message:
-    """Rows for one projection group of a layer, and the handoff that they make."""
+    """Rows for one projection group of a layer, and their handoff."""
 
     def __init__(self, layer: int, group: str) -> None:
         self._layer, self._group = layer, group
@@ -64,7 +64,7 @@ class Message:
         return self._handoff is not None
 
     def wait(self) -> bool:
-        """Waits once, for all shares."""
+        """Waits for the handoff, once for all shares. Returns whether it arrived."""
         if self._arrived is None:
             self._arrived = self._handoff is not None and self._handoff.wait()
         return self._arrived
@@ -75,31 +75,31 @@ class Message:
         return outputs
 
     def close_share(self) -> None:
-        """Ends the reading of one share; the last one closes the handoff."""
+        """Ends the use of one share. The last one closes the handoff."""
         self._unread -= 1
         if not self._unread and self._handoff is not None:
             self._handoff.close()
 
 
 class Share:
-    """The rows of one adapter in a message: its part of the adapters' work, being computed by CPU workers."""
+    """Rows of one adapter in a message, whose LoRA terms CPU workers compute."""
 
     def __init__(self, message: Message, begin: int, end: int) -> None:
         self._message, self._begin, self._end = message, begin, end
         self._open = True
 
     def wait(self) -> bool:
-        """Waits, within a bound; on a device with a stream, is enqueued there. Returns False when the message's rows do
-        not come: then no share of it does, and nobody may read `outputs`."""
+        """Waits for the message's rows, within a time limit; on a GPU, enqueues the wait. Returns False if they do not
+        arrive: `outputs` of all its shares must then not be read."""
         return self._message.wait()
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
-        """Returns one [T, d_out] per projection of the group: scale * x A B. Valid after `wait`, until `close`."""
+        """Returns scale * x A B [T, d_out] for each projection of the group. Valid after `wait`, until `close`."""
         return [y[self._begin : self._end] for y in self._message.outputs]
 
     def close(self) -> None:
-        """Nobody reads `outputs` any more."""
+        """Ends the use of `outputs`."""
         if self._open:
             self._open = False
             self._message.close_share()

@@ -13,33 +13,33 @@ from cluster.least_squares import nonnegative
 from node_agent.adapter_memory.layout import AdapterLayout
 
 ROUNDS = 3
-"""Passes of each plan that a kind of call needs before CPU workers take one."""
+"""Measured passes of each plan that a kind of call needs before it may use CPU workers."""
 SHORTEST_S, LONGEST_S = 1e-6, 1e3
-"""Bounds of a pass's duration and of its forecast, in seconds: samples outside of them say nothing."""
+"""Bounds, in seconds, of a pass's duration and forecast. Samples outside them are ignored."""
 MAX_SAMPLES = 24
-"""Number of passes stored for each plan and kind of call; the oldest is dropped first."""
+"""Maximum stored passes for each plan and kind of call; the oldest is dropped first."""
 MIN_SPREAD = 0.02
-"""Relative distance of the bounds from the most likely value, at least: no two passes take equally long."""
+"""Minimum relative distance of the bounds from the likely value, since pass times vary."""
 MAX_KINDS = 64
-"""Kinds of calls whose passes are kept; the longest unused one is dropped."""
+"""Maximum kinds of calls with stored passes; the least recently updated is dropped."""
 NOTCH = 1.57
-"""Half the length of a median's interval over interquartile range / sqrt(n): where two such intervals do not overlap,
-the medians differ at about 95 % (McGill, Tukey, Larsen 1978, notched box plots)."""
+"""Factor on interquartile range / sqrt(n) for half the width of a median's confidence interval. Medians whose intervals
+do not overlap differ at about 95 % confidence (McGill, Tukey, Larsen 1978, notched box plots)."""
 EXTRAPOLATED = 2.0
-"""Factor over the longest measured forecast of a kind above which bounds are as wide as without a measured pass."""
+"""Factor on the longest measured forecast of a kind. Above it, bounds are as wide as without a measured pass."""
 ANY_SPREAD = 0.3
-"""Relative distance of the bounds where no pass of the kind was measured."""
+"""Relative distance of the bounds from the likely value without measured passes."""
 
 
 class CallKind(msgspec.Struct, frozen=True, array_like=True):
-    """A kind of cold call: which projections the adapter adapts, its largest rank and the chunk's tokens."""
+    """Kind of a cold call: the adapted projections, the adapter's largest rank and the number of tokens."""
 
     projections: tuple[int, ...]
     """ascending indices into PROJECTIONS"""
     rank: int
-    """power of two"""
+    """rounded to a power of two"""
     tokens: int
-    """power of two"""
+    """rounded to a power of two"""
 
     def __str__(self) -> str:
         names = ", ".join(PROJECTIONS[p].removesuffix("_proj") for p in self.projections)
@@ -47,35 +47,36 @@ class CallKind(msgspec.Struct, frozen=True, array_like=True):
 
 
 def kind_of(layout: AdapterLayout, tokens: int) -> CallKind:
-    """Returns the kind of a chunk of `tokens` tokens of an adapter of this layout."""
+    """Returns the kind of a chunk of `tokens` tokens with an adapter of this layout."""
     projections = tuple(np.flatnonzero(layout.rank.max(axis=0)).tolist())
     return CallKind(projections, _rounded(int(layout.rank.max(initial=1))), _rounded(tokens))
 
 
 def _rounded(value: int) -> int:
-    """Returns the power of two that is nearest by ratio."""
+    """Returns the nearest power of two by ratio."""
     return 1 << round(log2(max(1, value)))
 
 
 class PassSample(msgspec.Struct, frozen=True, array_like=True):
-    """Times of one measured pass. Seconds."""
+    """Times of one measured pass, in seconds."""
 
     kind: CallKind
     plan: str
     forecast: float
-    """forecast by the profile alone"""
+    """forecast seconds by the profile alone"""
     seconds: float
-    """measured duration, plan to end of chunk"""
+    """measured duration, from planning to the end of the chunk"""
     first: float = 0.0
-    """time to first token, from the call; 0 for a served call"""
+    """time from the call to its first token; 0 for a served call"""
     answer: float = 0.0
-    """time to the end of the answer, from the call; 0 for a served call, whose answer has another length"""
+    """time from the call to the end of its answer; 0 for a served call, whose answer length differs"""
     calls: int = 1
-    """calls that came at once, each with a separate adapter; `first` and `answer` are their means then"""
+    """number of concurrent calls, each with its own adapter; if several, `first` and `answer` are their means"""
 
 
 class PassTimes:
-    """Fits `seconds = fixed + slope * forecast` to the samples of each plan, and each kind's deviation from that."""
+    """Measured passes. Fits `seconds = fixed + slope * forecast` to the samples of each plan, and each kind's deviation
+    from the fit."""
 
     def __init__(self, samples: Sequence[PassSample] = ()) -> None:
         self._samples: dict[CallKind, dict[str, list[PassSample]]] = {}
@@ -86,11 +87,12 @@ class PassTimes:
 
     @property
     def samples(self) -> tuple[PassSample, ...]:
+        """Returns all stored samples."""
         alone = (sample for plans in self._samples.values() for each in plans.values() for sample in each)
         return (*alone, *(sample for each in self._bursts.values() for sample in each))
 
     def add(self, sample: PassSample) -> None:
-        """Adds a pass. Ignores one whose duration or forecast lies outside of SHORTEST_S to LONGEST_S."""
+        """Adds a pass. Ignores it if its duration or forecast is outside SHORTEST_S to LONGEST_S."""
         if not SHORTEST_S < sample.seconds < LONGEST_S:
             return
         if sample.calls > 1:
@@ -107,33 +109,33 @@ class PassTimes:
         self._fits.pop(sample.plan, None)
 
     def forget(self, plan: str) -> None:
-        """Drops the samples of a plan: what they were measured with is gone."""
+        """Drops the samples of a plan, since the workers they were measured with have changed."""
         for plans in self._samples.values():
             plans.pop(plan, None)
         self._fits.pop(plan, None)
         self._bursts = {key: each for key, each in self._bursts.items() if key[1] != plan}
 
     def of(self, kind: CallKind, plan: str) -> list[PassSample]:
-        """Returns the samples of a kind of call and plan, the latest last."""
+        """Returns the samples of a kind of call and plan, latest last."""
         return list(self._samples.get(kind, {}).get(plan, ()))
 
     def burst(self, kind: CallKind, plan: str) -> list[PassSample]:
-        """Returns the samples of several calls of this kind at once."""
+        """Returns the samples of concurrent calls of this kind and plan."""
         return list(self._bursts.get((kind, plan), ()))
 
     def may_narrow(self, kind: CallKind, plan: str) -> bool:
-        """Returns whether further passes narrow the bounds: fewer than MAX_SAMPLES are known."""
+        """Returns whether further passes would narrow the bounds: fewer than MAX_SAMPLES are stored."""
         return len(self.of(kind, plan)) < MAX_SAMPLES
 
     def is_measured(self, kind: CallKind, plans: Sequence[str] = ("pipeline", "assist")) -> bool:
-        """Returns whether ROUNDS passes of each of the plans are known for this kind of call."""
+        """Returns whether ROUNDS passes of each plan are stored for this kind of call."""
         return all(len(self.of(kind, plan)) >= ROUNDS for plan in plans)
 
     def bounds(self, kind: CallKind, plan: str, forecast: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the lower bounds, most likely values and upper bounds of passes that the profile alone forecasts to
-        take `forecast` seconds."""
+        """Returns the lower bounds, likely values and upper bounds of pass durations, in seconds. `forecast`: the
+        passes' seconds by the profile alone."""
         if plan == "wait" and not self.of(kind, plan):
-            plan = "pipeline"  # served calls that wait are not timed, and what they compute is the same
+            plan = "pipeline"  # waiting calls are not timed when served, but their computation is the same
         ratios = self._ratios(kind, plan)
         middle = float(np.median(ratios)) if ratios else 1.0
         likely = middle * self._by_fit(plan, forecast)
@@ -146,18 +148,18 @@ class PassTimes:
         return (1 - spreads) * likely, likely, (1 + spreads) * likely
 
     def _ratios(self, kind: CallKind, plan: str) -> list[float]:
-        """Returns the kind's measured seconds over those by the plan's fit."""
+        """Returns measured seconds / fitted seconds of the kind's samples."""
         return [s.seconds / float(self._by_fit(plan, np.array(s.forecast))) for s in self.of(kind, plan)]
 
     def _by_fit(self, plan: str, forecast: np.ndarray) -> np.ndarray:
-        if plan not in self._fits:  # many samples may be added before one is asked for
+        if plan not in self._fits:  # fitted lazily, since many samples may be added before a fit is needed
             self._fits[plan] = self._fit(plan)
         fixed, slope = self._fits[plan]
         return fixed + slope * forecast
 
     def _fit(self, plan: str) -> tuple[float, float]:
-        """Returns the fixed part and the slope by least squares of relative errors: a slope alone where there is one
-        kind of call, and the forecast as it is where there is none."""
+        """Returns (fixed, slope) by least squares of relative errors. With one kind of call only the slope is fitted;
+        with none the forecast is unchanged."""
         kinds = [plans[plan] for plans in self._samples.values() if plans.get(plan)]
         points = np.array([(np.median([s.forecast for s in k]), np.median([s.seconds for s in k])) for k in kinds])
         if not kinds:

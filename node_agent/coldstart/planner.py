@@ -1,15 +1,15 @@
-"""Chooses how a cold chunk gets its weights (Toppings 4.1): wait, pipeline, or assist + pipeline; and whether rows join
-a decode step whose adapter is still loading.
+"""Chooses how a cold chunk gets its weights (Toppings 4.1): wait, pipeline, or assist + pipeline. Also decides whether
+rows of a loading adapter join a decode step.
 
-A forecast walks the layers once, for every possible size g of the first group at the same time: layers g..N-1 are
-loaded in order while the CPU workers compute the adapter's part of layers 0..g-1, which are loaded last. g = 0 is the
-pipeline without the CPU; `wait` stalls until everything is there. The workers' results cross the link in the direction
-of the weights, so each assisted layer delays the load.
+A forecast visits the layers once, for every possible size g of the assisted group at the same time. Layers g..N-1 are
+loaded in order while CPU workers compute the LoRA terms of layers 0..g-1, which are loaded last. g = 0 is the pipeline
+without CPU workers; `wait` stalls until the whole adapter has arrived. The workers' results share the link with the
+weights, so each assisted layer delays the load.
 
-While bytes are awaited the engine serves others; while workers are awaited it stalls, and all wait. Only a chunk that
-waits for its whole adapter joins the others' pass; any other has a separate pass, which reads the base's weights once
-more. Choices therefore count the time of all requests together: that of the chunk's own, and what each of the others
-loses.
+While a pass waits for bytes the engine serves other requests; while it waits for workers the engine stalls and all
+requests wait. Only a chunk that waits for its whole adapter joins the other requests' pass. Any other chunk has a
+separate pass, which reads the base's weights once more. Choices therefore minimise the total time of all requests: the
+chunk's own, and what each other request loses.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 NOT_WORTH = 0.01
-"""Share of a warm prefill by which a plan with more coordination must end sooner to be taken."""
+"""Minimum gain, as a share of a warm prefill, for which a more complex plan is chosen."""
 JOINS_AT_MOST = 0.25
-"""Share of a step's time by which rows whose adapters are loading may lengthen the others' next step, together."""
+"""Maximum share of a step's time by which rows with loading adapters, together, may lengthen a decode step of
+others."""
 PLANS = ("wait", "pipeline", "assist")
-"""Names of the plans, the plainest first."""
+"""Names of the plans, simplest first."""
 
 Bounds = Callable[[str, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""(plan, forecast seconds of whole passes) -> their lower bounds, most likely values and upper bounds."""
+"""Function of (plan, forecast seconds of whole passes) that returns lower bounds, likely values and upper bounds."""
 
 
 def exact(_: str, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the forecast as its own bounds."""
+    """Returns the forecast itself as all three bounds."""
     return seconds, seconds, seconds
 
 
 @dataclass(frozen=True)
 class Contention:
-    """Work that the engine has besides while a cold chunk is computed."""
+    """Other work of the engine while a cold chunk is computed."""
 
     ahead: float = 0.0
-    """seconds for which it computes other cold chunks first"""
+    """seconds of other cold chunks that are computed first"""
     other_requests: int = 0
     ready: int = 0
-    """number of those whose adapters are on the device"""
+    """number of other requests whose adapters are on the device"""
     decodes: int = 0
-    """tokens of the request that are decoded after the chunk, as far as is known; 0: none"""
+    """expected number of the request's tokens decoded after the chunk; 0: none"""
 
 
 @dataclass(frozen=True)
 class DecodeCosts:
-    """Decode steps that follow a chunk. Seconds."""
+    """Decode steps that follow a chunk; times in seconds."""
 
     tokens: int
     """expected number of steps"""
@@ -64,71 +65,73 @@ class DecodeCosts:
 
 @dataclass(frozen=True)
 class ChunkCosts:
-    """Seconds, per layer, for one chunk of one adapter."""
+    """Costs of one chunk of one adapter, in seconds."""
 
     device: float
-    """a layer on the device, adapter included"""
+    """one layer on the device, including its LoRA term"""
     cpu: np.ndarray
-    """f64[N]: a layer whose adapter part is computed by CPU workers, the base's part included; inf: not possible"""
+    """f64[N]: each layer, including the base's part, if CPU workers compute the LoRA term; inf: not possible"""
     load: np.ndarray
-    """f64[N]: a layer's bytes over this load's share of the link; 0 for what is on the device already"""
+    """f64[N]: transfer of each layer over this load's share of the link; 0 for layers already on the device"""
     in_host: np.ndarray
-    """f64[N]: seconds from now until the layer is in host memory; 0 for what is there"""
+    """f64[N]: time from now until each layer is in host memory; 0 for layers already there"""
     results: np.ndarray | None = None
-    """f64[N]: delay of the load by an assisted layer's results, which cross the same link; None: there is none"""
+    """f64[N]: delay of the load by the results of each assisted layer, which use the same link; None: no delay"""
     latency: float = 0.0
-    """latency of the link, once"""
+    """latency of the link, paid once"""
     ahead: float = 0.0
-    """seconds until the device comes to the chunk's first layer: other chunks are before it"""
+    """time until the device reaches the chunk's first layer, because of earlier chunks"""
     other_requests: int = 0
-    """requests that wait wherever the engine waits for workers"""
+    """number of other requests, which also wait while the engine waits for workers"""
     apart: float = 0.0
-    """seconds that the others together lose where the chunk has a separate pass instead of joining theirs"""
+    """total time that other requests lose if the chunk has a separate pass instead of joining theirs"""
     decode: DecodeCosts | None = None
-    """steps that follow the chunk; None: there are none"""
+    """steps that follow the chunk; None: none"""
 
 
 @dataclass(frozen=True)
 class Choice:
+    """Chosen plan of a chunk, with its forecast."""
+
     name: str
     assisted: int
-    """layers 0..assisted-1 are for the CPU, unless they have arrived when they are needed"""
+    """layers 0..assisted-1 are computed by CPU workers, except those that have arrived by then"""
     seconds: float
-    """forecast of the chunk's end"""
+    """forecast seconds until the chunk's end"""
     exposed: float
-    """forecast of the time beyond a warm chunk's, those ahead of it included"""
+    """forecast seconds beyond a warm chunk's end, which includes earlier chunks"""
     loaded: float = 0.0
-    """forecast of the time at which the whole adapter is on the device"""
+    """forecast seconds until the whole adapter is on the device"""
     undecided: bool = False
-    """`assist` is likely to be better, but too few passes were measured to be certain"""
+    """whether `assist` is probably better, but too few passes were measured to be certain"""
 
     def order(self, layers: int) -> list[int]:
-        """The order in which the layers are to be loaded."""
+        """Returns the order in which to load the layers."""
         return [*range(self.assisted, layers), *range(self.assisted)]
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """A decode step that rows of one adapter, which is still loading, may join. Seconds."""
+    """Decode step that rows of one loading adapter may join; times in seconds."""
 
     device: float
-    """duration of the step without any row that joins it"""
+    """duration of the step without any joined rows"""
     longer: float
-    """extra duration by these rows"""
+    """extra duration caused by these rows"""
     before: float
-    """extra duration by rows that have joined already"""
+    """extra duration caused by rows that have already joined"""
     load_left: float
-    """rest of the adapter's load"""
+    """remaining time of the adapter's load"""
     rows: int
     other_requests: int
-    """requests other than these rows' that the step is computed for, or that wait for its end"""
+    """number of other requests that are in the step or wait for its end"""
     results: float = 0.0
-    """delay of the load by these rows' results, which cross the same link"""
+    """delay of the load by these rows' results, which use the same link"""
 
 
 def forecast(costs: ChunkCosts) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, both f64[N + 1], for every size of the assisted group: seconds until the chunk's last layer is computed,
-    and until the whole adapter is on the device."""
+    """Returns two arrays f64[N + 1], by size of the assisted group: seconds until the chunk's last layer is computed,
+    and seconds until the whole adapter is on the device."""
     layers = len(costs.load)
     assisted = np.arange(layers + 1)
     results = np.zeros(layers) if costs.results is None else costs.results
@@ -148,13 +151,13 @@ def forecast(costs: ChunkCosts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wait_seconds(costs: ChunkCosts) -> float:
-    """Returns the seconds until the chunk is computed when the pass waits for the whole adapter first."""
+    """Returns the seconds until the chunk is computed if the pass first waits for the whole adapter."""
     return max(float(forecast(costs)[1][0]), costs.ahead) + costs.device * len(costs.load)
 
 
 def answer_ends(first: np.ndarray, loaded: np.ndarray, decode: DecodeCosts | None) -> np.ndarray:
-    """Returns f64 like `first`: seconds until the answer ends, less its warm decode steps, for chunks that end at
-    `first` and whose adapters are on the device at `loaded`."""
+    """Returns the seconds until the answer ends, without its warm decode steps, for each candidate. `first`: f64, end
+    of the chunk; `loaded`: time at which the adapter is on the device."""
     if decode is None:
         return first
     waiting = np.maximum(first, loaded)
@@ -169,11 +172,11 @@ def answer_ends(first: np.ndarray, loaded: np.ndarray, decode: DecodeCosts | Non
 
 
 def choose(costs: ChunkCosts, allowed: tuple[str, ...] = PLANS, bounds: Bounds = exact) -> Choice:
-    """Returns the plan by which the requests end first, all together. Among plans within NOT_WORTH of that, the one
-    whose chunk ends first is taken, and among those within NOT_WORTH of it the plainest.
+    """Returns the plan that minimises the total time of all requests. Among plans within NOT_WORTH of the minimum, it
+    takes the one whose chunk ends first; among those within NOT_WORTH of that, the simplest.
 
-    `assist` replaces the others only where its chunk's upper bound lies below the lower bound of the plan that would be
-    taken without it, and the requests end no later. Raises ValueError where none of `allowed` is possible.
+    `assist` is chosen only if its chunk's upper bound is below the lower bound of the best other plan, and the total
+    time is no worse. Raises ValueError if none of `allowed` is possible.
     """
     plans = _Plans(costs, bounds)
     plain = plans.best([name for name in allowed if name != "assist"])
@@ -187,7 +190,8 @@ def choose(costs: ChunkCosts, allowed: tuple[str, ...] = PLANS, bounds: Bounds =
 
 
 class _Plans:
-    """The plans for one chunk: `wait`, `pipeline`, and `assist` of 1..N layers, in this order in every array."""
+    """Candidate plans for one chunk: `wait`, `pipeline`, and `assist` with 1..N layers; all arrays are in this
+    order."""
 
     def __init__(self, costs: ChunkCosts, bounds: Bounds) -> None:
         self._costs, self._warm = costs, costs.device * len(costs.load)
@@ -199,7 +203,7 @@ class _Plans:
         self._together = answer_ends(self._ends, self._loaded, costs.decode) + _lost_by_others(costs)
 
     def best(self, names: list[str]) -> int | None:
-        """Returns the index of the best of these plans; None where none is possible."""
+        """Returns the index of the best candidate of these plans; None if none is possible."""
         possible = np.zeros(len(self._ends), bool)
         for name in names:
             possible[OF_NAME[name]] = True
@@ -214,12 +218,12 @@ class _Plans:
         return int(np.argmin(ends[part])) + (part.start or 0)
 
     def replaces(self, assist: int, plain: int) -> bool:
-        """Returns whether an assisted plan is certain to have the first token sooner, and costs all requests together
-        no time. Where other requests would be held up, it must gain some."""
+        """Returns whether an assisted plan certainly has its first token sooner, without increasing the total time. If
+        other requests would be delayed, the total time must improve."""
         return self._is_sooner(self._high[assist], self._low[plain]) and self.may_replace(assist, plain)
 
     def may_replace(self, assist: int, plain: int) -> bool:
-        """Returns the same as `replaces`, by the most likely times alone."""
+        """Returns the same as `replaces`, by likely times instead of bounds."""
         gain = self._together[plain] - self._together[assist]
         min_gain = NOT_WORTH * self._warm if self._costs.other_requests else 0.0
         return self._is_sooner(self._ends[assist], self._ends[plain]) and bool(gain >= min_gain)
@@ -235,11 +239,11 @@ class _Plans:
 
 
 OF_NAME = {"wait": slice(0, 1), "pipeline": slice(1, 2), "assist": slice(2, None)}
-"""Places of the plans in the arrays of _Plans."""
+"""Slice of each plan in the arrays of _Plans."""
 
 
 def _lost_by_others(costs: ChunkCosts) -> np.ndarray:
-    """f64[N + 2]: seconds that all others together lose by `wait`, `pipeline` and `assist` of 1..N layers."""
+    """Returns f64[N + 2]: total seconds that other requests lose by `wait`, `pipeline` and `assist` of 1..N layers."""
     lost = np.zeros(len(costs.load) + 2)
     lost[1:] = costs.apart
     if costs.other_requests:
@@ -248,14 +252,14 @@ def _lost_by_others(costs: ChunkCosts) -> np.ndarray:
 
 
 def longest_step(device: float, rows: int, other_requests: int) -> float:
-    """Returns the seconds by which `rows` rows that join may lengthen a step of `device` seconds for `other_requests`
-    others: a row that sits it out loses a step, and one that joins costs each of the others what it takes."""
+    """Returns the maximum seconds by which `rows` joining rows may lengthen a step of `device` seconds for
+    `other_requests` others. A row that sits out loses a step; a row that joins delays each of the others."""
     return device * min(JOINS_AT_MOST, rows / (rows + other_requests)) if other_requests else np.inf
 
 
 def joins(step: StepCosts) -> bool:
-    """Returns whether the rows join: all requests together gain by it, and the others' step stays within JOINS_AT_MOST.
-    Where there are no others the rows lose nothing by waiting but the rest of their load, which their results delay."""
+    """Returns whether the rows join: all requests together gain, and the step grows by at most JOINS_AT_MOST. Without
+    other requests, joining must be faster than waiting for the rest of the load."""
     if not step.other_requests:
         return step.longer + step.results <= step.load_left
     max_longer = longest_step(step.device, step.rows, step.other_requests)

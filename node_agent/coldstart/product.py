@@ -1,7 +1,6 @@
-"""Computes a CPU LoRA worker's part: scale * x A B of its tokens for every projection of a group, on one core.
+"""Computes a CPU LoRA worker's part on one core: scale * x A B of its tokens, for each projection of a group.
 
-Workers that split the weights compute it in two steps: `shrink` with some rows of A, then `expand` with some columns of
-B.
+Workers that split the weights compute in two steps: `shrink` with some rows of A, then `expand` with some columns of B.
 """
 
 from __future__ import annotations
@@ -26,19 +25,20 @@ from node_agent.types import GROUPS
 log = logging.getLogger(__name__)
 
 LONG_WORK = {torch.float32: 3 << 19, torch.bfloat16: 3 << 20, torch.float16: 3 << 20}
-"""Tokens times elements of A and B from which on torch's matrix products are used; set by hand, no report holds it."""
+"""Product of tokens and elements of A and B from which torch's matrix products are used. Set by hand, without a
+report."""
 LONG_SLICE = 64
-"""Tokens from which on they always are used."""
+"""Number of tokens from which torch's matrix products are always used."""
 
 
 class Product:
-    """Operators for every layer and group of a host tier's table. Only rows that the table names are read."""
+    """Operators for all layers and groups of a host table. They read only rows that the table names."""
 
     def __init__(self, host: HostView, layout: Layout, compiled: bool = True) -> None:
-        """Computes short slices by torch, too, without `compiled`, or where there is no compiler."""
+        """Uses torch for short slices too, if `compiled` is False or there is no compiler."""
         self._host, self._layout = host, layout
         self._elements, self._unit = host.pool, ROW_ALIGN // host.pool.element_size()
-        # numpy's views of the table: reading single entries through torch takes longer than small products
+        # numpy views of the table: single reads through torch take longer than small products
         table = host.table
         self._rank, self._scale = table.rank.numpy(), table.scale.numpy()
         self._first, self._row_offset = table.first.numpy(), table.row_offset.numpy()
@@ -46,22 +46,22 @@ class Product:
         self._operators = unless_uncompiled(load_operators, log, warning) if compiled else None
         bf16 = host.pool.dtype is torch.bfloat16 and multiplies_bf16()
         self.multiplied = torch.bfloat16 if bf16 else torch.float32
-        """dtype of torch's products. Slices of a node have few lengths, so that oneDNN has those in bf16 prepared;
-        without instructions for it they take many times as long as in fp32 (docs/design/cold-start.md). fp16 is
-        multiplied in fp32 everywhere: hardly a processor multiplies it, and x A^T could overflow."""
+        """dtype of torch's products. A node's slices have few lengths, so oneDNN has bf16 kernels for them prepared.
+        Without bf16 instructions, bf16 takes many times as long as fp32 (docs/design/cold-start.md). fp16 is always
+        multiplied in fp32: few processors support it, and x A^T could overflow."""
         self._groups: dict[tuple[int, int], CompiledGroup] = {}
         self._widest = max(d_in for d_in, _ in layout.widths)
         self._slot = torch.zeros(1, dtype=torch.int32)
         self._segments: dict[int, Segments] = {}
-        """segments by number of tokens: all are one segment, of `_slot`"""
+        """segments by number of tokens; all tokens form one segment of `_slot`"""
 
     @property
     def compiled(self) -> bool:
         return self._operators is not None
 
     def compute(self, ys: Sequence[torch.Tensor], x: torch.Tensor, slot: int, layer: int, group: int) -> None:
-        """ys[p] = scale * (x @ A_p^T) @ B_p in fp32 sums, zeros where rank is 0. ys [T, d_out of p] and x [T, d_in] of
-        the pool's dtype. Raises IndexError for a slot, layer or rank that the table can't have."""
+        """Computes ys[p] = scale * (x @ A_p^T) @ B_p with fp32 sums; zeros where the rank is 0. ys [T, d_out of p] and
+        x [T, d_in] are in the pool's dtype. Raises IndexError for a slot, layer or rank outside the table."""
         members, ranks, (tokens, d_in) = GROUPS[GROUP_NAMES[group]], self.ranks(slot, layer, group), x.shape
         if self._is_short(tokens, sum(rank * (d_in + y.shape[1]) for rank, y in zip(ranks, ys, strict=True))):
             for y in ys:
@@ -71,7 +71,7 @@ class Product:
             self._by_torch(ys, x, (slot, layer), members, ranks)
 
     def ranks(self, slot: int, layer: int, group: int) -> list[int]:
-        """Returns the ranks of the group's projections. Raises IndexError as `compute`."""
+        """Returns the ranks of the group's projections. Raises IndexError like `compute`."""
         slots, layers, _ = self._rank.shape
         if not (0 <= slot < slots and 0 <= layer < layers and 0 <= group < ECHO):
             raise IndexError(
@@ -87,8 +87,9 @@ class Product:
     def shrink(
         self, xa: torch.Tensor, x: torch.Tensor, slot: int, layer: int, group: int, rows: tuple[int, int]
     ) -> None:
-        """xa[:, p, j] = x @ A_p[j] for the rows (first, end) of A, counted through the projections. Writes nothing else
-        of xa f32[T, P, MAX_RANK], and each number once. x as for `compute`. Raises IndexError as `compute`."""
+        """Computes xa[:, p, j] = x @ A_p[j] for the rows (first, end) of A, numbered through the projections. Writes
+        each of these values once, and nothing else of xa f32[T, P, MAX_RANK]. x is as for `compute`. Raises IndexError
+        like `compute`."""
         (tokens, d_in), (begin, end) = x.shape, rows
         ranks = self.ranks(slot, layer, group)
         if begin == end:
@@ -114,9 +115,11 @@ class Product:
         group: int,
         columns: tuple[int, int],
     ) -> None:
-        """ys[p][:, c] = scale * xa[:, p] @ B_p[:, c] for the outputs (first, end), counted through the projections;
-        zeros where rank is 0. Nothing else of ys is written. ys as for `compute`, xa as `shrink` leaves it. Raises
-        IndexError as `compute`."""
+        """Computes ys[p][:, c] = scale * xa[:, p] @ B_p[:, c] for the outputs (first, end).
+
+        Outputs are numbered through the projections; they are zeros where the rank is 0. Writes nothing else of
+        ys. ys is as for `compute`, xa as written by `shrink`. Raises IndexError like `compute`.
+        """
         tokens, members, ranks = xa.shape[0], GROUPS[GROUP_NAMES[group]], self.ranks(slot, layer, group)
         parts = by_projection(*columns, [y.shape[1] for y in ys])
         elements = sum(rank * (high - low) for rank, (low, high) in zip(ranks, parts, strict=True))
@@ -133,7 +136,7 @@ class Product:
             self._operator(slot, layer, group).expand(ys, xa, self._segments_of(tokens), *columns)
 
     def _is_short(self, tokens: int, elements: int) -> bool:
-        """Returns whether the operator is faster, and there."""
+        """Returns whether the compiled operator exists and is faster."""
         if self._operators is None or tokens >= LONG_SLICE:
             return False
         return tokens * elements < LONG_WORK[self._host.pool.dtype]
@@ -146,7 +149,7 @@ class Product:
         return segments
 
     def _operator(self, slot: int, layer: int, group: int) -> CompiledGroup:
-        """Returns the operator, whose next call is for this slot."""
+        """Returns the operator of a layer and group, set to this slot for its next call."""
         self._slot[0] = slot
         operator = self._groups.get((layer, group))
         if operator is None:
@@ -183,16 +186,16 @@ class Product:
             at += rank
 
     def _put(self, y: torch.Tensor, xa: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        """y = scale * xa @ b. What y held, NaN too, is not even read: its lines are in the engine's cache, and come one
-        by one."""
+        """Computes y = scale * xa @ b. Does not read y's old content, which may be NaN and whose cache lines are slow
+        to fetch from the engine's core."""
         out = y if y.dtype is self.multiplied else y.new_empty(y.shape, dtype=self.multiplied)
         out.addmm_(xa, b.to(self.multiplied), beta=0, alpha=scale)
         if out is not y:
             y.copy_(out)
 
     def _matrix(self, offsets: np.ndarray, width: int) -> torch.Tensor:
-        """[rows, width]: a view where the rows follow each other, else a copy of their stretches, one or two more than
-        page borders."""
+        """Returns the rows as [rows, width]: a view if they are contiguous, else a copy of their runs, of which there
+        are one or two more than page borders."""
         units = row_units(width, self._host.pool.element_size())
         step = units * self._unit
         runs = [

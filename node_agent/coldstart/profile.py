@@ -1,4 +1,4 @@
-"""Profile of a node: the measured costs of cold starts, by which the planner plans."""
+"""Profile of a node: the measured costs that the planner of cold starts uses."""
 
 from __future__ import annotations
 
@@ -13,65 +13,69 @@ from node_agent.coldstart.pass_times import PassSample
 PROFILE_VERSION = 3
 MAX_PROFILE_BYTES = 1 << 20
 MAX_TOKENS = 1 << 50
-"""Tokens of one slice, where tokens cost next to nothing."""
+"""Maximum tokens of one slice, used if tokens cost almost nothing."""
 
 
 class ProfileError(ValueError):
-    """A stored profile can't be used; the message says why."""
+    """Error: a stored profile can't be used. The message says why."""
 
 
 class ProfileKey(msgspec.Struct, frozen=True):
-    """Conditions that the numbers depend on: a profile made under another key does not count here."""
+    """Conditions of the measurement. A profile with a different key is not used."""
 
     base: str
     dtype: str
     device: str
-    """the hardware's name"""
+    """name of the hardware"""
     threads: int
     workers: int
     simulated_bandwidth: float = 0.0
     simulated_latency: float = 0.0
-    """latency of the link to the device; 0: it is a real one"""
+    """simulated latency of the link to the device, in seconds; both simulated values are 0 for a real link"""
     simulated_repeats: int = 1
-    """repeats of each worker's work; 1: workers are as fast as they are"""
+    """times that each worker repeats its work; 1: no simulated slowdown"""
     runner: str = "transformers"
 
 
 class CpuLora(msgspec.Struct, frozen=True):
-    """Duration of one worker for `tokens` tokens and `elements` = sum of rank * (d_in + d_out) of a projection group:
-    fixed + per_element * elements + per_product * tokens * elements, in seconds."""
+    """Cost model of one worker in seconds: fixed + per_element * elements + per_product * tokens * elements.
+
+    `elements` is the sum of rank * (d_in + d_out) over a projection group.
+    """
 
     fixed: float
     per_element: float
-    """reading the weights"""
+    """seconds for reading one element of the weights"""
     per_product: float
-    """multiplying"""
+    """seconds per token and element"""
 
 
 class LinkCost(msgspec.Struct, frozen=True):
-    """A transfer of n bytes alone on the link takes latency + n / bandwidth seconds."""
+    """Cost of a link: a transfer of n bytes alone on it takes latency + n / bandwidth seconds."""
 
     latency: float
     bandwidth: float
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Measured costs of a node."""
+
     key: ProfileKey
     layer: tuple[tuple[int, float], ...]
-    """(prompt tokens, seconds of one layer on the device), tokens ascending"""
+    """(prompt tokens, seconds of one layer on the device), in ascending order of tokens"""
     cpu: CpuLora | None
-    """costs of the CPU workers; None where the node has none"""
+    """costs of the CPU workers; None without workers"""
     link: LinkCost
-    """host memory to device"""
+    """link from host memory to the device"""
     handoff: LinkCost | None = None
-    """cost of handoffs from a device with a stream; None: workers share its memory"""
+    """cost of handoffs between a GPU and workers; None: workers share the device's memory"""
     passes: tuple[PassSample, ...] = ()
-    """whole cold passes that were measured"""
+    """measured whole cold passes"""
     version: int = PROFILE_VERSION
 
     def layer_seconds(self, tokens: int) -> float:
-        """Returns the seconds of one layer on the device for a chunk of `tokens`: between measured points on a line,
-        beyond them in proportion."""
+        """Returns the seconds of one layer on the device for a chunk of `tokens` tokens. It interpolates linearly
+        between measured points, and scales in proportion beyond the last."""
         at = bisect_left(self.layer, (tokens, 0.0))
         if at == 0:
             return self.layer[0][1]
@@ -82,41 +86,41 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return below + (above - below) * (tokens - low) / (high - low)
 
     def apart_seconds(self, tokens: int, other_tokens: int) -> float:
-        """Returns the seconds by which two passes of one layer, of `tokens` and of `other_tokens`, take longer than one
-        of all."""
+        """Returns the extra seconds per layer of two passes, of `tokens` and of `other_tokens` tokens, compared to one
+        joint pass."""
         together = self.layer_seconds(tokens + other_tokens)
         return (
             max(0.0, self.layer_seconds(tokens) + self.layer_seconds(other_tokens) - together) if other_tokens else 0.0
         )
 
     def cpu_seconds(self, tokens: int, elements: int) -> float:
-        """Returns the seconds of one worker for its slice of a group. Infinite where there are no workers."""
+        """Returns the seconds of one worker for its slice of a group. Infinite without workers."""
         if self.cpu is None:
             return float("inf")
         return self.cpu.fixed + elements * (self.cpu.per_element + tokens * self.cpu.per_product)
 
     def crossing_seconds(self, handed: int, answered: int, sharing: int = 0) -> float:
-        """Returns the seconds in which `handed` bytes cross to the workers and `answered` bytes back. `sharing` loads
-        use the link too. Returns 0 where workers share the device's memory."""
+        """Returns the seconds for sending `handed` bytes to the workers and `answered` bytes back, while `sharing`
+        loads use the link. Returns 0 where workers share the device's memory."""
         if self.handoff is None:
             return 0.0
         return self.handoff.latency + handed / self.handoff.bandwidth + (1 + sharing) * answered / self.link.bandwidth
 
     def slice_tokens(self, elements: int, budget: float) -> int:
-        """c: tokens that one worker handles in `budget` seconds, at least one (Toppings 4.2)."""
+        """Returns the number of tokens that one worker computes in `budget` seconds, at least one (c in Toppings
+        4.2)."""
         if self.cpu is None:
             return 1
         remaining_s = budget - self.cpu.fixed - elements * self.cpu.per_element
         if not elements or remaining_s <= 0:
             return 1
-        per_token = elements * self.cpu.per_product  # 0 where the measurement saw no difference between lengths
+        per_token = elements * self.cpu.per_product  # 0 if the measurement saw no effect of the length
         return max(1, int(min(remaining_s / per_token, MAX_TOKENS))) if per_token else MAX_TOKENS
 
 
 def read_profile(file: Path, key: ProfileKey) -> Profile:
-    """Returns the stored profile that was made under this key. Raises ProfileError when the file is damaged or was made
-    for something else, OSError when it can't be read. How many workers there were does not matter: theirs are the costs
-    of one."""
+    """Returns the stored profile with this key, whatever its number of workers: costs are per worker. Raises
+    ProfileError when the file is damaged or has another key, OSError when it can't be read."""
     with file.open("rb") as stream:
         text = stream.read(MAX_PROFILE_BYTES + 1)
     if len(text) > MAX_PROFILE_BYTES:
@@ -132,7 +136,7 @@ def read_profile(file: Path, key: ProfileKey) -> Profile:
 
 
 def check(profile: Profile) -> None:
-    """Raise ProfileError unless every number can be one."""
+    """Raises ProfileError unless all values are plausible."""
     tokens = [n for n, _ in profile.layer]
     if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
         raise ProfileError("layer: token counts must be positive and ascending")

@@ -1,4 +1,4 @@
-"""Costs of decode rows whose adapters are on their way for a step that they join, and the choice of those that join.
+"""Costs of decode rows with loading adapters for a step that they join, and the choice of those rows.
 
 Arrays are f64[N, groups]: seconds of one worker, by layer and projection group.
 """
@@ -20,7 +20,7 @@ from node_agent.types import GROUPS
 
 NAMES = tuple(GROUPS)
 MAX_JOINED = 4
-"""Adapters that join one step while they are on their way."""
+"""Maximum adapters that join one step while they are loading."""
 
 
 class RowCosts:
@@ -30,21 +30,21 @@ class RowCosts:
         self.profile, self.base = profile, base
 
     def step(self, rows: int) -> float:
-        """Returns the seconds of a step of `rows` rows, all of whose adapters are on the device."""
+        """Returns the seconds of a step of `rows` rows with all adapters on the device."""
         return self.base.num_layers * self.profile.layer_seconds(rows)
 
     def base_seconds(self, rows: int) -> np.ndarray:
-        """Returns f64[groups]: seconds of the base's products in each layer of a step, or a chunk, of `rows` rows."""
+        """Returns f64[groups]: seconds of the base's products per layer for `rows` rows or tokens."""
         shares = group_shares(self.base)
         return self.profile.layer_seconds(rows) * np.array([shares[name] for name in NAMES])
 
     def work(self, layout: AdapterLayout, rows: int) -> np.ndarray:
-        """Returns the workers' seconds for the adapter's part of `rows` rows."""
+        """Returns the workers' seconds for the LoRA terms of `rows` rows."""
         return self._by_group(layout, lambda _, elements: self.profile.cpu_seconds(rows, elements))
 
     def slices(self, layout: AdapterLayout, tokens: int, workers: int) -> np.ndarray:
-        """Returns the seconds that one of `workers` workers takes for its slice of a chunk of `tokens` tokens. Where
-        they split the weights, it is the time for its share of them."""
+        """Returns the seconds of one of `workers` workers for its slice of a chunk of `tokens` tokens. If they
+        split the weights, returns the seconds for its share of them."""
         budgets = dict(zip(NAMES, self.base_seconds(tokens).tolist(), strict=True))
 
         def of_slice(group: str, elements: int) -> float:
@@ -58,8 +58,8 @@ class RowCosts:
         return self._by_group(layout, of_slice)
 
     def crossings(self, layout: AdapterLayout, row_bytes: int, sharing: int = 0) -> np.ndarray:
-        """Returns the seconds in which inputs and results cross between a device and the workers, on a link that
-        `sharing` loads use too; `row_bytes`: of one element of each of the rows."""
+        """Returns the seconds for inputs and results to cross between the device and the workers. The link is also used
+        by `sharing` loads. `row_bytes`: bytes of one element times the number of rows."""
 
         def crossing(group: str, _: int) -> float:
             handed, answered = group_widths(self.base, group)
@@ -68,11 +68,11 @@ class RowCosts:
         return self._by_group(layout, crossing)
 
     def _by_group(self, layout: AdapterLayout, seconds: Callable[[str, int], float]) -> np.ndarray:
-        """`seconds` gives those of a group by its number of elements."""
+        """Returns f64[N, groups] of `seconds`, a function of a group's name and its number of elements."""
         by_layer = np.zeros((self.base.num_layers, len(NAMES)))
         by_ranks: dict[bytes, np.ndarray] = {}
         for layer in range(self.base.num_layers):
-            key = layout.rank[layer].tobytes()  # layers of equal ranks cost the same
+            key = layout.rank[layer].tobytes()  # layers with equal ranks cost the same
             if key not in by_ranks:
                 elements = group_elements(layout, layer, self.base)
                 by_ranks[key] = np.array([seconds(name, elements[name]) if name in elements else 0.0 for name in NAMES])
@@ -82,25 +82,26 @@ class RowCosts:
 
 @dataclass(frozen=True)
 class RowPart:
-    """Costs that rows of one adapter add to a step."""
+    """Costs that rows of one adapter add to a step; times in seconds."""
 
     rows: int
     work: np.ndarray
-    """seconds of the layers that the workers would compute"""
+    """work of the layers that the workers would compute"""
     crossing: float
     arriving: float
-    """seconds of the load of layers that the step would wait for"""
+    """load time of the layers that the step would wait for"""
     load_left: float
-    """seconds of the whole load"""
+    """remaining time of the whole load"""
     results: float = 0.0
-    """seconds by which the results of one step delay the load"""
+    """delay of the load by the results of one step"""
 
 
 class JoinedStep:
-    """A decode step, as rows of one adapter after another join it."""
+    """Decode step that rows of several loading adapters join, one adapter after another."""
 
     def __init__(self, costs: RowCosts, workers: int, other_requests: int) -> None:
-        """`workers`: number that could take a part; `other_requests`: number that wait for the step's end."""
+        """`workers`: number of workers available; `other_requests`: number of requests that wait for the end of the
+        step."""
         self._costs, self._workers, self.other_requests = costs, workers, other_requests
         self._work = np.zeros((costs.base.num_layers, len(NAMES)))
         self._longer = 0.0
@@ -118,7 +119,7 @@ class JoinedStep:
         return StepCosts(device, longer, self._longer, part.load_left, part.rows, self.other_requests, part.results)
 
     def join(self, part: RowPart) -> bool:
-        """Lets the rows join, or returns False where they had better sit the step out."""
+        """Adds the rows to the step if that is worthwhile. Returns whether it did."""
         step = self.costs(part)
         if not joins(step):
             return False
@@ -127,6 +128,7 @@ class JoinedStep:
         return True
 
     def _lengthens(self, work: np.ndarray, parts: int, rows: int) -> float:
-        """Returns by how much the step waits for workers, who compute adapter after adapter during one base product."""
+        """Returns the seconds that the step waits for workers, which compute one adapter after another during one base
+        product."""
         each = work / max(1, min(self._workers, parts))
         return float((each - self._costs.base_seconds(rows)).clip(0.0).sum())

@@ -1,4 +1,4 @@
-"""Makes the pool of CPU LoRA workers for a node's device, and the key of its profile."""
+"""Creates the pool of CPU LoRA workers for a node's device, and the key of its profile."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ log = logging.getLogger("garnish.engine")
 
 HANDOFF_SLOTS = 8
 SPARE_SLOTS = 2
-"""Slots on a GPU for passes that are ending or in quarantine, besides those of open passes."""
+"""Additional handoff slots on a GPU, for passes that are ending or quarantined."""
 
 
 def make_pool(
     config: EngineConfig, store: AdapterStore, base: BaseModel, cores: Sequence[int], threads: int
 ) -> WorkerPool:
-    """Makes the pool of workers for the device on which the store's adapters are. `threads`: torch threads of the
-    engine while no worker is armed. Raises ValueError; on a CPU also UnsupportedMachine."""
+    """Creates the pool of workers for the device of the store's adapters. `threads`: torch threads of the engine while
+    no worker is armed. Raises ValueError, and on a CPU UnsupportedMachine."""
     make = _cpu_pool if store.pool.data.device.type == "cpu" else _stream_pool
     pool = make(config, store, base, cores)
     pool.memory.repeats = config.worker_repeats
@@ -61,26 +61,26 @@ def _stream_pool(config: EngineConfig, store: AdapterStore, base: BaseModel, cor
 
 
 def stream_layout(config: EngineConfig, base: BaseModel, workers: int, dtype: int) -> Layout:
-    """Returns the layout of the handoffs' memory on a GPU: a slot for each open cold pass, and SPARE_SLOTS for ending
-    ones; in each a step for each handoff that a pass can have. `dtype`: an index into DTYPES."""
+    """Returns the layout of the handoff memory on a GPU. It has a slot for each open cold pass and SPARE_SLOTS more;
+    each slot has a step for each possible handoff of a pass. `dtype`: index into DTYPES."""
     steps = base.num_layers * len(GROUPS)
     slots, spares = config.max_cold + SPARE_SLOTS, spare_workers(workers)
     return Layout(slots, workers, max_tokens(config), base.widths, dtype, steps, spares)
 
 
 def max_tokens(config: EngineConfig) -> int:
-    """Returns how many tokens one handoff can have: a prompt's chunk, or the rows of a step that join it."""
+    """Returns the maximum tokens of one handoff: a prompt chunk, or the rows of a step that join it."""
     return max(config.chunk_tokens, config.max_rows)
 
 
 def spare_workers(workers: int) -> int:
-    """Returns the number of redundant workers for a node that has `workers` others. Where there is one worker alone, a
-    failure costs the same pass as it does with a spare one, which would double what workers take of the host."""
+    """Returns the number of spare workers next to `workers` others. A single worker gets none: a failure would cost the
+    same pass anyway, and a spare would double the workers' share of the host."""
     return int(workers > 1)
 
 
 def check_handoff(workers: StreamPool) -> None:
-    """Hands random rows over. Raises ValueError, after closing the workers, when they do not arrive as they were."""
+    """Tests a handoff with random rows. If they arrive changed, closes the workers and raises ValueError."""
     try:
         workers.check()
     except BrokenHandoff as error:
@@ -89,6 +89,7 @@ def check_handoff(workers: StreamPool) -> None:
 
 
 def profile_key(engine: Engine, config: EngineConfig, base: BaseModel, workers: int = 0) -> ProfileKey:
+    """Returns the conditions that a cold-start profile of this engine depends on."""
     link, device = config.load_link, engine.runner.device
     return ProfileKey(
         base=base.fingerprint,

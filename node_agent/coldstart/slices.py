@@ -1,6 +1,5 @@
-"""Cuts a handoff among workers: its tokens, of all the adapters that it is for, in slices of c each (Toppings,
-section 4.2); or the weights, where the tokens are too few for all workers.
-"""
+"""Divides a handoff among workers: its tokens, for all its adapters, in slices of c tokens (Toppings 4.2); or its
+weights, if there are too few tokens for all workers."""
 
 from __future__ import annotations
 
@@ -10,34 +9,34 @@ from math import ceil
 from typing import NamedTuple
 
 ROUNDING = 1e-9
-"""Relative, of sums of shares."""
+"""Relative rounding tolerance for sums of shares."""
 MAX_SPLIT_TOKENS = 256
-"""Tokens of a handoff whose weights are split, at most: the workers' memory has room for their x A^T."""
+"""Maximum tokens of a handoff with split weights; the shared memory has room for their x A^T."""
 MIN_SHARE = 1 << 16
-"""Elements of A and B that are worth one more worker, of whom each takes the engine some 5 us; set by hand."""
+"""Minimum elements of A and B per worker. Each additional worker costs the engine about 5 us. Set by hand."""
 
 
 class Segment(NamedTuple):
-    """Tokens of one adapter, behind those of the segment before."""
+    """Consecutive tokens of one adapter in a handoff."""
 
     host_slot: int
     tokens: int
     slice_tokens: int
-    """c: number of tokens that are work for one worker"""
+    """number of tokens that make up one worker's slice (c)"""
     elements: int = 0
-    """elements of A and B; 0: the weights are not split"""
+    """number of elements of A and B; 0: the weights are not split"""
 
 
 def slices_wanted(segments: Sequence[Segment]) -> int:
-    """Returns how many workers have their fill: one at least, and no more than there are tokens."""
+    """Returns the number of workers with a full slice; at least 1, at most the number of tokens."""
     if len(segments) == 1:
         return -(-segments[0].tokens // segments[0].slice_tokens)
     return max(1, ceil(_work(segments) - ROUNDING))
 
 
 def weight_shares(segments: Sequence[Segment], workers: int) -> int:
-    """Returns among how many of the free workers the weights are split; 0 where the tokens are cut instead. That is so
-    where there are enough tokens for all workers, or for more workers than the weights are worth."""
+    """Returns the number of free workers that split the weights; 0 if the tokens are divided instead. Tokens are
+    divided if there are enough for all workers, or for more workers than the weights are worth."""
     slices = slices_wanted(segments)
     shares = min(workers, sum(segment.elements for segment in segments) // MIN_SHARE)
     few = slices < workers and sum(segment.tokens for segment in segments) <= MAX_SPLIT_TOKENS
@@ -45,14 +44,16 @@ def weight_shares(segments: Sequence[Segment], workers: int) -> int:
 
 
 def cut_rows(ranks: Sequence[int], share: int, shares: int) -> tuple[int, int]:
-    """Returns which rows of A (first, end) one of several equal shares has, counted through the projections."""
+    """Returns the rows (first, end) of A of one of several equal shares, numbered through the projections."""
     return sum(ranks) * share // shares, sum(ranks) * (share + 1) // shares
 
 
 def cut_columns(widths: Sequence[int], ranks: Sequence[int], share: int, shares: int, multiple: int) -> tuple[int, int]:
-    """Returns which outputs (first, end) one of several shares has, counted through the projections. An output costs
-    its projection's rank; shares cost as much each as borders allow that are multiples of `multiple` behind a
-    projection's first output. Outputs of rank 0 are in some share, too."""
+    """Returns the outputs (first, end) of one of several shares, numbered through the projections.
+
+    An output costs its projection's rank. Shares cost about the same; borders are multiples of `multiple` from a
+    projection's first output. Outputs of rank 0 also belong to some share.
+    """
 
     total = sum(width * rank for width, rank in zip(widths, ranks, strict=True))
 
@@ -68,8 +69,8 @@ def cut_columns(widths: Sequence[int], ranks: Sequence[int], share: int, shares:
 
 
 def by_projection(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the part (first, end) of begin..end that lies in each projection, as its own rows or outputs. `sizes`:
-    how many each has."""
+    """Returns the part (first, end) of begin..end in each projection, in that projection's numbering. `sizes`: rows or
+    outputs of each projection."""
     firsts = accumulate(sizes, initial=0)
     return [
         (min(max(begin - first, 0), size), min(max(end - first, 0), size))
@@ -78,8 +79,8 @@ def by_projection(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[int,
 
 
 def cut(segments: Sequence[Segment], count: int) -> list[tuple[int, int]]:
-    """Returns the slices (first token, end), `count` at most, none of them empty: of as equal work as whole tokens
-    allow, where a token of a segment is 1 / c of a worker's fill."""
+    """Returns at most `count` non-empty slices (first token, end) of about equal work. A token of a segment is 1 / c of
+    a full slice."""
     share = _work(segments) / count
     borders = {0, sum(segment.tokens for segment in segments)}
     ends = list(accumulate(segment.tokens / segment.slice_tokens for segment in segments))
@@ -94,8 +95,8 @@ def cut(segments: Sequence[Segment], count: int) -> list[tuple[int, int]]:
 
 
 def within(segments: Sequence[tuple[int, int]], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (host slot, first token, end) of what lies between the tokens `begin` and `end`. `segments`: (host slot,
-    end) of each, in order."""
+    """Yields (host slot, first token, end) of each segment's part of the tokens `begin` to `end`. `segments`: (host
+    slot, end) of each, in order."""
     first = 0
     for host_slot, last in segments:
         low, high = max(first, begin), min(last, end)

@@ -1,19 +1,19 @@
-"""Handoffs from a device with a stream (a GPU): enqueued between the base's products, awaited on the stream alone.
+"""Handoffs from a GPU: enqueued between the base's products, and awaited only on the device's stream.
 
-A cold pass owns a slot of the handoff memory. Each of its handoffs is a step of that slot with separate command lines,
-which the host writes when it enqueues; the x and y areas serve one handoff after the other, as the stream orders them.
-On the stream: x is copied to the x area and the workers' flags are raised; the base's product runs; a bounded wait; the
-answer is copied to the device and added. The host learns of a failed wait from a word that is certain once the pass's
-last event has ended, and only then are the slot's lines and areas anyone else's.
+A cold pass owns a slot of the handoff memory. Each handoff is a step of that slot with its own command lines, which the
+host writes when it enqueues the handoff. The x and y areas are reused by successive handoffs, ordered by the stream. On
+the stream: x is copied to the x area and the workers' flags are set; the base's product runs; a bounded wait; the
+answer is copied to the device and added. A failed wait sets a word that the host may read once the pass's last event
+has ended. Only then may the slot's lines and areas be reused.
 
-A worker that ends is answered for by the engine's keeper of workers, at once: the stream stalls no longer than it takes
-to notice the end, and the pass fails. `WAIT_LIMIT_S` bounds the wait for one that lives. Nobody takes over a slice
-here, for the stream has run on by the time at which a failure could be noticed; a spare worker serves the next pass.
+If a worker exits, the keeper answers for it at once: the stream stalls only until the exit is noticed, and the pass
+fails. `WAIT_LIMIT_S` bounds the wait for a live worker. No other worker takes over a slice, since the stream has moved
+on before a failure can be noticed. A spare worker serves the next pass.
 
-What a failed wait leaves: later steps of the pass neither signal nor wait, so their commands never reach a worker. What
-was signalled is quarantined until its worker has answered or is dead, as on a CPU.
+After a failed wait, later steps of the pass neither signal nor wait, so their commands never reach a worker. Signalled
+commands are quarantined until their workers have answered or exited, as on a CPU.
 
-The kernels run on any device; on a CPU (Triton's interpreter) the stream is the caller, and every event has ended.
+The kernels run on any device. On a CPU (Triton's interpreter) the calls are synchronous, and all events have ended.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from node_agent.device import Event, record_event
 
 
 class BrokenHandoff(RuntimeError):
-    """Handoff whose bytes did not arrive as they were: handoffs can't be used on this device."""
+    """Error: a handoff's bytes arrived changed, so handoffs can't be used on this device."""
 
 
 class StreamPool(WorkerPool):
-    """The workers of an engine on `device`. One stream uses it: the current one of the thread that calls."""
+    """Workers of an engine on `device`. It uses one stream: the current stream of the calling thread."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class StreamPool(WorkerPool):
         stall_limit: float = STALL_LIMIT_S,
         wait_limit: float = WAIT_LIMIT_S,
     ) -> None:
-        """`layout.slots` passes may hold or quarantine a slot, each with `layout.steps` handoffs. Raises ValueError,
-        UnsupportedMachine, RuntimeError when CUDA can't pin the memory."""
+        """Up to `layout.slots` passes may hold or quarantine a slot, each with `layout.steps` handoffs. Raises
+        ValueError, UnsupportedMachine, or RuntimeError when CUDA can't pin the memory."""
         super().__init__(host, layout, cores, stall_limit)
         self.device, self.kernels, self.wait_ns = device, kernels, int(wait_limit * 1e9)
         self._pinned = Pinned(_ranges(self.memory)) if device.type == "cuda" else None
@@ -62,7 +62,7 @@ class StreamPool(WorkerPool):
         self.answer = torch.empty(
             layout.y_bytes // layout.torch_dtype.itemsize, dtype=layout.torch_dtype, device=device
         )
-        """target of the answers' copies; one stream, so one is enough"""
+        """target of the copies of answers; one is enough, since there is one stream"""
         self.failed = [self.memory.failed(slot) for slot in range(layout.slots)]
         self.lines = [
             tuple(
@@ -70,22 +70,22 @@ class StreamPool(WorkerPool):
             )
             for at in range(layout.commands)
         ]
-        """lines of each command: its flags, the commands (whose first word is the flag's value), its done flags"""
+        """lines of each command: its flags, its commands (whose first word is the flag's value) and its done flags"""
         self._ending: list[StreamPass] = []
         self._disarming: list[Event] = []
 
     def begin_pass(self) -> StreamPass | None:
-        """Takes a free slot for a new pass. Returns None when none is free."""
+        """Allocates a free slot for a new pass. Returns None when none is free."""
         self.poll()
         return StreamPass(self, self._free.pop()) if self._free else None
 
     def disarm(self) -> None:
-        """Disarms the workers once the device has signalled all that is enqueued so far."""
+        """Disarms the workers after the device has signalled all handoffs enqueued so far."""
         self._disarming.append(record_event(self.device))
         self.poll()
 
     def poll(self) -> None:
-        """Take note of what the device has finished."""
+        """Processes what the device has finished."""
         disarming, self._disarming = self._disarming, []
         for event in disarming:
             if event.query():
@@ -101,7 +101,7 @@ class StreamPool(WorkerPool):
         super().poll()
 
     def check(self) -> None:
-        """Hand random rows over and compare what lies there: before any request does. Workers must be warm.
+        """Sends random rows and compares what arrives, before any request uses handoffs. Workers must be warm.
 
         Raises BrokenHandoff.
         """
@@ -130,7 +130,8 @@ class StreamPool(WorkerPool):
             self.disarm()
 
     def close(self) -> None:
-        """Waits for the device: each wait on it is bounded, and a pass of which one failed waits no more."""
+        """Waits for the device, then closes the pool. Each wait on the device is bounded, and after a failed wait a
+        pass does not wait again."""
         if self._pinned is not None:
             torch.cuda.synchronize(self.device)
             self._disarming.clear()
@@ -139,22 +140,22 @@ class StreamPool(WorkerPool):
         super().close()
 
     def command(self, at: int, segments: Sequence[Segment], layer: int, code: int, x_bytes: int) -> list[Part]:
-        """Write a handoff's commands, and value 0 for all workers that get none. Raises no flag."""
+        """Writes a handoff's commands, and value 0 for all workers without one. Sets no flags. Returns the parts."""
         self.lines[at][1][:, 0].zero_()
-        # the stream gives them one handoff at a time: a worker that is not late is free when this one's turn comes
+        # the stream serves one handoff at a time, so a worker that is not late is free by then
         workers = self.available
         shares = weight_shares(segments, len(workers))
         chosen = workers[: shares or slices_wanted(segments)]
         parts = self.write(at, chosen, segments, layer, code, x_bytes, bool(shares)) if chosen else []
         self._handoffs += bool(parts)
         for part in parts:
-            if part.worker.ended:  # before its command was there for the keeper's thread to find
+            if part.worker.ended:  # it exited before the keeper's thread could find the command
                 self._worker_ended(part.worker)
         return parts
 
     def _worker_ended(self, worker: WorkerState) -> None:
-        """Lets the stream run on at once where it waits, or will wait, for the worker: its done flags are nobody else's
-        any more. What the passes read then is of no use, so they fail."""
+        """Ends the stream's present and future waits for an exited worker by setting its done flags. The passes
+        concerned fail, since their data is invalid."""
         memory, steps = self.memory, self.layout.steps
         for at in range(self.layout.commands):
             value, done = memory.read_command(at, worker.index).value, memory.done_flags[at][worker.index]
@@ -167,9 +168,9 @@ class StreamPool(WorkerPool):
         self.poll()
 
     def _free_slot(self, one: StreamPass) -> None:
-        """The device is through with the pass."""
+        """Frees the slot of a pass that has ended on the device."""
         self._timeouts += one.failed
-        if one.awaited == len(one.handoffs) and not one.failed:  # every wait saw its workers' flags
+        if one.awaited == len(one.handoffs) and not one.failed:  # all waits saw their workers' flags
             self.release(one.slot, one.parts, arrived=True)
             return
         signalled = []
@@ -178,12 +179,12 @@ class StreamPool(WorkerPool):
                 signalled.append(part)
             else:
                 part.worker.commands -= 1
-                self.lines[part.at][1][part.worker.index, 0] = 0  # no command any more: nobody is to answer it
+                self.lines[part.at][1][part.worker.index, 0] = 0  # withdraw the command: nobody will answer it
         self.release(one.slot, signalled, arrived=False)
 
 
 class StreamPass:
-    """Handoffs of one cold pass, in the order of its layers."""
+    """Handoffs of one cold pass, in layer order."""
 
     def __init__(self, pool: StreamPool, slot: int) -> None:
         self.pool, self.slot = pool, slot
@@ -192,7 +193,7 @@ class StreamPass:
         self.ended: Event | None = None
         self._poisoned = pool.poisoned[slot : slot + 1]
         self._poisoned.zero_()
-        pool.failed[slot].zero_()  # nothing on the device writes it: the slot was free
+        pool.failed[slot].zero_()  # the slot was free, so nothing on the device writes it
 
     @property
     def parts(self) -> list[Part]:
@@ -200,13 +201,13 @@ class StreamPass:
 
     @property
     def failed(self) -> bool:
-        """A worker did not answer in time. False is certain once work that was enqueued later has ended."""
+        """Returns whether a worker did not answer in time. False is certain only once work enqueued later has ended."""
         return bool(self.pool.failed[self.slot].item())
 
     def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> StreamHandoff | None:
-        """Enqueue that workers compute the group's part for x [T, d_in], as `WorkerPool.open` says.
+        """Enqueues a handoff: workers compute the group's LoRA term for x [T, d_in], as in `WorkerPool.open`.
 
-        None: no worker is there, or the pass has had all its steps.
+        Returns None if no worker is available or the pass has used all its steps.
         """
         pool, step, tokens = self.pool, len(self.handoffs), x.shape[0]
         code = ECHO if group is None else GROUP_NAMES.index(group)
@@ -225,7 +226,7 @@ class StreamPass:
         return StreamHandoff(self, at, tokens, () if group is None else pool.memory.group_widths[code][1])
 
     def wait(self, at: int) -> None:
-        """Enqueue the wait for the workers of command `at`."""
+        """Enqueues the wait for the workers of command `at`."""
         pool = self.pool
         _, commands, done = pool.lines[at]
         pool.kernels.wait(Signal(done, commands, self._poisoned), pool.wait_ns, pool.failed[self.slot])
@@ -237,20 +238,21 @@ class StreamPass:
         return self.ended is not None and self not in pool._ending and not pool.reads(self.parts)
 
     def end(self) -> None:
-        """Ends the pass: nothing more of it will be enqueued."""
+        """Ends the pass: nothing more is enqueued for it."""
         if self.ended is None:
             self.ended = record_event(self.pool.device)
             self.pool.end_pass(self)
 
 
 class StreamHandoff:
-    """Adapter part of one projection group, on its way by the stream. `wait` and `outputs` are for the stream too."""
+    """LoRA term of one projection group, computed in stream order. `wait` and `outputs` also act in stream order."""
 
     def __init__(self, one: StreamPass, at: int, tokens: int, widths: tuple[int, ...]) -> None:
         self._pass, self._at, self._tokens, self._widths = one, at, tokens, widths
 
     def wait(self) -> bool:
-        """Work that is enqueued from now on sees the answer, or belongs to a pass that has failed. Always True."""
+        """Enqueues the wait and the copy of the answer. Work enqueued afterwards sees the answer, or the pass has
+        failed. Always returns True."""
         self._pass.wait(self._at)
         size = self._tokens * sum(self._widths)
         if size:
@@ -261,17 +263,19 @@ class StreamHandoff:
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
-        """[T, d_out] per projection, on the device; the next handoff's `wait` overwrites them, on the stream."""
+        """Outputs [T, d_out] per projection, on the device. The next handoff's `wait` overwrites them, in stream
+        order."""
         sizes = [self._tokens * width for width in self._widths]
         parts = self._pass.pool.answer[: sum(sizes)].split_with_sizes(sizes)
         return [part.view(self._tokens, width) for part, width in zip(parts, self._widths, strict=True)]
 
     def close(self) -> None:
-        """The stream orders what reads `outputs`."""
+        """Does nothing: the stream orders the reads of `outputs`."""
 
 
 def _ranges(memory: HandoffMemory) -> Iterator[tuple[int, int]]:
-    """(address, bytes): what lies before the areas, and each slot's areas, for an answer is one copy."""
+    """Yields (address, bytes) of the memory before the areas, then of each slot's areas. Each answer is thus one
+    copy."""
     layout = memory.layout
     borders = [0, *(layout.x_area(slot) for slot in range(layout.slots + 1))]
     for begin, end in pairwise(borders):

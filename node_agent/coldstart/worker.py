@@ -1,9 +1,9 @@
-"""The loop of a CPU LoRA worker: find a command, compute its slice, answer.
+"""Main loop of a CPU LoRA worker: find a command, compute its slice, answer.
 
-Workers that split the weights of a slice compute x A^T first, each with its own rows of A, write that to the slot's xa
-area and raise their ready flags. Then each awaits the others' flags and computes its own columns of y, whole sums, with
-its columns of B. Who waits too long for the others, of whom one may be dead, computes all of x A^T by itself: no
-worker's answer depends on another's.
+Workers that split the weights of a slice first compute x A^T for their own rows of A, write it to the slot's xa area
+and set their ready flags. Each then waits for the other flags and computes complete sums for its own columns of y. A
+worker that waits too long, since another may have exited, computes all of x A^T itself. No worker's answer therefore
+depends on another.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from node_agent.coldstart.slices import cut_columns, cut_rows, within
 
 LATE_WAKE_US = 200
 SHARES_WAIT_NS = 1_000_000
-"""Wait for the other workers' parts of x A^T, in addition to three times the own part's duration."""
+"""Nanoseconds to wait for other workers' parts of x A^T. Three times the duration of the own part is added."""
 
 
 def load_flags() -> Flags:
-    """The compiled ones, numpy's where there is no compiler. Raises UnsupportedMachine."""
+    """Returns the compiled flag operations, or numpy's if there is no compiler. Raises UnsupportedMachine."""
     check_machine()
     try:
         return CompiledFlags()
@@ -44,20 +44,20 @@ def load_flags() -> Flags:
 
 
 class Worker:
-    """Commands of other epochs, which were meant for a process that had this place before, are passed over."""
+    """CPU LoRA worker. It ignores commands of other epochs, which were for a previous process in its place."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._memory = HandoffMemory(config.handoff_fd, config.layout)
         self._layout, self._index, self._epoch = config.layout, config.index, config.epoch
         self._flags = load_flags()
         self.product = Product(attach(config.host), config.layout)
-        # what stands there now is from before this process: it is passed over too
+        # these values are from before this process: ignore them
         before = [self._memory.command_value(at, config.index) for at in range(config.layout.commands)]
         self._values_seen = (ctypes.c_uint64 * len(before))(*before)
         self._start = 0
 
     def serve_while_armed(self, poll_ns: int) -> None:
-        """Answer commands until the workers are disarmed and every command posted before that is answered."""
+        """Answers commands until the workers are disarmed and all commands posted before are answered."""
         layout, index, memory = self._layout, self._index, self._memory
         first = memory.command_flags[0][index]
         while True:
@@ -66,7 +66,7 @@ class Worker:
                 return
             if at == TIMED_OUT:
                 continue
-            self._start = at + 1 if at + 1 < layout.commands else 0  # requests in turn
+            self._start = at + 1 if at + 1 < layout.commands else 0  # round robin over the commands
             value = memory.command_value(at, index)
             self._values_seen[at] = value
             command = memory.read_command(at, index)
@@ -122,14 +122,14 @@ class Worker:
                 product.expand(ys, xa[low:high], host_slot, layer, group, columns)
 
     def _all_ready(self, at: int, command: Command, end_ns: int) -> bool:
-        """Returns True once all shares' parts of x A^T are there; False at `end_ns`, monotonic."""
+        """Returns True once all shares' parts of x A^T are ready; False at `end_ns` (monotonic)."""
         flags, wait = self._memory.ready_flags[at], self._flags.wait
         remaining_ns = (max(0, end_ns - time.monotonic_ns()) for _ in range(command.shares))
         return all(wait(flags[i], command.tag, ns) for i, ns in enumerate(remaining_ns))
 
 
 def delay(microseconds: int) -> None:
-    """Returns after `microseconds`. Sleeps through all but the last ones, which the system may overrun."""
+    """Returns after `microseconds`. Sleeps for most of the time and spins at the end, since sleeps may overrun."""
     end = time.monotonic_ns() + microseconds * 1000
     if microseconds > LATE_WAKE_US:
         time.sleep((microseconds - LATE_WAKE_US) / 1e6)
@@ -138,8 +138,8 @@ def delay(microseconds: int) -> None:
 
 
 def warm_up(product: Product, layout: Layout) -> None:
-    """Whatever a first call sets up (libraries, oneDNN's code, the compiled operator) is set up now. The host table may
-    be empty yet, so products of zeros are made as well."""
+    """Initialises what a first call would: libraries, oneDNN kernels, the compiled operator. The host table may still
+    be empty, so products of zeros are computed too."""
     for tokens in (1, LONG_SLICE):
         for group in range(ECHO):
             d_in, widths = layout.group_widths(group)

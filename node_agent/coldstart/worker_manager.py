@@ -1,5 +1,7 @@
-"""Starts the CPU LoRA workers that a node is to have, and measures cold calls with them: at the node's start, and while
-the node is idle where the link has changed or calls came of a kind that was never measured.
+"""Starts a node's CPU LoRA workers, and measures cold calls with them.
+
+It measures at the node's start. While the node is idle, it measures again after the link has changed, or after calls of
+an unmeasured kind.
 """
 
 from __future__ import annotations
@@ -49,23 +51,23 @@ log = logging.getLogger("garnish.engine")
 
 START_LIMIT_S = 60.0
 LINK_MOVED = 4 / 3
-"""Factor by which the link's learnt rate must move for the workers to be judged again."""
+"""Factor by which the link's learned rate must change before the workers are judged again."""
 JUDGE_PAUSE_S = 60.0
-"""Seconds after which the workers may be judged by the link again. On a busy host each judgement's own loads can move
-the learnt rate."""
+"""Minimum seconds between two judgements because of the link. On a busy host the judgement's own loads can change the
+learned rate."""
 RETRY_S = 30.0
-"""Seconds between two tries to measure while idle, of which the first was interrupted."""
+"""Seconds before another attempt after an interrupted measurement."""
 ABOUT_AS_FAST = 1.05
-"""Factor within which fewer workers count as fast as more."""
+"""Factor within which fewer workers count as equally fast."""
 DECISION_ROUNDS = 8
-"""Calls of each plan that decide whether there are workers, or narrow the bounds of a kind of call."""
+"""Calls of each plan for deciding whether to use workers, or for narrowing the bounds of a kind of call."""
 BURST_ROUNDS = 3
-"""Bursts of calls of each plan that decide likewise."""
+"""Bursts of concurrent calls of each plan for the same decision."""
 ALL_PLANS = ("wait", *PLANS)
 
 
 class WorkerManager:
-    """The workers of one engine. Called by the engine's thread alone."""
+    """Workers of one engine. Only the engine's thread calls it."""
 
     def __init__(self, engine: Engine, config: EngineConfig, base: BaseModel, threads: int) -> None:
         """`threads`: torch threads of the engine while no worker is armed."""
@@ -75,13 +77,13 @@ class WorkerManager:
         self._key = profile_key(engine, config, base)
         self._judged_rate, self._judge_at = 0.0, 0.0
         self._starting: WorkerPool | None = None
-        """Workers that were started, or are judged again, while the node serves."""
+        """workers that were started, or are judged again, while the node serves"""
         self._warm_by = 0.0
         self._retry_at = 0.0
 
     def start(self) -> None:
-        """Reads or measures the node's profile and starts the workers that the node is to have. Raises ValueError when
-        there can't be as many as the settings say."""
+        """Reads or measures the node's profile and starts the workers. Raises ValueError when the number of workers in
+        the settings is impossible."""
         config, starts = self.config, self.starts
         if starts.mode.plans == ("wait",):
             starts.decision = WorkersDecision(0, f"cold_start: {config.cold_start} has no use for them")
@@ -99,7 +101,7 @@ class WorkerManager:
         self._report()
 
     def close(self) -> None:
-        """Ends workers that are still starting; the engine ends the others."""
+        """Closes workers that are still starting. The engine closes the others."""
         if self._starting is not None and self._starting is not self.starts.workers:
             self._starting.close()
             self._starting = None
@@ -118,10 +120,10 @@ class WorkerManager:
             return True
         return False
 
-    # --- what is decided
+    # --- decisions
 
     def _decide(self, why_not: str) -> WorkersDecision:
-        """Returns how many workers to start, before any call was measured with them."""
+        """Returns how many workers to start, before calls are measured with them."""
         starts, config, profile = self.starts, self.config, self.starts.profile
         assert profile is not None
         self._judged_rate = profile.link.bandwidth
@@ -149,8 +151,8 @@ class WorkerManager:
             )
 
     def _judge(self, should_yield: Callable[[], bool]) -> None:
-        """Measures typical calls with the workers that are there, and keeps as many of them as gain. Where the settings
-        say how many there are, calls are measured while the node is idle. Raises Interrupted."""
+        """Measures typical calls with the current workers, and keeps as many as are useful. If the settings fix their
+        number, schedules the measurement for idle time instead. Raises Interrupted."""
         starts, workers = self.starts, self.starts.workers
         if workers is None:
             return
@@ -172,8 +174,8 @@ class WorkerManager:
                 self._end_workers()
 
     def _choose_count(self, calibration: Calibration, workers: WorkerPool) -> None:
-        """Measures typical calls with 1, 2, 4, ... workers, and keeps the smallest number whose first token comes about
-        as soon as with the best. Raises Interrupted: then no call was measured with workers."""
+        """Measures typical calls with 1, 2, 4, ... workers. Keeps the smallest number whose time to first token is
+        about as good as the best. Raises Interrupted, with all measurements with workers dropped."""
         times = self.starts.times
         try:
             best = self._best_count(calibration, workers)
@@ -199,8 +201,8 @@ class WorkerManager:
         return min(count for count, s in seconds.items() if s <= ABOUT_AS_FAST * min(seconds.values()))
 
     def _keep_only(self, count: int, workers: WorkerPool) -> None:
-        """Has cold starts use `count` workers. At the node's start the others end; on a node that serves they stay
-        asleep, for a start of processes would hold up its calls."""
+        """Makes cold starts use `count` workers. At the node's start the pool is restarted with fewer. On a serving
+        node the others stay asleep, since starting processes would delay calls."""
         if self._starting is not None:
             workers.limit = count
         else:
@@ -210,8 +212,8 @@ class WorkerManager:
     # --- while idle
 
     def _link_has_moved(self) -> bool:
-        """Returns whether loads were lately faster or slower by LINK_MOVED than when the workers were judged. Within
-        JUDGE_PAUSE_S of a judgement for this reason it returns False."""
+        """Returns whether the link's learned rate has changed by LINK_MOVED since the last judgement. Returns False
+        within JUDGE_PAUSE_S of a judgement for this reason."""
         if self.config.cpu_workers is not None or self.starts.link is None or not self._judged_rate:
             return False
         if refusal(self.config) or time.monotonic() < self._judge_at:
@@ -220,7 +222,7 @@ class WorkerManager:
         return not 1 / LINK_MOVED < rate < LINK_MOVED
 
     def _judge_link_again(self) -> None:
-        """Judges the workers by the link as it is now: ends them, or begins to start some, or has those that are there
+        """Judges the workers again by the link's current cost: closes them, starts new ones, or has the existing ones
         measured again."""
         starts = self.starts
         assert starts.profile is not None and starts.link is not None
@@ -246,8 +248,8 @@ class WorkerManager:
         self._starting, self._warm_by = pool, time.monotonic() + START_LIMIT_S
 
     def _finish_start(self, pool: WorkerPool, should_yield: Callable[[], bool]) -> bool:
-        """Measures calls with workers that were started while idle, once they are warm. Returns False while they are
-        not."""
+        """Measures calls with workers that were started while idle, once they are warm. Returns False until they
+        are."""
         if pool.wait_ready(0.0) < pool.layout.workers and self.starts.workers is None:
             if time.monotonic() < self._warm_by:
                 return False
@@ -267,8 +269,8 @@ class WorkerManager:
         return True
 
     def _unless_impossible(self, start: Callable[[], object]) -> bool:
-        """Does what starts workers. Returns False, and there are none, where this machine can't have them and the
-        settings leave that to the node; the node serves without. Raises ValueError, UnsupportedMachine."""
+        """Calls `start`, which starts workers. Returns False if the machine can't have workers and the settings leave
+        the number to the node, which then serves without. Otherwise raises ValueError, UnsupportedMachine."""
         try:
             return start() is not False
         except (ValueError, UnsupportedMachine) as error:
@@ -279,8 +281,8 @@ class WorkerManager:
             return False
 
     def _measure_kind(self, kind: CallKind, should_yield: Callable[[], bool]) -> None:
-        """Measures calls of a kind that callers made, so that later ones may be assisted; more calls where it was
-        measured before. A kind that can't be measured here is not tried again; one that was interrupted is, after the
+        """Measures a kind of call that callers made, so that later ones may be assisted. Measures more calls if the
+        kind was measured before. A kind that can't be measured is not tried again; an interrupted one is, after the
         others."""
         unmeasured, times = self.starts.unmeasured, self.starts.times
         del unmeasured[kind]
@@ -298,7 +300,7 @@ class WorkerManager:
         log.info("cold calls measured", extra={"kind": str(kind)})
         self._write()
 
-    # --- workers that start and end
+    # --- start and end of workers
 
     def _make(self, count: int) -> WorkerPool:
         return make_workers(self.config, self.starts.store, self.base, count, self.threads)
@@ -310,15 +312,15 @@ class WorkerManager:
         self._take(pool)
 
     def _take(self, pool: WorkerPool) -> bool:
-        """Has cold starts use the workers of the pool, and measures what they cost where the profile does not say.
-        Returns False, and they have ended, where none answers. Raises ValueError when the handoff does not work."""
+        """Makes cold starts use the pool's workers, and measures their costs if the profile lacks them. Returns False,
+        after closing the pool, if none answers. Raises ValueError when the handoff does not work."""
         starts, count = self.starts, pool.layout.workers
         assert starts.profile is not None
         if isinstance(pool, StreamPool) and pool.usable:
             check_handoff(pool)
         profile = starts.profile
         if profile.cpu is None or profile.key.workers != count:
-            starts.times.forget("assist")  # as many workers as there were then took other times
+            starts.times.forget("assist")  # other numbers of workers have other times
             cpu, handoff = measure_workers(starts.store, pool)
             profile = replace(profile, key=replace(profile.key, workers=count), cpu=cpu, handoff=handoff)
         if profile.cpu is not None and isinstance(pool, StreamPool):
@@ -338,7 +340,7 @@ class WorkerManager:
             assert starts.profile is not None
             starts.use(replace(starts.profile, passes=starts.times.samples), None)
 
-    # --- what is kept and said
+    # --- storage and reports
 
     def _read(self) -> Profile | None:
         if self._file is None or not self._file.exists():
@@ -350,15 +352,15 @@ class WorkerManager:
             return None
 
     def _write(self) -> None:
-        """Writes the profile for the next start, where it has a file; logs a failure, after which the next start
-        measures again."""
+        """Writes the profile for the next start, if it has a file. A failure is logged; the next start then measures
+        again."""
         if self._file is None or self.starts.profile is None:
             return
         profile, workers = self.starts.profile, self.starts.workers
         count = profile.key.workers if workers is None else workers.limit
         profile = replace(profile, key=replace(profile.key, workers=count), passes=self.starts.times.samples)
         try:
-            check(profile)  # a worker that did not answer just now may do so then
+            check(profile)  # a worker that does not answer now may do so later
             write_json(profile, self._file)
         except (ProfileError, OSError) as error:
             log.warning("the profile is not kept", extra={"reason": str(error)})

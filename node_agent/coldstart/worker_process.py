@@ -1,9 +1,9 @@
-"""A CPU LoRA worker: one core (a spare one: any of the workers'), one thread, the adapters' part of the tokens that it
-is handed, never a GPU.
+"""Process of a CPU LoRA worker. It computes LoRA terms of the tokens handed to it with one thread on one core (a spare:
+on any worker's core), and never uses a GPU.
 
-It maps the host tier and the handoff memory by inheritance, reports on standard output that it is warm, and then
-blocks until it is armed. Armed, it polls its command flags, so that nothing has to wake it. What can't be computed ends
-it, for that is a mistake of this program: the engine sees the end at once and starts another.
+It maps the inherited host tier and handoff memory, reports on standard output when it is warm, and blocks until it is
+armed. While armed, it polls its command flags, so that nothing has to wake it. A command that can't be computed is a
+bug and ends the process. The engine notices the exit at once and starts another worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from node_agent.collector import settle, stop_collecting
 
 if __name__ == "__main__":
-    stop_collecting()  # before the next lines load torch
+    stop_collecting()  # before the imports below load torch
 
 from cluster.lifeline import die_with_parent
 from cluster.logs import set_up_logging
@@ -25,15 +25,15 @@ from node_agent.child import read_config
 from node_agent.coldstart.shared import WorkerConfig, WorkerReady
 
 POLL_NS = 100_000_000
-"""An armed worker's look at signals."""
+"""Nanoseconds of polling between two checks for signals."""
 
 
 def main() -> None:
     config = read_config(WorkerConfig)
     die_with_parent(config.parent)
     set_up_logging(f"cpu-worker-{config.index}")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the engine, which then ends us
-    report = os.dup(sys.stdout.fileno())  # and whatever a library prints goes to the log
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles a terminal's Ctrl-C and then ends this process
+    report = os.dup(sys.stdout.fileno())  # output of libraries goes to the log
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     os.sched_setaffinity(0, config.cores)  # before torch counts the cores
     import torch

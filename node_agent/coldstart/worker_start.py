@@ -1,4 +1,4 @@
-"""Starts the processes of CPU LoRA workers on cores near the GPU, and measures what they cost."""
+"""Starts the processes of CPU LoRA workers on cores near the GPU, and measures their costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("garnish.engine")
 
 
 def worker_cores(config: EngineConfig, count: int, threads: int) -> list[int]:
-    """Returns the cores of up to `count` workers: those near the GPU, but for the engine's `threads` cores."""
+    """Returns the cores for up to `count` workers: those nearest to the GPU after the engine's `threads` cores."""
     if config.host_nodes > 1:
         return []
     allowed = os.sched_getaffinity(0)
@@ -34,7 +34,7 @@ def worker_cores(config: EngineConfig, count: int, threads: int) -> list[int]:
 
 
 def make_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, count: int, threads: int) -> WorkerPool:
-    """Returns a pool of up to `count` workers, not started yet, with memory near the GPU. Raises ValueError,
+    """Returns an unstarted pool of up to `count` workers, with memory near the GPU. Raises ValueError,
     UnsupportedMachine."""
     allowed = os.sched_getaffinity(0)
     with memory_near(home_node(config.gpu, allowed), allowed):
@@ -42,7 +42,7 @@ def make_workers(config: EngineConfig, store: AdapterStore, base: BaseModel, cou
 
 
 def start_warm(pool: WorkerPool, limit_s: float) -> None:
-    """Starts the workers and waits until they are warm, `limit_s` at most. Logs a warning where some are not."""
+    """Starts the workers and waits up to `limit_s` seconds until they are warm. Logs a warning if some are not."""
     pool.start()
     ready = pool.wait_ready(limit_s)
     if ready < pool.layout.workers:
@@ -50,8 +50,8 @@ def start_warm(pool: WorkerPool, limit_s: float) -> None:
 
 
 def measure_workers(store: AdapterStore, pool: WorkerPool) -> tuple[CpuLora | None, LinkCost | None]:
-    """Returns what a worker's slice and a handoff cost. The first is None where no worker answered, or their answers
-    take too long to cross the link."""
+    """Returns the costs of a worker's slice and of a handoff. The first is None if no worker answered, or if handoffs
+    could not be measured."""
     cpu = measure_cpu(store, pool, SHORT)
     if cpu is None or not crosses_link(pool):
         return cpu, None
@@ -63,8 +63,8 @@ def measure_workers(store: AdapterStore, pool: WorkerPool) -> tuple[CpuLora | No
 
 
 def prepare_handoffs(runner: ModelRunner, blocks: BlockPool, profile: Profile) -> Profile:
-    """Has a GPU's runner prepare passes whose layers are handed over to workers. Returns the profile with what a layer
-    of such a pass takes."""
+    """Prepares a GPU's runner for passes that hand layers to workers. Returns the profile with the layer times of such
+    passes."""
     if isinstance(runner, SendingRunner):
         runner.capture_handoffs()
     return replace(profile, layer=measure_layers(runner, blocks, SHORT, assisted=True))

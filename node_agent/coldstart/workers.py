@@ -1,4 +1,4 @@
-"""The engine's side of CPU-assisted LoRA (Toppings 4.2): hands x to worker processes and gets scale * x A B back."""
+"""Engine's side of CPU-assisted LoRA (Toppings 4.2): sends x to worker processes and receives scale * x A B."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from node_agent.coldstart.slices import Segment, cut, slices_wanted, weight_shar
 from node_agent.coldstart.worker import load_flags
 
 TAKEOVER_S = 0.25
-"""A slice that is not answered within this time is computed by another worker, too, where there is one."""
+"""Seconds without an answer after which another worker, if there is one, also computes the slice."""
 STALL_LIMIT_S = 5.0
-"""Seconds after a time-out in which a worker must answer something, or it is killed and started again."""
+"""Seconds after a timeout in which a worker must answer, or it is killed and restarted."""
 CHECK_NS = 200_000
-"""Nanoseconds between two looks at whether the awaited worker lives."""
+"""Nanoseconds between two checks whether the awaited worker is alive."""
 
 
 class WorkerPool:
-    """Pool with one worker per core of `cores`. Made before CUDA is touched; all but `close` is for one thread.
+    """Pool with one worker per core of `cores`. Must be created before CUDA is initialised. One thread calls all
+    methods except `close`.
 
-    `layout.spares` redundant workers, as Toppings (section 8) has them, wait in addition: each is warm, sleeps, has no
-    core for itself, and takes the place of a worker that is dead or late for as long as it is.
+    In addition there are `layout.spares` spare workers, as in Toppings (section 8). Each is warm, sleeps and has
+    no separate core. It replaces a worker while that one is dead or late.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class WorkerPool:
         self._flags: Flags = load_flags()
         self.layout, self._host, self._cores = layout, host, list(cores)
         self.limit = len(self._cores)
-        """Workers that may compute at once, at most: one for each core, or fewer for a measurement."""
+        """Maximum workers that compute at once: one per core, or fewer for a measurement."""
         self.engine_cores: EngineCores | None = None
-        """The cores that the engine gives up while workers are armed; None: it has others for itself."""
+        """Cores that the engine gives up while workers are armed; None: the engine has other cores."""
         self.link: HandoffLink | None = None
-        """The simulated link that handoffs cross; None: a real one, or shared memory."""
+        """Simulated link of handoffs; None: a real link, or shared memory."""
         self.fd = make_memory(layout)
         self.memory = HandoffMemory(self.fd, layout)
         self._armed_fds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(layout.processes)]
@@ -73,41 +74,40 @@ class WorkerPool:
         self._sequence = self._armed = self._handoffs = self._timeouts = self._quarantined = self._takeovers = 0
         self._polling: set[int] = set()
         self.takeover_ns = int(takeover * 1e9)
-        """Nanoseconds without an answer after which another worker computes a slice, too."""
+        """nanoseconds without an answer after which another worker also computes the slice"""
         self._closed = False
         self._x_bytes, self._dtype, self._host_dtype = layout.x_bytes, layout.dtype, layout.torch_dtype
 
     def start(self) -> None:
-        """Begins to start the workers; they warm up while the caller continues."""
+        """Starts the workers without waiting. They warm up in the background."""
         self._keeper.start()
 
     def wait_ready(self, timeout: float, count: int | None = None) -> int:
-        """Waits until all (or `count`) workers are warm, or `timeout` seconds have passed. Returns how many are
-        warm."""
+        """Waits up to `timeout` seconds until all (or `count`) workers are warm. Returns how many are."""
         return self._keeper.wait_ready(len(self._cores) if count is None else count, timeout)
 
     @property
     def rests_between_handoffs(self) -> bool:
-        """Returns True if workers are disarmed after each handoff, since the engine computes on their cores."""
+        """Returns whether workers are disarmed after each handoff, since the engine computes on their cores."""
         return self.engine_cores is not None and self.engine_cores.per_handoff
 
     @property
     def available(self) -> list[WorkerState]:
-        """Returns the workers that would take a slice now, `limit` at most. A spare one, which comes last, is among
-        them while another is dead or late."""
+        """Returns the workers that can take a slice now, at most `limit`. A spare one, which comes last, is included
+        while another is dead or late."""
         return [worker for worker in self._keeper.workers if not worker.late][: self.limit]
 
     @property
     def usable(self) -> int:
-        """Workers that would take a slice now."""
+        """Returns the number of workers that can take a slice now."""
         return len(self.available)
 
     def pids(self) -> list[int]:
-        """Returns the process ids of the workers that are warm."""
+        """Returns the process ids of the warm workers."""
         return [worker.process.pid for worker in self._keeper.workers]
 
     def arm(self) -> None:
-        """Have the workers poll. Each `arm` needs its `disarm`."""
+        """Makes the workers poll for commands. Each `arm` needs one `disarm`."""
         self._armed += 1
         if self._armed == 1:
             if self.engine_cores is not None:
@@ -116,13 +116,13 @@ class WorkerPool:
                 self.rouse(index)
 
     def rouse(self, index: int) -> None:
-        """Has the worker poll until all are disarmed."""
+        """Makes one worker poll until all are disarmed."""
         self._polling.add(index)
         self._flags.post(self.memory.armed[index], 1)
         os.eventfd_write(self._armed_fds[index], 1)
 
     def disarm(self) -> None:
-        """Disarms the workers once as often as they were armed: they answer what is posted, and sleep."""
+        """Undoes one `arm`. After the last one, the workers answer what is posted and then sleep."""
         if self._closed:
             return
         self._armed -= 1
@@ -134,13 +134,13 @@ class WorkerPool:
                 self.engine_cores.take_back()
 
     def open(self, x: torch.Tensor, segments: Sequence[Segment], layer: int, group: str | None) -> Handoff | None:
-        """Has workers compute the group's part for x [T, d_in], whose tokens are the segments'. The tokens are cut into
-        slices of as many as the segments say, one worker each, or as many workers as are free; when all are busy, those
-        with the least to do. Where the slices are fewer than the free workers, these split the weights instead, if
-        there are enough.
+        """Opens a handoff: workers compute the group's LoRA term for x [T, d_in], whose tokens belong to the segments.
 
-        `group` None: the workers answer at once and compute nothing. Returns None where no slot is free or no worker is
-        there. Raises ValueError for an x that doesn't fit, RuntimeError when the workers aren't armed.
+        Tokens are divided into slices of the segments' sizes, one per worker, limited by the number of free workers; if
+        all are busy, the least busy ones are used. If there are fewer slices than free workers, these split the weights
+        instead, if the weights are large enough. With `group` None the workers answer without computing. Returns None
+        if no slot is free or no worker is available. Raises ValueError for an x of the wrong shape or dtype,
+        RuntimeError when the workers are not armed.
         """
         code = ECHO if group is None else GROUP_NAMES.index(group)
         self._check(x, segments, layer, code)
@@ -149,8 +149,8 @@ class WorkerPool:
         return self._hand_over(x, segments, layer, code, workers, split)
 
     def take_over(self, parts: Sequence[Part]) -> Handoff | None:
-        """Opens a handoff of a whole slice, of which these parts are missing, to another worker, a spare one before
-        others. Returns None when no worker or no slot can be had."""
+        """Opens a handoff of a whole slice with missing `parts` to another worker, preferably a spare. Returns None if
+        no worker or slot is free."""
         part, missing = parts[0], [part.worker for part in parts]
         candidates = [worker for worker in self._keeper.workers if not worker.late and worker not in missing]
         if not candidates:
@@ -166,20 +166,20 @@ class WorkerPool:
         return handoff
 
     def begin_pass(self) -> PassHandoffs | None:
-        """Opens the handoffs of one cold pass; a subclass may return None, when no slot is free."""
+        """Opens the handoffs of one cold pass. Subclasses may return None when no slot is free."""
         return HostPass(self)
 
     def poll(self) -> None:
-        """Free what was late and is not any more."""
+        """Frees slots of late commands that were answered meanwhile."""
         self._sweep()
 
     def reads(self, parts: Iterable[Part]) -> bool:
-        """Returns whether the worker of any of the parts, which were abandoned, may still be at it."""
+        """Returns whether a worker may still be processing any of these abandoned parts."""
         late = [part for _, waiting in self._quarantine for part in waiting]
         return bool(late) and any(part in late for part in parts)
 
     def close(self) -> None:
-        """End the workers. Open handoffs fail; the memory goes with the last view of it."""
+        """Ends the workers. Open handoffs fail. The memory is unmapped with its last view."""
         if not self._closed:
             self._closed = True
             if self._armed and self.engine_cores is not None:
@@ -190,7 +190,8 @@ class WorkerPool:
                 os.close(fd)
 
     def _worker_ended(self, worker: WorkerState) -> None:
-        """Called by the keeper's thread. A caller that awaits the worker here looks by itself whether it has ended."""
+        """Hook called in the keeper's thread. It does nothing here: callers that wait for a worker check themselves
+        whether it has exited."""
 
     def _worker_config(self, index: int, epoch: int) -> WorkerConfig:
         cores = tuple(self._cores) if index >= len(self._cores) else (self._cores[index],)
@@ -237,8 +238,8 @@ class WorkerPool:
         return Handoff(self, slot, parts, outputs)
 
     def _choose(self, segments: Sequence[Segment]) -> tuple[list[WorkerState], bool]:
-        """Returns who is to compute them, and whether these split the weights. Only free workers do, since each of them
-        waits for the others."""
+        """Returns the workers for the segments, and whether they split the weights. Only free workers split them, since
+        each waits for the others."""
         workers = self.available
         free = [worker for worker in workers if not worker.commands]
         shares, max_slices = weight_shares(segments, len(free)), slices_wanted(segments)
@@ -256,9 +257,9 @@ class WorkerPool:
         x_bytes: int,
         split: bool,
     ) -> list[Part]:
-        """Writes the command of each of the workers, or of as many as there are slices, and leaves the command flags to
-        the caller. A worker carries it out once its flag `at` has its part's value. `split`: each worker has all
-        tokens, and a share of the weights."""
+        """Writes the command of each worker, or of as many as there are slices; the caller sets the command flags. A
+        worker starts once its flag `at` has its part's value. `split`: each worker has all tokens and a share of the
+        weights."""
         memory, tokens, ends = self.memory, 0, []
         for segment in segments:
             tokens += segment.tokens
@@ -283,7 +284,7 @@ class WorkerPool:
         return parts
 
     def _crossings(self, x_bytes: int, tokens: int, code: int) -> tuple[int, int]:
-        """Returns the microseconds in which a handoff's x and its results cross the simulated link; 0 without one."""
+        """Returns the microseconds for a handoff's x and for its results to cross the simulated link; 0 without one."""
         if self.link is None:
             return 0, 0
         widths = () if code == ECHO else self.memory.group_widths[code][1]
@@ -293,7 +294,7 @@ class WorkerPool:
         return bool(self._flags.wait(part.flag, part.value, 0))
 
     def await_part(self, part: Part, end_ns: int) -> bool:
-        """Returns whether its worker answered before it ended and before `end_ns`, monotonic."""
+        """Returns whether the part's worker answers before it exits and before `end_ns` (monotonic)."""
         while not self._flags.wait(part.flag, part.value, CHECK_NS):
             if part.worker.ended:
                 return self._answered(part)
@@ -305,7 +306,7 @@ class WorkerPool:
         self._timeouts += 1
 
     def release(self, slot: int, parts: list[Part], arrived: bool) -> None:
-        """The slot is free as soon as nobody writes to it any more. `arrived`: all its workers have answered."""
+        """Frees the slot once no worker writes to it. `arrived`: all its workers have answered."""
         waiting = [part for part in parts if not self._settle(part, arrived)]
         if not waiting:
             self._free.append(slot)
@@ -318,7 +319,7 @@ class WorkerPool:
         self._keeper.wake()
 
     def _settle(self, part: Part, arrived: bool = False) -> bool:
-        """Takes the part from its worker's count. Returns False, doing nothing, while the worker may still use the
+        """Removes the part from its worker's count. Returns False, without effect, while the worker may still use the
         slot."""
         if not arrived and not self._answered(part) and not part.worker.ended:
             return False
@@ -326,7 +327,7 @@ class WorkerPool:
         return True
 
     def _sweep(self) -> None:
-        """Free quarantined slots whose workers have answered or ended."""
+        """Frees quarantined slots whose workers have answered or exited."""
         if not self._quarantine:
             return
         quarantined = []

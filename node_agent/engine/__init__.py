@@ -1,7 +1,6 @@
 """Iteration-level batching.
 
-`loop.Engine.submit` takes a request in, `Engine.step` runs one iteration and returns events.
-
-`scheduler` decides who enters the batch (`admission`) and what is computed, `batch` turns that into tensors, `runner`
-computes, and `loop` books the outcome.
+`loop.Engine.submit` accepts a request. `Engine.step` runs one iteration and returns events. `scheduler` decides which
+requests enter the batch (`admission`) and which tokens are computed. `batch` builds the tensors, `runner` computes, and
+`loop` records the results.
 """

@@ -19,7 +19,7 @@ from node_agent.types import Lease, LoadFailed, NoRoom, Pending, TooLarge
 
 @dataclass(frozen=True)
 class Refused:
-    """The request can never run here."""
+    """Request that can never run on this node, with the reason."""
 
     request: Request
     type: str
@@ -29,7 +29,7 @@ class Refused:
 
 
 STARVED_AFTER = 1.0
-"""Seconds that a request waits for adapter memory before no later one may take or share any."""
+"""Seconds after which a request that waits for adapter memory blocks later requests from taking or sharing any."""
 
 
 @dataclass
@@ -38,31 +38,33 @@ class _Shortage:
 
     is_short: bool = False
     is_starved: bool = False
-    """A request has waited for STARVED_AFTER."""
+    """whether a request has waited for STARVED_AFTER"""
 
 
 class Admission:
-    """Admits waiting requests in the order of fair shares, within free rows, KV blocks, adapter memory and `reserves`.
+    """Admits waiting requests in fair-share order, within free rows, KV blocks, adapter memory and `reserves`.
 
-    A request reserves the blocks of its whole length, so an admitted one always ends. They must be free, but for those
-    that hold what it begins with and that others use. Exceptions to the order:
+    A request reserves KV blocks for its whole length, so an admitted request always completes. Cached prefix blocks
+    that others also use need not be free. Exceptions to the order:
 
-    - While a strict request waits for rows or KV blocks no best-effort one enters: it would be preempted at once.
-    - Requests whose adapter is not on the device yet hold at most a quarter of the rows, and (but for the first of
-      them) half of the KV blocks: the others are passed over and keep loading. Best-effort ones don't count there for
-      others. Strict ones may hold what is kept for them besides.
-    - A request that finds no adapter memory gets that of adapters which requests of best effort alone use, unless it is
-      best effort itself. Best effort evicts no adapter that others called within AWAITED_SECONDS, unless these have
-      more than half of the memory or leave its own adapter no room, or it has waited for room as long itself.
-    - One that waits for adapter memory is passed only by those that need no new room, or else small adapters could keep
-      a large one out for ever; once it has waited for STARVED_AFTER, none with an adapter passes, or else adapters in
-      steady use could. Best-effort ones keep only best effort waiting so.
-    - One that waits for rows or KV blocks is passed only by strict ones: with what is kept for them and what
-      best-effort requests give up to them (`preempt`, which frees what each holds), so that they keep no other out for
-      ever. One of a tenant with much to do is passed by those of light tenants (`Reserves.light`), too: with what is
-      kept for these.
-    - The first request of a tenant that was idle, for which nothing was kept, gets a place of those that have more than
-      an equal share of rows or KV blocks, up to its own share: these are preempted.
+    - While a strict request waits for rows or KV blocks, no best-effort request enters: it would be preempted at
+      once.
+    - Requests whose adapter is not on the device yet hold at most a quarter of the rows and, except for the first
+      of them, half of the KV blocks. Further ones are passed over and keep loading. Best-effort requests do not
+      count against others. Strict requests may also use their reserve.
+    - A request that is not best effort and finds no adapter memory may take that of adapters used only by
+      best-effort requests. A best-effort request evicts no adapter that others called within AWAITED_SECONDS.
+      Exceptions: these adapters have more than half of the memory, leave its adapter no room, or it has itself
+      waited for room that long.
+    - A request that waits for adapter memory is passed only by requests that need no new room: otherwise small
+      adapters could block a large one forever. After STARVED_AFTER no request with an adapter passes it: otherwise
+      adapters in steady use could block it. A waiting best-effort request blocks only other best-effort requests in
+      this way.
+    - A request that waits for rows or KV blocks is passed only by strict requests, which use their reserve and
+      places of preempted best-effort requests (`preempt`). They therefore cannot block others forever. If its
+      tenant has much waiting, light tenants (`Reserves.light`) may also pass it, using the reserve for them.
+    - The first request of a tenant that was idle may find nothing reserved. It then takes a place from tenants with
+      more than an equal share of rows or KV blocks, up to its own share, by preemption.
     """
 
     def __init__(
@@ -81,19 +83,19 @@ class Admission:
         self._loading = [r for r in running if r.lease is not None and not store.loaded(r.lease)]
         self._max_loading = max(1, max_rows // 4)
         self._shortage = _Shortage()
-        """shortage that others than best effort have found"""
+        """shortage found by requests that are not best effort"""
         self._best_effort_shortage = _Shortage()
         self._passed = False
-        """a request waits for rows or blocks: others may pass it with what is kept for them only"""
+        """whether a request waits for rows or blocks; others may then pass it only with reserved ones"""
         self._by_light = False
-        """requests of light tenants, too, and not only strict ones"""
+        """whether light tenants may pass it too, not only strict requests"""
         self.short = False
-        """a request waits for rows or blocks, a strict one or not"""
+        """whether any request waits for rows or blocks"""
         self.admitted: list[Request] = []
         self.refused: list[Refused] = []
 
     def look_at(self, queue: WaitingQueue) -> None:
-        """Takes out of `queue` what it admits or refuses."""
+        """Admits or refuses waiting requests, and removes these from `queue`."""
         _book_waits_for_bytes(queue)
         if queue.strict and not self._walk(queue, best_effort=False):
             self.short = True
@@ -103,8 +105,8 @@ class Admission:
         self.short = self._passed or (len(queue) > 0 and self.free_rows <= 0)
 
     def _walk(self, queue: WaitingQueue, best_effort: bool) -> bool:
-        """Walks once through the queue, or through all of it but for best effort. Returns False where a strict request
-        waits for rows or blocks; then no other may pass it."""
+        """Visits the queue once, in order; `best_effort` False skips best-effort requests. Returns False if a strict
+        request waits for rows or blocks: no other may then pass it."""
         for request in queue.in_order():
             if request.slo_class == "strict":
                 if not self._try_strict(request, queue):
@@ -116,13 +118,13 @@ class Admission:
                     self._passed = True
                     self._by_light = not self.reserves.light(request.tenant) and self._light_wait(queue)
             elif self._by_light and self.reserves.light(request.tenant):
-                self._try(request, queue, self.reserves.max_blocks)  # of what is kept for light tenants
+                self._try(request, queue, self.reserves.max_blocks)  # from the reserve for light tenants
             if self._passed and not queue.strict and not self._by_light:
                 break
         return True
 
     def _try_strict(self, request: Request, queue: WaitingQueue) -> bool:
-        """Admits a strict request if it can. Returns False where it waits for rows or blocks."""
+        """Admits a strict request if possible. Returns False if it waits for rows or blocks."""
         need, room = self._need(request), Room(self.free_rows, self.blocks.free)
         if self._passed:
             reserved = self.reserves.for_strict()
@@ -135,14 +137,14 @@ class Admission:
         return victims is not None and self._enter(request, need, queue, victims)
 
     def _light_wait(self, queue: WaitingQueue) -> bool:
-        """Returns whether there may be room for a tenant for which some is kept, or one that may claim some."""
+        """Returns whether a tenant waits that may use reserved places or claim a place from others."""
         if self.free_rows > 0 and any(map(self.reserves.light, queue.tenants)):
             return True
         return any(map(self.reserves.may_claim, queue))
 
     def _try(self, request: Request, queue: WaitingQueue, max_blocks: float = math.inf) -> bool:
-        """Admits the request if it can, with no more than `max_blocks` of the free blocks. Returns False where it
-        waits for rows or blocks."""
+        """Admits the request if possible, using at most `max_blocks` free blocks. Returns False if it waits for rows or
+        blocks."""
         need, reserved = self._need(request), self.reserves.kept_from(request)
         has_row, claims = self.free_rows > reserved.rows, self.reserves.may_claim(request)
         if has_row and need <= max_blocks and self.blocks.free >= need + reserved.blocks:
@@ -165,11 +167,11 @@ class Admission:
         return self.blocks.blocks_for(request.prompt_len + request.max_tokens)
 
     def _enter(self, request: Request, need: int, queue: WaitingQueue, victims: Sequence[Request] = ()) -> bool:
-        """Admit or refuse it, or leave it in the queue when its adapter can't come in yet, or what it begins with is
-        being computed. Returns False where it stays there because a step that is under way still uses its victims'
-        blocks, or is strict and waits for its beginning."""
+        """Admits or refuses the request, or leaves it in the queue. It stays while its adapter can't be loaded or its
+        prefix is being computed. Returns False if it stays because a running step still uses its victims' blocks, or if
+        it is strict and waits for its prefix."""
         if self._prefixes.being_computed(request, (*self._running, *self.admitted)):
-            return request.slo_class != "strict"  # nobody takes its place meanwhile
+            return request.slo_class != "strict"  # no other request takes its place meanwhile
         if request.adapter is not None:
             lease = self._lease(request, request.adapter, need)
             if lease is None:
@@ -196,8 +198,8 @@ class Admission:
         return True
 
     def _lease(self, request: Request, adapter: Adapter, need: int) -> Lease | TooLarge | LoadFailed | None:
-        """Returns a lease of the request's adapter, whose load begins where it is not there. Returns the reason where
-        the request is to be refused, and None where it has to wait."""
+        """Returns a lease on the request's adapter and starts its load if needed. Returns the reason for a refusal, or
+        None if the request has to wait."""
         ready = self.store.ready(adapter.digest)
         if self._keeps_out(request, adapter):
             return None
@@ -214,15 +216,15 @@ class Admission:
         return lease
 
     def _spared_from(self, request: Request, adapter: Adapter) -> Container[str]:
-        """Returns the adapters that are not evicted for the request. For best effort these are the ones that others
-        called within AWAITED_SECONDS; none once it has waited for room as long."""
+        """Returns the adapters that must not be evicted for the request. For best effort these are adapters that others
+        called within AWAITED_SECONDS, until the request has itself waited for room that long."""
         has_waited = request.short_since and time.monotonic() - request.short_since >= AWAITED_SECONDS
         if request.slo_class != "best_effort" or has_waited or self.store.on_device(adapter.digest):
             return ()
         return self.store.choose_spared(adapter, self.reserves.awaited_adapters())
 
     def _keeps_out(self, request: Request, adapter: Adapter) -> bool:
-        """Returns whether the request has to stay behind one that waits for adapter memory."""
+        """Returns whether the request must stay behind one that waits for adapter memory."""
         shortages = [self._shortage]
         if request.slo_class == "best_effort":
             shortages.append(self._best_effort_shortage)
@@ -230,15 +232,15 @@ class Admission:
         return is_short or any(each.is_starved for each in shortages)
 
     def _make_adapter_room(self, adapter: Adapter) -> bool:
-        """Makes room on the device by preempting best-effort requests whose adapters nobody else uses. Returns False,
-        and preempts none, when their room would not do."""
+        """Preempts best-effort requests whose adapters nobody else uses, to make room on the device. Returns False,
+        without preempting any, if that would not suffice."""
         lenders = choose_lenders(self._running, lambda digests: self.store.fits_without(adapter, digests))
         self._give_up(lenders or ())
         return lenders is not None
 
     def _give_up(self, victims: Sequence[Request]) -> None:
         for victim in victims:
-            if victim in self._running:  # it has not given up its place for adapter memory already
+            if victim in self._running:  # otherwise it was already preempted for adapter memory
                 self._running.remove(victim)
                 self.reserves.count(victim, -1)
                 self.free_rows += 1
@@ -268,7 +270,7 @@ class Admission:
 
 
 def _book_waits_for_bytes(queue: Iterable[Request]) -> None:
-    """Book what passed since the last look at those whose adapter's bytes were all that they waited for then."""
+    """Adds the time since the last call to `held_s` of requests that waited only for bytes of their adapter."""
     now = time.monotonic()
     for request in queue:
         if request.held_at:

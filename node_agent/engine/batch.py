@@ -1,4 +1,4 @@
-"""Turns the rows that were chosen for an iteration into the tensors of a StepBatch and a LoraBatch."""
+"""Builds the tensors of a StepBatch and a LoraBatch from the rows chosen for an iteration."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from node_agent.runner.sampler import uniform
 from node_agent.types import Lease, LoraBatch, PromptScoring, SamplingBatch, StepBatch
 
 UNKNOWN = 0
-"""Stands for a token that the device fills in."""
+"""Placeholder for a token that the device fills in."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """`length` tokens of a request from position request.computed on."""
+    """`length` tokens of a request, from position request.computed + ahead."""
 
     request: Request
     length: int
     ahead: int = 0
-    """1: from one position further on, whose token a step that is under way will choose"""
+    """1 if the row starts one position later, at a token that a running step is still choosing; else 0"""
 
     @property
     def begin(self) -> int:
-        """The first token's position."""
+        """Position of the row's first token."""
         return self.request.computed + self.ahead
 
     @property
     def wants_logits(self) -> bool:
-        """Returns whether its last token is the last one known: the next is to be sampled."""
+        """Returns whether the row ends with the request's last known token, so that the next token is sampled."""
         return self.request.computed + self.length == len(self.request.tokens)
 
     @property
     def scored(self) -> range:
-        """Places of prompt tokens whose log probabilities this row is to give; empty where none are asked for."""
+        """Positions of prompt tokens that this row scores; empty if no log probabilities are requested."""
         request = self.request
         if request.sampling.prompt_logprobs is None:
             return range(0)
@@ -47,14 +47,14 @@ class Row:
 
 
 def share_out(seconds: float, rows: list[Row]) -> None:
-    """Counts the time of a pass as its requests' device time, each one's part by its tokens."""
+    """Adds the seconds of a pass to its requests' device time, in proportion to their tokens."""
     tokens = sum(row.length for row in rows)
     for row in rows:
         row.request.device_seconds += seconds * row.length / tokens
 
 
 def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.device) -> StepBatch:
-    """Rows in order; the first `n_decode` are decode rows of one token each."""
+    """Returns the batch of `rows`, in order. The first `n_decode` are decode rows of one token each."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -94,7 +94,7 @@ def build_step(rows: list[Row], n_decode: int, block_tokens: int, device: torch.
 
 
 def _scoring(rows: list[Row], starts: list[int], device: torch.device) -> PromptScoring | None:
-    """`starts`: of each row, its first token in the pass."""
+    """Returns the prompt tokens to score, or None. `starts`: index of each row's first token in the pass."""
     before: list[int] = []
     targets: list[int] = []
     top: list[int] = []
@@ -126,8 +126,8 @@ def _sampling(rows: list[Row]) -> SamplingBatch:
 
 
 def build_lora(rows: list[Row], device: torch.device, without: Container[str] = ()) -> LoraBatch:
-    """Neighbouring rows of one adapter become one segment: order rows by adapter to have few. Rows of adapters with
-    digests in `without` are as the base's."""
+    """Returns the LoRA batch of `rows`. Adjacent rows of one adapter form one segment, so order rows by adapter.
+    Adapters with digests in `without` are treated as the base model."""
     bounds: list[tuple[int, int]] = []
     leases: list[Lease | None] = []
     at = 0

@@ -1,4 +1,4 @@
-"""Open cold passes: prompt chunks that are computed while their adapter is still on its way."""
+"""Open cold passes: prompt chunks that are computed while their adapter is still loading."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from node_agent.types import Lease, ModelRunner, Pass, Plan, StepOutput
 log = logging.getLogger("garnish.engine")
 
 TYPICAL_ANSWER = 12
-"""Tokens that an answer is expected to have, where the caller allows more."""
+"""Assumed number of tokens of an answer, if `max_tokens` allows more."""
 
 StartPass = Callable[[Row, Plan], tuple[Pass, ColdLora, Plan]]
 Book = Callable[[list[Row], StepOutput], None]
@@ -31,7 +31,7 @@ Book = Callable[[list[Row], StepOutput], None]
 
 @dataclass(eq=False)
 class ColdPass:
-    """Open pass of one chunk. It has one row, and so one lease."""
+    """Open pass of one chunk, with one row and one lease."""
 
     row: Row
     lease: Lease
@@ -40,38 +40,40 @@ class ColdPass:
     plan: Plan
     phases: ColdPhases
     started_at: float
-    """start of its planning, monotonic"""
+    """start of its planning, in monotonic seconds"""
     stalled_at: float = 0.0
-    """start of its wait for adapter bytes, monotonic; 0: it does not wait"""
+    """start of its current wait for adapter bytes, in monotonic seconds; 0 if it is not waiting"""
     exposed: float = 0.0
-    """seconds of waits for adapter bytes"""
+    """seconds of all its waits for adapter bytes"""
     layers_s: float = 0.0
-    """seconds in which its layers were computed or enqueued, waits for workers included"""
+    """seconds spent computing or enqueueing its layers, including waits for workers"""
     enqueued: Event = ENDED
-    """event behind the layers that were advanced last"""
+    """event after the last enqueued layers"""
     watched: Event = ENDED
-    """last of these events at whose end the engine is woken"""
+    """latest such event that wakes the engine at its end"""
 
     @property
     def plan_now(self) -> Plan:
-        """Returns the plan without CPU layers that it meant to load, while the device lags behind. The time that
-        remains for these begins when the device gets there."""
+        """Returns the plan. While the device is still busy with earlier layers, planned CPU layers count as loaded
+        ones: the decision starts once the device reaches them."""
         if self.enqueued.query():
             return self.plan
         return replace(self.plan, cpu_extra=(inf,) * len(self.plan.cpu_extra))
 
     @property
     def cpu_left(self) -> float:
-        """Returns the seconds, as planned, by which the CPU workers lengthen what is left of the pass."""
+        """Returns the planned seconds by which CPU workers lengthen the rest of the pass."""
         return sum(max(0.0, extra) for extra in self.plan.cpu_extra[self.run.layer : self.plan.assisted])
 
     def resume(self, now: float) -> None:
+        """Ends the pass's wait for adapter bytes, if any, and records its duration."""
         if self.stalled_at:
             self.exposed += now - self.stalled_at
             self.phases.exposed += now - self.stalled_at
         self.stalled_at = 0.0
 
     def outcome(self, now: float) -> Outcome:
+        """Returns the planned and measured times of the finished pass."""
         return Outcome(
             self.row.request.id, self.plan.name, self.row.length, self.plan.seconds, now - self.started_at,
             self.plan.exposed, self.exposed, self.lora.waited, self.layers_s - self.lora.waited,
@@ -81,7 +83,7 @@ class ColdPass:
 
 
 class ColdPasses:
-    """Open passes, `limit` at most, in the order in which they began."""
+    """Open cold passes, at most `limit`, in order of their start."""
 
     def __init__(
         self,
@@ -93,7 +95,8 @@ class ColdPasses:
         events: EventWatch,
         limit: int,
     ) -> None:
-        """`start` begins a pass with its LoRA; `book` takes what an ended pass computed; `events` wakes it."""
+        """`start` begins a pass with its LoRA. `book` records the results of a pass. `events` wakes the engine at the
+        end of events."""
         self.cold_start, self.device, self.num_layers, self.limit = cold_start, runner.device, runner.num_layers, limit
         self._start, self._book, self._pulse, self._events = start, book, pulse, events
         self.open: list[ColdPass] = []
@@ -101,7 +104,7 @@ class ColdPasses:
 
     @property
     def requests(self) -> list[Request]:
-        """Returns those whose passes are open."""
+        """Returns the requests with open passes."""
         return [cold.row.request for cold in self.open]
 
     @property
@@ -109,7 +112,7 @@ class ColdPasses:
         return len(self.open) >= self.limit
 
     def plan(self, running: Collection[Request], is_loaded: Callable[[Request], bool], chunk_tokens: int) -> None:
-        """Plan the next chunk of each prompt whose adapter is on its way, best effort's last, as long as a pass may be
+        """Plans the next chunk of each prompt whose adapter is loading, best effort last, while passes may be
         opened."""
         for request in sorted(running, key=lambda request: request.slo_class == "best_effort"):
             if self.full:
@@ -120,8 +123,11 @@ class ColdPasses:
             self._begin(request, min(request.uncomputed, chunk_tokens), len(peers), sum(map(is_loaded, peers)))
 
     def _begin(self, request: Request, length: int, other_requests: int, ready: int) -> None:
-        """Plans the request's next `length` tokens, and opens a pass for them unless they are to wait for the whole
-        adapter. `other_requests` run besides, `ready` of which have their adapters on the device."""
+        """Plans the request's next `length` tokens. Opens a pass for them unless the plan is to wait for the whole
+        adapter.
+
+        `other_requests`: number of other running requests; `ready`: how many of them have their adapters on the device.
+        """
         assert request.lease is not None and request.cold is not None
         phases = request.cold
         started_at = time.monotonic()
@@ -134,7 +140,7 @@ class ColdPasses:
         plan = self.cold_start.plan(request.lease, length, Contention(ahead, other_requests, ready, decodes))
         started = unless_out_of_memory(lambda: self._start(row, plan)) if plan.name != "wait" else None
         if started is None:
-            # then in a hot pass, with others' rows, and of fewer tokens where memory is short
+            # a hot pass computes the chunk later, with other rows, and with fewer tokens if memory is short
             request.change_state(RequestState.AWAITING_ADAPTER)
             return
         run, lora, plan = started
@@ -145,10 +151,13 @@ class ColdPasses:
         self.open.append(ColdPass(row, request.lease, run, lora, plan, phases, started_at))
 
     def advance(self, tokens: int) -> int:
-        """Advances the passes as far as they can go, those that began first before others, best effort's last. They get
-        no more than a warm pass of `tokens` tokens would compute, but for one stretch: for that time they hold up the
-        others, too. Later ones fill what the first leaves free: passes that took turns would all end as late as the
-        last. Returns the part of `tokens` that was used."""
+        """Advances the open passes as far as possible, in order of their start, best effort last. Returns the number of
+        prompt tokens whose computation this equals.
+
+        The limit is the work of a warm pass of `tokens` tokens, except that at least one stretch is computed: cold
+        passes delay all other requests meanwhile. Later passes use what the first leaves. If passes took turns instead,
+        all would end as late as the last.
+        """
         budget = remaining = max(tokens * self.num_layers, max((cold.row.length for cold in self.open), default=0))
         while (chosen := self._next()) is not None and remaining >= chosen[0].row.length:
             cold, ready = chosen
@@ -164,14 +173,14 @@ class ColdPasses:
         return -(-(budget - remaining) // self.num_layers)
 
     def _next(self) -> tuple[ColdPass, int] | None:
-        """Returns the first pass that can continue, and how far. Records which ones can't."""
+        """Returns the first pass that can continue, and the layer up to which it can. Records the others as stalled."""
         first: tuple[ColdPass, int] | None = None
         for cold in sorted(self.open, key=lambda cold: cold.row.request.slo_class == "best_effort"):
             ready = self._stop_before(cold.run, self.cold_start.ready_until(cold.lease, cold.plan_now, cold.run.layer))
             if ready <= cold.run.layer:
                 if cold.enqueued.query():
                     cold.stalled_at = cold.stalled_at or time.monotonic()
-                elif cold.watched is not cold.enqueued:  # more may be possible when the device comes to where it stands
+                elif cold.watched is not cold.enqueued:  # it may continue when the device has caught up
                     cold.watched = cold.enqueued
                     self._events.watch(cold.enqueued)
             elif first is None:
@@ -179,11 +188,11 @@ class ColdPasses:
         return first
 
     def _stop_before(self, run: Pass, layer: int) -> int:
-        """Returns the last place, at most `layer`, where the pass can stop."""
+        """Returns the last stopping point of the pass at or before `layer`."""
         return layer if layer == self.num_layers else layer // run.stretch * run.stretch
 
     def book_loads(self, requests: Iterable[Request]) -> None:
-        """Books what the loads of the requests' adapters cost them, of those loads that have ended."""
+        """Records load times and waits of the requests whose loads have ended."""
         store = self.cold_start.store
         for request in requests:
             cold, lease = request.cold, request.lease
@@ -199,7 +208,7 @@ class ColdPasses:
             cold.end_wait(time.monotonic())
 
     def begin_waits(self, requests: Iterable[Request]) -> None:
-        """Books since when those wait whose next step no cold pass can compute before their adapter is there."""
+        """Starts the wait time of requests whose next step no cold pass can compute without the whole adapter."""
         now = time.monotonic()
         for request in requests:
             cold, lease = request.cold, request.lease
@@ -209,7 +218,7 @@ class ColdPasses:
                 cold.waits_since = cold.waits_since or now
 
     def drop(self, request: Request) -> list[Event]:
-        """Abort the request's pass, if it has one; what it held is free at the events."""
+        """Aborts the request's pass, if any. Returns the events after which its resources are free."""
         passes = [cold for cold in self.open if cold.row.request is request]
         for cold in passes:
             self.open.remove(cold)
@@ -218,8 +227,8 @@ class ColdPasses:
         return [cold.run.abort() for cold in passes]
 
     def _compute(self, cold: ColdPass, upto: int) -> StepOutput | bool:
-        """Computes the pass up to layer `upto`, and behind the last one its output. Returns that; True where there are
-        more layers, False where the pass is poisoned."""
+        """Computes the pass up to layer `upto`, and its output after the last layer. Returns the output; True if layers
+        remain; False if the pass was poisoned by a failed worker."""
         with self._pulse.computing("cold layers", cold.row.length, upto - cold.run.layer):
             started_at = time.perf_counter()
             cold.run.advance(upto)
@@ -228,11 +237,11 @@ class ColdPasses:
             return not cold.lora.poisoned
         with self._pulse.computing("cold end", cold.row.length):
             output = cold.run.finish()
-            output.done.synchronize()  # a device with a stream knows only now whether a handoff failed
+            output.done.synchronize()  # only now does a GPU know whether a handoff failed
         return output
 
     def _take_stock(self, cold: ColdPass, output: StepOutput | bool | None) -> None:
-        """A pass that has ended is booked; one that is poisoned, or found no memory (None), is dropped."""
+        """Records a finished pass. Drops one that was poisoned or ran out of memory (`output` None)."""
         if output is True:
             return
         request = cold.row.request

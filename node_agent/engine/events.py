@@ -1,4 +1,4 @@
-"""Events of a request: log probabilities of its prompt, and how it ended with what of its time went where."""
+"""Events of a request: prompt log probabilities, and the end with its times."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from node_agent.ipc import Finished, PromptScored, Top
 from node_agent.types import ScoredToken
 
 SCORES_PER_EVENT = 256
-"""Prompt tokens per event: with 64 alternatives each it stays below a megabyte."""
+"""Prompt tokens per event. With 64 alternatives each, the event stays below a megabyte."""
 
 
 def expired(request: Request) -> tuple[str, str, str]:
-    """Returns how a request ends whose deadline has passed: the reason, an error's type and its text."""
+    """Returns the end of a request whose deadline has passed: reason, error type and error text."""
     if request.generated:
         return "timeout", "", ""
     if request.admitted:
@@ -24,6 +24,7 @@ def expired(request: Request) -> tuple[str, str, str]:
 
 
 def finished(request: Request, reason: str, error_type: str, error: str, *, damaged: bool = False) -> Finished:
+    """Returns the last message of a request, with its times."""
     now = time.monotonic()
     held_s = request.held_s if request.admitted else 0.0
     return Finished(
@@ -47,7 +48,7 @@ def _cold_start(request: Request, now: float) -> ColdStart:
     exposed = cold.exposed
     if (
         not cold.load
-    ):  # it ended before its adapter came; it waited until now if it had not begun, or could not continue
+    ):  # it ended before its adapter was loaded: it waited until now if it had not begun or could not continue
         since = cold.waits_since if cold.opened else cold.started_at
         exposed += now - since if since else 0.0
     return ColdStart(
@@ -64,7 +65,7 @@ def _cold_start(request: Request, now: float) -> ColdStart:
 
 
 def end_of(request: Request, eos_ids: frozenset[int]) -> str | None:
-    """Returns why its last token is its last one, stop or length; None if it continues."""
+    """Returns why the request's last token ends it: stop or length. Returns None if it continues."""
     token = request.tokens[-1]
     if token in request.sampling.stop_token_ids or (token in eos_ids and not request.ignore_eos):
         return "stop"
@@ -72,8 +73,8 @@ def end_of(request: Request, eos_ids: frozenset[int]) -> str | None:
 
 
 def split_scores(rows: list[Row], scores: list[ScoredToken]) -> list[tuple[Request, range, list[ScoredToken]]]:
-    """Returns, for each row that has prompt scores, the request, the places of the prompt's tokens, and their scores.
-    Must be called before `computed` moves on, which gives the rows their places."""
+    """Returns (request, positions of its scored prompt tokens, scores) for each row with prompt scores. Must be called
+    before `computed` changes, since the positions depend on it."""
     split: list[tuple[Request, range, list[ScoredToken]]] = []
     begin = 0
     for row in rows if scores else ():
@@ -85,6 +86,7 @@ def split_scores(rows: list[Row], scores: list[ScoredToken]) -> list[tuple[Reque
 
 
 def score_events(request: Request, places: range, scores: list[ScoredToken]) -> list[PromptScored]:
+    """Returns messages with prompt scores, of at most SCORES_PER_EVENT tokens each."""
     tops = [Top(score.logprob, score.top, score.rank) for score in scores]
     return [
         PromptScored(request.id, places.start + at, tops[at : at + SCORES_PER_EVENT])

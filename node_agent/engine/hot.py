@@ -1,4 +1,4 @@
-"""The hot pass: rows whose adapters are on the device, computed together."""
+"""The hot pass: one pass for all rows whose adapters are on the device."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from node_agent.engine.pulse import Pulse
 from node_agent.types import ModelRunner, PassLora, StepBatch, StepOutput
 
 GROWS_AFTER = 16
-"""Passes that succeeded, before the next ones may have twice as many tokens."""
+"""Number of successful passes after which the token limit doubles."""
 LARGEST = 1 << 20
-"""Tokens; no pass has more, so that the bound is lifted there."""
+"""Token limit at which passes count as unlimited."""
 
 Tensors = Callable[[list[Row], int, Joined | None], tuple[StepBatch, PassLora | None]]
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A pass that has ended. The first `n_decode` of its rows decoded."""
+    """Finished pass. The first `n_decode` of its rows were decode rows."""
 
     rows: list[Row]
     n_decode: int
     output: StepOutput
     seconds: float
-    """Duration of the pass alone, with all its adapters on the device; 0: not known."""
+    """Duration of the pass alone, with all its adapters on the device; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """There was no memory for a pass of the rows, of which nothing counts."""
+    """Result of a pass that ran out of memory: nothing was computed for its rows."""
 
     rows: list[Row]
 
     @property
     def is_hopeless(self) -> bool:
-        """A single token was too much."""
+        """Returns whether even a single token was too much."""
         return sum(row.length for row in self.rows) == 1
 
 
 class PassSize:
-    """Tokens that a hot pass may have: fewer than it could after there was too little memory for one."""
+    """Limit on the tokens of a hot pass. It is halved when a pass runs out of memory, and doubled after successes."""
 
     def __init__(self) -> None:
         self._max_tokens = LARGEST
         self._succeeded = 0
         self._next_row = 0
-        """index of the row that is first in turn where not all fit"""
+        """index of the row to serve first if not all fit"""
 
     def cut(self, rows: list[Row], n_decode: int) -> tuple[list[Row], int]:
-        """Returns the rows that fit, in their order, and how many of them decode. The first `n_decode` of `rows` do.
-        The last row may be a shorter chunk."""
+        """Returns the rows that fit, in order, and the number of decode rows among them. The first `n_decode` of `rows`
+        are decode rows. A prompt chunk may be shortened."""
         if sum(row.length for row in rows) <= self._max_tokens:
             return rows, n_decode
         begin, remaining = self._next_row % len(rows), self._max_tokens
@@ -67,26 +67,30 @@ class PassSize:
         return fit, sum(map(bool, lengths[:n_decode]))
 
     def shrink(self, tokens: int) -> None:
-        """Lowers the bound: there was no memory for a pass of `tokens` tokens."""
+        """Lowers the limit after a pass of `tokens` tokens ran out of memory."""
         self._max_tokens, self._succeeded = max(1, min(tokens, self._max_tokens) // 2), 0
 
     def grow(self) -> None:
-        """A pass succeeded."""
+        """Counts a successful pass, and raises the limit after GROWS_AFTER of them."""
         self._succeeded += 1
         if self._succeeded >= GROWS_AFTER and self._max_tokens < LARGEST:
             self._max_tokens, self._succeeded = 2 * self._max_tokens, 0
 
 
 class HotPasses:
+    """Hot passes of an engine, with a token limit that adapts to free memory."""
+
     def __init__(self, runner: ModelRunner, tensors: Tensors, pulse: Pulse) -> None:
         self._runner, self._tensors, self._pulse, self._size = runner, tensors, pulse, PassSize()
         self._layers_at_once = 1 if runner.device.type == "cpu" else runner.num_layers
-        """elsewhere a pass is enqueued as a whole"""
+        """number of layers enqueued at once: one on a CPU, all on a GPU"""
 
     def compute(self, rows: list[Row], n_decode: int, joined: Joined | None = None) -> Computed | OutOfMemory:
-        """Computes as many of the rows as lately fitted in memory; the first `n_decode` are decode steps. `joined` has
-        what those of adapters that are on their way need. Returns OutOfMemory, and makes the next passes smaller, when
-        even these did not fit."""
+        """Computes as many of the rows as fit in memory. The first `n_decode` are decode rows.
+
+        `joined` computes the LoRA terms of rows whose adapters are still loading. Returns OutOfMemory, and lowers the
+        token limit, when the pass did not fit.
+        """
         rows, n_decode = self._size.cut(rows, n_decode)
         started_at = time.perf_counter()
         output = unless_out_of_memory(lambda: self.forward(rows, n_decode, joined=joined))
@@ -99,7 +103,8 @@ class HotPasses:
         return Computed(rows, n_decode, output, 0.0 if joined else seconds)
 
     def enqueue(self, rows: list[Row], fed: list[int] | None = None) -> StepOutput:
-        """Enqueues a step of decode rows; `fed` as in StepBatch. What it computes is there after `await_output`."""
+        """Enqueues a step of decode rows and returns its output, to be read after `await_output`. `fed`: as in
+        StepBatch."""
         batch, lora = self._tensors(rows, len(rows), None)
         run = self._runner.start(replace(batch, fed=fed), lora)
         with self._pulse.computing("layers", len(rows), self._runner.num_layers):
@@ -107,7 +112,7 @@ class HotPasses:
             return run.finish()
 
     def await_output(self, output: StepOutput, tokens: int) -> None:
-        """Returns when a pass of `tokens` tokens has ended."""
+        """Waits until a pass of `tokens` tokens has ended."""
         with self._pulse.computing("end", tokens):
             output.done.synchronize()
 
@@ -118,8 +123,8 @@ class HotPasses:
         should_yield: Callable[[], bool] | None = None,
         joined: Joined | None = None,
     ) -> StepOutput | None:
-        """Computes a whole pass of which nothing is booked. Returns when its tokens are there; or None when
-        `should_yield`, asked before it and, on a CPU, before each layer, has ended it."""
+        """Computes a pass without recording results, and waits for its output. Returns None if `should_yield` ended it;
+        this is checked before the pass and, on a CPU, before each layer."""
         run, layers = self._runner.start(*self._tensors(rows, n_decode, joined)), self._runner.num_layers
         tokens, step = sum(row.length for row in rows), self._layers_at_once
         try:
@@ -132,7 +137,7 @@ class HotPasses:
             with self._pulse.computing("end", tokens):
                 output = run.finish()
                 output.done.synchronize()
-        except (RuntimeError, MemoryError):  # for want of memory, perhaps: then the next pass is to find some
+        except (RuntimeError, MemoryError):  # out of memory, perhaps: free it for the next pass
             run.abort().synchronize()
             raise
         return output

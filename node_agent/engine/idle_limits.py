@@ -1,7 +1,7 @@
-"""Takes adapters away that nobody has called for as long as their functions' policies say: from the device first, and
-from host memory after as long again.
+"""Evicts adapters that were idle for longer than their functions' policies allow: first from the device, and after
+twice that time from host memory.
 
-What is wanted here (a provisioned copy, a warm window) stays. Files on the disk stay, too.
+Adapters that the node should have (a provisioned copy, a warm window) stay. Files on the disk stay too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from node_agent.adapter_memory.store import AdapterStore
 
 LOOK_INTERVAL_S = 0.5
 LONGEST_ORDER_S = 600.0
-"""Seconds for which a message holds at most."""
+"""Maximum seconds for which a message is valid."""
 
 
 class IdleLimits:
-    """Called by the engine's thread alone. `is_wanted`: whether an adapter is to stay, by digest."""
+    """Idle limits of adapters. Only the engine's thread calls it. `is_wanted` returns whether the adapter of a digest
+    must stay."""
 
     def __init__(
         self, store: AdapterStore, is_wanted: Callable[[str], bool], clock: Callable[[], float] = time.monotonic
@@ -29,20 +30,20 @@ class IdleLimits:
         self._until = 0.0
         self._look_at = 0.0
         self._used: dict[str, float] = {}
-        """Times at which adapters with a limit were last in use, or wanted. By digest."""
+        """Time of the last use or hint of each adapter with a limit, by digest."""
 
     def set(self, residency: WantedResidency) -> None:
-        """Replaces the limits that held before."""
+        """Replaces all limits."""
         self._ttls_s = residency.idle_ttls
         self._until = self._clock() + min(residency.seconds, LONGEST_ORDER_S)
         self._used = {digest: at for digest, at in self._used.items() if digest in self._ttls_s}
 
     def clear(self) -> None:
-        """No limit holds any more."""
+        """Removes all limits."""
         self._ttls_s, self._used = {}, {}
 
     def poll(self) -> None:
-        """Takes away what has been idle for too long."""
+        """Evicts adapters that have exceeded their limits."""
         now = self._clock()
         if now < self._look_at or not self._ttls_s:
             return
@@ -69,5 +70,5 @@ class IdleLimits:
 
 
 def _arrived(entry: DeviceAdapter | None, host: HostAdapter | None) -> float:
-    """Returns when the adapter came to where it is now; 0 where it is not there as a whole."""
+    """Returns the time at which the adapter was completely loaded to its tier; 0 if it is incomplete."""
     return max(entry.copy.arrived if entry is not None else 0.0, host.arrived if host is not None else 0.0)

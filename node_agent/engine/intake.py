@@ -1,4 +1,4 @@
-"""Intake: a GenerateRequest as the engine's request, and why one can't be served here."""
+"""Intake: conversion of a GenerateRequest, and the check whether it can be served here."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from node_agent.runner.score_rules import ScoreRules, changes_scores
 
 
 def request_of(message: GenerateRequest) -> Request:
+    """Returns the engine's request for a gateway's message."""
     return Request(
         id=message.id,
         tenant=message.tenant,
@@ -35,8 +36,8 @@ def request_of(message: GenerateRequest) -> Request:
 
 
 def rules_of(request: Request, eos_ids: Collection[int], device: torch.device) -> ScoreRules | None:
-    """Returns the rules by which the request's parameters change its scores, with the tokens that it has. None where
-    they change none."""
+    """Returns the rules by which the request's parameters change its logits, applied to its tokens so far. Returns None
+    if they change nothing."""
     if not changes_scores(request.sampling):
         return None
     prompt, generated = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
@@ -47,7 +48,7 @@ def rules_of(request: Request, eos_ids: Collection[int], device: torch.device) -
 
 
 def problem_of(request: Request, limits: Limits, blocks: BlockPool) -> tuple[str, str] | None:
-    """An error's type and message, or None when the request could run alone."""
+    """Returns the error type and message of a request that can't run here; None if it could run alone."""
     tokens = request.prompt_len + request.max_tokens
     if not request.tokens or request.max_tokens < 1:
         return "validation_failed", "a request needs at least one prompt token and max_tokens of at least 1"

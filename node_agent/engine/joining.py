@@ -1,7 +1,7 @@
-"""Requests that decode while their adapter is still on its way: their rows join the hot pass.
+"""Requests that decode while their adapter is still loading: their rows join the hot pass.
 
-Layers that are on the device are computed there, the others by CPU workers out of host memory. A row joins a pass that
-it can get through without waiting for a byte, and that it makes little longer; it sits out any other.
+Layers on the device are computed there; CPU workers compute the others from host memory. A row joins a pass only if it
+needs no byte that is still missing and lengthens the pass little. Otherwise it sits the pass out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IsLoaded = Callable[[Request], bool]
 
 @dataclass(frozen=True)
 class LoadingPart:
-    """Tokens begin..end-1 of a pass, all of one adapter that is on its way."""
+    """Tokens begin..end-1 of a pass, all of one adapter that is still loading."""
 
     begin: int
     end: int
@@ -41,17 +41,18 @@ class LoadingPart:
 
 
 class MixedLora:
-    """A PassLora. A failure poisons the rows of loading parts alone: rows of a pass share no numbers."""
+    """PassLora of a pass with loading parts. A worker's failure affects only the rows of those parts, since rows of a
+    pass share no values."""
 
     def __init__(self, on_device: PassLora | None, parts: Sequence[LoadingPart], send: Callable[[], object]) -> None:
-        """`on_device` adds the other tokens' adapters; None where these have none. `send` hands over, as one message,
-        what the parts have for the workers."""
+        """`on_device` handles the other tokens; None if these have no adapter. `send` sends the parts' data to the
+        workers as one message."""
         self._on_device, self._parts, self._send = on_device, parts, send
         self._adds = False
         self._adding: list[LoadingPart] = []
 
     def begin(self, layer: int, group: str, x: torch.Tensor) -> bool:
-        # workers first: they compute while the device does all the rest
+        # workers first: they compute while the device does the rest
         self._adding = [part for part in self._parts if part.lora.begin(layer, group, x[part.begin : part.end])]
         self._send()
         self._adds = self._on_device is not None and self._on_device.begin(layer, group, x)
@@ -66,13 +67,13 @@ class MixedLora:
 
 
 class Joining:
-    """Chooses who joins, and opens what they need of the workers. Called by the engine's thread alone."""
+    """Chooses the requests that join a pass, and reserves workers for them. Only the engine's thread calls it."""
 
     def __init__(self, cold: ColdPasses, runner: ModelRunner, start_lora: StartLora) -> None:
         self.cold, self._runner, self._start_lora = cold, runner, start_lora
 
     def choose(self, running: Collection[Request], is_loaded: IsLoaded) -> Collection[str]:
-        """Returns the ids of requests whose next token can be computed now, though their adapter is not loaded."""
+        """Returns the ids of requests whose next token can be computed now although their adapter is still loading."""
         waiting = [r for r in running if r.decoding and not r.awaits_adapter and not is_loaded(r)]
         if not waiting:
             return ()
@@ -83,8 +84,8 @@ class Joining:
         return {request.id for request in waiting if request.lease is not None and request.lease.digest in chosen}
 
     def open(self, rows: Sequence[Row]) -> Joined:
-        """Opens what the rows of a pass need whose adapters are on their way. Rows for which no worker can be had now
-        are `left_out` of it."""
+        """Prepares the rows of a pass whose adapters are loading. Rows for which no worker is free are in `left_out` of
+        the result."""
         joined = Joined(self.cold, self._runner, self._start_lora)
         for row in rows:
             lease = row.request.lease
@@ -94,18 +95,18 @@ class Joining:
 
 
 class Joined:
-    """The rows of one hot pass that joined it. Closed when the pass has ended, one way or the other."""
+    """Joined rows of one hot pass. `close` must be called when the pass has ended, successfully or not."""
 
     def __init__(self, cold: ColdPasses, runner: ModelRunner, start_lora: StartLora) -> None:
         self._cold, self._runner, self._start_lora = cold, runner, start_lora
         self._messages: PassMessages | None = None
-        """messages to the workers, of all adapters together"""
+        """messages to the workers, shared by all adapters"""
         self._workers: dict[str, AssistedPass | None] = {}
         self._parts: list[tuple[list[Row], Lease, LoadingPart]] = []
         self.left_out: list[Row] = []
 
     def __bool__(self) -> bool:
-        """Returns whether any row joined."""
+        """Returns whether any row has joined."""
         return bool(self._workers)
 
     def add(self, row: Row, lease: Lease) -> None:
@@ -122,7 +123,7 @@ class Joined:
             cold.waits_since = 0.0
 
     def _begin(self, lease: Lease, assist: Assist | None) -> AssistedPass | None:
-        """Returns None where no worker can be had for the adapter."""
+        """Reserves workers for the adapter. Returns None when none is free."""
         if assist is None:
             return None
         self._messages = self._messages or assist.messages()
@@ -134,7 +135,8 @@ class Joined:
             self._messages.send()
 
     def lora(self, rows: list[Row], decodes: bool) -> PassLora | None:
-        """Returns the LoRA of a pass of these rows; None where none of them has an adapter. `decodes`: all rows do."""
+        """Returns the LoRA of a pass of these rows; None if none has an adapter. `decodes`: whether all are decode
+        rows."""
         batch = build_lora(rows, batch_device(self._runner), without=self._workers)
         on_device = None if batch.empty else self._start_lora(batch, decodes)
         at = 0
@@ -151,8 +153,8 @@ class Joined:
         return self._cold.cold_start.lora(lease, on_device, self._workers[lease.digest])
 
     def close(self, computed: bool) -> Collection[Row]:
-        """Ends what was opened; of a pass that was `computed`, books who computed its layers. Returns the rows whose
-        numbers count for nothing, because a worker failed: their steps wait for the weights."""
+        """Releases the workers. If the pass was `computed`, records which layers the workers computed. Returns the rows
+        whose results are invalid because a worker failed: their steps are repeated once the adapter is loaded."""
         failed: list[Row] = []
         for rows, _, part in self._parts:
             part.lora.close()
@@ -164,7 +166,7 @@ class Joined:
                 failed += rows
         if computed and self._parts and not failed:
             self._cold.cold_start.observe_joined([(lease, len(rows), part.lora) for rows, lease, part in self._parts])
-        for workers in self._workers.values():  # also those of rows for which the pass was too large
+        for workers in self._workers.values():  # also those of rows that did not fit in the pass
             if workers is not None:
                 workers.end()
         if self._messages is not None:
@@ -172,7 +174,7 @@ class Joined:
         return failed
 
     def _record_pass(self, request: Request, lora: ColdLora) -> None:
-        assert request.cold is not None  # its adapter was not there at its admission
+        assert request.cold is not None  # set at admission, since its adapter was not loaded
         request.cold.layers_cpu += lora.layers_on_cpu
         request.cold.layers_device += lora.layers_on_device
         if lora.poisoned:

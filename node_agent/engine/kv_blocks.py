@@ -1,8 +1,8 @@
-"""Owners of KV-cache blocks, and the blocks that hold the beginning of a text that may come again.
+"""Owners of KV-cache blocks, and blocks cached for reuse as prefixes.
 
-A whole block is known by what its keys and values were computed from (`prefixes.py`). Requests that begin so use it as
-it is, also at once: nobody writes to a whole block. One that nobody uses stays known until its memory is needed, the
-least recently used first.
+A full block is identified by a key of everything that its keys and values depend on (`prefixes.py`). Requests with the
+same prefix share it, even concurrently, since nobody writes to a full block. An unused block stays cached until its
+memory is needed; the least recently used goes first.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from node_agent.device import Event
 
 
 class BlockPool:
-    """Blocks 1..n-1; block 0 is never handed out: it stays zero, and padding reads it.
+    """Blocks 1..n-1. Block 0 is never allocated: it stays zero, and padding reads it.
 
-    A padded read of a block that some request wrote could carry that request's NaN into another row's attention, for
-    0 * NaN is NaN.
+    If padding read a request's block instead, a NaN in it could reach another row's attention, since 0 * NaN is NaN.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
@@ -26,28 +25,29 @@ class BlockPool:
         self.block_tokens = block_tokens
         self.total = num_blocks - 1
         self._users = [0] * num_blocks
-        """number of users by block"""
+        """number of users of each block"""
         self.shared = 0
-        """uses beyond each block's first"""
+        """sum over all blocks of the users beyond the first"""
         self._blank = list(range(num_blocks - 1, 0, -1))
-        """free, and not known"""
+        """free blocks that are not cached"""
         self._idle = OrderedDict[int, None]()
-        """free, and known; the least recently used first"""
+        """free blocks that are cached, least recently used first"""
         self._by_key: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        """key by block"""
+        """key of each cached block"""
         self._releasing: list[tuple[list[int], Sequence[Event]]] = []
 
     @property
     def free(self) -> int:
-        """Returns how many nobody uses, known ones included."""
+        """Returns the number of blocks without users, cached ones included."""
         return len(self._blank) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
+        """Returns the number of blocks for this number of tokens."""
         return -(-tokens // self.block_tokens)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Returns the blocks of these keys, up to the first that is not known."""
+        """Returns the cached blocks of these keys, up to the first key that is not cached."""
         blocks = list[int]()
         for key in keys:
             block = self._by_key.get(key)
@@ -57,12 +57,12 @@ class BlockPool:
         return blocks
 
     def in_use(self, blocks: Sequence[int]) -> int:
-        """Returns how many of the blocks are not free."""
+        """Returns how many of the blocks have users."""
         return sum(self._users[block] > 0 for block in blocks)
 
     def allocate(self, blocks: int, cached: Sequence[int] = ()) -> list[int] | None:
-        """Takes `blocks` blocks, of which the first are the `cached` ones, as `find` has just returned them. Returns
-        None when fewer are free."""
+        """Allocates `blocks` blocks, of which the first are the `cached` ones just returned by `find`. Returns None
+        when too few are free."""
         more = blocks - len(cached)
         if more > self.free - sum(block in self._idle for block in cached):
             return None
@@ -75,21 +75,20 @@ class BlockPool:
         return allocated
 
     def learn(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Makes these whole blocks, which somebody uses, known by these keys. A block whose key another one has does
-        not become known."""
+        """Caches these full blocks, which are in use, under their keys. Skips blocks whose key is already cached."""
         for key, block in zip(keys, blocks, strict=True):
             if key not in self._by_key and block not in self._keys:
                 self._by_key[key], self._keys[block] = block, key
 
     def let_go(self, freed: Counter[int], blocks: Sequence[int]) -> int:
-        """Counts in `freed` that a user of the blocks would go. Returns how many of them would then be free."""
+        """Adds a user's departure from the blocks to `freed`. Returns how many of the blocks would then be free."""
         if not self.shared:
             return len(blocks)
         freed.update(blocks)
         return sum(freed[block] == self._users[block] for block in blocks)
 
     def release(self, blocks: list[int], after: Sequence[Event] = ()) -> None:
-        """A user of the blocks goes as soon as every event in `after` has ended and `poll` has seen that."""
+        """Removes a user of the blocks once all events in `after` have ended, at the next `poll`."""
         self._releasing.append((blocks, after))
         self.poll()
 
@@ -103,7 +102,7 @@ class BlockPool:
                 self._releasing.append((blocks, after))
 
     def _end_use(self, blocks: Sequence[int]) -> None:
-        for block in reversed(blocks):  # without its beginning the end of a text is of no use, so it is forgotten first
+        for block in reversed(blocks):  # later blocks are useless without earlier ones, so they are evicted first
             if not self._users[block]:
                 raise RuntimeError("a KV block was released twice")
             self._users[block] -= 1

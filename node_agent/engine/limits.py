@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
+    """Limits on passes, requests and caches of an engine."""
+
     max_context: int
     vocab_size: int
     max_rows: int
@@ -14,6 +16,7 @@ class Limits:
     chunk_tokens: int
     queue_limit: int
     prefix_cache: bool = True
-    """Keys and values are kept after their request's end, for others that begin as it did."""
+    """whether keys and values of finished requests stay cached for requests with the same prefix"""
     prefetch_waste: float | None = 0.25
-    """Share of the bytes of predicted prefetches, 0 to 1, above which they back off; None: there are none."""
+    """Maximum wasted share of the bytes of predicted prefetches, 0 to 1, before they slow down; None: no predicted
+    prefetches."""

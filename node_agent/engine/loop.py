@@ -39,7 +39,7 @@ log = logging.getLogger("garnish.engine")
 
 
 class Engine:
-    """Owns the requests. One thread calls every method; `step` runs one iteration."""
+    """Engine that owns the requests. One thread calls all methods; `step` runs one iteration."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Engine:
         lora: LoraCode,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called, in any thread, when the device comes to where a stalled pass may continue."""
+        """`on_change` is called from any thread when a stalled pass may continue."""
         self.limits, self.runner, self.store, self.eos_ids = limits, runner, store, eos_ids
         self.start_lora, self.lora_kernel = lora.start, lora.kernel
         self.blocks = BlockPool(runner.num_blocks, runner.block_tokens)
@@ -70,11 +70,11 @@ class Engine:
         self.prefetcher = Prefetcher(store, limits.prefetch_waste)
         self.orders = Orders(store, self.prefetcher)
         self.worker_manager: IdleWork | None = None
-        """Starts and judges the CPU LoRA workers; None before the engine is set up."""
+        """Starts and evaluates the CPU LoRA workers; None until the engine is set up."""
         self.drift: Drift | None = None
-        """The performance model that the node publishes; None: it has none."""
+        """Performance model that the node publishes; None: it has none."""
         self.measuring: float | None = None
-        """Share of the measurement of one that is done (0 to 1); None: none is under way."""
+        """Finished share, 0 to 1, of a running measurement of the performance model; None: none is running."""
         self._events: list[EngineEvent] = []
 
     @property
@@ -83,11 +83,11 @@ class Engine:
 
     @property
     def assist(self) -> Assist | None:
-        """Returns the engine's side of the CPU LoRA workers; None where there are none."""
+        """Returns the engine's interface to the CPU LoRA workers; None if there are none."""
         return self.cold_start.assist
 
     def close(self) -> None:
-        """Ends the engine's parts; nothing may run any more."""
+        """Closes the engine's parts. No step may be running."""
         self._device_events.close()
         if self.worker_manager is not None:
             self.worker_manager.close()
@@ -95,17 +95,17 @@ class Engine:
             self.assist.workers.close()
         self.store.close()
 
-    # --- what the process around it calls
+    # --- interface of the engine process
 
     def submit(self, message: GenerateRequest) -> None:
-        """Queue a request, or answer at once why not. Its adapter's load starts now."""
+        """Queues a request and starts its adapter's load, or finishes it at once with an error."""
         request = request_of(message)
         problem = self._problem(request)
         if problem is not None:
             self._finish(request, "error", *problem)
             return
         ended = end_of(request, self.eos_ids) if request.generated else None
-        if ended is not None:  # the node before could not say so any more
+        if ended is not None:  # the previous node failed before it could report the end
             self._finish(request, ended)
             return
         request.after_idle = self.scheduler.callers.record_call(request)
@@ -115,7 +115,7 @@ class Engine:
         self.queue.add(request)
 
     def cancel(self, request_id: str) -> None:
-        """Ends the request if it has not ended; otherwise does nothing."""
+        """Cancels the request unless it has already ended."""
         request = self.running.get(request_id) or self.queue.get(request_id)
         if request is not None:
             self._finish(request, "cancelled")
@@ -125,14 +125,15 @@ class Engine:
             self._finish(request, "cancelled")
 
     def step(self) -> bool:
-        """Runs one iteration. Returns False when there was nothing to compute: wait for a message, a load or a
-        deadline."""
+        """Runs one iteration. Returns False if there was nothing to compute; the caller then waits for a message, a
+        load or a deadline."""
         self.prepare()
         used = self.compute_cold()
         return len(list(self.compute_hot(used))) > 0 or used > 0
 
     def prepare(self) -> None:
-        """The quick half: book what has arrived or expired, and admit. Its events can be sent before the slow half."""
+        """Runs the fast part of an iteration: records arrivals and expired requests, and admits. Its events can be sent
+        before the slow part."""
         self.store.poll()
         if self.assist is not None:
             self.assist.poll()
@@ -143,8 +144,11 @@ class Engine:
         self.prefetcher.poll()
 
     def compute_cold(self) -> int:
-        """The cold passes, before the hot one: the first token of an adapter that is on its way need not wait for the
-        others' next ones, if its events are sent now. Returns how many prompt tokens' work this was."""
+        """Computes the cold passes. Returns the number of prompt tokens whose computation this equals.
+
+        They run before the hot pass. If their events are sent at once, the first token of a loading adapter does not
+        wait for the others' next tokens.
+        """
         self._fail_loads()
         self.cold.book_loads(self.running.values())
         if self._blocked():
@@ -153,8 +157,8 @@ class Engine:
         return self.cold.advance(self.scheduler.cold_tokens(self.limits, self.drift, self.cold.requests))
 
     def compute_hot(self, used: int) -> Iterator[None]:
-        """Computes the hot passes, after cold ones that have `used` some of the iteration's prompt tokens. Yields after
-        each: its events can be sent before the next one."""
+        """Computes the hot passes, after cold ones that `used` some of the iteration's prompt tokens. Yields after
+        each, so that its events can be sent before the next one."""
         self.overlap.end_dropped()
         if self.overlap.under_way:
             self._book_computed(*self.overlap.compute())
@@ -190,8 +194,8 @@ class Engine:
         self._book(computed.rows, computed.output, failed)
 
     def _blocked(self) -> bool:
-        """Returns whether the engine computes nothing now: in the baseline that stalls while a running request's
-        adapter loads."""
+        """Returns whether the engine computes nothing now. This happens only in the baseline mode that stalls while a
+        running request's adapter loads."""
         return self.cold_start.mode.blocks and any(not self._is_loaded(r) for r in self.running.values())
 
     def take_events(self) -> list[EngineEvent]:
@@ -200,7 +204,7 @@ class Engine:
         return [*events, *self.orders.answers()]
 
     def put_back(self, events: list[EngineEvent]) -> None:
-        """Gives events back that were taken and are somebody else's: the next `take_events` returns them first."""
+        """Puts events back that another caller should get. The next `take_events` returns them first."""
         self._events[:0] = events
 
     @property
@@ -208,7 +212,7 @@ class Engine:
         return bool(self.queue or self.running)
 
     def next_deadline(self) -> float | None:
-        """Monotonic seconds of the earliest deadline."""
+        """Returns the earliest deadline in monotonic seconds; None without requests."""
         return min((r.deadline for r in [*self.queue, *self.running.values()]), default=None)
 
     # --- inside an iteration
@@ -244,7 +248,7 @@ class Engine:
             self._finish(entry.request, "error", entry.type, entry.message, damaged=entry.damaged)
 
     def _begin(self, request: Request) -> None:
-        """The request has its place."""
+        """Starts a request that has been admitted."""
         now = time.monotonic()
         waited = request.held_s or (request.cold is not None and not request.cold.load)
         if request.lease is not None and (waited or not self.store.loaded(request.lease)):
@@ -259,11 +263,12 @@ class Engine:
             self._events.append(Admitted(request.id, request.arrival_tier, request.found_tokens))
 
     def _preempt(self, request: Request) -> None:
-        """Free what it holds, and let it wait: what it has said stays, and is computed again with its prompt."""
+        """Preempts a running request: frees its resources and queues it again. Its generated tokens stay; they are
+        computed again together with its prompt."""
         if request.cold is not None and not request.cold.load:
             request.cold.end_wait(time.monotonic())
         if request.adapter is not None:
-            self.store.announce(request.adapter)  # before its lease ends, or a load that is under way would end, too
+            self.store.announce(request.adapter)  # before its lease ends, otherwise a running load would be cancelled
         self._free(request, self.overlap.drop(request))
         request.begin_again()
         del self.running[request.id]
@@ -282,7 +287,7 @@ class Engine:
             self.store.retract(request.adapter.digest)
 
     def _is_loaded(self, request: Request) -> bool:
-        """Returns whether the whole adapter is on the device. True without an adapter."""
+        """Returns whether the whole adapter is on the device, or the request has none."""
         return request.lease is None or self.store.loaded(request.lease)
 
     def _fail_loads(self) -> None:
@@ -293,11 +298,12 @@ class Engine:
                     self._fail_load(request, failure)
 
     def _start_cold(self, row: Row, plan: Plan) -> tuple[Pass, ColdLora, Plan]:
-        """Returns the plan, too: another than the given one where the workers that it counts on can't be had."""
+        """Starts a cold pass. Returns it with its LoRA and its plan, which differs from the given plan if no workers
+        are free."""
         lease = row.request.lease
         assert lease is not None
         batch, on_device = self._tensors([row], 0)
-        assert on_device is not None  # it has an adapter
+        assert on_device is not None  # a cold row has an adapter
         assist = self.assist if plan.name == "assist" else None
         workers = assist.begin(lease, self.store.layout(lease)) if assist is not None else None
         if workers is None and plan.name == "assist":
@@ -320,8 +326,8 @@ class Engine:
         return batch, None if lora.empty else self.start_lora(lora, n_decode == batch.n_tokens)
 
     def _book(self, rows: list[Row], output: StepOutput, failed: Collection[Row] = ()) -> None:
-        """Books what a finished pass computed: prompt scores, computed tokens, new tokens; nothing of rows that
-        `failed`. A request that ended before, or ends by its prompt scores, gets no new token."""
+        """Records the results of a finished pass: prompt scores, computed tokens and new tokens. Rows in `failed` are
+        skipped. A request that has ended, also because of its prompt scores, gets no new token."""
         output.done.synchronize()
         tokens = output.token_ids.tolist()
         sampled = [row for row in rows if row in failed or row.wants_logits]
@@ -376,8 +382,8 @@ class Engine:
     def _finish(
         self, request: Request, reason: str, error_type: str = "", error: str = "", *, damaged: bool = False
     ) -> None:
-        """Free all that the request holds, then say how it ended."""
-        self.cold.book_loads([request])  # what came since the last look belongs to what is said
+        """Frees all resources of the request, then emits its end."""
+        self.cold.book_loads([request])  # include load times since the last iteration
         self._free(request, [*self.cold.drop(request), *self.overlap.drop(request)])
         if self.running.get(request.id) is request:
             del self.running[request.id]

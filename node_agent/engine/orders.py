@@ -17,14 +17,14 @@ from node_agent.types import LoadFailed, TooLarge
 MAX_PREFETCHES = 16
 MAX_TENANT_PREFETCHES = 8
 LONGEST_PREFETCH = 600.0
-"""Seconds."""
+"""Maximum seconds of a prefetch."""
 
 log = logging.getLogger("garnish.engine")
 
 
 @dataclass(eq=False)
 class _Underway:
-    """A prefetch that was asked for."""
+    """Prefetch on request that has not been answered."""
 
     order: Prefetch
     deadline: float
@@ -32,7 +32,7 @@ class _Underway:
 
 
 class Orders:
-    """Called by the engine's thread alone. Each question is answered once."""
+    """Operators' commands and their answers. Only the engine's thread calls it. Each question is answered once."""
 
     def __init__(self, store: AdapterStore, prefetcher: Prefetcher) -> None:
         self._store, self._prefetcher = store, prefetcher
@@ -49,7 +49,7 @@ class Orders:
                 self._answers.append(self._evict(id, digest))
 
     def poll(self, may_place: bool) -> None:
-        """Advances prefetches; with `may_place` they may take room on the device that nobody uses."""
+        """Advances the prefetches. With `may_place`, they may use free room on the device."""
         self._underway = [each for each in self._underway if not self._advance(each, may_place)]
 
     def answers(self) -> list[Answer]:
@@ -67,7 +67,7 @@ class Orders:
             self._underway.append(_Underway(order, time.monotonic() + LONGEST_PREFETCH, load))
 
     def _busy(self, tenant: str) -> str | None:
-        """Returns why no other prefetch may begin now, where that is so."""
+        """Returns why no further prefetch may start now; None if one may."""
         if len(self._underway) >= MAX_PREFETCHES:
             return f"{MAX_PREFETCHES} prefetches are under way on this node"
         if tenant and sum(each.order.tenant == tenant for each in self._underway) >= MAX_TENANT_PREFETCHES:

@@ -1,8 +1,8 @@
-"""Decode steps that are enqueued while the step before them still runs, where the runner feeds tokens on the device.
+"""Decode steps that are enqueued while the previous step still runs, for runners that feed tokens on the device.
 
-A step is followed while nobody but its rows runs: a request that comes in between waits for one step. What the step
-behind computes of a request that has ended by then counts for nothing, and what the request held is free when that step
-is.
+A step is enqueued ahead only while all running requests are in the running step, so that a new request waits for at
+most one step. Results for a request that has meanwhile ended are discarded, and its resources are freed once the step
+has ended.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from node_agent.types import ModelRunner, StepOutput
 
 @dataclass(eq=False)
 class _Step:
-    """Decode rows that are enqueued."""
+    """Enqueued decode step."""
 
     rows: list[Row]
     output: StepOutput
     dropped: set[Row] = field(default_factory=set)
-    """rows of requests that ended, or gave their place away, since it was enqueued"""
+    """rows of requests that have ended or were preempted since the step was enqueued"""
     started_at: float = field(default_factory=time.perf_counter)
 
 
 class Overlap:
-    """Steps under way, two at most. Called by the engine's thread alone."""
+    """Enqueued steps, at most two. Only the engine's thread calls it."""
 
     def __init__(self, hot: HotPasses, runner: ModelRunner, running: Mapping[str, Request]) -> None:
         self._hot, self._running = hot, running
         self._runner = runner if isinstance(runner, SendingRunner) else None
         self._step: _Step | None = None
         self._last_end = 0.0
-        """end of the last step behind which another one ran; `time.perf_counter`, 0: none did"""
+        """end of the last step that another one followed, by `time.perf_counter`; 0 if none did"""
 
     @property
     def under_way(self) -> bool:
-        """Returns whether a step is to be awaited before another pass is chosen."""
+        """Returns whether a step must be awaited before another pass is chosen."""
         return self._step is not None
 
     def end_dropped(self) -> None:
-        """Awaits the step that is under way if no row of it counts any more."""
+        """Waits for the running step if all its rows were dropped."""
         if self._step is not None and len(self._step.dropped) == len(self._step.rows):
-            self._step.output.done.synchronize()  # what its rows held is awaited by those who took their places
+            self._step.output.done.synchronize()  # requests that took over its resources depend on its end
             self._step = None
 
     def begin(self, rows: list[Row], n_decode: int) -> bool:
-        """Enqueues a step of these rows. Returns False, doing nothing, if another could not be enqueued behind it."""
+        """Enqueues a step of these rows. Returns False, without enqueueing, if no other step could follow it."""
         if n_decode < len(rows) or not self._may_follow(rows):
             return False
         self._step, self._last_end = _Step(rows, self._hot.enqueue(rows)), 0.0
         return True
 
     def compute(self) -> tuple[Computed, Collection[Row]]:
-        """Enqueues the next step, if there can be one, and awaits the one that is under way. Returns it, and which of
-        its rows count for nothing. Its seconds are 0 unless it ran behind another one."""
+        """Enqueues the next step if possible, then waits for the running one. Returns the latter, and its rows to
+        discard. Its `seconds` are 0 unless it ran directly after another step."""
         step = self._step
         assert step is not None
         self._step = self._follow(step)
@@ -72,7 +72,8 @@ class Overlap:
         return Computed(step.rows, len(step.rows), step.output, seconds), step.dropped or ()
 
     def drop(self, request: Request) -> list[Event]:
-        """The request has ended, or gives its place away. Returns the events at which what it holds is free."""
+        """Drops the rows of a request that has ended or is preempted. Returns the events after which its resources are
+        free."""
         step = self._step
         rows = [] if step is None else [row for row in step.rows if row.request is request]
         if step is None or not rows:
@@ -81,7 +82,7 @@ class Overlap:
         return [step.output.done]
 
     def _follow(self, step: _Step) -> _Step | None:
-        """Enqueues the step behind one that has not ended. Returns None where there can't be one now."""
+        """Enqueues the step after one that is still running. Returns None if that is not possible now."""
         at = [i for i, row in enumerate(step.rows) if row not in step.dropped]
         if not self._may_follow([step.rows[i] for i in at]):
             return None
@@ -92,9 +93,10 @@ class Overlap:
         return _Step(rows, self._hot.enqueue(rows, fed=at))
 
     def _may_follow(self, rows: list[Row]) -> bool:
-        """Returns whether another step may follow one of these rows. The runner must feed tokens, and nobody else may
-        run who would have to wait. No row's scores may depend on a token that only the device knows, and nobody may
-        have a promised time between tokens, for which others might sit a pass out."""
+        """Returns whether another step may be enqueued after a step of these rows. The runner must feed tokens, and no
+        other request may be running, since it would wait. No row's logits may depend on a token that only the device
+        knows. No request may have a promised time per output token, since other rows may have to sit out a pass for
+        it."""
         if self._runner is None or not self._runner.feeds:
             return False
         requests = [row.request for row in rows]
@@ -103,5 +105,5 @@ class Overlap:
 
 
 def _goes_on(request: Request) -> bool:
-    """Returns whether it wants a token behind the one that is being computed; it may end by that one."""
+    """Returns whether the request may need another token after the one being computed."""
     return request.generated + 1 < request.max_tokens

@@ -1,5 +1,5 @@
-"""Choice of requests that give their places to another: best-effort ones to a strict one, and those of tenants with
-more than their share to the first one of a tenant that was idle. They are computed again later (`Engine` says how)."""
+"""Choice of requests to preempt: best-effort requests for a strict one, and requests of tenants over their share for
+the first request of an idle tenant. Preempted requests are computed again later (`Engine._preempt`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from node_agent.engine.reserves import Room
 from node_agent.engine.waiting import WaitingQueue
 
 MAX_PREEMPTIONS = 3
-"""Preemptions after which a request keeps its place."""
+"""Preemptions after which a request can't be preempted again."""
 
 
 def choose_victims(
@@ -24,10 +24,13 @@ def choose_victims(
     cached: Collection[int],
     over_share: OverShare | None = None,
 ) -> list[Request] | None:
-    """Returns the requests that free the rows and KV blocks of which the batch is `short`. Blocks that are `cached` do
-    not count, for the request that wants the room begins with them. Of the least often preempted the latest admitted go
-    first, for they have the least to compute again. `over_share` (None: best effort gives) is asked of each in this
-    order. Returns None where all together would not free enough."""
+    """Returns the requests to preempt for the rows and KV blocks of which the batch is `short`. Returns None if all
+    together would not suffice.
+
+    Blocks in `cached` do not count, since the new request uses them as its prefix. The least often preempted go first;
+    among them the latest admitted, which have least to recompute. `over_share` decides which may go; None: best-effort
+    requests.
+    """
     victims: list[Request] = []
     rows, blocks = short.rows, short.blocks
     freed = Counter[int]()
@@ -45,8 +48,8 @@ def choose_victims(
 
 
 class OverShare:
-    """Rows and KV blocks of each tenant, less those of victims: nobody is left with less than the share, or with no
-    row. No strict request goes, and for best effort only such."""
+    """Rows and KV blocks per tenant, without those of victims chosen so far. A tenant keeps at least its share and one
+    row. Strict requests are never preempted; a best-effort request preempts only other best-effort requests."""
 
     def __init__(self, running: Collection[Request], share: Room, slo_class: SloClass) -> None:
         self._share, self._slo_class = share, slo_class
@@ -56,14 +59,14 @@ class OverShare:
             self._blocks[request.tenant] += len(request.blocks)
 
     def may_go(self, request: Request) -> bool:
-        """Returns whether the request is one of a tenant that has more than its share."""
+        """Returns whether the request may be preempted: its tenant has more than its share."""
         tenant, needed = request.tenant, ("strict", "standard") if self._slo_class == "best_effort" else ("strict",)
         rows, blocks = self._rows[tenant], self._blocks[tenant]
         over = rows > self._share.rows or (rows > 1 and blocks - len(request.blocks) >= self._share.blocks)
         return over and request.slo_class not in needed and _is_movable(request)
 
     def remove(self, request: Request) -> None:
-        """Takes what the request holds from its tenant's count: it goes."""
+        """Subtracts the rows and blocks of a chosen victim from its tenant's."""
         self._rows[request.tenant] -= 1
         self._blocks[request.tenant] -= len(request.blocks)
 
@@ -71,10 +74,13 @@ class OverShare:
 def strict_room(
     running: Collection[Request], queue: WaitingQueue, reserved: Room, free: Room, shared: int, short: bool
 ) -> StrictRoom:
-    """Returns the rows, KV blocks and prompt tokens ahead that a strict request would find that came now. Best effort's
-    places count as free. `reserved` is for strict ones: while a standard request waits, they get no more than that of
-    what is free (`Admission`). `shared`: as the BlockPool has it; others may keep that number of the blocks of those
-    that go, but none that nobody knows. `short`: a request waits for rows or blocks."""
+    """Returns the rows, KV blocks and pending prompt tokens that a strict request arriving now would find. Places of
+    best-effort requests count as free.
+
+    `reserved`: room for strict requests; while a standard request waits, they get only that part of the free room
+    (`Admission`). `shared`: as in BlockPool; this number of blocks of the preempted requests may
+    stay in use by others, except blocks that are not cached. `short`: whether a request waits for rows or blocks.
+    """
     if short and queue.standard:
         free = Room(min(free.rows, reserved.rows), min(free.blocks, reserved.blocks))
     giving = [request for request in running if _may_go(request)]
@@ -88,9 +94,9 @@ def strict_room(
 
 
 def choose_lenders(running: Iterable[Request], fits: Callable[[Collection[str]], bool]) -> list[Request] | None:
-    """Returns the requests that hold adapters whose room on the device would do, by `fits` of their digests. Of the
-    least often preempted the latest admitted go first. An adapter that others use, too, frees nothing. Returns None
-    where all would not do."""
+    """Returns best-effort requests whose preemption frees enough adapter room on the device, as decided by `fits` for
+    the digests. The least often preempted go first, among them the latest admitted. Adapters that other requests also
+    use free nothing. Returns None if all would not suffice."""
     users: dict[str, list[Request]] = {}
     for request in running:
         if request.lease is not None:
@@ -108,5 +114,6 @@ def _may_go(request: Request) -> bool:
 
 
 def _is_movable(request: Request) -> bool:
-    """Returns whether nothing that is under way on the device may still write to the request's blocks."""
+    """Returns whether the request may be preempted: no open cold pass writes to its blocks, and it was preempted fewer
+    than MAX_PREEMPTIONS times."""
     return not request.in_cold_pass and request.preemptions < MAX_PREEMPTIONS

@@ -1,4 +1,4 @@
-"""An adapter's way up the memory tiers without a request: for operators' prefetches and predicted ones."""
+"""Load of an adapter without a request: for operators' prefetches and predicted ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from node_agent.types import LoadFailed, NoRoom, TooLarge
 
 
 class PrefetchLoad:
-    """Load of an adapter without a request. It waits for the adapter as a request in the queue does, until all of it
-    lies in host memory, and again while the device copies it. It never leases: a request may take over all that it has
-    loaded, or its room, at any time."""
+    """Load of an adapter without a request. It waits for the adapter like a queued request, until the adapter is in
+    host memory and again during the copy to the device. It never takes a lease: a request may take over the loaded
+    adapter, or its room, at any time."""
 
     def __init__(
         self,
@@ -27,34 +27,34 @@ class PrefetchLoad:
         to_device: bool = True,
         spared: Container[str] = (),
     ) -> None:
-        """`spared`: digests of adapters that are not to be evicted for a predicted one."""
+        """`spared`: digests that a predicted prefetch must not evict."""
         self._store, self.adapter, self._priority = store, adapter, priority
         self._to_device, self._spared = to_device, spared
         self.waits = False
         self._copying: DeviceAdapter | None = None
         host = store.hosts.get(adapter.digest)
         self.was_staged = host is not None and host.complete
-        """all of it lay in host memory when it began"""
+        """whether the adapter was completely in host memory at the start"""
         self._wait()
 
     def advance(self, may_place: bool) -> HeldTier | TooLarge | LoadFailed | None:
-        """Advances as far as it can; with `may_place` it may take room on the device. Returns None while it is under
-        way. Returns the tier that it has reached, or the reason why it never will, once it has ended."""
+        """Advances the load as far as possible. With `may_place`, it may use room on the device. Returns None while it
+        runs; at its end, the tier reached or the reason of a permanent failure."""
         outcome = self._advance(may_place)
         if outcome is not None:
             self.end()
         return outcome
 
     def end(self) -> None:
-        """Nobody wants it any more. It may be called again."""
+        """Ends the prefetch's wait for the adapter. May be called repeatedly."""
         if self.waits:
             self.waits = False
             self._store.retract(self.adapter.digest, self._priority)
 
     @property
     def progress(self) -> float:
-        """Returns the share, 0 to 1, of the adapter's bytes that have come: from the store, or to the device where they
-        lay in host memory from the start."""
+        """Returns the share, 0 to 1, of the adapter's bytes that have arrived from the store. If it was in host memory
+        at the start, returns the share on the device."""
         if self.was_staged:
             entry = self._store.device.get(self.adapter.digest)
             return entry.copied if entry is not None else 0.0
@@ -74,7 +74,7 @@ class PrefetchLoad:
         if not self._is_staged():
             self._wait()
             host = store.hosts.load(self.adapter)
-            if host.failed:  # one that was given up just now starts again by the next call
+            if host.failed:  # an abandoned load is started again at the next call
                 return None if host.state is HostState.ABANDONED else host.failure
             if host.size > store.largest:
                 store.hosts.forget(host)
@@ -83,12 +83,12 @@ class PrefetchLoad:
         if not self._to_device:
             return "host"
         if not may_place:
-            self.end()  # its bytes must not keep out those of the requests for which it steps back
+            self.end()  # its bytes must not block those of requests that have precedence
             return None
         return self._place()
 
     def _is_staged(self) -> bool:
-        """Returns whether all of it lies in host memory."""
+        """Returns whether the adapter is completely in host memory."""
         host = self._store.hosts.get(self.adapter.digest)
         return host is not None and host.complete
 

@@ -1,38 +1,37 @@
-"""Outcome of predicted prefetches: bytes that were of use, late or wasted; and how far prefetching backs off."""
+"""Outcomes of predicted prefetches: bytes that were useful, late or wasted; and how far prefetching is slowed down."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 HALF_LIFE_S = 120.0
-"""Seconds after which a byte counts half in the share of waste."""
+"""Half-life in seconds of a byte's weight in the wasted share."""
 MAX_AT_ONCE = 2
 HELD_BACK_CHANCE = 0.5
-"""Least chance of a want that is followed where waste is just above its bound."""
+"""Minimum call probability for a prefetch when the wasted share is just above its limit."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of the predicted prefetches that may begin."""
+    """Limits on new predicted prefetches."""
 
     at_once: int = MAX_AT_ONCE
     min_chance: float = 0.0
 
 
 class PrefetchRecord:
-    """Sums since the engine's start, and the same lately: each byte's weight halves in HALF_LIFE_S."""
+    """Byte counts since the engine's start, and recent ones that decay with HALF_LIFE_S."""
 
     def __init__(self, waste: float, leeway: int) -> None:
-        """`waste`: share of the bytes lately, 0 to 1, above which prefetching backs off. `leeway`: bytes that count as
-        of use from the start, and do not fade: a first mistake changes nothing, and without new waste the share falls
-        until prefetching resumes."""
+        """`waste`: recent wasted share, 0 to 1, above which prefetching slows down. `leeway`: bytes that always count
+        as useful, so that a first mistake has no effect and prefetching resumes without new waste."""
         self.useful_bytes, self.late_bytes, self.wasted_bytes = 0, 0, 0
         self._max_waste, self._leeway = waste, leeway
         self._lately, self._wasted_lately = 0.0, 0.0
         self._at = 0.0
 
     def count_bytes(self, now: float, *, useful: float = 0.0, late: float = 0.0, wasted: float = 0.0) -> None:
-        """Notes bytes whose use is decided at `now` (monotonic seconds)."""
+        """Adds bytes whose outcome was decided at `now` (monotonic seconds)."""
         self.useful_bytes += round(useful)
         self.late_bytes += round(late)
         self.wasted_bytes += round(wasted)
@@ -41,12 +40,13 @@ class PrefetchRecord:
         self._wasted_lately += wasted
 
     def wasted_share(self, now: float) -> float:
+        """Returns the share, 0 to 1, of recent bytes that were wasted."""
         self._fade(now)
         return self._wasted_lately / max(1.0, self._lately + self._leeway)
 
     def bounds(self, now: float) -> Bounds:
-        """Returns the bounds for new prefetches. Above the bound of waste it is one at a time, and only for a chance
-        that rises with the waste, up to certainty."""
+        """Returns the limits for new prefetches. Above the allowed waste: one at a time, with a minimum probability
+        that rises with the waste, up to 1."""
         over = self.wasted_share(now) - self._max_waste
         if over <= 0:
             return Bounds()

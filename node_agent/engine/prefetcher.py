@@ -1,11 +1,12 @@
-"""Follows the gateway's wishes for this node: predicted prefetches, loaded while link and store have nothing else to
-do, and provisioned copies, which stay.
+"""Follows the gateway's hints for this node: predicted prefetches, and provisioned copies, which stay.
 
-A call always comes first: a prefetch begins only while no load of a request runs or is awaited; it stalls when one
-begins (node_agent.adapter_memory.loader_threads), and its room is a request's to take. It evicts only adapters that are
-less likely to be called (`SparedAdapters`). A provisioned copy is loaded to its tier next to requests as one of them
-would be, and is pinned: a flood of other calls must neither hold it up nor take its room. Where it is wanted in a
-better tier than the policy's, the rest of its way is a prefetch like any other.
+Calls have precedence. A predicted prefetch starts only while no request's load is running or pending. It stalls when
+one starts (node_agent.adapter_memory.loader_threads), and a request may take its room. It evicts only adapters that are
+less likely to be called (`SparedAdapters`).
+
+A provisioned copy is loaded to its tier with the priority of a request and is pinned, so that a flood of other calls
+neither delays nor evicts it. If the hint names a higher tier than the policy, the load to that tier is a predicted
+prefetch.
 """
 
 from __future__ import annotations
@@ -25,70 +26,72 @@ from node_agent.engine.prefetch_record import MAX_AT_ONCE, Bounds, PrefetchRecor
 from node_agent.types import LoadFailed, TooLarge
 
 LONGEST_WANT_S = 600.0
-"""Seconds for which a message holds at most."""
+"""Maximum seconds for which a message is valid."""
 LOOK_INTERVAL_S = 0.1
-"""Seconds between two looks at what to begin, and at the outcome of earlier prefetches."""
+"""Seconds between two checks for prefetches to start and outcomes of earlier ones."""
 UNUSED_S = 300.0
-"""Seconds after which a prefetched adapter that is neither wanted nor was called counts as wasted."""
+"""Seconds after which a prefetched adapter that was not called and has no hint counts as wasted."""
 HYSTERESIS = 2.0
-"""Factor by which a chance must exceed that of an adapter to evict it. Its chance is what the gateway says, or what its
-own calls suggest."""
+"""Factor by which a call probability must exceed that of an adapter to evict it. The probability comes from the
+gateway, or from the adapter's past calls."""
 FULL_REST_S = 10.0
-"""Seconds before the next try for an adapter that found no room in a tier."""
+"""Seconds before the next attempt for an adapter that found no room in a tier."""
 PROVISIONED_REST_S = 1.0
-"""The same for a provisioned copy: requests end, and then it has room."""
+"""Seconds before the next attempt for a provisioned copy; it finds room as requests end."""
 FAILED_REST_S = 60.0
-"""The same where it could not be loaded, or an operator evicted it."""
+"""Seconds before the next attempt after a failed load or an operator's eviction."""
 TIERS: tuple[WantedTier, ...] = ("device", "host")
 LEEWAY = 8
-"""An eighth of the device's adapter memory is what may be wasted without counting in full (PrefetchRecord)."""
+"""Divisor: 1/8 of the device's adapter memory may be wasted at no cost (`leeway` of PrefetchRecord)."""
 
 log = logging.getLogger("garnish.engine")
 
 
 @dataclass(eq=False)
 class _Underway:
+    """Prefetch in progress."""
+
     want: WantedAdapter
     load: PrefetchLoad
     tier: WantedTier
     is_kept: bool
     progress: float = 0.0
-    """progress at the last look"""
+    """progress at the last check, 0 to 1"""
 
 
 @dataclass(frozen=True)
 class _Prefetched:
-    """A prefetched adapter that has not been called yet."""
+    """Size and load time of a prefetched adapter that no request has used yet."""
 
     bytes: int
     at: float
 
 
 class Prefetcher:
-    """Called by the engine's thread alone."""
+    """Prefetches by the gateway's hints. Only the engine's thread calls it."""
 
     def __init__(self, store: AdapterStore, waste: float | None) -> None:
-        """`waste`: share of the prefetched bytes above which it backs off; None: only provisioned copies are brought
-        in."""
+        """`waste`: wasted share of prefetched bytes above which prefetching slows down; None: only provisioned copies
+        are loaded."""
         self._store, self._enabled = store, waste is not None
         self.record = PrefetchRecord(waste or 0.0, store.adapter_memory // LEEWAY)
         self._idle_limits = IdleLimits(store, self.wants)
         self._wants: dict[str, WantedAdapter] = {}
-        """wants by digest, most wanted first"""
+        """hints by digest, in order of importance"""
         self._until = 0.0
         self._underway: dict[str, _Underway] = {}
         self._prefetched: dict[str, _Prefetched] = {}
         self._rests: dict[tuple[str, WantedTier], float] = {}
-        """Times until which an adapter is not loaded to a tier."""
+        """time until which an adapter is not loaded to a tier, in monotonic seconds"""
         self._look_at = 0.0
 
     @property
     def underway(self) -> int:
-        """Prefetches that are under way."""
+        """Returns the number of prefetches in progress."""
         return len(self._underway)
 
     def want(self, residency: WantedResidency) -> None:
-        """Replaces what was wanted before."""
+        """Replaces the hints and the idle limits."""
         self._until = time.monotonic() + min(residency.seconds, LONGEST_WANT_S)
         wants: dict[str, WantedAdapter] = {}
         for want in residency.adapters:
@@ -100,24 +103,24 @@ class Prefetcher:
         self._idle_limits.set(residency)
 
     def wants(self, digest: str) -> bool:
-        """Returns whether the adapter is wanted now."""
+        """Returns whether there is a hint for the adapter."""
         return digest in self._wants
 
     def clear(self) -> None:
-        """Forgets all that is wanted, and every idle limit."""
+        """Removes all hints and idle limits."""
         self._idle_limits.clear()
         if self._wants:
             self._replace_wants({})
 
     def cancel(self, digest: str) -> None:
-        """An operator evicts the adapter: it is not brought in again at once."""
+        """Ends the adapter's prefetch because an operator evicts it, and blocks new ones for FAILED_REST_S."""
         self._rest(digest, FAILED_REST_S)
         self._drop(digest)
         self._prefetched.pop(digest, None)
 
     def record_call(self, digest: str) -> None:
-        """A request for the adapter has come, and waits for it (AdapterStore.announce): it takes over a prefetch that
-        is under way."""
+        """Records a request for the adapter, which takes over a running prefetch. The request must already wait for the
+        adapter (AdapterStore.announce)."""
         now = time.monotonic()
         each, prefetched = self._underway.pop(digest, None), self._prefetched.pop(digest, None)
         if each is not None:
@@ -129,8 +132,7 @@ class Prefetcher:
             self.record.count_bytes(now, useful=prefetched.bytes)
 
     def poll(self) -> None:
-        """Advances prefetches, records the outcome of earlier ones, and begins others if nothing else is to be
-        loaded."""
+        """Advances prefetches, records outcomes of earlier ones, and starts new ones if no other load is pending."""
         now = time.monotonic()
         if self._wants and now >= self._until:
             self.clear()
@@ -145,7 +147,7 @@ class Prefetcher:
         self._idle_limits.poll()
 
     def may_go(self, digest: str, target: str) -> bool:
-        """Returns whether an idle adapter may be evicted for the target: it is less likely to be called."""
+        """Returns whether an idle adapter may be evicted for the target, which must be more likely to be called."""
         want, candidate = self._wants.get(target), self._wants.get(digest)
         if want is None or self._store.hosts.waiting(digest):
             return False
@@ -165,12 +167,12 @@ class Prefetcher:
         for digest, each in list(self._underway.items()):
             want = wants.get(digest)
             if want is None or self._is_kept(want) != each.is_kept:
-                self._drop(digest)  # what is to be provisioned, or no longer so, is loaded at another priority
+                self._drop(digest)  # the provisioned state changed, so it is loaded again at another priority
             else:
                 each.want = want
 
     def _drop(self, digest: str) -> None:
-        """Ends a prefetch. Its bytes are wasted, unless all of them lie in host memory now, for a later call."""
+        """Ends a prefetch. Its bytes count as wasted, unless the load was complete, and so may serve a later call."""
         each = self._underway.pop(digest, None)
         if each is None:
             return
@@ -191,11 +193,11 @@ class Prefetcher:
 
     def _advance(self, each: _Underway, may_place: bool) -> None:
         adapter, progress = each.want.adapter, each.load.progress
-        if progress < each.progress:  # a request took its room, and it starts again
+        if progress < each.progress:  # a request took its room, and it started again
             self._waste(each, each.progress)
         each.progress = progress
         if self._store.hosts.lacks_room(adapter.digest):
-            self._drop(adapter.digest)  # others may find some
+            self._drop(adapter.digest)  # other prefetches may find room
             self._rest(adapter.digest, _full_rest(each))
             return
         outcome = each.load.advance(may_place)
@@ -203,13 +205,15 @@ class Prefetcher:
             return
         del self._underway[adapter.digest]
         if each.is_kept:
-            self._look_at = 0.0  # the next copy follows at once: small ones would leave the link idle between two looks
+            self._look_at = (
+                0.0  # start the next copy at once: small ones would leave the link idle until the next check
+            )
         if isinstance(outcome, (TooLarge, LoadFailed)):
             log.warning("a predicted prefetch failed", extra={"digest": adapter.digest, "reason": str(outcome)})
             self._waste(each, each.progress)
             self._rest(adapter.digest, FAILED_REST_S)
             return
-        if outcome == "host":  # the device has no room, or it may be evicted again at once
+        if outcome == "host":  # the device has no room, or would evict it again at once
             self._rest(adapter.digest, _full_rest(each), each.tier)
         if outcome == "device" or not each.load.was_staged:
             self._record_prefetched(each)
@@ -247,11 +251,11 @@ class Prefetcher:
             self._underway[digest] = _Underway(want, load, tier, is_kept)
 
     def _is_kept(self, want: WantedAdapter) -> bool:
-        """Returns whether the next thing to do for the want is to load a provisioned copy to its tier."""
+        """Returns whether the next step for the hint is to load a provisioned copy to its tier."""
         return want.provisioned == "device" or (want.provisioned == "host" and not self._is_staged(want.adapter.digest))
 
     def _is_staged(self, digest: str) -> bool:
-        """Returns whether all of it lies in host memory."""
+        """Returns whether the adapter is completely in host memory."""
         host = self._store.hosts.get(digest)
         return host is not None and host.complete
 
@@ -261,13 +265,13 @@ class Prefetcher:
         return len(self._underway) >= bounds.at_once or want.chance < bounds.min_chance
 
     def _is_there(self, want: WantedAdapter) -> bool:
-        """Returns whether it is where it is wanted, or on its way there."""
+        """Returns whether the adapter is in the hint's tier or higher, or has room there."""
         if self._store.on_device(want.adapter.digest):
             return True
         return want.tier == "host" and self._is_staged(want.adapter.digest)
 
     def _rest(self, digest: str, seconds: float, *tiers: WantedTier) -> None:
-        """Loads the adapter to none of these tiers for `seconds`; to neither tier where none is named."""
+        """Blocks loads of the adapter to these tiers for `seconds`; to all tiers if none is given."""
         self._rests |= dict.fromkeys(((digest, tier) for tier in tiers or TIERS), time.monotonic() + seconds)
 
     def _end_rests(self, now: float) -> None:
@@ -275,7 +279,7 @@ class Prefetcher:
 
 
 class SparedAdapters:
-    """The adapters that are not to be evicted for a wanted one: a container of digests."""
+    """Container of the digests that must not be evicted for a prefetch of `target`."""
 
     def __init__(self, prefetcher: Prefetcher, target: str) -> None:
         self._prefetcher, self._target = prefetcher, target
@@ -289,8 +293,7 @@ def _full_rest(each: _Underway) -> float:
 
 
 def _is_above_its_tier(want: WantedAdapter) -> bool:
-    """Returns whether it is wanted on the device, where no policy keeps it, in addition to a copy that is provisioned
-    in host memory."""
+    """Returns whether the hint asks for the device in addition to a copy provisioned in host memory."""
     return (want.provisioned, want.tier) == ("host", "device")
 
 

@@ -1,6 +1,8 @@
-"""Limits of a pass that keep the promised time between strict requests' tokens. The chunk of prompts follows the
-promise, as in Sarathi-Serve (Agrawal et al., OSDI 2024), and best effort pauses where it would leave strict requests
-too little."""
+"""Limits on passes that keep the promised time per output token of strict requests.
+
+Prompt chunks are sized by the promise, as in Sarathi-Serve (Agrawal et al., OSDI 2024). Best-effort requests pause if
+strict ones would otherwise have too little time.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,17 @@ from node_agent.engine.request import Request
 from node_agent.performance.terms import decode_sample
 
 BESIDE_FLOOD = 2.0
-"""Factor by which a pass during a flood may take longer than its decode rows take by themselves."""
+"""Factor by which a pass during a flood may be longer than its decode rows alone."""
 MIN_BESIDE_FLOOD, UNKNOWN_SHARE = 16, 4
-"""Fractions 1/n of an iteration's prompt tokens that are computed during a flood: at least, and where nothing is known
-of passes."""
+"""Divisors of an iteration's prompt tokens: 1/n is the minimum during a flood, and the amount without a performance
+model."""
 MAX_PAUSES = 3
-"""Passes in succession that a best-effort request sits out: it takes part in every fourth, whatever others ask for."""
+"""Maximum consecutive passes that a best-effort request sits out: it always takes part in every fourth."""
 
 
 def tightest_promise(running: Iterable[Request], model: PerformanceModel) -> float | None:
-    """Returns the fewest seconds between tokens that were promised to strict requests that decode. A time that the node
-    could not keep for one alone is no promise."""
+    """Returns the smallest promised seconds per output token of decoding strict requests; None without a promise.
+    Ignores promises that the node could not keep even for a single request."""
     strict = (r.tpot for r in running if r.decoding and r.slo_class == "strict" and r.tpot is not None)
     tightest = tightest_tpot(strict, model)
     return tightest if tightest < inf else None
@@ -41,15 +43,15 @@ def within_promise(
     slower: float = 1.0,
     used: int = 0,
 ) -> tuple[list[Request], float]:
-    """Returns the requests that decode in the next pass, and the prompt tokens for which the iteration has time after
-    the `used` ones. All decode, and the tokens are infinite, where nobody strict decodes who was promised a time
-    between tokens, or nothing is known of passes.
+    """Returns the requests that decode in the next pass, and the number of prompt tokens that still fit in the
+    iteration.
 
-    Where strict requests' next tokens, or their prompts (of `prompts`, which the pass could compute; an iteration has
-    `chunk_tokens` tokens of them), would find too little time, best-effort requests keep what they have and sit the
-    pass out, as few as will do. At least `min_tokens` are returned: a promise that decode rows alone break must not
-    stop prompts. `slower`: how much longer than forecast passes over both take. That they take less is no reason to
-    plan with more: they vary.
+    All decode, and the number is infinite, if no decoding strict request has a promise or there is no performance
+    model. If strict requests' tokens or prompts would have too little time, as few best-effort requests as necessary
+    sit the pass out. `prompts`: requests whose prompts the pass could compute; `chunk_tokens`: prompt tokens per
+    iteration; `used`: those already used. The number, before subtracting `used`, is at least `min_tokens`, so that
+    prompts advance even if decode rows alone break a promise. `slower`: ratio of measured to forecast time of mixed
+    passes; a ratio below 1 is ignored, since times vary.
     """
     promised = tightest_promise(decoding, model) if model is not None else None
     if model is None or promised is None:
@@ -79,8 +81,8 @@ def within_promise(
 
 
 def beside_flood(model: PerformanceModel | None, decoding: Sequence[Request], chunk_tokens: int) -> float:
-    """Returns the prompt tokens of the batch's next pass that don't make it long for newcomers. At least one of
-    MIN_BESIDE_FLOOD of `chunk_tokens` is returned, so that prompts advance."""
+    """Returns the prompt tokens that the batch's next pass may compute without delaying new requests much. It is at
+    least `chunk_tokens` / MIN_BESIDE_FLOOD, so that prompts advance."""
     if model is None:
         return chunk_tokens // UNKNOWN_SHARE
     if not decoding:
@@ -92,15 +94,16 @@ def beside_flood(model: PerformanceModel | None, decoding: Sequence[Request], ch
 
 
 def _fewest(max_count: int, target: float, spare: Callable[[int], float]) -> int:
-    """Returns the smallest number, up to `max_count`, for which `spare`, which grows with it, reaches the target. Where
-    no number does, returns the one that comes nearest to it but for a token: nobody pauses for nothing."""
+    """Returns the smallest number up to `max_count` for which `spare`, an increasing function, reaches the target. If
+    none does, returns the smallest number that comes within one token of the best: no request pauses for nothing."""
     if spare(max_count) < target:
         target = spare(max_count) - 1.0
     return bisect_left(range(max_count), True, key=lambda count: spare(count) >= target)
 
 
 def paused_on_average(running: Iterable[Request]) -> tuple[int, int]:
-    """Rows and tokens of contexts that passes have fewer on average while best effort pauses as often as it may."""
+    """Returns the average reduction in decode rows and context tokens per pass. It assumes that best-effort requests
+    pause as often as they may."""
     contexts = [r.computed for r in running if r.decoding and r.slo_class == "best_effort"]
     return (len(contexts) * MAX_PAUSES // (MAX_PAUSES + 1), sum(contexts) * MAX_PAUSES // (MAX_PAUSES + 1))
 
@@ -110,7 +113,7 @@ def _may_pause(request: Request) -> bool:
 
 
 def _spare_tokens(model: PerformanceModel, decoding: Sequence[Request], seconds: float) -> float:
-    """Returns the prompt tokens for which a pass of `seconds` has time."""
+    """Returns the number of prompt tokens that fit in a pass of `seconds` with these decode rows."""
     sample = decode_sample([Row(request, 1) for request in decoding], 0.0)
     remaining_s = seconds - decode_forecast(model.decode, sample)
     per_token = model.prefill.per_token + model.prefill.per_token_rank * sample.max_rank / sample.rows

@@ -1,5 +1,5 @@
-"""Announces before each stretch of computing how long the engine's loop may be silent. A long pass is then not mistaken
-for a stalled engine (node_agent.heartbeat)."""
+"""Announces before each computation how long the engine's loop may be silent. A long pass is then not taken for a
+stalled engine (node_agent.heartbeat)."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MARGIN = 3.0
-"""Times what such a stretch took lately: the host may be busier now."""
+"""Factor on the recent duration of a computation, in case the host is busier now."""
 LONGEST_S = 50.0
-"""Seconds that are announced at most: less than the silence after which the engine is killed."""
+"""Maximum announced seconds; less than the silence after which the engine is killed."""
 FIRST_S = 20.0
-"""Announced on a GPU before a stretch of a size that was not computed yet: kernels are compiled then."""
+"""Seconds announced on a GPU before a computation of a new size, since kernels may be compiled."""
 FADING = 0.9
-"""Factor by which each stretch fades a longer one before it."""
+"""Factor by which the stored maximum duration decays with each computation."""
 
 
 class Pulse:
-    """Announcer of silence: `report` is called with the seconds of silence to come. Learns how long stretches of each
-    size (a power of two of tokens) take, per layer."""
+    """Announces silence by calling `report` with the expected seconds. Learns the duration per layer of each kind and
+    size of computation; a size is a power of two of tokens."""
 
     def __init__(self, compiles: bool) -> None:
-        """`compiles`: the first stretch of a size may compile kernels."""
+        """`compiles`: whether the first computation of a size may compile kernels."""
         self.report: Callable[[float], None] = lambda _quiet: None
         self._first = FIRST_S if compiles else 0.0
         self._seconds: dict[str, dict[int, float]] = {}
 
     def beat(self) -> None:
-        """Reports that the loop runs."""
+        """Reports that the loop is running."""
         self.report(0.0)
 
     @contextmanager
     def computing(self, what: str, tokens: int, layers: int = 1) -> Iterator[None]:
-        """Announce a stretch, and learn how long it took."""
+        """Announces a computation of `tokens` tokens in `layers` layers, and measures its duration."""
         by_size, size = self._seconds.setdefault(what, {}), tokens.bit_length()
         expected = layers * _per_layer(by_size, size)
         self.report(min(LONGEST_S, max(MARGIN * expected, 0.0 if size in by_size else self._first)))
@@ -44,8 +44,9 @@ class Pulse:
 
 
 def _per_layer(by_size: dict[int, float], size: int) -> float:
-    """Returns the seconds per layer of a stretch whose number of tokens has `size` bits. Where none of that size was
-    seen: the next larger size's, else the largest one's, doubled for each bit more; 0 when none was seen at all."""
+    """Returns the seconds per layer of a computation whose number of tokens has `size` bits. For an unmeasured size,
+    returns the value of the next larger one; beyond the largest, doubles its value per bit. Returns 0 without
+    measurements."""
     if size in by_size:
         return by_size[size]
     larger = [seen_size for seen_size in by_size if seen_size > size]

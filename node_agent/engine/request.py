@@ -13,32 +13,32 @@ from node_agent.types import Lease
 
 @dataclass
 class ColdPhases:
-    """Delays that a request had because its adapter was not on the device."""
+    """Delays of a request whose adapter was not on the device."""
 
     started_at: float
-    """admission; monotonic seconds"""
+    """time of admission, in monotonic seconds"""
     plan: str = "wait"
-    """plan of its first chunk that was computed before the whole adapter was there"""
+    """plan of its first chunk that was computed while the adapter was loading"""
     forecast: float = 0.0
-    """seconds of exposed load, as planned"""
+    """planned seconds of waiting for adapter bytes"""
     exposed: float = 0.0
-    """seconds in which its computation waited for adapter bytes, before its admission too"""
+    """seconds of waiting for adapter bytes, including before admission"""
     load: float = 0.0
     """seconds that the adapter's load took; 0 while it runs"""
     fetch: float = 0.0
     """seconds of `load` until the adapter was in host memory"""
     layers_cpu: int = 0
     layers_device: int = 0
-    """layers of cold chunks, by where the adapter's part was computed"""
+    """layers of cold chunks by where their LoRA terms were computed: CPU workers or the device"""
     waits_since: float = 0.0
-    """start of a wait of its next step for adapter bytes that no cold pass can do without; monotonic"""
+    """start of the next step's wait for the whole adapter, in monotonic seconds; 0 if it is not waiting"""
     opened: bool = False
-    """a chunk began before the whole adapter was there"""
+    """whether a chunk was started while the adapter was loading"""
     replays: int = 0
-    """chunks that were computed again because a worker failed"""
+    """number of chunks computed again because a worker failed"""
 
     def end_wait(self, now: float) -> None:
-        """Books what it has waited for the load, which has ended or is waited for no more."""
+        """Adds the time waited for the load, which has ended or is no longer waited for."""
         if not self.opened:
             self.exposed += now - self.started_at
         elif self.waits_since:
@@ -46,13 +46,14 @@ class ColdPhases:
 
 
 USUAL_TTFT = 10.0
-"""Seconds in which a request without a promise is due: finite, so that those with one can't pass it for ever."""
+"""Assumed deadline of the first token, in seconds, for requests without a promise. It is finite, so that requests with
+one can't pass them forever."""
 
 
 @dataclass(eq=False)
 class Request:
-    """`tokens` is the prompt and what was generated, here or on a node before; the KV cache holds the first `computed`
-    of them."""
+    """Request in the engine. `tokens` are the prompt and the tokens generated here or on an earlier node; the KV cache
+    holds the first `computed` of them."""
 
     id: str
     tenant: str
@@ -69,45 +70,45 @@ class Request:
     ttft: float | None = None
     tpot: float | None = None
     arrival_tier: str = "none"
-    """tier of the adapter when the request arrived"""
+    """tier of the adapter when the request arrived; "none": on the device, or no adapter"""
     arrived: float = field(default_factory=time.monotonic)
     prompt_len: int = 0
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
-    """keys of its first whole blocks, as far as they were asked for"""
+    """keys of its first full blocks, as far as they were computed"""
     known_blocks: int = 0
-    """number of its first `blocks` that others may use, too"""
+    """number of its first `blocks` that are cached for sharing"""
     lease: Lease | None = None
     short_since: float = 0.0
-    """first time that it found too little adapter memory"""
+    """time at which it first found too little adapter memory, in monotonic seconds; 0: never"""
     held_at: float = 0.0
-    """last time that its adapter's bytes alone kept it out of the batch; monotonic, 0: something else did"""
+    """time since which only its adapter's bytes keep it out of the batch, in monotonic seconds; 0 otherwise"""
     held_s: float = 0.0
     device_seconds: float = 0.0
-    """seconds of the passes that computed it, its part"""
+    """its share of the seconds of the passes that computed it"""
     admitted: float = 0.0
     first_token: float = 0.0
     cold: ColdPhases | None = None
-    """set if its adapter was not on the device when it was admitted"""
+    """set if its adapter was not on the device at admission"""
     state: RequestState = RequestState.WAITING
     rules: ScoreRules | None = None
-    """changes that its parameters make of its scores; made at its admission where they make any"""
+    """changes to its logits by its parameters; None if there are none; created at admission"""
     scored: int = 0
-    """prompt tokens whose log probabilities were sent, where these are asked for; the first has none"""
+    """position up to which prompt log probabilities were sent, if requested; the first token has none"""
     pauses: int = 0
-    """passes in succession that it has sat out for strict requests"""
+    """consecutive passes that it has sat out for strict requests"""
     pauses_in_all: int = 0
     after_idle: bool = False
-    """first request of its tenant for a while: it may take a place of those that have more than their share"""
+    """True if it is its tenant's first request after a pause. It may then take a place of tenants over their share."""
     preemptions: int = 0
-    """number of times that it gave its place to another request; `computed` counts from the last one on"""
+    """number of preemptions; each resets `computed`"""
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
 
     def change_state(self, state: RequestState) -> None:
-        """Sets the state. Raises IllegalTransition unless REQUEST_TRANSITIONS has the change."""
+        """Sets the state. Raises IllegalTransition unless REQUEST_TRANSITIONS has the transition."""
         check_transition(self.state, state, REQUEST_TRANSITIONS)
         self.state = state
 
@@ -117,42 +118,44 @@ class Request:
 
     @property
     def awaits_adapter(self) -> bool:
-        """Returns whether its next step waits for the whole adapter: it was planned so, a worker failed it, or memory
+        """Returns whether its next step waits for the whole adapter: by plan, after a worker failed, or after memory
         was short."""
         return self.state is RequestState.AWAITING_ADAPTER
 
     @property
     def first_token_deadline(self) -> float:
-        """Returns when the first token is due: the promised TTFT, or USUAL_TTFT, after the arrival; monotonic
-        seconds."""
+        """Returns the deadline of the first token in monotonic seconds: arrival plus promised TTFT, or USUAL_TTFT
+        without a promise."""
         return self.arrived + (USUAL_TTFT if self.ttft is None else self.ttft)
 
     @property
     def rank(self) -> int:
+        """Largest rank of the request's adapter; 0 without one."""
         return max(self.adapter.ranks, default=0) if self.adapter else 0
 
     @property
     def generated(self) -> int:
+        """Number of generated tokens."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def uncomputed(self) -> int:
-        """Tokens that the cache does not have yet."""
+        """Returns the number of tokens that are not in the KV cache yet."""
         return len(self.tokens) - self.computed
 
     @property
     def found_tokens(self) -> int:
-        """Returns the prompt tokens whose keys and values were cached, before it computes anything. Returns 0 for one
-        that continues: its prompt was computed on a node before."""
+        """Returns the number of prompt tokens found in the prefix cache; valid before anything is computed. Returns 0
+        for a request continued from another node."""
         return 0 if self.generated else self.computed
 
     def begin_again(self) -> None:
-        """Resets it: it has given its place away, and all that it computed."""
+        """Resets the request after a preemption: nothing is computed any more."""
         self.change_state(RequestState.PREEMPTED)
         self.computed, self.known_blocks, self.pauses = 0, 0, 0
         self.preemptions += 1
 
     @property
     def decoding(self) -> bool:
-        """The prompt and all but the last token are in the cache."""
+        """Returns whether the prompt and all generated tokens but the last are in the KV cache."""
         return self.generated > 0 and self.computed == len(self.tokens) - 1

@@ -1,7 +1,7 @@
-"""Rows and KV blocks that are kept free for some: for strict requests, and for tenants that call now and then.
+"""Rows and KV blocks reserved for strict requests, and for tenants that call occasionally.
 
-Nothing is kept for those who don't call: a node that has heard of no strict request for STRICT_SECONDS keeps nothing
-for them, and one that serves a single tenant keeps nothing for others.
+Nothing is reserved for those who do not call. A node without a strict request for STRICT_SECONDS reserves nothing for
+them; a node with a single tenant reserves nothing for others.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from node_agent.engine.request import Request
 from node_agent.engine.waiting import WaitingQueue
 
 STRICT_SECONDS = 600.0
-"""Seconds after a strict request for which places are kept for the next ones."""
+"""Seconds after a strict request for which places are reserved for further ones."""
 TENANT_SECONDS = 10.0
-"""Seconds after a tenant's request for which a row is kept for its next one."""
+"""Seconds after a tenant's request for which a row is reserved for its next one."""
 AWAITED_SECONDS = 10.0
-"""Seconds after a call that is not best effort. In this time best effort's passes stay short for the next one, and best
-effort does not evict its adapter."""
+"""Seconds after a call that is not best effort. Meanwhile best-effort passes stay short, and best effort does not evict
+its adapter."""
 MAX_AHEAD = 2048.0
-"""Lead over the floor up to which a tenant's counter (virtual time, service / weight) may be for it to use what is
-kept. Some ten short calls make it."""
+"""Maximum lead of a tenant's counter over the floor at which it may use reserved places. The counter is virtual time,
+service / weight. About ten short calls reach the maximum."""
 KEPT_SHARE = 8
-"""Fraction 1/n of rows, and of KV blocks, that is kept for either at most."""
+"""Divisor: at most 1/n of rows and of KV blocks is reserved for strict requests, and the same for light tenants."""
 FEWEST_ROWS = 4
-"""Rows below which none is kept."""
+"""Minimum rows of a batch at which a row is reserved."""
 
 
 class Callers:
-    """Record of the callers of late."""
+    """Record of recent callers."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, float] = {}
-        """time of each tenant's last call that was not strict, the latest at the end"""
+        """time of each tenant's last call that was not strict, latest last"""
         self._strict_at = float("-inf")
         self._awaited_at = float("-inf")
-        """Time of the last call that is not best effort."""
+        """time of the last call that was not best effort"""
         self._adapters: dict[str, float] = {}
-        """Time of each adapter's last such call, the latest at the end."""
+        """time of each adapter's last call that was not best effort, latest last"""
 
     def record_call(self, request: Request) -> bool:
-        """Records that a request has arrived. Returns True when it is its tenant's first for TENANT_SECONDS, strict
-        ones not counted; False for any other, and for every strict one."""
+        """Records the arrival of a request. Returns whether it is its tenant's first non-strict request for
+        TENANT_SECONDS; False for strict requests."""
         if request.slo_class != "best_effort":
             self._record_awaited(request)
         if request.slo_class == "strict":
@@ -60,11 +60,12 @@ class Callers:
         return now - self._strict_at < STRICT_SECONDS
 
     def awaited(self, now: float) -> bool:
-        """Returns whether a call that is not best effort came lately: the next one is likely to."""
+        """Returns whether a call that was not best effort came within AWAITED_SECONDS, so that another one is
+        likely."""
         return now - self._awaited_at < AWAITED_SECONDS
 
     def awaited_adapters(self, now: float) -> Iterator[str]:
-        """Returns the adapters of calls within AWAITED_SECONDS that were not best effort, the latest first."""
+        """Returns the adapters called within AWAITED_SECONDS by requests that were not best effort, latest first."""
         return (digest for digest, at in reversed(self._adapters.items()) if now - at < AWAITED_SECONDS)
 
     def _record_awaited(self, request: Request) -> None:
@@ -77,18 +78,20 @@ class Callers:
             del self._adapters[next(iter(self._adapters))]
 
     def lately(self, now: float) -> Iterator[str]:
-        """Tenants, but for those whose calls are all strict."""
+        """Returns the tenants that called within TENANT_SECONDS, strict calls not counted."""
         return (tenant for tenant, at in self._tenants.items() if now - at < TENANT_SECONDS)
 
 
 @dataclass(frozen=True)
 class Room:
+    """Number of batch rows and of KV blocks."""
+
     rows: int
     blocks: int
 
 
 class Reserves:
-    """Room that each request must leave free, as batch and queue are now."""
+    """Room that each request must leave free, for the present batch and queue."""
 
     def __init__(
         self, callers: Callers, queue: WaitingQueue, running: Iterable[Request], max_rows: int, blocks: int
@@ -98,7 +101,7 @@ class Reserves:
         self._all = Room(max_rows, blocks)
         self._rows = max_rows // KEPT_SHARE or int(max_rows >= FEWEST_ROWS)
         self.max_blocks = blocks // KEPT_SHARE
-        """number of KV blocks that are kept for strict, and for light tenants"""
+        """number of KV blocks reserved for strict requests, and for light tenants"""
         self._tenants: dict[str, int] = {}
         """number of rows by tenant"""
         self._strict_rows = self._strict_blocks = 0
@@ -107,23 +110,23 @@ class Reserves:
             self.count(request, 1)
 
     def light(self, tenant: str) -> bool:
-        """Returns whether a waiting tenant may take what is kept for such. It has nothing in the batch, or it has no
-        other request waiting and is not far ahead of its turn."""
+        """Returns whether a waiting tenant may use places reserved for light tenants: it has nothing in the batch, or
+        is `modest`."""
         return not self._tenants.get(tenant) or self.modest(tenant)
 
     def may_claim(self, request: Request) -> bool:
-        """Returns whether a waiting request may take the place of one whose tenant has more than its share: for the
-        first call of a tenant nothing was kept. With a row in the batch it is not the first any more."""
+        """Returns whether a waiting request may preempt a request of a tenant over its share. It must be its tenant's
+        first after a pause, with no row of the tenant in the batch."""
         return request.after_idle and not self._tenants.get(request.tenant)
 
     def modest(self, tenant: str) -> bool:
-        """Returns whether no more than one request of the tenant waits and it is not far ahead of its turn."""
+        """Returns whether the tenant has at most one waiting request and is at most MAX_AHEAD over the floor."""
         return self._queue.waiting_of(tenant) <= 1 and self._queue.shares.tenant(tenant) <= self._max_served
 
     @property
     def crowded(self) -> bool:
-        """Returns whether a tenant waits that has much to do, and others are there: they wait or run, or called lately,
-        or strict ones did. Alone a tenant is in nobody's way."""
+        """Returns whether a tenant that is not light waits while others are present: they wait, run, or called
+        recently, or strict requests came recently."""
         crowd = {tenant for tenant in self._queue.tenants if not self.light(tenant)}
         if len(crowd) != 1 or self._callers.strict(self._now):
             return bool(crowd)
@@ -132,23 +135,23 @@ class Reserves:
         return any(tenant not in crowd for tenant in present)
 
     def equal_share(self, request: Request) -> Room:
-        """Returns an equal part of all rows and blocks: shared among the request's tenant and those that have rows."""
+        """Returns an equal share of all rows and blocks, among the request's tenant and the tenants with rows."""
         tenants = len({request.tenant, *(tenant for tenant, rows in self._tenants.items() if rows)})
         return Room(max(1, self._all.rows // tenants), self._all.blocks // tenants)
 
     def awaited_adapters(self) -> Iterator[str]:
-        """Returns Callers.awaited_adapters, by the time of this look at the queue."""
+        """Returns Callers.awaited_adapters as of the creation of this object."""
         return self._callers.awaited_adapters(self._now)
 
     def for_strict(self) -> Room:
-        """Kept for strict requests, and not taken by them yet."""
+        """Returns the part of the strict reserve that strict requests do not use yet."""
         if not self._callers.strict(self._now):
             return Room(0, 0)
         return Room(max(0, self._rows - self._strict_rows), max(0, self.max_blocks - self._strict_blocks))
 
     def kept_from(self, request: Request) -> Room:
-        """Returns the room that the request must leave free: none for a strict request, and none while only strict ones
-        run, for it may need more than what is not kept, and would wait for ever."""
+        """Returns the room that the request must leave free. It is none for a strict request, and none while only
+        strict requests run: otherwise a request that needs more than the unreserved part would wait forever."""
         if request.slo_class == "strict" or not self._not_strict:
             return Room(0, 0)
         strict = self.for_strict()
@@ -157,14 +160,14 @@ class Reserves:
 
     @property
     def _expected(self) -> int:
-        """Tenants whose next call is to find a row, as far as rows are kept: those who called lately and have nothing
-        waiting, and light ones."""
+        """Returns the number of rows reserved for the next calls of tenants: those that called recently and have
+        nothing waiting, and light ones."""
         waiting, lately = self._queue.tenants, self._callers.lately(self._now)
         expected = (tenant for tenant in lately if tenant not in waiting or self.light(tenant))
         return sum(1 for _ in islice(expected, self._rows))
 
     def count(self, request: Request, by: int) -> None:
-        """The request has got its place and its blocks (1), or gives them up (-1)."""
+        """Adds the rows and blocks of an admitted request (`by` 1), or subtracts those of a preempted one (-1)."""
         self._tenants[request.tenant] = self._tenants.get(request.tenant, 0) + by
         if request.slo_class == "strict":
             self._strict_rows += by

@@ -1,4 +1,4 @@
-"""Answers the two questions of each iteration: who enters the batch (`admit`), and what is computed (`compose`)."""
+"""Decides in each iteration which requests enter the batch (`admit`) and which tokens are computed (`compose`)."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ Loaded = Callable[[Request], bool]
 Turn = Callable[[Request], float]
 
 MIN_HOT_SHARE = 4
-"""Fraction 1/n of an iteration's prompt tokens for adapters that are there, whatever the cold ones take."""
+"""Divisor: at least 1/n of an iteration's prompt tokens is for adapters on the device, however much cold passes use."""
 MIN_BESIDE_STRICT = 16
-"""Fraction 1/n for prompts, whatever strict requests were promised."""
+"""Divisor: at least 1/n of an iteration's prompt tokens is computed, whatever strict requests were promised."""
 
 
 @dataclass(frozen=True)
 class HotRows:
-    """The rows of one pass; the first `n_decode` decode."""
+    """Rows of one hot pass. The first `n_decode` are decode rows."""
 
     rows: list[Row]
     n_decode: int
 
 
 class Scheduler:
-    """Reads the batch (`running`, by id), which the engine changes."""
+    """Scheduler of the batch `running` (requests by id), which the engine changes."""
 
     def __init__(self, limits: Limits, running: dict[str, Request], prefixes: Prefixes, store: AdapterStore) -> None:
         self.queue = WaitingQueue(limits.queue_limit)
         self.callers = Callers()
         self.short = False
-        """The last look at the queue left somebody in it for want of a row or of KV blocks."""
+        """whether the last admission left a request waiting for a row or KV blocks"""
         self._running, self._prefixes, self._store = running, prefixes, store
 
     def reserves(self, max_rows: int) -> Reserves:
-        """Returns what each request must leave free now."""
+        """Returns the reserves for the present batch and queue."""
         return Reserves(self.callers, self.queue, self._running.values(), max_rows, self._prefixes.blocks.total)
 
     def admit(self, max_rows: int, preempt: Callable[[Request], None]) -> Admission:
-        """Take out of the queue who is admitted, or refused for good. `preempt` frees what a request holds that gives
-        its place to another."""
+        """Removes requests that are admitted or permanently refused from the queue, and returns them. `preempt` frees
+        the resources of a preempted request."""
         running = list(self._running.values())
         admission = Admission(running, max_rows, self._prefixes, self._store, self.reserves(max_rows), preempt)
         admission.look_at(self.queue)
@@ -59,8 +59,8 @@ class Scheduler:
         return admission
 
     def cold_tokens(self, limits: Limits, drift: Drift | None, cold: Iterable[Request]) -> int:
-        """Returns how many prompt tokens an iteration's cold passes may have, which are those of `cold`. Where only
-        best effort has some, they are kept as short as hot ones while others call."""
+        """Returns the prompt tokens for the cold passes of an iteration; `cold` are their requests. If all are best
+        effort while other calls are recent, it is limited as for hot passes."""
         if any(r.slo_class != "best_effort" for r in cold) or not self.callers.awaited(time.monotonic()):
             return limits.chunk_tokens
         decoding = [request for request in self._running.values() if request.decoding]
@@ -75,14 +75,15 @@ class Scheduler:
         drift: Drift | None,
         joining: Collection[str] = (),
     ) -> Iterator[HotRows]:
-        """Yields the rows of an iteration's hot passes, each chosen when the one before has been computed. Cold passes
-        `used` a part of the iteration's prompt tokens; `joining`: ids of requests that decode though their adapter is
-        still on its way.
+        """Yields the rows of an iteration's hot passes. Each is chosen after the previous one was computed.
 
-        A flood is a tenant that asks for more than the node has, or best effort. During one, prompts of the others get
-        a pass before the batch's, and the batch's chunk is cut so that no call waits for it long. In the batch's pass,
-        and behind whole chunks, a first token would come later than without the flood, in whatever order requests are
-        admitted. Without a flood, every pass more would only read the weights once more.
+        `used`: prompt tokens of the iteration that cold passes have used. `joining`: ids of requests that decode while
+        their adapter is loading.
+
+        A flood is best-effort load, or a tenant that asks for more than the node has. During a flood, prompts of other
+        requests get a pass before the batch's pass, and the batch's chunk is limited so that no call waits long for it.
+        Otherwise the flood would delay first tokens whatever the order of admission. Without a flood, an additional
+        pass would only read the weights once more.
         """
         chunk_tokens, model = limits.chunk_tokens, drift.published if drift else None
         first = self._first_prompts(limits.max_rows)
@@ -106,8 +107,8 @@ class Scheduler:
             yield HotRows(rows, n_decode)
 
     def _first_prompts(self, max_rows: int) -> list[Request] | None:
-        """Returns the requests without a first token whose prompts go before the batch; None where the batch keeps
-        nobody waiting: no tenant floods, and no best effort runs while others call."""
+        """Returns the requests without a first token whose prompts are computed before the batch. Returns None if there
+        is no flood: no crowding tenant, and no best effort running while others call."""
         running = self._running.values()
         reserves = self.reserves(max_rows) if self.queue and self.short else None
         is_flood = reserves is not None and reserves.crowded
@@ -122,8 +123,8 @@ class Scheduler:
     def _parts(
         self, is_loaded: Callable[[Request], bool], joining: Collection[str]
     ) -> tuple[list[Request], list[Request]]:
-        """Returns who decodes, and whose prompt is computed, of those whose whole adapter is there or who join without
-        it."""
+        """Returns the requests that decode, and those whose prompts are computed. Considers only requests with a loaded
+        adapter and `joining` ones."""
         ready = [r for r in self._running.values() if r.id in joining or is_loaded(r)]
         return [r for r in ready if r.decoding], [r for r in ready if not (r.decoding or r.in_cold_pass)]
 
@@ -136,12 +137,12 @@ def choose_hot(
     spare: float,
     counter: Turn,
 ) -> tuple[list[Row], int]:
-    """Returns the rows of the next hot pass (decode rows first, each part in order of adapter slots), and how many
-    decode.
+    """Returns the rows of the next hot pass and the number of decode rows. Decode rows come first; each part is in
+    order of adapter slots.
 
-    Each of `decoding` advances by a token. Chunks of `prompts` have at most what the decode rows leave of
-    `chunk_tokens`, and at most `spare` tokens (infinite: no such bound; negative: there is no time); at least one token
-    in any case, so that prompts advance.
+    Each request in `decoding` advances by one token. Chunks of `prompts` share what the decode rows leave of
+    `chunk_tokens`, and at most `spare` tokens (infinite: no limit; negative: no time). They have at least one token, so
+    that prompts advance.
     """
     decode = sorted((Row(request, 1) for request in decoding), key=_slot)
     tokens = max(int(min(chunk_tokens - len(decode), spare)), 1)
@@ -149,8 +150,9 @@ def choose_hot(
 
 
 def choose_prompts(requests: Iterable[Request], loaded: Loaded, tokens: int, counter: Turn) -> list[Row]:
-    """Returns chunks of `tokens` tokens together, in order of adapter slots. Strict requests come first, then those of
-    the smallest `counter` (their tenants'), then the oldest. Chunks that a cold pass computes are left out."""
+    """Returns prompt chunks of at most `tokens` tokens in total, in order of adapter slots. Strict requests come first,
+    then those whose tenants have the smallest `counter`, then the oldest. Requests with open cold passes are left
+    out."""
     rows: list[Row] = []
     for request in sorted(requests, key=lambda request: (request.slo_class != "strict", counter(request))):
         if not tokens:

@@ -1,4 +1,4 @@
-"""Builds an engine from its settings, and warms it."""
+"""Builds an engine from its settings, and warms it up."""
 
 from __future__ import annotations
 
@@ -31,36 +31,37 @@ from node_agent.types import OpenRunner, RunnerSettings
 
 SMALL_MODEL_BYTES = 8 << 20
 PREPARED_PRODUCTS = 16384
-"""Shapes for which torch's CPU library keeps what it has generated. By itself it keeps 1,024: fewer than prompts of
-some lengths have with adapters of some ranks, whose rows are cut at page borders. Each other shape costs a millisecond
-every time."""
+"""Number of shapes for which oneDNN caches generated kernels. Its default of 1,024 is less than the shapes of prompts
+of some lengths with adapters of some ranks, whose rows are split at page borders. Each uncached shape costs a
+millisecond per use."""
 
 
 MAX_CPU_KV_BYTES = 1 << 30
 CPU_KV_PART = 4
-"""Fraction 1/n of a host's free memory for keys and values: others use it, too."""
+"""Divisor: 1/n of a host's free memory is for keys and values, since other programs use it too."""
 
 
 BY_DEVICE = {
     "cpu": {"max_rows": 32, "max_cold": 2, "chunk_tokens": 512},
     "cuda": {"max_rows": 256, "max_cold": 4, "chunk_tokens": 2048},
 }
-"""Bounds of passes, as EngineConfig has them. A GPU reads the base model's weights once for 256 rows as for one, and
-2,048 tokens of prompts keep it busy; on a CPU a pass of that size would hold up everybody else's next token."""
+"""Default limits of passes (EngineConfig). A GPU reads the base model's weights once per pass, for 256 rows as for one,
+and 2,048 prompt tokens keep it busy. On a CPU such a pass would delay all other requests' next tokens."""
 
 
 class WarmUpFailed(RuntimeError):
-    """The dummy request did not end as it must; the node is not ready."""
+    """Error: the dummy request did not end as expected, so the node is not ready."""
 
 
 def build_engine(
     config: EngineConfig, on_change: Callable[[], None], open_runner: OpenRunner | None = None
 ) -> tuple[Engine, BaseModel]:
-    """Load the base model, allocate the pools and warm up. `open_runner`: instead of the one that `config` names.
+    """Loads the base model, allocates the pools, warms up, and returns the engine and the base. `open_runner` replaces
+    the runner in `config`.
 
     Raises ValueError or OSError on bad settings.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PREPARED_PRODUCTS))  # read at the first product
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PREPARED_PRODUCTS))  # read at the first matrix product
     device = pick_device(config.device)
     config, kernel = with_sizes(config, device), kernel_of(config.lora_kernel, device)
     threads = config.threads or default_threads(Path(config.model_dir), config.host_nodes)
@@ -100,15 +101,15 @@ def build_engine(
 
 
 def with_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Returns the settings with a number in the place of each 0 that stands for "by the device"."""
+    """Returns the settings with device defaults instead of the zeros that mean "by the device"."""
     adapter_memory = config.adapter_memory or default_adapter_memory(gpu_memory(device))
     bounds = {name: getattr(config, name) or size for name, size in BY_DEVICE[device.type].items()}
     return replace(config, adapter_memory=adapter_memory, **bounds)
 
 
 def kv_blocks(config: EngineConfig, base: BaseModel, device: torch.device, dtype: torch.dtype) -> int:
-    """Returns how many blocks of keys and values of this dtype the device has room for. To be asked once the base model
-    is on it. Raises ValueError when it is fewer than two."""
+    """Returns the number of KV blocks of this dtype that fit. Must be called after the base model is loaded. Raises
+    ValueError when it is below two."""
     size, how = config.kv_memory, ""
     if size is None:
         size, how = _kv_room(config.adapter_memory, device)
@@ -122,7 +123,8 @@ def kv_blocks(config: EngineConfig, base: BaseModel, device: torch.device, dtype
 
 
 def _kv_room(adapters: int, device: torch.device) -> tuple[int, str]:
-    """Returns bytes, and in words how they were found. The adapters' memory is allocated later."""
+    """Returns the bytes for the KV cache, and a text that explains them. `adapters`: bytes that will be allocated later
+    for adapters."""
     free, total = free_memory(device), gpu_memory(device)
     if total is None:
         return min(max(0, free - adapters) // CPU_KV_PART, MAX_CPU_KV_BYTES), ""
@@ -132,7 +134,7 @@ def _kv_room(adapters: int, device: torch.device) -> tuple[int, str]:
 
 
 def find_runner(name: str) -> OpenRunner:
-    """Returns what opens the runner of that name. Raises ValueError for a name that is not in RUNNERS."""
+    """Returns the function that opens the runner of that name. Raises ValueError for a name that is not in RUNNERS."""
     module = RUNNERS.get(name)
     if module is None:
         raise ValueError(f"runner: {name!r} is unknown; use {', '.join(RUNNERS)}")
@@ -141,18 +143,18 @@ def find_runner(name: str) -> OpenRunner:
 
 
 def default_threads(model_dir: Path, host_nodes: int = 1) -> int:
-    """Returns the threads that the engine computes with: this node's share of the cores that the process may use; one
-    for a model that lies in a core's own cache.
+    """Returns the engine's number of threads: this node's share of the usable cores, or 1 for a model that fits in a
+    core's cache.
 
-    There a second thread gains nothing, and on a busy host threads that spin for each other cost a step many times
-    its length.
+    For such a model a second thread gains nothing. On a busy host, threads that spin for each other lengthen a step
+    many times.
     """
     weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
     return 1 if weights < SMALL_MODEL_BYTES else core_share(host_nodes)
 
 
 def warm_up(engine: Engine) -> None:
-    """Runs a dummy prefill and decode, so that the first caller does not pay for lazy initialisation. Raises
+    """Runs a dummy prefill and decode, so that the first request does not pay for lazy initialisation. Raises
     WarmUpFailed when they fail."""
     engine.submit(
         GenerateRequest("warm-up", "", "", [1] * 8, 3, Sampling(temperature=0), timeout=300.0, ignore_eos=True)
@@ -162,4 +164,4 @@ def warm_up(engine: Engine) -> None:
     last = engine.take_events()[-1]
     if not isinstance(last, Finished) or last.reason != "length":
         raise WarmUpFailed(f"the dummy request ended with {last}")
-    engine.scheduler.callers = Callers()  # no place is kept for the dummy's tenant
+    engine.scheduler.callers = Callers()  # reserve nothing for the dummy's tenant

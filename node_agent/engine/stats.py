@@ -1,4 +1,4 @@
-"""The engine's picture of itself, for the API process and the node's record."""
+"""Snapshot of the engine for the API process and the node's record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from node_agent.ipc import Stats
 
 
 def stats_of(engine: Engine) -> Stats:
-    """Returns a snapshot of the engine, as it is between two iterations."""
+    """Returns a snapshot of the engine between two iterations."""
     running, queue, store, drift = list(engine.running.values()), engine.queue, engine.store, engine.drift
     tightest = tightest_tpot(
         (r.tpot for r in [*queue, *running] if r.tpot is not None), drift.published if drift else None
@@ -49,7 +49,7 @@ def _strict_room(engine: Engine) -> StrictRoom:
     reserved = engine.scheduler.reserves(rows).for_strict()
     free = Room(rows - len(running), engine.blocks.free)
     room = strict_room(running, engine.queue, reserved, free, engine.blocks.shared, engine.scheduler.short)
-    if engine.drift is None:  # nobody pauses where no promise can be reckoned with
+    if engine.drift is None:  # without a model no promise is computed, so nobody pauses
         return room
     paused_rows, paused_contexts = paused_on_average(running)
     tightest = tightest_promise(running, engine.drift.published)

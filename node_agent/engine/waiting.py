@@ -1,4 +1,4 @@
-"""Requests that wait for a place in the batch, in the order of fair shares."""
+"""Requests that wait for a place in the batch, in fair-share order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from node_agent.engine.request import Request
 
 
 class WaitingQueue:
-    """Queue of `limit` requests at most, and of those that were preempted. It charges what is served to the shares."""
+    """Queue of at most `limit` requests, plus preempted ones. It charges served tokens to the shares."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -24,7 +24,7 @@ class WaitingQueue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterates over the waiting requests in the order in which they came."""
+        """Iterates over the waiting requests in order of arrival."""
         return iter(list(self._requests.values()))
 
     def get(self, request_id: str) -> Request | None:
@@ -42,7 +42,7 @@ class WaitingQueue:
 
     @property
     def tenants(self) -> Collection[str]:
-        """Returns the tenants that wait."""
+        """Returns the tenants with waiting requests."""
         return self._queue_shares.tenants
 
     def waiting_of(self, tenant: str) -> int:
@@ -50,8 +50,8 @@ class WaitingQueue:
         return self._queue_shares.count(tenant)
 
     def in_order(self) -> Iterator[Request]:
-        """Yields the waiting requests as their turns come, by the virtual token counters; the caller may remove those
-        it was given."""
+        """Yields the waiting requests in fair-share order, by virtual token counters. The caller may remove yielded
+        requests."""
         return in_fair_order(self._requests.values(), self.shares)
 
     @property
@@ -59,19 +59,22 @@ class WaitingQueue:
         return len(self._requests) >= self.limit
 
     def displaced_by(self, newcomer: Request) -> Request | None:
-        """Returns the request that gives its place in a full queue to the newcomer. For a strict one that is the newest
-        best-effort request, of any tenant; else the newest of the tenant with most waiting for its weight, if that is
-        more than the newcomer's; else, for a function with places kept for it that fewer wait in, the newest of the
-        tenant's without. Requests that have begun to answer stay. Returns None when the newcomer has to go."""
+        """Returns the request that a newcomer displaces from a full queue; None if the newcomer is refused.
+
+        For a strict newcomer it is the newest best-effort request of any tenant. Otherwise it is the newest request of
+        the tenant with most waiting requests per weight, if that exceeds the newcomer's tenant. Otherwise, if the
+        newcomer's function has reserved places free, it is the newest of its tenant's requests without reservation.
+        Requests with generated tokens stay.
+        """
         crowded = self._queue_shares.tenant_to_displace(newcomer.tenant, newcomer.weight)
-        # Who has begun to answer must not be sent away.
+        # Requests with generated tokens must not be refused.
         going = [r for r in self._requests.values() if not r.generated]
         best_effort = [r for r in going if r.slo_class == "best_effort" and newcomer.slo_class == "strict"]
         candidates = best_effort or [r for r in going if r.tenant == crowded] or self._unreserved(newcomer, going)
         return candidates[-1] if candidates else None
 
     def _unreserved(self, newcomer: Request, going: list[Request]) -> list[Request]:
-        """Returns which of the tenant's requests yield to one within its function's reserved concurrency."""
+        """Returns the tenant's requests that yield to a newcomer within its function's reserved concurrency."""
         of_tenant = [r for r in going if r.tenant == newcomer.tenant]
         within = sum(r.function == newcomer.function for r in of_tenant) < newcomer.reserved
         return [r for r in of_tenant if not r.reserved] if within else []
@@ -83,15 +86,15 @@ class WaitingQueue:
         self.shares.join(request.tenant, request.function)
 
     def remove(self, request: Request) -> None:
-        """Removes a request from the queue. Raises KeyError when it does not wait."""
+        """Removes a request from the queue. Raises KeyError if it is not waiting."""
         del self._requests[request.id]
         self._queue_shares.leave(request.tenant)
         self._classes[request.slo_class] -= 1
         self.shares.leave(request.tenant, request.function)
 
     def take(self, request: Request) -> None:
-        """Removes a request that gets its place in the batch, and charges what of its prompt is to be computed: not
-        again after a preemption. Raises KeyError when it does not wait."""
+        """Removes an admitted request, and charges its uncomputed prompt tokens unless it was preempted before. Raises
+        KeyError if it is not waiting."""
         if not request.preemptions:
             self._charge(request, token_cost(max(0, request.prompt_len - request.computed), 0, request.rank))
         self.remove(request)
@@ -101,7 +104,7 @@ class WaitingQueue:
         self._charge(request, token_cost(0, 1, request.rank))
 
     def counter(self, request: Request) -> float:
-        """The counter of its tenant: the least is served first, in the batch, too."""
+        """Returns the counter of the request's tenant. The smallest is served first, also in the batch."""
         return self.shares.tenant(request.tenant)
 
     def _charge(self, request: Request, service: float) -> None:

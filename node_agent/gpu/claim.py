@@ -1,4 +1,4 @@
-"""Claims a GPU for a node while the node's supervisor lives, so that each GPU has one node of the host.
+"""Claims a GPU for a node while the node's supervisor lives. Each GPU thus has one node of the host.
 
 The claim is a listening Unix socket with an abstract name. It needs no file and no permission, and the kernel closes it
 when the process ends for any reason. A process that can't bind the name can ask which process has it. Containers with
@@ -28,7 +28,7 @@ NAME = "\0garnish-gpu-"
 ORDER = "CUDA_DEVICE_ORDER"
 ASK_S = 1.0
 MAX_ASKERS = 128
-"""Connections to a claim, which is never accepted; later ones can't read the claiming process."""
+"""Maximum pending connections to a claim, which accepts none. Later processes can't find out who has the claim."""
 
 log = logging.getLogger(__name__)
 

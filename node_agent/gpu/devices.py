@@ -12,7 +12,7 @@ from node_agent.gpu.nvml import GpuFailed, Nvml, NvmlProblem, load_nvml
 from node_agent.gpu.reading import read_errors, read_identity
 
 LONGEST_LIST_S = 30.0
-"""Limit of a listing: the first call may load the driver, which takes seconds for each GPU."""
+"""Seconds that a listing may take. The first call may load the driver, which takes seconds per GPU."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 

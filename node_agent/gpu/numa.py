@@ -113,7 +113,8 @@ def numa_node_of(bus: str, sys: Path = SYS) -> int | None:
 
 
 def near_cores(gpu: Gpu, allowed: Collection[int], sys: Path = SYS) -> set[int]:
-    """Returns the `allowed` cores on the GPU's NUMA node; all `allowed` ones if there is none, or /sys has no node."""
+    """Returns the `allowed` cores on the GPU's NUMA node. Returns all `allowed` cores if none is there, or /sys has no
+    node."""
     try:
         node = numa_node_of(gpu.bus, sys)
         near = parse_cpulist((sys / f"devices/system/node/node{node}/cpulist").read_text())

@@ -13,9 +13,9 @@ ABSENT = (
     "NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION", "NO_DATA", "ARGUMENT_VERSION_MISMATCH", "DEPRECATED",
     "VGPU_ECC_NOT_SUPPORTED",
 )  # fmt: skip
-"""Errors of calls that this GPU, driver or user lacks."""
+"""NVML error codes of calls that this GPU, driver or user does not support."""
 NOT_HERE = ("LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")
-"""Errors of a host without an NVIDIA driver."""
+"""NVML error codes of a host without an NVIDIA driver."""
 FAILED = ("GPU_IS_LOST", "RESET_REQUIRED", "GPU_NOT_FOUND")
 
 
@@ -24,7 +24,7 @@ class GpuFailed(Exception):
 
 
 class NvmlProblem(Exception):
-    """NVML can't be used, or a call has failed, for the reason in the message. `code`: NVML's, if there is one."""
+    """Error: NVML can't be used, or a call has failed. `code`: NVML's error code, if there is one."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class NvmlProblem(Exception):
 
 
 class NvmlAbsent(NvmlProblem):
-    """The GPU, driver or user lacks the call, which is no fault."""
+    """Error: the GPU, driver or user does not support the call. It does not count as a problem."""
 
 
 def load_nvml() -> ModuleType | None:
@@ -68,7 +68,7 @@ class Nvml:
         return getattr(self._library, name)
 
     def ask(self, name: str, *arguments: object) -> Any:
-        """Returns the call's result; None if it fails, with the reason in `problems` unless NVML lacks the call.
+        """Returns the call's result; None if it fails. The reason is in `problems`, unless the call is not supported.
 
         Raises GpuFailed.
         """

@@ -1,4 +1,4 @@
-"""Samples one GPU in a separate thread, so that a call that hangs stops no other one."""
+"""Samples one GPU in a separate thread, so that a call that hangs blocks no other thread."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from node_agent.gpu.reading import read_errors, read_identity, read_load, with_x
 
 SAMPLE_INTERVAL_S = 2.0
 LONGEST_CALL_S = 20.0
-"""Duration after which a sample counts as hung; a GPU that wakes up takes seconds."""
+"""Seconds after which a sample counts as hung; waking up a GPU takes seconds."""
 CLOSE_LIMIT_S = 3.0
 RETRY_S = 30.0
-"""Pause before NVML is tried again after a problem."""
+"""Seconds before NVML is tried again after a problem."""
 MIN_PAUSE_S = 0.1
-"""Pause between two samples even if Xid errors come in between."""
+"""Minimum seconds between two samples, even if Xid errors arrive in between."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Sampler:
         self._latest: Sample | None = None
         self._nvml: Nvml | None = None
         self._since: float | None = None
-        """time at which the current sample began"""
+        """monotonic time at which the current sample began; None between samples"""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)
 
@@ -100,7 +100,7 @@ class Sampler:
         while not self._stop.is_set():
             self._since = self._clock()
             facts = read_errors(nvml, handle, facts)
-            self._latest = Sample(facts, load)  # published in case that the next line fails
+            self._latest = Sample(facts, load)  # published in case the next line fails
             load = read_load(nvml, handle)
             self._latest = Sample(facts, load)
             self._since = None

@@ -11,7 +11,7 @@ from node_agent.gpu.reading import link_bandwidth
 from node_agent.gpu.sampler import Sample, Sampler
 
 MIN_SHARE = 0.5
-"""Share of a link's rate below which a measured rate counts as slow; headers and copies cost some of it."""
+"""Share of a link's nominal rate below which a measured rate counts as slow; protocol overhead costs some of it."""
 
 log = logging.getLogger(__name__)
 

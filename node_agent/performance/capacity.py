@@ -1,4 +1,4 @@
-"""Capacity of a node, logged at its start: tokens a second, and room for adapters and for running requests."""
+"""Capacity of a node, logged at its start: tokens per second, and room for adapters and running requests."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from node_agent.ipc import Finished, Generated
 RANKS = (8, 16, 32, 64, 128)
 CALLERS = (1, 8)
 CONTEXT = 64
-"""Tokens of each caller, for which the model is asked."""
+"""Context tokens of each caller for which the model's speed is computed."""
 SECONDS = 0.3
-"""Seconds that a run of dummy requests decodes, for each of CALLERS; one step at least."""
+"""Seconds for which dummy requests decode, for each number of CALLERS; at least one step."""
 STEPS = 24
 SLOW_STEP_S = 0.1
-"""Steps that take longer are not measured with more callers: the start would wait for it."""
+"""Step time in seconds above which more callers are not measured, since this would delay the start."""
 
 
 class Capacity(msgspec.Struct, frozen=True):
+    """Capacity of a node."""
+
     kv_tokens: int
-    """Prompt and output tokens of all running requests together."""
+    """Number of prompt and output tokens of all running requests together."""
     device_adapters: dict[str, int]
-    """Number of adapters of all seven projections that fit at once, if no others are there. By rank."""
+    """Number of adapters on all seven projections that fit on the device at once, by rank."""
     host_adapters: dict[str, int]
     tokens_per_second: dict[str, float] = {}
-    """Tokens a second of all callers together, without adapters. By number of callers; empty: not known."""
+    """Tokens per second of all callers together without adapters, by number of callers; empty if unknown."""
     device: str = ""
     dtype: str = ""
 
 
 def capacity_of(engine: Engine, base: BaseModel) -> Capacity:
+    """Returns the capacity of an engine's node. May decode dummy requests."""
     store, slots = engine.store, engine.store.table.shape.slots
     return Capacity(
         kv_tokens=engine.blocks.total * engine.runner.block_tokens,
@@ -50,13 +53,13 @@ def capacity_of(engine: Engine, base: BaseModel) -> Capacity:
 
 
 def fitting(pool: Pool, base: BaseModel, rank: int) -> int:
-    """Returns how many adapters of one rank, on all projections of all layers, an empty pool takes."""
+    """Returns the number of adapters of one rank, on all projections of all layers, that fit in an empty pool."""
     return pool.pages.count // pool.uniform_layout(base, rank, range(len(PROJECTIONS))).pages
 
 
 def tokens_per_second(engine: Engine) -> dict[str, float]:
-    """Returns by number of callers what all of them get together, without adapters. Leaves out what is more than the
-    node takes at once, and what can't be measured."""
+    """Returns the total tokens per second without adapters, by number of callers. Omits numbers of callers that do not
+    fit on the node or can't be measured."""
     callers = [rows for rows in CALLERS if rows <= min(engine.limits.max_rows, engine.blocks.free)]
     if engine.drift is not None:
         model = engine.drift.measured.decode
@@ -73,7 +76,8 @@ def tokens_per_second(engine: Engine) -> dict[str, float]:
 
 
 def _step_seconds(engine: Engine, rows: int) -> float | None:
-    """Returns the median time of decode steps of `rows` dummy requests; None if they ended before one was timed."""
+    """Returns the median seconds of decode steps of `rows` dummy requests. Returns None if they ended before a step was
+    timed."""
     names = [f"speed-{row}" for row in range(rows)]
     for name in names:
         engine.submit(GenerateRequest(name, "", "", [1], STEPS, Sampling(temperature=0), timeout=30.0, ignore_eos=True))
@@ -94,5 +98,5 @@ def _step_seconds(engine: Engine, rows: int) -> float | None:
     for name in names:
         engine.cancel(name)
     engine.take_events()
-    engine.scheduler.callers = Callers()  # no place is kept for the dummies' tenant
+    engine.scheduler.callers = Callers()  # reserve nothing for the dummies' tenant
     return median(took) if took else None

@@ -1,4 +1,4 @@
-"""Passes that a sweep measures: batch sizes, mixes of ranks, contexts and prompt lengths."""
+"""Passes that a sweep measures: batch sizes, mixes of ranks, context lengths and prompt lengths."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from itertools import pairwise
 
 RANKS = (8, 16, 32, 64, 128)
 LONG_ROWS = 4
-"""Rows that have half of the cache among them, for long contexts."""
+"""Number of rows that share half of the cache, for long contexts."""
 
 
 @dataclass(frozen=True)
 class CaseRow:
-    """Row of a pass: `length` tokens behind `context` that are in the cache. `adapter` is an index into the lent ones;
-    -1: the base alone."""
+    """Row of a pass: `length` tokens after `context` tokens in the cache. `adapter` is an index into the synthetic
+    adapters; -1 for the base model."""
 
     context: int
     length: int
@@ -24,22 +24,26 @@ class CaseRow:
 
 @dataclass(frozen=True)
 class Case:
+    """Pass to measure."""
+
     decode: bool
-    """every row has one token; otherwise each is a prompt's chunk"""
+    """whether each row is a decode step of one token; otherwise each is a prompt chunk"""
     rows: tuple[CaseRow, ...]
 
 
 @dataclass(frozen=True)
 class Effort:
+    """Dimensions of a sweep: row counts, ranks, prompt lengths and repetitions."""
+
     rows: tuple[int, ...]
     ranks: tuple[int, ...]
     draws: int
-    """draws of contexts, for each number of rows and mix of ranks"""
+    """number of random draws of contexts for each number of rows and mix of ranks"""
     tokens: tuple[int, ...]
     rounds: int
-    """rounds, of which the first is dropped"""
+    """number of rounds; the first is a warm-up"""
     cache: int
-    """tokens in the cache, over all rows"""
+    """maximum tokens in the cache, over all rows"""
 
 
 IDLE = Effort((1, 2, 4, 8, 16, 64), (8, 32, 64), 1, (16, 48, 128, 256), 5, 2048)
@@ -47,23 +51,23 @@ LONG = Effort(
     (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256), RANKS, 2, (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 2048),
     6, 16384,
 )  # fmt: skip
-"""More rows than `max_rows`, and longer prompts than `chunk_tokens`, are left out: a CPU ends at 32 and 512."""
+"""Row counts above `max_rows` and prompts above `chunk_tokens` are skipped; the defaults on a CPU are 32 and 512."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of this node."""
+    """Limits of this node's sweep."""
 
     chunk_tokens: int
     contexts: tuple[int, ...]
-    """tokens that each row's part of the cache holds, the longest first"""
+    """tokens in each row's part of the cache, longest first"""
     ranks: tuple[int, ...]
-    """ranks of the adapters that are lent"""
+    """ranks of the synthetic adapters"""
 
 
 def row_contexts(effort: Effort, max_rows: int, max_context: int, cache_tokens: int, block_tokens: int) -> list[int]:
-    """Returns each row's part of the cache, in tokens, the longest first: whole blocks. Half of the cache is for a few
-    rows; there are no more others than get a block each."""
+    """Returns the tokens in each row's part of the cache, longest first, in whole blocks. A few rows share half of the
+    cache. The number of other rows is limited so that each gets at least a block."""
     tokens = min(effort.cache, cache_tokens)
     max_rows_cached = LONG_ROWS + tokens // 2 // block_tokens
     count = max((rows for rows in effort.rows if rows <= min(max_rows, max_rows_cached)), default=1)
@@ -76,9 +80,12 @@ def row_contexts(effort: Effort, max_rows: int, max_context: int, cache_tokens: 
 
 
 def decode_cases(effort: Effort, bounds: Bounds, seed: int) -> list[Case]:
-    """Returns decode passes of every number of rows with every mix: the base alone, each rank (an adapter a row, and
-    one adapter for all), all ranks mixed, and half of the rows without an adapter; short and long contexts in turn,
-    drawn for each row."""
+    """Returns decode passes for each number of rows and each mix of adapters, with alternately short and long random
+    contexts.
+
+    The mixes are: the base model alone; each rank, with one adapter per row and with one for all rows; all ranks mixed;
+    and half of the rows without an adapter.
+    """
     draw = random.Random(seed)
     cases = []
     for count in effort.rows:
@@ -95,8 +102,8 @@ def decode_cases(effort: Effort, bounds: Bounds, seed: int) -> list[Case]:
 
 
 def prefill_cases(effort: Effort, bounds: Bounds) -> list[Case]:
-    """Returns prompt passes of every length with no adapter and with each rank. Each is one prompt, four prompts, or
-    the end of a longer one."""
+    """Returns prompt passes for each length, without an adapter and with each rank. Each is one prompt, four prompts,
+    or the end of a longer prompt."""
     cases = []
     longest = max(bounds.contexts, default=0)
     for tokens in effort.tokens:
@@ -116,8 +123,8 @@ def prefill_cases(effort: Effort, bounds: Bounds) -> list[Case]:
 
 
 def grid_cases(ranks: Sequence[int], bounds: Bounds, context: int) -> list[Case]:
-    """Returns the paper's grid (Toppings, figure 11): batches of 4, 8, 16 and 32 of equal ranks, and of ranks in
-    turn."""
+    """Returns the grid of the paper (Toppings, figure 11): batches of 4, 8, 16 and 32 with equal ranks, and with
+    alternating ranks."""
     cases = []
     for count in (4, 8, 16, 32):
         if count > len(bounds.contexts):
@@ -132,7 +139,7 @@ def grid_cases(ranks: Sequence[int], bounds: Bounds, context: int) -> list[Case]
 
 
 Mix = Callable[[int], int]
-"""Row -> adapter."""
+"""Function from a row's index to its adapter's index."""
 
 
 def _mixes(effort: Effort, ranks: Sequence[int]) -> Iterator[Mix]:
@@ -153,8 +160,8 @@ def _cycle(adapters: Sequence[int]) -> Mix:
 
 
 def _in_turn(lent: Sequence[int], ranks: Sequence[int]) -> Mix:
-    """Returns a mix that takes the ranks in turn: the first row is of the first rank, and so on; each row of a rank has
-    the rank's next adapter."""
+    """Returns a mix that alternates the ranks by row. Successive rows of a rank use successive adapters of that
+    rank."""
     groups = [group for rank in ranks if (group := _of_rank(lent, rank))]
     return lambda i: groups[i % len(groups)][i // len(groups) % len(groups[i % len(groups)])] if groups else -1
 

@@ -1,8 +1,8 @@
-"""Keeps a performance model true while its node serves: forecasts of hot passes against what they took.
+"""Corrects a performance model while its node serves, by comparing forecasts of hot passes with their measured times.
 
-Costs of decode steps and of prompt passes have a factor each, which follows the median of observed / forecast in small
-steps and between bounds: a burst of disturbed passes moves it little, a lasting change wholly. Beyond the bounds the
-host is not what was measured, and only a new measurement helps; the published ratio says so.
+Costs of decode steps and of prompt passes have one factor each. It follows the median of observed / forecast in small
+steps within bounds: a burst of disturbed passes moves it little, a lasting change completely. Beyond the bounds the
+host no longer matches the measurement and needs a new one; the published ratio shows this.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from node_agent.engine.batch import Row
 from node_agent.performance.terms import decode_sample, prefill_sample
 
 MEMORY = 64
-"""Passes of each kind that count."""
+"""Number of recent passes of each kind that count."""
 EVERY = 16
-"""Passes between two steps of a factor."""
+"""Number of passes between two steps of a factor."""
 STEP = 1.05
 BOUND = 2.0
-"""A factor lies between its inverse and it."""
+"""Maximum of a factor; its minimum is 1 / BOUND."""
 WORTH = 0.02
-"""A factor that is off by no more stays: records change, and schedulers look again, only where it matters."""
+"""Relative error up to which a factor is left unchanged, so that records change only when it matters."""
 
 T = TypeVar("T", DecodeModel, PrefillModel)
 
@@ -36,7 +36,7 @@ log = logging.getLogger("garnish.engine")
 
 
 class Factor:
-    """Factor by which one kind of pass takes longer than its forecast."""
+    """Ratio of measured to forecast time of one kind of pass."""
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -44,8 +44,8 @@ class Factor:
         self._since_step = 0
 
     def observe(self, forecast: float, seconds: float) -> bool:
-        """Takes in a pass that took `seconds`. `forecast`: its seconds without any factor. Returns whether the factor
-        has changed."""
+        """Adds a pass that took `seconds`, and returns whether the factor has changed. `forecast`: seconds without the
+        factor."""
         if not (forecast > 0 and 0 < seconds < float("inf")):
             return False
         self._ratios.append(seconds / forecast)
@@ -60,22 +60,22 @@ class Factor:
         return True
 
     def ratios(self) -> list[float]:
-        """Returns observed / forecast of the remembered passes, where forecast includes the factor as it is now."""
+        """Returns observed / forecast of the recent passes, with the forecast corrected by the present factor."""
         return [ratio / self.value for ratio in self._ratios]
 
 
 class Drift:
-    """Follows how far passes are from the measured model. Called by the engine's thread alone, once a hot pass."""
+    """Tracks how far passes differ from the measured model. The engine's thread calls it once per hot pass."""
 
     def __init__(self, measured: PerformanceModel) -> None:
         self.measured = self.published = measured
         self.decode, self.prefill = Factor(), Factor()
         self.both = Factor()
-        """Factor of passes over decode rows and prompts together, by the model as published; not part of it."""
+        """Factor for passes with both decode rows and prompts, relative to the published model and not part of it."""
 
     def observe(self, rows: Sequence[Row], n_decode: int, seconds: float) -> None:
-        """Takes in a pass that is about to be booked. One of both kinds teaches nothing of either: the two share what
-        each begins with."""
+        """Adds a finished pass. A mixed pass only updates `both`, since its fixed cost can't be divided between the two
+        kinds."""
         if 0 < n_decode < len(rows):
             self.both.observe(_together(self.published, rows[:n_decode], rows[n_decode:]), seconds)
             return
@@ -93,21 +93,21 @@ class Drift:
 
     @property
     def forecast_ratio(self) -> float | None:
-        """The median of observed / forecast over the last passes, by the model as it is published; None when none were
-        seen."""
+        """Returns the median of observed / forecast over recent passes, by the published model. Returns None without
+        passes."""
         ratios = [*self.decode.ratios(), *self.prefill.ratios()]
         return round(median(ratios), 4) if ratios else None
 
 
 def _together(model: PerformanceModel, decoding: Sequence[Row], prompts: Sequence[Row]) -> float:
-    """Returns the forecast seconds of a pass of both kinds: what it begins with counts once."""
+    """Returns the forecast seconds of a mixed pass. The fixed cost of a pass counts once."""
     prompt = prefill_sample(prompts, 0.0)
     decode = decode_forecast(model.decode, decode_sample(decoding, 0.0))
     return decode + model.prefill.seconds(prompt.tokens, prompt.squares, prompt.token_ranks) - model.prefill.base
 
 
 def corrected(model: PerformanceModel, decode: float, prefill: float) -> PerformanceModel:
-    """Returns the model with the costs of decode steps and of prompt passes multiplied."""
+    """Returns the model with the costs of decode steps and of prompt passes multiplied by these factors."""
     return replace(
         model,
         decode=_times(model.decode, decode, "base", "per_row", "per_context", "per_rank"),
@@ -116,5 +116,5 @@ def corrected(model: PerformanceModel, decode: float, prefill: float) -> Perform
 
 
 def _times(costs: T, factor: float, *names: str) -> T:
-    """Returns the costs, of which those of these names are multiplied."""
+    """Returns the costs with the named fields multiplied by the factor."""
     return replace(costs, **{name: getattr(costs, name) * factor for name in names})

@@ -1,7 +1,7 @@
-"""Measures a node's performance model while the node has nothing to do, in slices that yield to calls at once.
+"""Measures a node's performance model while the node is idle, in slices that yield at once to calls.
 
-A slice borrows rows, cache and adapter memory, and has given them back when it ends: a request that comes between two
-slices finds the engine as it was. Only what was timed is carried over.
+A slice borrows rows, cache and adapter memory, and returns them at its end. A request between two slices finds the
+engine unchanged. Only the measured times are kept.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from node_agent.performance.setup import cold_costs, fit, performance_file, prof
 from node_agent.performance.sweep import Bench, GaveWay, Run, SweepTooSlow, all_cases, bench, passes, sweep_of
 
 QUIET_S = 3.0
-"""Seconds without requests and loads after which a node is idle: a caller that has called twice may call again."""
+"""Seconds without requests and loads after which a node counts as idle, since recent callers may call again."""
 SLICE_S = 0.2
-"""A slice begins no pass after it."""
+"""Duration in seconds after which a slice starts no further pass."""
 BUSY_SHARE = 0.25
-"""Share of the cores' time that other processes use for the node to count as one that shares its host."""
+"""Share, 0 to 1, of CPU time used by other processes above which the node counts as sharing its host."""
 SHARED_PAUSE_S = 9 * SLICE_S
-"""Seconds between two slices on such a host, so that they take a tenth of the time. Waiting until the others have ended
-might take for ever."""
+"""Seconds between two slices on a shared host, so that they take a tenth of the time. Waiting for the other processes
+to end might take forever."""
 BUDGET_S = 180.0
-"""Seconds of work, over all slices of a try; fewer repeats then."""
+"""Maximum seconds of work over all slices of one measurement; beyond it, fewer repeats are made."""
 FASTEST = 0.5
-"""Share of a case's passes that count, the fastest ones. The host of an idle node may have other things to do, which
-only ever lengthen a pass; what they are to calls, too, is followed when calls come (node_agent.performance.drift)."""
+"""Share, 0 to 1, of each case's passes that is used: the fastest ones. Other processes on the host only slow passes
+down. Their effect on calls is corrected later (node_agent.performance.drift)."""
 TRIES = 3
 PAUSE_S = 60.0
-"""Seconds between two tries: what has disturbed the first may have ended."""
+"""Seconds before another measurement after a failed one, whose disturbance may then have ended."""
 
 log = logging.getLogger("garnish.engine")
 
 
 class IdleMeasurement:
-    """Measures the performance model of one idle engine. Called by the engine's thread alone. Sets `engine.measuring`
-    and, in the end, `engine.drift`."""
+    """Measurement of the performance model of an idle engine. Only the engine's thread calls it. It sets
+    `engine.measuring` and finally `engine.drift`."""
 
     def __init__(self, engine: Engine, config: EngineConfig, base: BaseModel) -> None:
         self.engine, self.config, self.base = engine, config, base
         self._written: set[int] = set()
-        """blocks of the cache"""
+        """cache blocks already written"""
         self._tries_left, self._begin_at, self._worked = TRIES, 0.0, 0.0
         self._cold_costs = cold_costs(engine, base)
-        """costs from before the first call: later adapters lie where a link is measured"""
+        """costs measured before the first call; later, adapters occupy the pages used for measuring the link"""
         engine.measuring = 0.0
         self._fits: Future[tuple[DecodeFit, PrefillFit]] | None = None
         self._begin_anew(None)
@@ -61,13 +61,14 @@ class IdleMeasurement:
 
     @property
     def ended(self) -> bool:
-        """Returns whether there is a model, or there will be none."""
+        """Returns whether the engine has a model, or all attempts have failed."""
         return self.engine.drift is not None or not self._tries_left
 
     def work(self, should_yield: Callable[[], bool]) -> bool:
-        """Works for one slice: about SLICE_S, or one pass where that takes longer; less as soon as `should_yield`,
-        which is asked before passes and, on a CPU, between their layers. Returns False when there is nothing to do
-        now."""
+        """Works for one slice of about SLICE_S, at least one pass. Returns False when there is nothing to do now.
+
+        It stops when `should_yield` returns True, which is checked before passes and, on a CPU, between layers.
+        """
         if self.ended or time.monotonic() < self._begin_at or should_yield():
             return False
         if self._fits is not None:
@@ -97,7 +98,7 @@ class IdleMeasurement:
         return True
 
     def _begin_anew(self, bounds: Bounds | None) -> None:
-        """Forgets what was timed: cases go by what the node has room for, as `bounds` say."""
+        """Drops all measurements, and plans new cases for the room given by `bounds`."""
         self._bounds = bounds
         self._cases: list[Case] = [] if bounds is None else all_cases(IDLE, bounds)
         self._runs: dict[Case, list[Run]] = {}
@@ -105,7 +106,7 @@ class IdleMeasurement:
 
     def _begin_rounds(self) -> None:
         self._ahead = passes(self._cases, IDLE.rounds)[::-1]
-        """the last one is next"""
+        """remaining passes; the last is next"""
 
     def _run(self, timed: Bench) -> None:
         until = time.monotonic() + SLICE_S
@@ -121,8 +122,8 @@ class IdleMeasurement:
         self.engine.measuring = min(1.0, round(max(by_passes, self._worked / BUDGET_S), 2))
 
     def _begin_fit(self) -> None:
-        """Starts the fit of the model in a separate thread: it takes longer than a call may wait. If too few cases were
-        measured, counts it as a failed try."""
+        """Starts the fit of the model in a separate thread, since it takes longer than a call may wait. Counts as
+        failed if too few cases were measured."""
         try:
             sweep = sweep_of(self._runs, max(1, len(self._cases)), FASTEST)
         except SweepTooSlow as error:
@@ -138,7 +139,7 @@ class IdleMeasurement:
         self._fits = None
         try:
             profile = profile_of(self.engine, self.base, *fits.result(), self._cold_costs)
-        except ValueError as error:  # a BadFit, a BadSample, or least squares that did not converge
+        except ValueError as error:  # a BadFit, a BadSample, or least squares without convergence
             self._fail(str(error))
             return True
         publish(profile, self.engine, self.config, self._cold_costs)
@@ -156,8 +157,8 @@ class IdleMeasurement:
         return sum(len(of_case) for of_case in self._runs.values())
 
     def _fail(self, reason: str) -> None:
-        """Plans another try, or gives up after the last one. What was timed stays: with more repeats a few disturbed
-        passes count for less."""
+        """Plans another attempt, or gives up after the last one. Measured times are kept, since with more repeats a few
+        disturbed passes matter less."""
         self._tries_left -= 1
         self._begin_at, self._worked = time.monotonic() + PAUSE_S, 0.0
         self._begin_rounds()

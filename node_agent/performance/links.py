@@ -1,4 +1,4 @@
-"""Cost of reads from the object store, measured by reading what lies there."""
+"""Cost of reads from the object store, measured by reading existing artifacts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cluster.performance_model import Transfer
 from node_agent.config import EngineConfig, LinkConfig
 
 LOOKED_AT = 50
-"""Artifacts, of which the largest is read."""
+"""Number of artifacts listed; the largest of them is read."""
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes of a read; as far as the artifact goes."""
+"""Bytes per read, limited by the artifact's size."""
 ROUNDS = 3
 
 
 def store_transfer(measured: Transfer | None, link: LinkConfig | None) -> Transfer:
-    """Returns what a node publishes as the cost of the store: what it measured plus a simulated link's cost; the link's
-    alone, or what is assumed, where nothing could be measured."""
+    """Returns the published cost of the store: the measured cost plus that of a simulated link. Without a measurement,
+    returns the simulated link's cost, or else a default."""
     if link is None:
         return measured or ASSUMED.from_store
     if measured is None:
@@ -30,8 +30,8 @@ def store_transfer(measured: Transfer | None, link: LinkConfig | None) -> Transf
 
 
 def measure_store(config: EngineConfig, base: BaseModel) -> Transfer | None:
-    """Measures ranged reads of one artifact of this base. Returns None when there is none yet, or reads of any length
-    take as long. Raises StoreUnavailable."""
+    """Measures ranged reads of an artifact of this base. Returns None if there is none yet, or if the times do not
+    depend on the size. Raises StoreUnavailable."""
     objects = open_store(config.registry)
     artifacts = objects.list(artifact_key(base.fingerprint, ""), limit=LOOKED_AT)
     if not artifacts:

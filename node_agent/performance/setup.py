@@ -1,4 +1,4 @@
-"""Gives an engine its performance model: the stored one, or what was fitted to a sweep."""
+"""Gives an engine its performance model: the stored one, or one fitted to a sweep."""
 
 from __future__ import annotations
 
@@ -43,21 +43,22 @@ from node_agent.performance.links import measure_store, store_transfer
 from node_agent.performance.sweep import TARGETS, Bench, Progress, Sweep, all_cases, bench
 
 LONG_BUDGET = 900.0
-"""Seconds that `garnish profile` measures passes for at most; fewer repeats then."""
+"""Maximum seconds that `garnish profile` measures passes; beyond it, fewer repeats are made."""
 LINK_ROUNDS = 3
 GRID_RANKS = (8, 16, 32, 64)
 GRID_CONTEXT = 128
-"""Tokens of each row, or fewer where the cache is small."""
+"""Context tokens per row of the grid; fewer if the cache is small."""
 PROMPTS = (64, 256, 512)
-"""Tokens; the exposed share is the median over them and over RANKS."""
+"""Prompt lengths in tokens. The exposed share is the median over them and over RANKS."""
 
 ColdCosts = tuple[Transfer, float]
-"""The link to the device, and the exposed share of a load over it."""
+"""Cost of the link to the device, and the exposed share of a load over it (0 to 1)."""
 
 log = logging.getLogger("garnish.engine")
 
 
 def model_key(engine: Engine, base: BaseModel) -> ModelKey:
+    """Returns the conditions that a performance model of this engine depends on."""
     runner = engine.runner
     products = "" if runner.products is None else f", {runner.products.name}"
     name = "" if runner.name == "transformers" else f", runner {runner.name}"
@@ -71,13 +72,13 @@ def model_key(engine: Engine, base: BaseModel) -> ModelKey:
 
 
 def performance_file(profile: str) -> Path:
-    """Returns the path of the file in the folder of the cold-start profile."""
+    """Returns the path of the performance file, in the folder of the cold-start profile."""
     return Path(profile).with_suffix(".performance.json")
 
 
 def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> bool:
-    """Publishes the stored model that fits here, at the node's start. Returns False when there is none: the node then
-    publishes no model."""
+    """Publishes the matching stored model at the node's start. Returns False if there is none; the node then publishes
+    no model."""
     file = performance_file(config.profile) if config.profile else None
     profile = _stored(file, model_key(engine, base))
     if profile is None:
@@ -87,9 +88,9 @@ def use_performance(engine: Engine, config: EngineConfig, base: BaseModel) -> bo
 
 
 def publish(profile: PerformanceProfile, engine: Engine, config: EngineConfig, costs: ColdCosts) -> None:
-    """Makes the profile's model the engine's, and with it that of its node's records. The links' costs are those that
-    were measured with cold starts (`costs`) and the store's."""
-    # the links are measured with cold starts, and may be others than when the profile was made
+    """Makes the profile's model the engine's, and thus that of the node's records. `costs`: link costs measured with
+    cold starts, which replace the profile's."""
+    # links are measured with cold starts, and may have changed since the profile was made
     to_device, exposed = costs
     from_store = store_transfer(profile.from_store, config.store_link)
     engine.drift = Drift(replace(profile.model, to_device=to_device, from_store=from_store, exposed_share=exposed))
@@ -98,8 +99,8 @@ def publish(profile: PerformanceProfile, engine: Engine, config: EngineConfig, c
 def measure_performance(
     engine: Engine, config: EngineConfig, base: BaseModel, progress: Progress = lambda *_: None
 ) -> PerformanceProfile:
-    """Measures the node by the thorough sweep, a minute or several. Raises BadFit, BadSample when the node is too small
-    to be swept, SweepTooSlow, and StoreUnavailable."""
+    """Measures the node by the thorough sweep, which takes minutes. Raises BadFit or BadSample when the node is too
+    small for a sweep, SweepTooSlow, or StoreUnavailable."""
     with bench(engine, base, LONG, progress, LONG_BUDGET) as timed:
         sweep = timed.measure(all_cases(LONG, timed.bounds), LONG.rounds, progress)
         grid = measure_grid(timed, LONG.rounds, progress)
@@ -115,12 +116,12 @@ def measure_performance(
 
 
 def measure_grid(timed: Bench, rounds: int, progress: Progress = lambda *_: None) -> list[DecodeSample]:
-    """Measures steps on the grid of Toppings' figure 11; fewer where the node has fewer rows. Raises SweepTooSlow."""
+    """Measures steps on the grid of Toppings' figure 11, limited by the node's rows. Raises SweepTooSlow."""
     return timed.measure(grid_cases(GRID_RANKS, timed.bounds, GRID_CONTEXT), rounds, progress).decode
 
 
 def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
-    """Returns the papers' forms fitted to the grid; none where the node has too few rows for it."""
+    """Returns the papers' formulas fitted to the grid; none if the node has too few rows."""
     try:
         return fit_paper_form(grid, "bgmv"), fit_paper_form(grid, "mbgmv")
     except BadSample:
@@ -128,15 +129,17 @@ def _paper_forms(grid: list[DecodeSample]) -> tuple[PaperForm, ...]:
 
 
 def fit(sweep: Sweep, kernel: str, max_error: float = MAX_ERROR) -> tuple[DecodeFit, PrefillFit]:
-    """Fits both models to a sweep. `kernel`: of decode rows, as measured; `max_error`: held out, of a fit with a poor
-    R^2. Takes some tenths of a second. Raises BadFit or BadSample."""
+    """Fits the decode and the prefill model to a sweep. Takes some tenths of a second. Raises BadFit or BadSample.
+
+    `kernel`: LoRA kernel of the measured decode rows. `max_error`: held-out error allowed for a fit with a poor R^2.
+    """
     return fit_decode(sweep.decode, max_error, rank_terms(kernel)), fit_prefill(sweep.prefill, max_error)
 
 
 def profile_of(
     engine: Engine, base: BaseModel, decode: DecodeFit, prefill: PrefillFit, costs: ColdCosts
 ) -> PerformanceProfile:
-    """Fits the node's performance model to what was measured. Raises BadSample."""
+    """Returns the node's performance profile made of these fits and costs. Raises BadSample."""
     to_device, exposed = costs
     profile = PerformanceProfile(
         key=model_key(engine, base),
@@ -153,8 +156,8 @@ def profile_of(
 
 
 def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
-    """Returns the link to the device, and the exposed share of a load over it. Without a cold-start profile the link is
-    measured, on pages that no adapter has: call it before any is there."""
+    """Returns the cost of the link to the device, and the exposed share of a load over it. Without a cold-start profile
+    the link is measured on unused pages: call this before any adapter is loaded."""
     profile = engine.cold_start.profile
     link = profile.link if profile is not None else measure_link(engine.store, LINK_ROUNDS)
     share = 1.0 if profile is None else exposed_share(profile, engine.cold_start.mode, engine, base)
@@ -162,8 +165,8 @@ def cold_costs(engine: Engine, base: BaseModel) -> ColdCosts:
 
 
 def exposed_share(profile: Profile, mode: ColdStartMode, engine: Engine, base: BaseModel) -> float:
-    """Returns what a cold request waits beyond a warm one's prefill, as a share (1 at most) of the load alone on its
-    link. It is the planner's forecast without CPU workers: the median over ranks and prompt lengths."""
+    """Returns the extra wait of a cold request beyond a warm prefill. It is a share (at most 1) of the load's duration
+    alone on the link, forecast by the planner without CPU workers: the median over ranks and prompt lengths."""
     plans = tuple(plan for plan in mode.plans if plan != "assist")
     shares = []
     for rank in RANKS:

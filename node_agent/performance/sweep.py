@@ -1,4 +1,5 @@
-"""Measures passes on a node's own runner, with made-up adapters in its adapter memory, while it serves nothing."""
+"""Measures passes on a node's real runner, with synthetic adapters in its adapter memory, while the node serves
+nothing."""
 
 from __future__ import annotations
 
@@ -21,22 +22,22 @@ from node_agent.performance.terms import decode_sample, prefill_sample
 from node_agent.types import GROUPS, Lease
 
 TARGETS = GROUPS["qkv"]
-"""Projections that made-up adapters adapt, as the adapters of the papers do."""
+"""Projections that synthetic adapters adapt, as in the papers."""
 FILL_TOKENS = 64
 
 Progress = Callable[[str, float], None]
-"""Callback with the name of the current step, and the share of it that is done."""
+"""Callback with the name of the current step and its finished share, 0 to 1."""
 
 
 Run = DecodeSample | PrefillSample
 
 
 class SweepTooSlow(RuntimeError):
-    """Not every case could be measured in the time that was given."""
+    """Error: too few cases could be measured within the time limit."""
 
 
 class GaveWay(Exception):
-    """A pass was ended half-way, because something else wants to be computed."""
+    """Internal exception: a pass was ended early because the engine has other work."""
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Sweep:
 
 @dataclass(eq=False)
 class Bench:
-    """A free engine's rows and adapters, with which cases are run. Made by `bench`."""
+    """Rows and adapters of an idle engine for running cases. Created by `bench`."""
 
     engine: Engine
     requests: list[Request]
@@ -59,7 +60,8 @@ class Bench:
     should_yield: Callable[[], bool] | None
 
     def run(self, case: Case) -> Run:
-        """Runs one pass, timed as the engine's hot passes are. Raises GaveWay."""
+        """Runs one pass and returns its sample, timed like the engine's hot passes. Raises GaveWay when the engine has
+        other work."""
         rows = []
         for request, row in zip(self.requests, case.rows, strict=False):
             request.computed = row.context
@@ -77,8 +79,8 @@ class Bench:
             raise GaveWay
 
     def fill(self, written: set[int], progress: Progress) -> None:
-        """Writes every row's part of the cache: memory that was never written is read from one page of zeros, faster.
-        Blocks `written` before are left out, others become some. Raises SweepTooSlow and GaveWay."""
+        """Writes every row's part of the cache, since reads of memory never written are faster: they come from one page
+        of zeros. Skips blocks in `written`, and adds the others to it. Raises SweepTooSlow and GaveWay."""
         size = self.engine.blocks.block_tokens
         for i, (request, context) in enumerate(zip(self.requests, self.bounds.contexts, strict=True)):
             progress("writing the cache", i / len(self.requests))
@@ -95,10 +97,10 @@ class Bench:
                 written.update(blocks)
 
     def measure(self, cases: Sequence[Case], rounds: int, progress: Progress = lambda *_: None) -> Sweep:
-        """Measures all cases, in another order in each round: what disturbs the host strikes each case differently.
+        """Measures all cases, in a different order in each round, so that disturbances affect different cases.
 
-        The first pass of a case is dropped where there are more: libraries prepare themselves for its shapes then. Ends
-        at the deadline; raises SweepTooSlow when not even half of the cases have been measured by then.
+        The first pass of a case is a warm-up and is dropped if there are more. Stops at the deadline; raises
+        SweepTooSlow if fewer than half of the cases were measured by then.
         """
         runs: dict[Case, list[Run]] = {}
         order = passes(cases, rounds)
@@ -111,7 +113,7 @@ class Bench:
 
 
 def passes(cases: Sequence[Case], rounds: int) -> list[Case]:
-    """Returns every case once a round, in another order in each."""
+    """Returns each case once per round, in a different order in each round."""
     ordered: list[Case] = []
     for number in range(rounds):
         ordered += random.Random(number).sample(cases, len(cases))
@@ -119,8 +121,8 @@ def passes(cases: Sequence[Case], rounds: int) -> list[Case]:
 
 
 def sweep_of(runs: Mapping[Case, list[Run]], cases: int, fastest: float = 1.0) -> Sweep:
-    """Returns the passes of each case that count: not the first, unless it is the only one, and of the rest the
-    `fastest` share. Raises SweepTooSlow when fewer than half of `cases` have any."""
+    """Returns the samples to use: of each case, the `fastest` share of its passes, without the first unless it is the
+    only one. Raises SweepTooSlow if fewer than half of `cases` have any."""
     if len(runs) < cases / 2:
         raise SweepTooSlow(f"{len(runs)} of {cases} passes took all the time that was given")
     sweep = Sweep()
@@ -146,10 +148,13 @@ def bench(
     written: set[int] | None = None,
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[Bench]:
-    """Yields a bench: rows whose part of the KV cache is written, and adapters of the effort's ranks, as many as there
-    is room for; all is given back at the end. The engine serves nothing meanwhile. Raises SweepTooSlow when writing and
-    measuring take `budget` seconds, and GaveWay. `written`: blocks of the cache that former benches have written, and
-    now this one; `targets`: the projections that the adapters adapt."""
+    """Yields a bench: rows with written parts of the KV cache, and as many synthetic adapters as fit. Frees everything
+    at the end. The engine must serve nothing meanwhile.
+
+    `effort`: its `ranks` are those of the adapters. `budget`: seconds for writing and measuring, after which
+    SweepTooSlow is raised. `written`: cache blocks already written, which the bench extends. `targets`: projections
+    that the adapters adapt. Raises GaveWay when the engine has other work.
+    """
     limits, blocks = engine.limits, engine.blocks
     free = blocks.free * blocks.block_tokens
     contexts = row_contexts(effort, limits.max_rows, limits.max_context, free, blocks.block_tokens)
@@ -161,14 +166,14 @@ def bench(
             for i, context in enumerate(contexts):
                 request = Request(f"bench-{i}", "", [1], 1, Sampling(temperature=0.0), 0.0, None, ignore_eos=True)
                 allocated = blocks.allocate(blocks.blocks_for(context))
-                assert allocated is not None  # the parts make no more than is free
+                assert allocated is not None  # the rows' parts fit in the free blocks
                 request.blocks = allocated
                 requests.append(request)
             timed = Bench(engine, requests, leases, bounds, deadline, should_yield)
             timed.fill(set() if written is None else written, progress)
             yield timed
         finally:
-            for request in reversed(requests):  # each gets the same ones again, if nobody comes between
+            for request in reversed(requests):  # in reverse, so that each row gets the same blocks next time
                 blocks.release(request.blocks)
 
 
@@ -182,9 +187,8 @@ def lent_adapters(
     *,
     targets: Sequence[int] = TARGETS,
 ) -> Iterator[list[Lease]]:
-    """Lends up to `each` made-up adapters of every rank, in turn, as long as there is room for another, and yields
-    their leases. They push out idle ones, but with `should_yield`: what calls have brought stays where it is then.
-    Raises GaveWay."""
+    """Allocates up to `each` synthetic adapters of each rank, alternating ranks, while there is room, and yields their
+    leases. They evict idle adapters only without `should_yield`, so that callers' adapters stay. Raises GaveWay."""
     layouts = {rank: store.pool.uniform_layout(base, rank, targets) for rank in ranks}
     leases: list[Lease] = []
     try:
@@ -203,4 +207,5 @@ def lent_adapters(
 
 
 def all_cases(effort: Effort, bounds: Bounds, seed: int = 0) -> list[Case]:
+    """Returns all cases of a sweep: decode passes, then prompt passes."""
     return [*decode_cases(effort, bounds, seed), *prefill_cases(effort, bounds)]

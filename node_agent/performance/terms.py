@@ -1,4 +1,4 @@
-"""The terms of the performance model, of passes as the engine computes them."""
+"""Terms of the performance model for the engine's passes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from node_agent.engine.batch import Row
 
 
 def decode_sample(rows: Sequence[Row], seconds: float) -> DecodeSample:
-    """Returns the sample of a pass in which every row is a decode step. Contexts are the tokens in the cache when it
-    begins."""
+    """Returns the sample of a pass of decode rows alone. Its contexts are the tokens in the cache before the pass."""
     ranks = [_rank(row) for row in rows]
     by_slot = {row.request.lease.slot: rank for row, rank in zip(rows, ranks, strict=True) if row.request.lease}
     return DecodeSample(
@@ -24,8 +23,8 @@ def decode_sample(rows: Sequence[Row], seconds: float) -> DecodeSample:
 
 
 def prefill_sample(rows: Sequence[Row], seconds: float) -> PrefillSample:
-    """Returns the sample of a pass over prompts alone. A chunk behind others has the square of where it ends less that
-    of where it begins, so that a prompt's chunks have the square of the prompt."""
+    """Returns the sample of a pass of prompt chunks alone. A chunk's square is its end squared minus its begin squared,
+    so that a prompt's chunks sum to the square of the prompt."""
     ends = [(row.request.computed, row.request.computed + row.length) for row in rows]
     return PrefillSample(
         tokens=sum(row.length for row in rows),

@@ -23,13 +23,13 @@ class DecodeBucket:
     """Decode rows whose contexts differ by less than a factor of two."""
 
     rows: torch.Tensor
-    """i64[B]: token indices"""
+    """i64[B]: indices of the tokens in the pass"""
     slots: torch.Tensor
     """i64[B * context]: cache slots of all context positions, padded with slot 0"""
     lengths: torch.Tensor
-    """i64[B]"""
+    """i64[B]: context length of each row"""
     context: int
-    """positions of the longest context"""
+    """number of positions of the longest context"""
     ragged: bool
 
 
@@ -41,7 +41,7 @@ class Chunk:
     end: int
     context: int
     slots: torch.Tensor
-    """i64[context]"""
+    """i64[context]: cache slot of each position"""
 
 
 @dataclass
@@ -70,6 +70,7 @@ def plan_attention(
     compiled: AttentionPass | None = None,
     wide: bool = False,
 ) -> AttentionPlan:
+    """Returns the AttentionPlan of a pass. With `compiled`, decode rows get no buckets."""
     device = batch.token_ids.device
     offsets = torch.arange(block_tokens, device=device)
 

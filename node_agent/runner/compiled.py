@@ -31,7 +31,7 @@ def decoder_operators(device: torch.device, dtype: torch.dtype) -> DecoderOperat
 
 
 class CompiledNorm(nn.Module):
-    """RMS norm; all model families have this one."""
+    """RMS norm with compiled operators. All supported model families use it."""
 
     def __init__(self, norm: Any, operators: DecoderOperators) -> None:
         super().__init__()

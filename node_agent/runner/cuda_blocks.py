@@ -18,7 +18,7 @@ from node_agent.types import LoraBatch, StepBatch
 ALIGN = 16
 """Alignment of fields in bytes."""
 MAX_LOGPROBS = 64
-"""Most likely tokens of a row that are copied back: a node's limit for a request's `logprobs`."""
+"""Number of likeliest tokens of a row that are copied back: the limit of a request's `logprobs`."""
 
 Spec = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of the fields, in their order."""
@@ -31,19 +31,19 @@ class StepFields:
     token_ids: torch.Tensor
     """i64[T]"""
     positions: torch.Tensor
-    """i64[T]"""
+    """i64[T]: position of each token in its sequence"""
     slots: torch.Tensor
-    """i64[T]; -1 is padding"""
+    """i64[T]: KV-cache slot of each token; -1 is padding"""
     fed: torch.Tensor
     """i64[T]: row of the previous step whose chosen token is this one; -1: it is in `token_ids`"""
     logit_rows: torch.Tensor
-    """i64[R]"""
+    """i64[R]: tokens whose logits are computed"""
     score_rows: torch.Tensor
-    """i64[S]"""
+    """i64[S]: token before each scored prompt token"""
     score_targets: torch.Tensor
-    """i64[S]"""
+    """i64[S]: id of each scored prompt token"""
     top_k: torch.Tensor
-    """i64[R]; this and the next four are for the rows of `logit_rows`"""
+    """i64[R]; this field and the next four are in the order of `logit_rows`"""
     uniform: torch.Tensor
     """f64[R]"""
     top_p: torch.Tensor
@@ -53,17 +53,17 @@ class StepFields:
     temperature: torch.Tensor
     """f32[R]"""
     query_start: torch.Tensor
-    """i32[R + 1]"""
+    """i32[R + 1]: first token of each row"""
     context_len: torch.Tensor
-    """i32[R]; 0 is padding"""
+    """i32[R]: context length of each row; 0 is padding"""
     block_start: torch.Tensor
     """i32[R]: index in `blocks` of the row's first block"""
     seg_start: torch.Tensor
-    """i32[R + 1]"""
+    """i32[R + 1]: first token of each segment"""
     seg_slot: torch.Tensor
-    """i32[R]; -1 is the base or padding"""
+    """i32[R]: adapter slot of each segment; -1 is the base model or padding"""
     token_slot: torch.Tensor
-    """i32[T]"""
+    """i32[T]: adapter slot of each token"""
     blocks: torch.Tensor
     """i32[N]: KV blocks, row by row. The last field, so that its unused end need not be copied."""
 
@@ -86,7 +86,7 @@ class OutFields:
     """Results of sampling for Q rows; k is at most MAX_LOGPROBS."""
 
     ids: torch.Tensor
-    """i64[Q]"""
+    """i64[Q]: chosen tokens"""
     finite: torch.Tensor
     """i32[Q]: 0 if the row's logits were not finite"""
     chosen: torch.Tensor

@@ -1,4 +1,4 @@
-"""Layers of a prompt's pass captured in pieces, between which CPU workers are handed their work.
+"""Layers of a prompt pass captured in pieces, between which work is handed to CPU workers.
 
 A CUDA graph can't wait for a worker. So a layer is cut before and after the base product of each projection group that
 may be handed over. A handoff's copy, signal and wait are enqueued there one by one, at constant addresses.
@@ -21,7 +21,7 @@ HANDOFF_GROUPS = (("qkv",), tuple(GROUPS))
 """Sets of groups at which a layer is cut. A pass uses the first one that has all groups of its adapter."""
 GRAPHS_PER_LAYER = sum(2 * len(groups) + 1 for groups in HANDOFF_GROUPS)
 MAX_GRAPHS = 2560
-"""Limit on the graphs of all buckets, since each takes memory, and some milliseconds at the start.
+"""Maximum graphs of all buckets. Each takes memory, and some milliseconds at the start.
 
 Six buckets of up to 256 tokens have 2,304 for a 7B model. The larger buckets of a deeper model get none.
 """

@@ -67,14 +67,14 @@ class AttentionInputs:
 
 @dataclass
 class HiddenState:
-    """Hidden state of a pass between two layers: `residual + added`. `added` is None before the first layer."""
+    """Hidden state between two layers of a pass: `residual + added`. `added` is None before the first layer."""
 
     residual: torch.Tensor
     """[T, width]"""
     added: torch.Tensor | None = None
 
     def take(self, group: str, y: torch.Tensor) -> None:
-        """Takes the output of a projection group; those of `o` and `down` are added to the residual stream later."""
+        """Stores the output of a projection group. Outputs of `o` and `down` are added to the residual stream later."""
         if group in ("o", "down"):
             self.added = y
 

@@ -20,10 +20,12 @@ from node_agent.runner.lora_choice import CPU_KERNEL
 from node_agent.types import LoraBatch
 
 CAPTURED_RANK = MAX_RANK
-"""Bound on ranks in a captured pass, which serves any adapters. Scratch has room for it; nothing is padded to it."""
+"""Maximum rank in a captured pass, which may serve any adapters. Scratch is allocated for it, but no data is padded to
+it."""
 
 OpenAdd = Callable[[LoraBatch, bool], Add]
-"""(LoraBatch on the device, True if all rows have one token) -> Add, which reads the batch's tensors at each call"""
+"""Function (LoraBatch on the device, True if all rows have one token) -> Add. The Add reads the batch's tensors at each
+call."""
 
 
 class SentLora(GroupLora):
@@ -38,7 +40,7 @@ class SentLora(GroupLora):
         self.batch, self._lora, self._decodes = batch, lora, decodes
 
     def place(self, fields: StepFields) -> None:
-        """Takes the device's fields that will hold the batch when the pass runs."""
+        """Sets the device tensors that will hold the batch when the pass runs."""
         self._add = self._lora.open_add(lora_batch(fields, self.batch.max_rank), self._decodes)
 
     def finish(self, layer: int, group: str, ys: Sequence[torch.Tensor]) -> None:
@@ -58,14 +60,15 @@ class CudaLora:
         return SentLora(self, batch, decodes)
 
     def send(self, batch: LoraBatch, decodes: bool) -> Add:
-        """Enqueues the batch's copy to the device."""
+        """Enqueues the copy of the batch to the device, and returns its Add."""
         sent = send(self._stream, {name: getattr(batch, name) for name in LORA_FIELDS})
         on_device = LoraBatch(**sent, leases=[], bounds=[], max_rank=batch.max_rank, empty=False)
         return self.open_add(on_device, decodes)
 
 
 def open_add(store: AdapterStore, kernel: str, max_rows: int, max_tokens: int) -> OpenAdd:
-    """Returns LoRA by Triton's kernels; for CPU_KERNEL by the compiled operator, or in torch where that is missing."""
+    """Returns LoRA by Triton kernels. For CPU_KERNEL, returns the compiled operator, or torch's operations without
+    it."""
     table, pool, base = store.table, store.pool.data, store.base
     if kernel != CPU_KERNEL:
         from node_agent.runner.triton_lora import TritonLora  # a host without a GPU need not load Triton

@@ -134,7 +134,9 @@ class CudaRunner(CudaModel):
         """
         problem, buckets = None, list[PromptBucket]()
         try:
-            for tokens, rows in reversed(prompt_shapes(chunk_tokens, shape.max_rows)):  # as with decode steps
+            for tokens, rows in reversed(
+                prompt_shapes(chunk_tokens, shape.max_rows)
+            ):  # largest first, as for decode steps
                 buckets.insert(0, PromptBucket(tokens, rows, shape, self.decoder, self.current, self.stream))
                 buckets[0].capture(open_add)
             problem = check_prompts(self, buckets)

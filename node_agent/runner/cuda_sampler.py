@@ -17,7 +17,7 @@ from node_agent.runner.score_rules import ScoreEdits, apply_edits
 from node_agent.types import ScoredToken
 
 ROWS_DRAWN_AT_ONCE = 32
-"""Rows of one draw, which has four fp64 tensors; each takes 33 MB for a vocabulary of 128,256."""
+"""Rows per draw. A draw has four fp64 tensors, each of 33 MB for a vocabulary of 128,256."""
 
 
 def sample(

@@ -29,7 +29,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def imported(device: torch.device) -> Iterator[None]:
-    """Makes LightLLM importable, and compute on `device`, in the context: its import reads a GPU's name."""
+    """Context in which LightLLM can be imported and computes on `device`. Without a GPU, replaces torch's query of its
+    name, which the import needs."""
     with ExitStack() as stack:
         if device.type != "cuda":
             ask: Any = torch.cuda.get_device_name

@@ -50,7 +50,7 @@ class PassState(LlamaInferStateInfo):  # type: ignore[misc]  # LightLLM has no t
     lora: PassLora | None = None
 
     def lora_of(self, layer: int, group: str, x: torch.Tensor) -> PassLora | None:
-        """Begins the pass's LoRA for a group, and returns it; None if it adds nothing there."""
+        """Begins the pass's LoRA for a group and returns it. Returns None if the group has no LoRA term."""
         return self.lora if self.lora is not None and self.lora.begin(layer, group, x) else None
 
 
@@ -74,7 +74,7 @@ class LoraLayerInfer(LlamaTransformerLayerInfer):  # type: ignore[misc]  # Light
     def _get_qkv(
         self, x: torch.Tensor, cache_kv: torch.Tensor, state: PassState, weight: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns rotated q [T, heads * head dim] and cache_kv [T, 2 * kv heads, head dim] for x [T, hidden]."""
+        """Returns rotated q [T, heads * head dim], and cache_kv [T, 2 * kv heads, head dim]. x is [T, hidden]."""
         kv = cache_kv.view(x.shape[0], -1)
         lora = state.lora_of(self.layer_num_, "qkv", x)
         q = torch.mm(x, weight.q_weight_)
@@ -116,7 +116,8 @@ class LightllmModel(LlamaTpPartModel):  # type: ignore[misc]  # LightLLM has no 
         self.weight_dict = None  # the copy in host memory
 
     def _init_config(self) -> None:
-        """Keeps the given config: LightLLM would read config.json as older versions of transformers."""
+        """Keeps the given config. LightLLM would read config.json itself, in the format of older transformers
+        versions."""
 
     def _init_mem_manager(self) -> None:
         self.mem_manager = None

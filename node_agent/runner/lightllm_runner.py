@@ -75,7 +75,7 @@ class LightllmPass:
         model = self.runner.model
         if not rows.shape[0]:
             return self.hidden.new_empty(0, model.vocab_size, dtype=torch.float32)
-        head_state = PassState()  # as in a decode pass: a row of hidden states per row of logits
+        head_state = PassState()  # as in a decode pass: one row of hidden states per row of logits
         head_state.is_prefill, head_state.batch_size = False, rows.shape[0]
         hidden = self.hidden.index_select(0, rows)
         with on_device(self.runner.device):

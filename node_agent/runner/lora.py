@@ -155,7 +155,8 @@ class SegmentedLora(GroupLora):
         super().__init__(None, self._adapters)
         self._batch, self._compiled = batch, compiled
         self._long: list[tuple[int, int, AdapterWeights]] | None = None
-        """first token, end and weights of the segments that torch computes; None before the first group"""
+        """(first token, end token, weights) of each segment computed by torch; None before the first group of the
+        pass"""
         self._segments: Segments | None = None
         """segments that the operator computes"""
 

@@ -15,17 +15,19 @@ from node_agent.sending_runner import SendingRunner
 from node_agent.types import LoraBatch, ModelRunner, PassLora
 
 StartLora = Callable[[LoraBatch, bool], PassLora]
-"""(batch, True if all rows have one token) -> the pass's LoRA"""
+"""Function (batch, True if all rows have one token) that returns the LoRA of a pass."""
 
 TRITON_KERNELS = ("mbgmv", "bgmv")
-"""Kernels of decode rows; `auto` means the first one on a GPU."""
+"""Triton kernels for decode rows; on a GPU, `auto` is the first one."""
 CPU_KERNEL = "cpu"
 
 
 @dataclass(frozen=True)
 class LoraCode:
+    """Code that computes a pass's LoRA."""
+
     kernel: str
-    """kernel of decode rows, by its name in performance models: mbgmv, bgmv or cpu"""
+    """name of the kernel for decode rows in performance models: mbgmv, bgmv or cpu"""
     start: StartLora
 
 

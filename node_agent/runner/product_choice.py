@@ -1,4 +1,4 @@
-"""Chooses the code of a CPU node's bf16 products, by a measurement at the first start on this host, which is stored.
+"""Chooses the code of a CPU node's bf16 products by a measurement, which is stored at the first start on this host.
 
 The fastest code differs between processors: without AVX512 torch multiplies bf16 by a reference path, with AVX512 alone
 oneDNN emulates it, and only with bf16 units bf16 is faster than fp32.
@@ -28,9 +28,9 @@ from node_agent.runner.products import Products, can_pack, few_rows, pack, packe
 log = logging.getLogger(__name__)
 
 SAMPLE_BYTES = 24 << 20
-"""Bytes of the weights that are multiplied in turn: too many for a core's caches."""
+"""Bytes of the weights that are multiplied in turn; more than a core's caches hold."""
 LIMIT_S = 1.5
-"""Time limit for all rounds after the first."""
+"""Time limit in seconds for all rounds after the first."""
 ROUNDS = 5
 FEW_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Rows at which the compiled product is compared with the widened one."""
@@ -42,11 +42,11 @@ ATTENTION_TOKENS = 128
 MAX_STORED_BYTES = 1 << 16
 
 Product = Callable[[torch.Tensor, torch.Tensor, None], torch.Tensor]
-"""(x, weight, None for no bias) -> y"""
+"""Function (x, weight, None for no bias) -> y."""
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The choice as it is stored."""
+    """Stored choice of products."""
 
     packed: bool
     few: int
@@ -94,7 +94,8 @@ def measure(sample: list[torch.Tensor], operator: ProductOperator | None) -> Mea
 
 
 def decide(times: dict[str, float]) -> Measured:
-    """Returns the choice for these seconds by "kind rows"; kinds are `few`, `widened` and, if possible, `packed`."""
+    """Returns the choice for these times in seconds. A key is a kind and a number of rows; kinds are `few`, `widened`
+    and, if possible, `packed`."""
     few = 1
     for rows in FEW_ROWS:
         if times[f"few {rows}"] > times[f"widened {rows}"]:

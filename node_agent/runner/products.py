@@ -11,9 +11,10 @@ from torch.nn.functional import linear
 from kernels.product import ProductOperator
 
 ROWS_HINT = 8
-"""Rows, those of a decode batch, for which oneDNN chooses its layout. Any other number uses the same layout."""
+"""Number of rows (a decode batch) for which oneDNN chooses the weight layout. The layout works for any number of
+rows."""
 PANEL = 1 << 20
-"""Elements of a weight that are widened together: 4 MiB of fp32, which stay in the cache until they are multiplied."""
+"""Elements of a weight that are converted to fp32 at once: 4 MiB, which stay in the cache until they are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Products:
 
     @property
     def name(self) -> str:
-        """Name of the choice, on which measurements of passes depend."""
+        """Name of the choice, for the keys of stored pass measurements."""
         return "oneDNN" if self.packed else f"bf16 to {self.few} rows, then fp32"
 
 
@@ -65,7 +66,7 @@ def few_rows(
 
 
 def widened(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Returns x W^T + b for bf16 x [T, d_in] by fp32 products with panels of W [d_out, d_in], which are widened first.
+    """Returns x W^T + b for bf16 x [T, d_in] and W [d_out, d_in], by fp32 products with widened panels of W.
 
     From about eight rows on, widening takes a small part of the time. A stored fp32 copy would treble the memory of the
     weights.

@@ -26,7 +26,8 @@ class Current:
 
 
 class FusedProjection(nn.Module):
-    """Product of a projection group with its shared input. `forward` returns the first part and keeps the others."""
+    """Product of a projection group with its shared input. `forward` returns the first projection's output and stores
+    the others."""
 
     def __init__(
         self, current: Current, layer: int, group: str, linears: list[nn.Linear], products: Products | None
@@ -69,7 +70,7 @@ class FusedPart(nn.Module):
         self.index = index
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
-        return self._fused[0].parts.pop(self.index)  # else a pass would hold the activations of all layers
+        return self._fused[0].parts.pop(self.index)  # removed, or a pass would hold the activations of all layers
 
 
 def _bias(module: nn.Linear) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from node_agent.types import PromptScoring, ScoredToken
 
 ROWS_AT_ONCE = 64
-"""Rows whose logits are in memory together: 33 MB for a vocabulary of 128,256 in fp32."""
+"""Rows whose logits are computed at once: 33 MB in fp32 for a vocabulary of 128,256."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -41,5 +41,5 @@ def _score(logits: torch.Tensor, targets: torch.Tensor, top: list[int]) -> list[
 
 
 def all_finite(scored: list[ScoredToken]) -> bool:
-    """Returns True if the model's output was finite; else the scores must not be reported."""
+    """Returns whether all scores are finite. Otherwise they must not be reported."""
     return all(math.isfinite(entry.logprob) for entry in scored)

@@ -12,7 +12,7 @@ from node_agent.types import HostOutput, SamplingBatch, StepBatch, StepOutput
 _MASK = (1 << 64) - 1
 
 GREEDY_BELOW = 1e-5
-"""Temperature below which decoding is greedy: only the best token has a chance, and the division would overflow."""
+"""Temperature below which decoding is greedy. Division by a smaller one could overflow."""
 
 Logprobs = tuple[float, list[tuple[int, float]]]
 """Log probability of the chosen token, and (token id, log probability) of the k most likely ones."""

@@ -1,4 +1,4 @@
-"""Changes of a request's scores by its parameters before a token is chosen, in vLLM's order."""
+"""Changes to a request's logits by its parameters before sampling, in vLLM's order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.messages import Sampling
 
 NEVER = float("-inf")
 LARGEST = 1e30
-"""Limit of a penalised score, so that a repetition penalty near 0, or then a temperature, does not make it infinite."""
+"""Maximum of a penalised logit, so that a repetition penalty or temperature near 0 does not make it infinite."""
 
 
 def changes_scores(sampling: Sampling) -> bool:
@@ -28,22 +28,22 @@ def changes_scores(sampling: Sampling) -> bool:
 
 @dataclass(frozen=True)
 class ScoreEdits:
-    """Changes of the scores in one tensor, by indices into it."""
+    """Changes to logits in one tensor, by indices into it."""
 
     never: torch.Tensor
     """i64[n]: tokens that must not be chosen"""
     biased: torch.Tensor
-    """i64[m], each token once"""
+    """i64[m]: tokens with a bias, each once"""
     bias: torch.Tensor
-    """f32[m]"""
+    """f32[m]: bias added to the logit of each token in `biased`"""
     penalised: torch.Tensor
-    """i64[p], each token once"""
+    """i64[p]: tokens with a penalty, each once"""
     repetition: torch.Tensor
-    """f32[p]: divisor of scores above 0, factor of other scores"""
+    """f32[p]: repetition penalty; divides logits above 0 and multiplies others"""
     frequency: torch.Tensor
-    """f32[p]: subtracted, as is `presence`"""
+    """f32[p]: frequency penalty of each token in `penalised`, subtracted from its logit"""
     presence: torch.Tensor
-    """f32[p]"""
+    """f32[p]: presence penalty of each token in `penalised`, subtracted from its logit"""
 
 
 def apply_edits(scores: torch.Tensor, edits: ScoreEdits) -> None:

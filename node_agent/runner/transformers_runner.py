@@ -85,7 +85,7 @@ class TransformersRunner:
         self.values = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self.layers]
         operators = decoder_operators(device, self.dtype) if compiled else None
         self.heads = None
-        """heads of a layer, if decode attention is compiled"""
+        """shape of a layer's attention heads, if decode attention is compiled; else None"""
         if operators is not None:
             self.heads = compile_layers(self.model, operators, self.keys, self.values, block_tokens)
 

@@ -17,7 +17,8 @@ from node_agent.runner.lora import AdaptedGroups, Add, GroupLora, table_views
 from node_agent.types import GROUPS, LoraBatch
 
 DECODE_KERNELS: dict[str, Callable[..., None]] = {"mbgmv": mbgmv, "bgmv": bgmv}
-"""Values of `node.lora_kernel` other than `auto`. Scratch has room for MAX_RANK, the most that a batch is padded to."""
+"""Kernel function by value of `node.lora_kernel`, except `auto`. Scratch has room for MAX_RANK, the highest rank that a
+batch is padded to."""
 
 
 class TritonLora:
@@ -65,7 +66,8 @@ class TritonLora:
         operation(LoraCall(ys, x, batch.seg_start, batch.seg_slot, view, scratch, batch.max_rank), sizes)
 
     def _warm(self, base: BaseModel, pool: torch.Tensor) -> None:
-        """Launches all kernels on a base token, so that no request waits while Triton compiles them."""
+        """Launches all kernels once, for a token without an adapter, so that no request waits for Triton to compile
+        them."""
         starts = torch.tensor([0, 1], dtype=torch.int32, device=pool.device)
         slots = torch.tensor([-1], dtype=torch.int32, device=pool.device)
         batch = LoraBatch(starts, slots, slots, [None], [(0, 1)], max_rank=0, empty=True)
