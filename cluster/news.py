@@ -109,7 +109,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Part of a report that hardly ever changes, and is sent when it does."""
+    """Part of a report that rarely changes, and is sent only when it has changed."""
 
     url: str
     base: str
@@ -119,7 +119,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_blocks: int
     block_tokens: int
     max_rows: int = 0
-    """Requests that it computes at once; 0: not known yet."""
+    """Maximum number of requests in one batch; 0: not known yet."""
     performance: PerformanceModel | None = None
     """Measured performance model; None: not measured."""
     adapter_bytes: int = 0
