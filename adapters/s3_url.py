@@ -1,4 +1,4 @@
-"""The address of a registry on S3: `s3://bucket` or `s3://bucket/prefix`. Imports no boto3."""
+"""Address of a registry on S3: `s3://bucket` or `s3://bucket/prefix`. Does not import boto3."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _URL = re.compile(r"s3://([^/?#]*)/?(.*)", re.DOTALL)
 class S3Place(msgspec.Struct, frozen=True):
     bucket: str
     prefix: str = ""
-    """Prefix without a slash at its ends; empty: the whole bucket."""
+    """Key prefix without leading or trailing slash; empty: the whole bucket."""
 
 
 def parse_s3_url(url: str) -> S3Place:
-    """Returns the bucket and the prefix of the address. Raises InvalidRequest, saying what is wrong with it."""
+    """Returns the bucket and the prefix of the address. Raises InvalidRequest, which says what is wrong with it."""
     match = _URL.fullmatch(url)
     if match is None:
         raise InvalidRequest("registry", f"{url[:200]!r} is not of the form s3://bucket/prefix")
